@@ -27,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.support import ServerProcess
 from tests.support.synthetic import Message
 
 from .report import Result
@@ -77,8 +78,8 @@ class Gaps:
 class DecodingClient:
     """Asks for an endless reply and notes when each token comes, for a `with` block."""
 
-    def __init__(self, fleet: Fleet, side: str, messages: list[Message]) -> None:
-        self._server = fleet[side]
+    def __init__(self, server: ServerProcess, messages: list[Message]) -> None:
+        self._server = server
         self._body = {
             "messages": messages,
             "max_tokens": _ENDLESS,
@@ -115,7 +116,7 @@ class DecodingClient:
             self._error = error
             self._begun.set()
 
-    def gaps(self, start: float, stop: float, *, overlapping: bool) -> list[float]:
+    def gaps(self, start: float, stop: float, *, overlapping: bool = False) -> list[float]:
         """Return the gaps of a time; the clock is `time.time()`, as files have it."""
         pairs = pairwise(list(self._times))
         return [b - a for a, b in pairs if a < stop and (b if overlapping else a) > start]
@@ -204,7 +205,7 @@ def _decoding(
         yield tuple(
             stack.enter_context(
                 DecodingClient(
-                    fleet, side, run.prompts.of_length(64, seed=8_000_000 + 100 * n + repeat)
+                    fleet[side], run.prompts.of_length(64, seed=8_000_000 + 100 * n + repeat)
                 )
             )
             for n in range(N_DECODING)

@@ -1,9 +1,10 @@
-"""How much a turn writes, and what sharing a system prompt saves.
+"""How much a turn writes, what sharing a system prompt saves, and what writing takes from others.
 
     python -m benchmarks.writes
 
 A real server with a tiny model. A turn may write the KV of its new tokens, the one block that its
-first tokens complete, and some bookkeeping; equal beginnings are stored once.
+first tokens complete, and some bookkeeping; equal beginnings are stored once. Two clients decode
+while a third has new turns, kept and not kept in pairs: their tokens a second are compared.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,16 @@ from tests.support import ServerProcess
 from tests.support.synthetic import make_tiny_model, synthetic_text
 
 from .report import Result
-from .runs import parsed_out
+from .runs import median, parsed_out, ratio
+from .servers import Fleet, cpu_between
+from .stall import DecodingClient
 
 N_TURNS = 8
 N_SESSIONS = 10
+N_PAIRS = 20
+TURN_CHARS = 1500
+"""Length of a turn beside which others decode: about 850 tokens."""
+_AFTER_S = 0.4
 BLOCK_TOKENS = 256
 SYSTEM_CHARS = 14_300
 """Length of the shared system prompt: about 8K tokens of the tiny model's tokenizer."""
@@ -50,6 +58,17 @@ def main() -> None:
                 folder=out,
             )
             result.add(*shared(server, Path(folder) / "shared"))
+            result.show()
+        # A block has as many bytes as one of a model of some billion weights.
+        wide = make_tiny_model(Path(folder) / "wide", n_layers=4, n_heads=8, n_kv_heads=8)
+        with Fleet(wide, ("ours-16",)) as fleet:
+            result = Result(
+                "decode-beside-turns",
+                "Tokens a second of two clients while a third has turns, kept and not kept.",
+                {"model": "tiny llama, 4 layers of 8 heads", "sides": fleet.flags},
+                folder=out,
+            )
+            result.add(*beside(fleet, "ours-16"))
             result.show()
 
 
@@ -112,6 +131,38 @@ def shared(server: ServerProcess, store: Path) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def beside(fleet: Fleet, side: str) -> list[dict[str, Any]]:
+    kept: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
+    with ExitStack() as stack:
+        asked = [[{"role": "user", "content": f"client {n}"}] for n in range(2)]
+        others = [stack.enter_context(DecodingClient(fleet[side], one)) for one in asked]
+        for pair in range(N_PAIRS):
+            for is_kept in (pair % 2 == 0, pair % 2 == 1):
+                text = f"{pair} {is_kept} {synthetic_text(TURN_CHARS, seed=pair)}"
+                headers = {} if is_kept else {"X-KVPersist-Keep": "no"}
+                before, start = fleet.used(side), time.time()
+                fleet.ask(side, [{"role": "user", "content": text}], 16, headers=headers)
+                took_s = time.time() - start
+                time.sleep(_AFTER_S)  # what is written after the reply counts
+                stop = time.time()
+                rate = sum(len(one.gaps(start, stop)) for one in others) / (stop - start)
+                cpu_s = cpu_between(before, fleet.used(side)) or 0.0
+                kept[is_kept].append((rate, took_s, cpu_s))
+    over_rate, over_s, over_cpu_s = (
+        ratio([one[i] for one in kept[True]], [one[i] for one in kept[False]]) for i in range(3)
+    )
+    return [
+        {
+            "pairs": N_PAIRS,
+            "tokens/s, kept": median([one[0] for one in kept[True]]),
+            "tokens/s, not kept": median([one[0] for one in kept[False]]),
+            "kept / not kept": over_rate,
+            "whole turn, kept / not kept": over_s,
+            "CPU s, kept / not kept": over_cpu_s,
+        }
+    ]
 
 
 def bytes_per_token(server: ServerProcess) -> int:

@@ -31,6 +31,10 @@ class Root:
     with_text: bool = True
     model: str = field(default="", compare=False)
 
+    def shares_tenant(self, other: Root) -> bool:
+        """Whether both are for the same tenant, and session."""
+        return (self.namespace, self.session) == (other.namespace, other.session)
+
     @cached_property
     def key(self) -> bytes:
         """The key above the tree's first blocks."""

@@ -18,7 +18,10 @@ import platformdirs
 from .api.admin import KEY_VARIABLE
 from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionChoice
 from .errors import ConfigError
+from .store.database import sqlcipher
+from .store.objects import Objects
 from .store.records import StoreLimits
+from .store.seal import PLAIN, Sealing, read_key
 from .store.worth import LRU, VALUE
 from .units import parse_folder, parse_share, parse_size, show_bytes
 
@@ -75,6 +78,10 @@ class Config:
     """For all but the model's weights; None: what the device leaves."""
     refuses: bool = False
     """Whether a request that memory does not suffice for is refused, and does not wait."""
+    sealing: Sealing = PLAIN
+    """How all in the folder is sealed that tells of conversations."""
+    shared: tuple[Objects, Sealing, int | None] | None = None
+    """The store that other servers use, too, how its objects are sealed, and their most bytes."""
 
 
 _METAVARS: dict[Any, str] = {
@@ -130,6 +137,13 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
 
     add("dir", "Where conversations are kept (default: the user's cache folder)", type=parse_folder)
     add(
+        "encrypt",
+        "The key file that encrypts what is kept in the folder, from the first start on; "
+        "mlx-lm-kvpersist key FILE makes one (default: not encrypted)",
+        type=Path,
+        metavar="KEYFILE",
+    )
+    add(
         "ram",
         "Most memory for blocks of conversations that are not running, such as 8G "
         "(default: an eighth of the device's memory, at most half of --kvpersist-memory)",
@@ -159,6 +173,23 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         "Disk space to leave free on the volume (default: 10G)",
         type=parse_size,
         default="10G",
+    )
+    add(
+        "shared",
+        "A bucket (s3://, gs://, az://) or a folder in which servers share what they computed",
+        metavar="URL",
+    )
+    add(
+        "shared-key",
+        "The key file that seals what is shared; mlx-lm-kvpersist key FILE makes one",
+        type=Path,
+    )
+    add("shared-plain", "Share without encryption", action="store_true")
+    add(
+        "shared-size",
+        "Most that all servers keep there: what was not used for the longest is removed "
+        "(default: no limit)",
+        type=parse_size,
     )
     add(
         "max-writes-per-hour",
@@ -236,6 +267,13 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         default="auto",
     )
     add(
+        "served-name",
+        "A further name of the model, the first in /v1/models: one for several servers behind a "
+        "router (default: none)",
+        dest="served_name",
+        metavar="NAME",
+    )
+    add(
         "no-text",
         "Store token ids only, no text; conversations are then found by their ids",
         action="store_true",
@@ -296,6 +334,10 @@ def from_args(args: Namespace) -> Config:
         )
     if not (max_loss_s := args.kvpersist_max_loss_s) >= 0:
         raise ConfigError(f"--kvpersist-max-loss-s {max_loss_s:g} is out of range; give 0 or more")
+    if args.served_name is not None and (not args.served_name or getattr(args, "model", 0) is None):
+        raise ConfigError(
+            "--kvpersist-served-name NAME is a name of --model; give both, or neither"
+        )
     folder = args.kvpersist_dir or default_folder()
     ram, memory = args.kvpersist_ram, args.kvpersist_memory
     if memory is not None and memory < LEAST_BYTES:
@@ -332,7 +374,39 @@ def from_args(args: Namespace) -> Config:
         wired=args.kvpersist_wired,
         memory_bytes=memory,
         refuses=args.kvpersist_memory_policy == "refuse",
+        sealing=sealing_of(args),
+        shared=_shared(args),
     )
+
+
+def _shared(args: Namespace) -> tuple[Objects, Sealing, int | None] | None:
+    url, key, is_plain, max_bytes = (
+        args.kvpersist_shared,
+        args.kvpersist_shared_key,
+        args.kvpersist_shared_plain,
+        args.kvpersist_shared_size,
+    )
+    if url is None:
+        if key is not None or is_plain or max_bytes is not None:
+            raise ConfigError(
+                "--kvpersist-shared-key, -plain and -size need --kvpersist-shared URL"
+            )
+        return None
+    if (key is None) == (not is_plain):
+        raise ConfigError(
+            "--kvpersist-shared needs a key that all its servers have: make one with "
+            "mlx-lm-kvpersist key FILE and give --kvpersist-shared-key FILE; or, where everybody "
+            "who can reach the store may read all conversations, give --kvpersist-shared-plain"
+        )
+    return Objects(url), read_key(key) if key is not None else PLAIN, max_bytes
+
+
+def sealing_of(args: Namespace) -> Sealing:
+    """Return how the folder that the options name is sealed: not at all without a key file."""
+    if (key := args.kvpersist_encrypt) is None:
+        return PLAIN
+    sqlcipher()  # it is missed before a folder is made
+    return read_key(key)
 
 
 def _wired(text: str) -> str | int:

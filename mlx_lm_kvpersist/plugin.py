@@ -49,6 +49,7 @@ from .request.machine import Pressure
 from .request.memory import Memory, total_bytes, weights_bytes
 from .request.model import LoadedModel, Speed
 from .request.outcome import PENDING, Kind, Outcome, Reason
+from .request.replies import known_replies
 from .request.roles import TemplateRoles, share_reasoning
 from .request.serving import RequestState, ServedRequest, Serving
 from .request.wired import wired_bytes
@@ -100,7 +101,11 @@ class KVPersistPlugin:
     def configure(self, args: Namespace) -> None:
         self._config = config.from_args(args)
         self._log = RequestLog(with_text=self._config.store_text)
-        self._store = BlockStore(self._config.folder, self._config.limits)
+        self._store = BlockStore(
+            self._config.folder, self._config.limits, sealing=self._config.sealing
+        )
+        if (shared := self._config.shared) is not None:
+            self._store.share(*shared, partial(known_replies, self._store))
         self._store.token_s = self._token_s
         if manager.is_implemented("eviction_score"):
             self._store.score = _score
@@ -302,6 +307,11 @@ class KVPersistPlugin:
         normalise(messages, tools)
         share_reasoning(messages)
         self._roles.fit(messages)
+
+    @hookimpl
+    def prompt_rendered(self, request: ClientRequest, prompt: Prompt) -> None:
+        if serving := self._serving:
+            serving.fetch(RequestState.of(request), prompt)
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:

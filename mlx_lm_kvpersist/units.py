@@ -26,6 +26,14 @@ def parse_size(text: str) -> int:
     return int(number * 1024 ** (_UNITS.index(unit) + 1 if unit else 0))
 
 
+def parse_days(text: str) -> float:
+    """Return an age in seconds: a number of days (14d) or hours. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+)([dh])", text.strip().lower(), re.ASCII)
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is no age; write for example 14d or 36h")
+    return int(match[1]) * {"d": 86400.0, "h": 3600.0}[match[2]]
+
+
 def parse_share(text: str) -> float:
     """Return a part of a whole, such as 0.75. Raises ArgumentTypeError for anything else."""
     try:

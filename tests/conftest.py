@@ -23,12 +23,13 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def zygote() -> Iterator[None]:
-    """On Linux servers are forked from one process that has imported transformers."""
-    ServerProcess.zygote = made = Zygote()
+def zygotes() -> Iterator[None]:
+    """On Linux servers are forked from processes that have imported transformers."""
+    ServerProcess.zygotes = made = (Zygote(), Zygote())
     yield
-    ServerProcess.zygote = None
-    made.close()
+    ServerProcess.zygotes = ()
+    for zygote in made:
+        zygote.close()
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,22 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--kvpersist-shared-size", "1G"), "need --kvpersist-shared URL"),
+        (("--kvpersist-shared-plain",), "need --kvpersist-shared URL"),
+        (("--kvpersist-shared", "bucket"), "--kvpersist-shared needs a key"),
+        (("--kvpersist-shared", "x://y", "--kvpersist-shared-plain"), "x://y cannot be used"),
+    ],
+)
+def test_options_of_a_shared_store_that_do_not_fit(
+    tmp_path: Path, options: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config.from_args(parsed("--kvpersist-dir", str(tmp_path), *options))
+
+
 @pytest.mark.parametrize("name", ["memory_size", "total_memory"])
 def test_a_device_of_its_own_memory_counts_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: {name: 123})
@@ -48,6 +64,13 @@ def test_the_stock_budget_is_taken_where_ours_is_not_given(tmp_path: Path) -> No
     assert config.from_args(args).limits.max_ram_bytes == 123
     args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-ram", "1M", prompt_cache_bytes=123)
     assert config.from_args(args).limits.max_ram_bytes == 1 << 20
+
+
+@pytest.mark.parametrize(("name", "model"), [("", "model"), ("team", None)])
+def test_a_served_name_is_a_models(tmp_path: Path, name: str, model: str | None) -> None:
+    options = ("--kvpersist-dir", str(tmp_path), "--kvpersist-served-name", name)
+    with pytest.raises(ConfigError, match="is a name of --model"):
+        config.from_args(parsed(*options, model=model))
 
 
 def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionChoice:

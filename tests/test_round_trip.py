@@ -20,8 +20,9 @@ from mlx_lm_kvpersist.request import saver
 from mlx_lm_kvpersist.round_trip import check_round_trip
 from tests.support.host import patched_attention
 
-PRECISIONS = dict(KV_BITS)
-PRECISIONS |= {f"4, group size {n}": PrecisionChoice(4, 4, n) for n in (32, 64, 128)}
+# The default has keys of 6 bits over values of 4, and 64 is the group size of all the others.
+PRECISIONS = {name: KV_BITS[name] for name in ("4", "5", "8", "k8v4", "16", DEFAULT_BITS)}
+PRECISIONS |= {f"4, group size {n}": PrecisionChoice(4, 4, n) for n in (32, 128)}
 PRECISIONS["4, rotated"] = PrecisionChoice(4, 4, rotated=True)
 PRECISIONS["default, rotated"] = replace(KV_BITS[DEFAULT_BITS], rotated=True)
 Fault = Callable[[pytest.MonkeyPatch], None]

@@ -1,5 +1,6 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
+`connect router` prints the command of a router in front of several servers, which it asks first.
 A JSON file that exists is merged: its other settings stay. A TOML file is our own and is replaced.
 The former content is kept beside the file.
 """
@@ -12,7 +13,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -48,6 +49,11 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.port < 1 << 16:
         raise ConfigError(f"--port {args.port} is no port; give that of the server, such as 8080")
     url = f"http://127.0.0.1:{args.port}"
+    if args.client == ROUTER:
+        print(f"Start it:\n\n  {router(args.server or [url])}")
+        return 0
+    if args.server:
+        raise ConfigError("--server names the servers of a router; other clients have --port")
     n_context = context_of(url)
     client = CLIENTS[args.client](url, n_context)
     if client.files and n_context is None:
@@ -232,6 +238,39 @@ def openwebui(url: str, n_context: int | None) -> Client:
     return Client(_with(variables, "open-webui serve --port 3000"), {})
 
 
+def router(servers: Sequence[str]) -> str:
+    """Return the command of SGLang's model gateway in front of running servers.
+
+    It sends a request to the server that has seen most of its text. It knows a model by the first
+    name that its servers list; the aliases let clients ask as they ask one server.
+    Raises ConfigError where the servers list different names, KVPersistError where one is silent.
+    """
+    urls = [url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}" for url in servers]
+    names: dict[str, str] = {}
+    for url in urls:
+        try:
+            names[url] = ask(url, "/v1/models")["data"][0]["id"]
+        except (LookupError, TypeError) as error:
+            raise ConfigError(f"{url} lists no model; start its server with --model") from error
+    (model, *others) = set(names.values())
+    if others:
+        listed = "; ".join(f"{url} has {name}" for url, name in names.items())
+        raise ConfigError(
+            f"a router needs one name of the model ({listed}): start each server with the same "
+            "--kvpersist-served-name"
+        )
+    aliases = [f"{name}={model}" for name in (_MODEL, _CLAUDE_MODEL) if name != model]
+    command = [
+        *("smg", "launch", "--host", "127.0.0.1", "--port", "30000"),
+        *("--prometheus-host", "127.0.0.1", "--disable-tokenizer-autoload"),
+        *("--policy", "cache_aware", "--health-check-interval-secs", "5"),
+        *(word for alias in aliases for word in ("--model-alias", alias)),
+        *("--worker-urls", *urls),
+    ]
+    return shlex.join(command)
+
+
+ROUTER = router.__name__
 CLIENTS: dict[str, Callable[[str, int | None], Client]] = {
     function.__name__: function for function in (claude, codex, opencode, aider, openwebui)
 }

@@ -155,8 +155,8 @@ def script() -> Finding:
     return Finding(name, True, f"none; start it as {server_command()} …")
 
 
-def store(folder: Path) -> Finding:
-    """Check that the server can use a folder, which the command `store stats` looks at."""
+def store(folder: Path, key: Path | None = None) -> Finding:
+    """Check that the server can use a folder, as `store stats` does; `key` is its key file."""
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not os.access(there, os.W_OK | os.X_OK):
         advice = "choose a folder of your own with --kvpersist-dir"
@@ -165,6 +165,7 @@ def store(folder: Path) -> Finding:
         return Finding("store", True, f"none yet; the server makes it in {folder}")
     name = __package__.partition(".")[0]
     options = ["store", "stats", "--json", "--kvpersist-dir", str(folder)]
+    options += ["--kvpersist-encrypt", str(key)] if key else []
     status, output = ask([sys.executable, "-m", name, *options])
     if status == 0:
         stats = json.loads(output)
@@ -217,7 +218,8 @@ def run(args: argparse.Namespace) -> int:
     command, folder = f"{server_command()} --plugin {PLUGIN}", args.kvpersist_dir
     where = f" --kvpersist-dir {shlex.quote(str(folder))}" if folder else ""
     port, following = running(command + where)
-    findings = [*examine(), store((folder or default_folder()).absolute()), port]
+    there = (folder or default_folder()).absolute()
+    findings = [*examine(), store(there, args.kvpersist_encrypt), port]
     return report(args, findings, command, following)
 
 

@@ -19,9 +19,11 @@ from .. import __version__
 from .._startup import requested_plugins, serve
 from ..config import add_options
 from ..errors import KVPersistError
+from ..units import parse_days, parse_size
 
 PROG = "mlx-lm-kvpersist"
-_BUDGETS = ("dir", "disk", "min-free", "model-share", "evict")
+_STORE = ("dir", "encrypt")
+_BUDGETS = (*_STORE, "disk", "min-free", "model-share", "evict")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
 
@@ -71,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = _commands(parser, "command", "Most people need the first five only.")
     about = "say whether --plugin works here and, if not, why"
-    _adder(commands, "dir")("doctor", "doctor:run", about)
+    _adder(commands, *_STORE)("doctor", "doctor:run", about)
     add = _adder(commands)
     # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
     server = add(
@@ -87,6 +89,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_sessions(_group(commands, "sessions", "look after the sessions of a store"))
     _add_warm(add)
     _add_store(_group(commands, "store", "check, repair and shrink a store"))
+    key = add("key", "key:run", "make the key file of an encrypted store")
+    key.add_argument("file", type=Path, metavar="FILE", help="the file to make, for you alone")
     _add_bench(_adder(commands, "wired"))
     demo = add("demo", "demo:run", "kill a server and see its conversation go on")
     demo.add_argument(
@@ -98,8 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=12_000,
         help="characters of the text that it asks about (default: %(default)s, 4,000 tokens)",
     )
-    _add_quality(_adder(commands, "dir", "kv-rotate"))
-    add_spec = _adder(commands, "dir", "kv-bits", "kv-rotate")
+    _add_quality(_adder(commands, *_STORE, "kv-rotate"))
+    add_spec = _adder(commands, *_STORE, "kv-bits", "kv-rotate")
     spec = add_spec("spec", "spec:run", "load a model and say how its cache is kept")
     spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
     spec.add_argument("--adapter-path", help="a folder with a trained adapter")
@@ -169,11 +173,18 @@ def _add_connect(add: Any) -> None:
     connect = add("connect", "connect:run", "configure a client for a server of this machine")
     connect.add_argument(
         "client",
-        choices=("claude", "codex", "opencode", "aider", "openwebui"),
-        help="the program to configure",
+        choices=("claude", "codex", "opencode", "aider", "openwebui", "router"),
+        help="the program to configure; router: what stands in front of several servers",
     )
     connect.add_argument(
         "--port", type=int, default=8080, help="the server's port (default: %(default)s)"
+    )
+    connect.add_argument(
+        "--server",
+        action="append",
+        metavar="URL",
+        help="a running server behind the router, such as http://mac-2.local:8080; can be given "
+        "more than once",
     )
     connect.add_argument(
         "--write",
@@ -213,7 +224,7 @@ def _add_selftest(add: Any) -> None:
 
 
 def _add_sessions(commands: Any) -> None:
-    add = _adder(commands, "dir")
+    add = _adder(commands, *_STORE)
     add("list", "sessions:list_all", "list all sessions, the most recently used first")
     show = add("show", "sessions:show", "show one session with its blocks")
     rm = add("rm", "sessions:rm", "remove sessions and the blocks that no other session needs")
@@ -238,11 +249,21 @@ def _add_store(commands: Any) -> None:
     add = _adder(commands, *_BUDGETS)
     add("stats", "store:stats", "say what the store holds and what it may use")
     add("gc", "store:gc", "remove what is worth least until the budgets are kept")
-    add = _adder(commands, "dir")
+    add = _adder(commands, *_STORE)
     add("map", "store_map:run", "draw what takes its bytes, by session, shared part and age")
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")
     verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")
     add("rebuild", "store:rebuild", "make the index anew from the files")
+    summary = "remove the objects of a shared store that were put first"
+    prune = _adder(commands)("prune", "prune:run", summary, json=True)
+    prune.add_argument("url", metavar="URL", help="as --kvpersist-shared has it")
+    prune.add_argument(
+        "--older", type=parse_days, metavar="AGE", help="remove what was put before, such as 14d"
+    )
+    prune.add_argument(
+        "--size", type=parse_size, help="remove what was put first, until so much is left: 200G"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
 def _add_warm(add: Any) -> None:
@@ -258,7 +279,7 @@ def _add_warm(add: Any) -> None:
 
 
 def _add_why(commands: Any) -> None:
-    add = _adder(commands, "dir")
+    add = _adder(commands, *_STORE)
     why = add("why", "why:run", "say what the last requests reused, and why not more")
     why.add_argument(
         "request",

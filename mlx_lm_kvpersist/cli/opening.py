@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from ..config import default_folder
+from ..config import default_folder, sealing_of
 from ..errors import StoreError
 from ..store.disk import DiskStore
 from ..store.folder import check_store
 from ..store.index import Index
 from ..store.index_schema import is_damage
 from ..store.records import StoreLimits
+from ..store.seal import Sealing
 
 
 def folder_of(args: argparse.Namespace) -> Path:
@@ -24,25 +25,28 @@ def folder_of(args: argparse.Namespace) -> Path:
     return args.kvpersist_dir or default_folder()
 
 
-def check_exists(folder: Path) -> None:
-    """Raise StoreError unless `folder` holds a store, with an index or without.
+def existing(args: argparse.Namespace) -> tuple[Path, Sealing]:
+    """Return the folder that the options name, and how it is sealed.
 
-    Nothing is touched, whatever it holds.
+    Raises StoreError unless it holds a store of this key, with an index or without. Nothing is
+    touched, whatever it holds.
     """
+    folder, sealing = folder_of(args), sealing_of(args)
     if not folder.is_dir():
         raise StoreError(f"there is no store at {folder}; choose another with --kvpersist-dir")
-    check_store(folder)
+    check_store(folder, sealing)
+    return folder, sealing
 
 
 @contextmanager
-def reading(folder: Path, *, whole: bool = False) -> Iterator[Index]:
-    """Open a store's index to read it; no lock is taken and nothing is repaired.
+def reading(args: argparse.Namespace, *, whole: bool = False) -> Iterator[Index]:
+    """Open the index of a store to read it; no lock is taken and nothing is repaired.
 
     Damage is looked for in what is read, or in the `whole`: that takes half a minute where 10,000
     sessions are. SQLite writes beside an index even to read it. Raises PermissionError where it may
     not.
     """
-    check_exists(folder)
+    folder, sealing = existing(args)
     path = folder / "index.sqlite"
     advice = "mlx-lm-kvpersist store rebuild makes it anew from the files"
     if not path.exists() or path.stat().st_size == 0:
@@ -50,7 +54,7 @@ def reading(folder: Path, *, whole: bool = False) -> Iterator[Index]:
     if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
-        with closing(Index(path, whole=whole)) as index:
+        with closing(Index(path, whole=whole, sealing=sealing)) as index:
             yield index
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
@@ -60,11 +64,11 @@ def reading(folder: Path, *, whole: bool = False) -> Iterator[Index]:
 
 
 @contextmanager
-def changing(folder: Path, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
+def changing(args: argparse.Namespace, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
     """Open a store to change it; a missing or damaged index is rebuilt.
 
     Each change takes the store's lock; opening it does not.
     """
-    check_exists(folder)
-    with closing(DiskStore(folder, limits or StoreLimits(0, 1 << 62))) as disk:
+    folder, sealing = existing(args)
+    with closing(DiskStore(folder, limits or StoreLimits(0, 1 << 62), sealing=sealing)) as disk:
         yield disk

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 from ..block import Checkpoint
-from ..config import limits_of
+from ..config import limits_of, sealing_of
 from ..errors import StoreError
 from ..store.disk import DiskStore
 from ..store.index import Index, Session
@@ -65,7 +65,7 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
 
 def list_all(args: argparse.Namespace) -> int:
     folder = folder_of(args)
-    with reading(folder) as index:
+    with reading(args) as index:
         sessions = [describe(index, session) for session in index.sessions()]
     columns = "id title name model precision namespace tokens bytes blocks pinned used".split()
     listed = records(sessions, *columns) if sessions else f"no sessions in {folder}"
@@ -74,7 +74,7 @@ def list_all(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    with reading(folder_of(args)) as index:
+    with reading(args) as index:
         session = choose(index.sessions(), args.session)
         about = describe(index, session)
         chain = index.chain(session.leaf)
@@ -111,7 +111,7 @@ def rm(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     if args.all and not args.yes:
         args.error(f"--all removes every session of {folder}; add --yes")
-    with changing(folder) as disk, disk.lock.held():
+    with changing(args) as disk, disk.lock.held():
         sessions = disk.index.sessions()
         chosen = sessions if args.all else [choose(sessions, wanted) for wanted in args.sessions]
         chosen = list(dict.fromkeys(chosen))
@@ -132,7 +132,7 @@ def rm(args: argparse.Namespace) -> int:
 
 
 def pin(args: argparse.Namespace) -> int:
-    with changing(folder_of(args)) as disk, disk.lock.held():
+    with changing(args) as disk, disk.lock.held():
         session = disk.files.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
         about = describe(disk.index, session)
     what = "pinned" if session.pinned else "no longer pinned"
@@ -141,12 +141,12 @@ def pin(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
-    folder, target = folder_of(args), args.file
-    with reading(folder) as index, progress("export") as on_progress:
+    target = args.file
+    with reading(args) as index, progress("export") as on_progress:
         session = choose(index.sessions(), args.session)
         if target.exists() and not args.force:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
-        n_bytes = export_session(folder, index, session, target, on_progress)
+        n_bytes = export_session(index, session, target, on_progress)
         about = describe(index, session)
     content = {**about, "file": str(target), "file_bytes": n_bytes}
     said = f"is now in {target}, {show_bytes(n_bytes)}"
@@ -158,7 +158,8 @@ def load(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     with progress("check") as on_progress:
         source = SessionFile(args.file, on_progress)
-    with closing(source), closing(DiskStore(folder, limits_of(args, folder))) as disk:
+    limits, sealing = limits_of(args, folder), sealing_of(args)
+    with closing(source), closing(DiskStore(folder, limits, sealing=sealing)) as disk:
         session, new, is_new = import_session(disk, source)
         about = describe(disk.index, session)
     n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)

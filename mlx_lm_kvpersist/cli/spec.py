@@ -66,7 +66,7 @@ def verdict_of(args: argparse.Namespace, choice: PrecisionChoice) -> Verdict | N
     try:
         if not (is_guarded(choice) and (folder / INDEX_FILES[0]).exists()):
             return None
-        with reading(folder) as index:
+        with reading(args) as index:
             paths = local_path(args.model), Path(adapter) if adapter else None
             fingerprint = model_fingerprint(*paths, partial(hash_once, index.state))
             return known_verdict(index.state, fingerprint, choice)

@@ -15,15 +15,16 @@ from ..store.index_schema import INDEX_FORMAT
 from ..store.lock import StoreLock
 from ..store.rebuild import rebuild_index
 from ..store.records import StoreLimits
+from ..store.seal import PLAIN
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes
-from .opening import changing, check_exists, folder_of, reading
+from .opening import changing, existing, folder_of, reading
 from .output import counted, held, named, progress, record, records, shown, table, tell
 
 
 def stats(args: argparse.Namespace) -> int:
     folder = folder_of(args)
-    with reading(folder) as index:
+    with reading(args) as index:
         sessions = index.sessions()
         roots: list[dict[str, Any]] = [
             {
@@ -38,7 +39,7 @@ def stats(args: argparse.Namespace) -> int:
             }
             for root, totals in index.roots()
         ]
-        held = index.totals()
+        held, is_encrypted = index.totals(), index.sealing is not PLAIN
         files = [path for path in folder.glob("index.sqlite*") if path.exists()]
         n_bytes = {"index": sum(path.stat().st_size for path in files)}
     for kind in ("blocks", "checkpoints", "sessions", "quarantine"):
@@ -48,6 +49,7 @@ def stats(args: argparse.Namespace) -> int:
     facts = {
         "folder": str(folder),
         "format": INDEX_FORMAT,
+        "encrypted": is_encrypted,
         "blocks": held.n_blocks,
         "checkpoints": held.n_checkpoints,
         "sessions": len(sessions),
@@ -79,7 +81,7 @@ def _budgets(limits: StoreLimits) -> dict[str, int]:
 def verify(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     if args.fix:
-        with changing(folder) as disk:
+        with changing(args) as disk:
             problems = _problems(folder, disk.index)
             left = []
             if problems:
@@ -87,7 +89,7 @@ def verify(args: argparse.Namespace) -> int:
                 left = _problems(folder, disk.index)
             totals = disk.index.totals()
     else:
-        with reading(folder, whole=True) as index:
+        with reading(args, whole=True) as index:
             left = problems = _problems(folder, index)
             totals = index.totals()
     if not problems:
@@ -119,11 +121,10 @@ def _problems(folder: Path, index: Index) -> list[Problem]:
 
 
 def rebuild(args: argparse.Namespace) -> int:
-    folder = folder_of(args)
-    check_exists(folder)
+    folder, sealing = existing(args)
     with StoreLock(folder / "lock").held(), progress("rebuild") as on_progress:
-        rebuild_index(folder, on_progress)
-    with reading(folder) as index:
+        rebuild_index(folder, sealing, on_progress)
+    with reading(args) as index:
         totals, n_sessions = index.totals(), len(index.sessions())
     counts = {"blocks": totals.n_blocks, "checkpoints": totals.n_checkpoints}
     said = f"{folder}: the index has {held(totals)}, {counted(n_sessions, 'session')}"
@@ -134,7 +135,7 @@ def rebuild(args: argparse.Namespace) -> int:
 def gc(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     limits = limits_of(args, folder)
-    with changing(folder, limits) as disk, disk.lock.held():
+    with changing(args, limits) as disk, disk.lock.held():
         sessions = disk.index.sessions()
         before, n_bytes = disk.index.totals(), disk.files.used_bytes()
         fits = disk.files.make_room(0)

@@ -60,7 +60,7 @@ class _Part:
 def run(args: argparse.Namespace) -> int:
     """Run the command. Nothing is locked or changed, so a server may use the folder meanwhile."""
     folder = folder_of(args)
-    with reading(folder) as index:
+    with reading(args) as index:
         parts = _read(index)
         now, ages = time.time(), dict.fromkeys([*_AGES_S, "longer ago"], 0)
         for part in parts:

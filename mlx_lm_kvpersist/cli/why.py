@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         records, stats = ask(args.url, REQUESTS_PATH), ask(args.url, STATS_PATH)
         store = stats["store"]
     else:
-        with reading(folder_of(args)) as index:
+        with reading(args) as index:
             records = index.state.requests()
             store = {"written_last_hour_bytes": index.state.written_last_hour()}
     if args.request is not None:

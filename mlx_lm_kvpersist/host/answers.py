@@ -183,6 +183,7 @@ class ModelSupport:
     then the first of them merges them, as in stock. `together(caches, n_tokens)` returns one cache
     for one layer's caches of several prompts, each a batch of one row, of which the next `n_tokens`
     are computed in one call, padded on the right; or None, if they are computed by themselves.
+    Layers of one attribute `kind` share a mask: prompts join where these caches are of one class.
     `batches` says whether sequences may be served together at all. Without `limits` prompts are
     computed as in stock, and nothing is weighed. `draft` has the caches and limits of the draft
     model, if one was loaded. `guesses`: whether a single reply may be computed several tokens at a
@@ -267,10 +268,10 @@ class TakenRequest:
         """
 
     def resume(self, prompt: Prompt) -> None:
-        """Let a reply that was taken out of the batch enter again, with `prompt` to be fed.
+        """Let a sequence that was taken out of its batch enter again, with `prompt` to be fed.
 
-        It has the request's prompt, and what the model produced so far. `advance` and `enter` are
-        called for it as before.
+        It has the request's prompt, and what the model produced so far: nothing where the prompt
+        failed in one call with others. `advance` and `enter` are called for it as before.
         """
         self.prompt = prompt
 

@@ -92,6 +92,11 @@ def prepare_messages(messages: list[dict[str, Any]], tools: list[Any] | None) ->
     """Change a request's messages and tools in place, before they are rendered. Any thread."""
 
 
+@hookspec
+def prompt_rendered(request: ClientRequest, prompt: Prompt) -> None:
+    """A prompt for the loaded model is about to be queued, and waits for this. HTTP thread."""
+
+
 @hookspec(firstresult=True)
 def take_request(request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
     """Take a rendered prompt. Generation thread; HTTP thread to count tokens."""

@@ -27,7 +27,7 @@ from ..match.tree import FEW
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from .outcome import Reason
-from .saver import Needed, RestorePoint, Saver
+from .saver import CheckpointSource, Needed, RestorePoint, Saver
 
 if TYPE_CHECKING:
     from .serving import RunningSequence
@@ -76,7 +76,7 @@ class CheckpointSaver(Saver):
         self,
         path: Sequence[Block],
         n_tokens: int,
-        store: BlockStore,
+        store: CheckpointSource,
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
         """Return the last checkpoint of a chain, up to `n_tokens`, that is stored whole."""

@@ -50,7 +50,7 @@ from .model import LoadedModel, Speed
 
 logger = logging.getLogger(__name__)
 
-_MODEL_KEY = "model/2/"
+_MODEL_KEY = "model/3/"
 _ROUND_TRIP_KEY = "round-trip/1/"
 """The numbers grow when what is found out changes: then it is found out anew."""
 
@@ -66,6 +66,10 @@ _SAY_EVERY_S = 4.0
 """How often the log says what is being found out."""
 _WAIT_S = 0.01
 """How long a step waits for the files, so that steps in vain do not slow down their reading."""
+
+
+_Measured = tuple[float, float, float]
+"""What `measuring_prefill` finds."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +247,8 @@ class Preparation:
     def _is_proven(self, choice: PrecisionChoice) -> bool:
         return self._state.get(self._key(_ROUND_TRIP_KEY, choice)) is True
 
-    def _known(self, choice: PrecisionChoice) -> tuple[ModelCacheSpec, tuple[float, float] | None]:
-        """Return a model's spec, and the memory of its chunks if all of it was found out before.
+    def _known(self, choice: PrecisionChoice) -> tuple[ModelCacheSpec, _Measured | None]:
+        """Return a model's spec, and what its chunks take if all of it was found out before.
 
         Else the spec is what its shapes tell.
         """
@@ -260,8 +264,9 @@ class Preparation:
             batches = joins or its["batching"] == "replies"
             spec = replace(completed(shaped(refused=refused)), batches=batches, joins=joins)
             if its == json.loads(json.dumps(spec.describe())):
-                token_bytes, score_bytes = map(float, found["prefill"])
-                return planned(spec, read_plans(found["plans"], spec)), (token_bytes, score_bytes)
+                token_bytes, score_bytes, token_s = map(float, found["prefill"])
+                measured = token_bytes, score_bytes, token_s
+                return planned(spec, read_plans(found["plans"], spec)), measured
         except (KeyError, TypeError, ValueError):
             pass  # nothing was found, or what was is damaged
         return completed(shaped()), None
@@ -281,11 +286,12 @@ class Preparation:
             logger.info("kvpersist: %s: nothing is kept yet: %s", name, what)
 
     def _fitted(
-        self, spec: ModelCacheSpec, measured: tuple[float, float], verdict: Verdict | None
+        self, spec: ModelCacheSpec, measured: _Measured, verdict: Verdict | None
     ) -> LoadedModel:
         """Return the model as it is computed, stored and restored from now on."""
         model, asked = self.model, self._asked
         model.speed.memory = PrefillMemory.of(spec, asked.max_prefill_bytes, measured)
+        model.speed.supposed_token_s = measured[-1]
         about = described(spec, verdict), places(self._store)
         logger.info("kvpersist: %s: %s; %s", model.name, *about)
         for group in spec.full:

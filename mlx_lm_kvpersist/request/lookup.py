@@ -290,7 +290,7 @@ class Lookup:
         spec, store, needed = self.model.spec, self._store, point.needed
         ids, path = self.found.prompt.ids, self.found.match.path
         read: list[Record] = []
-        n_read: Counter[int | None] = Counter()
+        n_read: Counter[int | str] = Counter()
         n_bytes: Counter[str] = Counter()
         seconds: defaultdict[str, float] = defaultdict(float)
         n_held: Counter[int] = Counter()
@@ -324,16 +324,17 @@ class Lookup:
                 n_bytes[loaded.tier] += loaded.n_bytes
                 read.append(one.record)
             started = perf_counter()
-            n_tokens = one.stop - one.start
+            n_tokens, kind = one.stop - one.start, one.window or "full"
             if one.window is None and isinstance(one.record, Checkpoint):
                 joiner.add_state(loaded.arrays, n_tokens)
-                # If a model has only states, each stands for all tokens.
-                n_tokens = 0 if spec.full else point.n_tokens
+                kind = "state"
+                if spec.recurrent:
+                    n_tokens = point.n_tokens  # it stands for all of them
             elif one.window is None and spec.is_unfinished(one.record.n_tokens):
                 joiner.add_unfinished(loaded.arrays, n_tokens)
             else:
                 joiner.add(Piece(loaded.arrays, one.start, one.stop), one.window)
-            n_read[one.window] += n_tokens if loaded.tier != RAM else 0
+            n_read[kind] += n_tokens if loaded.tier != RAM else 0
         caches = joiner.finish()
         seconds[RAM] += perf_counter() - started
         yield

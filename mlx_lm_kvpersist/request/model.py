@@ -46,6 +46,8 @@ class Speed:
     """None: prompts are computed as stock does."""
     pace: Pace = field(default_factory=Pace)
     rates: dict[str, float] = field(default_factory=dict)
+    supposed_token_s: float = 1e-3
+    """Seconds to compute a token of a short chunk, for as long as no prompt told the pace."""
 
     def limits(
         self,
@@ -71,6 +73,14 @@ class Speed:
             measured = n_bytes / seconds
             known = self.rates.get(tier, measured)
             self.rates[tier] = known + _WEIGHT * (measured - known)
+
+    def compute_s(self, position: int, n_tokens: int) -> float:
+        """Return about how long tokens after `position` others take to compute. Any thread."""
+        try:
+            seconds = self.pace.seconds(position, n_tokens)
+        except RuntimeError:  # the generation thread learns meanwhile
+            seconds = None
+        return n_tokens * self.supposed_token_s if seconds is None else seconds
 
     def token_s(self) -> float | None:
         """Return the seconds that a token of a prompt of usual length takes; None if not known."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -98,7 +98,15 @@ def remember(
     before = model.text.decode(prompt).encode()
     digest = blake2b(before, digest_size=_DIGEST_BYTES).digest()
     made = _Reply(ids, has_ended, len(before), digest).to_bytes()
-    store.commit(Commit(root, (), replies=dict.fromkeys(keys, made)), [])
+    replies = dict.fromkeys(keys, made)
+    store.commit(Commit(root, (), replies=replies, messages=messages), [])
+
+
+def known_replies(
+    store: BlockStore, root: Root, messages: Sequence[Mapping[str, Any]]
+) -> dict[bytes, bytes]:
+    """Return what is remembered of the replies among messages, packed, by digest. Any thread."""
+    return store.replies(root.key, [key for pair in _reply_keys(messages) for key in pair])
 
 
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
@@ -205,7 +213,7 @@ def _parts(text: str, tokenizer: Any) -> Iterator[str]:
         yield "".join(content.split())
 
 
-def _reply_keys(messages: Sequence[Message]) -> Iterator[tuple[bytes, bytes]]:
+def _reply_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[bytes, bytes]]:
     """Yield two keys of each assistant message: hashes over the messages up to it, and before it.
 
     They do not depend on the form in which a client sends content, nor on reasoning.

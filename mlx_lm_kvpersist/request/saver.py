@@ -6,12 +6,12 @@ out of the live cache, evaluate. Files and index are the writer's work.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..block import Block, Record, block_key, pack_ids
+from ..block import Block, Checkpoint, Record, block_key, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, n_cached_tokens, split
 from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes
 from ..host.answers import PARKED, PREFILL, REPLY
@@ -42,6 +42,13 @@ class Needed:
     def n_bytes(self) -> int:
         """Bytes of its arrays."""
         return forms_bytes(self.forms)
+
+
+class CheckpointSource(Protocol):
+    """Where checkpoints are looked for: a store, or what is known of a conversation elsewhere."""
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
+        """Return the checkpoints of these blocks, by block."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class Saver:
         self,
         path: Sequence[Block],
         n_tokens: int,
-        store: BlockStore,
+        store: CheckpointSource,
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
         """Return what to restore of the first `n_tokens` of a chain, as many as are stored.

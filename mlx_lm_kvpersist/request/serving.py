@@ -32,13 +32,14 @@ from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
 from .replies import remember, retokenize
 from .saver import insert
+from .sharing import fetch_ahead
 
 _Held = tuple[list[int], list[Any], str]
 """The tokens, the caches and the cache type at an end of a part of a sequence."""
 _ORDER = count()
 """Of the requests, as they come."""
 
-LAST_PART_S = 0.5
+LAST_PART_S = 2.0
 """How long the last part of a reply waits at most until what its client has read is on disk."""
 MIN_SHARED = 2 * BLOCK_TOKENS
 """Fewer common tokens are computed twice: waiting for them would take as long."""
@@ -70,6 +71,8 @@ class RequestState:
     """Of the tree that the request's tenant may see, once its model is loaded."""
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
     """Those that the prompt was rendered from."""
+    fetched: str = ""
+    """What is to be said of the fetch from the shared tier, if anything."""
     lookup: Lookup | None = field(default=None, repr=False)
     """The lookup of a request that has not entered. Generation thread."""
     sent: dict[str, Any] | None = field(default=None, repr=False)
@@ -109,6 +112,7 @@ class RunningSequence:
     """Whether all of its prompt was computed."""
     draft: RunningSequence | None = None
     """The same tokens in the caches of the draft model."""
+    is_draft: bool = False
 
     @property
     def n_saved(self) -> int:
@@ -124,7 +128,8 @@ class RunningSequence:
         """Return the end of its conversation, whose blocks are `chain`."""
         keys, said = tuple(block.key for block in chain), self.request
         note = {k: text for k, text in said.note.items() if k != "words" or self.root.with_text}
-        return Leaf(said.session, keys[-1], chain[-1].stop, keys, tuple(replaced), note)
+        end = keys[-1], chain[-1].stop, keys, tuple(replaced)
+        return Leaf(said.session, *end, note, said.messages, not self.is_draft)
 
 
 @dataclass
@@ -175,6 +180,12 @@ class Serving:
         root = (model or self.model).root
         return replace(root, namespace=state.namespace, session=session)
 
+    def fetch(self, state: RequestState, prompt: Prompt) -> None:
+        """Bring what the shared tier has of a prompt into RAM. HTTP thread, which waits for it."""
+        is_found = state.is_kept and (state.session is not None or not self.isolated)
+        if self.store.shared is not None and is_found and not self.doing:
+            state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
+
     def _take_root(self, sequence: RunningSequence) -> None:
         """Give a sequence that began before the model was known its place in the store."""
         sequence.request.root = self.root_of(sequence.request)
@@ -206,8 +217,7 @@ class Serving:
     ) -> None:
         n_layers, parts = len(self.model.spec.template), [(sequence, self.model)]
         if sequence.draft is not None and self.model.draft is not None:
-            # First: what is asked of a session by name is said of the one that was saved last.
-            parts.insert(0, (sequence.draft, self.model.draft))
+            parts.append((sequence.draft, self.model.draft))
         for one, model in parts:
             its = caches[:n_layers] if model is self.model else caches[n_layers:]
             try:
@@ -343,6 +353,11 @@ class ServedRequest(TakenRequest):
             reason = Reason.NOT_READY if doing else Reason.STORE_FAILED
             detail = f"{reason.text}: {doing}" if doing else ""
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=reason, detail=detail))
+        if state.fetched and reuse.outcome.kind is not Kind.EXACT:
+            outcome = reuse.outcome
+            said = outcome.detail or (outcome.reason.text if outcome.reason else "")
+            detail = f"{said}; {state.fetched}" if said else state.fetched
+            reuse.outcome = replace(outcome, detail=detail)
         fed, n_reused = reuse.prompt, reuse.outcome.n_reused
         if self._sequence is not None:  # it goes on
             self._sequence.chain, self._sequence.n_reused = reuse.chain, n_reused
@@ -371,7 +386,8 @@ class ServedRequest(TakenRequest):
             reuse = self._restored(lambda: Lookup(fed, root, serving.store, model))
         reuse = reuse or Reuse(fed, Outcome(Kind.MISS, len(fed.ids)))
         n_reused = reuse.outcome.n_reused
-        sequence.draft = RunningSequence(its, len(fed.ids), n_reused, reuse.chain)
+        n_prompt = len(fed.ids)
+        sequence.draft = RunningSequence(its, n_prompt, n_reused, reuse.chain, is_draft=True)
         return Prepared(fed, reuse.caches, n_reused)
 
     def _restored(self, find: Callable[[], Lookup]) -> Reuse | None:
@@ -394,10 +410,12 @@ class ServedRequest(TakenRequest):
             state.is_saved.set()
 
     def resume(self, prompt: Prompt) -> None:
-        """Look up what was saved of a reply that was parked: by its ids, which must stay these."""
+        """Look up what was saved of a sequence: by its ids, which must stay these."""
         self.prompt = self._rendered = prompt
         state, model = self._state, replace(self._serving.model, text=None)
         self._waits = None
+        if self._sequence is not None:
+            self._sequence.is_computed = True  # else it would wait for blocks of its own
         if state.root is not None:
             state.lookup = Lookup(prompt, state.root, self._serving.store, model)
         self._claim = self._claimed()

@@ -18,11 +18,15 @@ from ..errors import BlockCorrupt, StoreError
 from ..match.tree import AHEAD
 from ..units import show_bytes
 from .disk import DiskStore
-from .files import Arrays, block_path, read_file
+from .files import Arrays, read_file
 from .index import Index
+from .objects import Objects
 from .pool import BlockPool, KVBlock
+from .putting import RepliesOf
 from .reading import Prefetch, Reader
 from .records import Commit, StoreLimits
+from .seal import PLAIN, Sealing
+from .shared import SharedTier
 from .tier import DISK, LowerTier, Tier
 from .writer import Task, Writer
 
@@ -72,8 +76,8 @@ class DiskTier:
         return key in self.view
 
     def read(self, block: Record, root: Root) -> Arrays:
-        path = block_path(self.disk.folder, block.key, block.folder)
-        found, its_root, arrays = read_file(path)
+        path = self.disk.files.path_of(block.key, block.folder)
+        found, its_root, arrays = read_file(path, self.disk.sealing)
         if found != block:
             raise BlockCorrupt(f"{path.name}: file and index disagree")
         if its_root.key != root.key:
@@ -151,10 +155,16 @@ class BlockStore:
     """Blocks by key, and their checkpoints, in whichever tier they are.
 
     The generation thread reads and submits; a thread of the store's own changes the tiers below
-    RAM. `others` are tiers below the disk, the quickest first.
+    RAM. `others` are tiers below the disk, the quickest first. `sealing` is the folder's.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits, others: Sequence[LowerTier] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limits: StoreLimits,
+        others: Sequence[LowerTier] = (),
+        sealing: Sealing = PLAIN,
+    ) -> None:
         self.folder = folder
         self.limits = limits
         self.turns_saved = self.turns_not_saved = 0
@@ -172,7 +182,7 @@ class BlockStore:
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
-        self.disk = DiskStore(folder, limits, whole=False)
+        self.disk = DiskStore(folder, limits, whole=False, sealing=sealing)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes))
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
@@ -183,8 +193,30 @@ class BlockStore:
         self.below: tuple[LowerTier, ...] = (self.disk_tier, *others)
         """The tiers below RAM, in the order in which they are read."""
         self.tiers: tuple[Tier, ...] = (self.pool, *self.below)
+        self.shared: SharedTier | None = None
         self.reader = Reader(self.pool, self.below, self._lose_from)
         self.writer.submit(self.disk_tier.sweep)
+
+    def share(
+        self,
+        objects: Objects,
+        sealing: Sealing,
+        max_bytes: int | None = None,
+        replies_of: RepliesOf = lambda root, messages: {},
+    ) -> None:
+        """Use a store that other servers use, too, from now on: once, before anything is served.
+
+        All servers put at most `max_bytes` there; for `replies_of` see `Putting`.
+        """
+        above = self.disk.content_of, self.disk_tier.checkpoints, self._land, self.pool
+        self.shared = SharedTier(objects, sealing, *above, replies_of, max_bytes)
+        self.tiers = (*self.tiers, self.shared)
+
+    def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
+        """Put what was fetched into RAM, and have it written to disk in the background."""
+        pinned = self._pinned(commit.records, {entry.block.key: entry for entry in entries})
+        self.n_changes += 1
+        self.turns_not_saved += self.writer.submit_commit(self._task(commit, pinned))
 
     # Find.
 
@@ -222,7 +254,7 @@ class BlockStore:
 
     def tier_of(self, key: bytes) -> str:
         """Return the name of the tier that a stored block or checkpoint is read from."""
-        *upper, last = self.tiers
+        *upper, last = (self.pool, *self.below)
         return next((tier.name for tier in upper if key in tier), last.name)
 
     def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Checkpoint]]:
@@ -254,6 +286,8 @@ class BlockStore:
         self.n_changes += 1
         for tier in tiers:
             tier.forget(block.key, reason)
+        if self.shared is not None:
+            self.shared.forget(block.key, reason)
 
     # Add.
 
@@ -421,6 +455,8 @@ class BlockStore:
                 show_bytes(n_bytes),
                 timeout_s,
             )
+        if self.shared is not None:
+            self.shared.close(max(0.0, deadline_s - time.monotonic()))
         readers_ended = self.reader.close(max(0.0, deadline_s - time.monotonic()))
         if readers_ended and not self.writer.is_alive():
             self.disk.close()
@@ -434,15 +470,17 @@ class BlockStore:
             written = [tier.write(commit, self._arrays_of) for tier in self.below]
         except Exception as error:  # whatever it is, the commit's pins are let go of
             self._failed("save a turn", error)
-            self._abandon(pinned)
+            self._abandon(commit, pinned)
             return
         saved = [one for one in written if one is not None]
         if not saved:
-            self._abandon(pinned)
+            self._abandon(commit, pinned)
             return
         if any(one.records or one.replies for one in saved):
             self.turns_saved += commit.leaf is not None
             self._failures.clear()
+        if self.shared is not None and written[0] is not None:
+            self.shared.write(written[0])
         self.pool.set_stored({record.key for one in saved for record in one.records})
         self.pool.unpin(pinned)
         for one in saved:
@@ -465,9 +503,9 @@ class BlockStore:
         entry = self.pool.get(key)
         return None if entry is None else entry.arrays
 
-    def _abandon(self, pinned: list[KVBlock]) -> None:
-        """A commit stays in memory only, where its blocks may now be evicted. Any thread."""
-        self.turns_not_saved += 1
+    def _abandon(self, commit: Commit, pinned: list[KVBlock]) -> None:
+        """A commit stays in memory only, where its blocks may now be evicted."""
+        self.turns_not_saved += commit.leaf is not None
         self.pool.unpin(pinned)
 
     def _failed(self, what: str, error: Exception) -> None:

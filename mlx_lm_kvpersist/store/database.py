@@ -3,6 +3,9 @@
 The file is in WAL mode. A thread's connection is closed by that thread: when the thread ends, when
 it closes the database, or when it next asks after another thread has closed or reopened it. SQLite
 would crash under a thread whose connection another thread closes.
+
+An encrypted file is SQLCipher's: every page, also in the log, is encrypted with AES-256 and
+authenticated (https://www.zetetic.net/sqlcipher/design). Temporary tables stay in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +15,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .seal import PLAIN, Sealing
 
 _OPEN_S, _WAIT_S = 5.0, 30.0
 """How long a file that another connection has locked is waited for: to open it, to change it."""
@@ -42,6 +49,36 @@ def _text(raw: bytes) -> str | bytes:
         return raw
 
 
+def sqlcipher() -> Any:
+    """Return the driver of encrypted files. Raises ConfigError where it is not installed."""
+    try:
+        from sqlcipher3 import dbapi2
+    except ImportError as error:
+        raise ConfigError(
+            "an encrypted store needs the package sqlcipher3: "
+            "pip install 'mlx-lm-kvpersist[encrypt]'"
+        ) from error
+    # Whoever catches an error of sqlite3's catches the same one of SQLCipher's.
+    for name in ("DatabaseError", "OperationalError", "IntegrityError", "ProgrammingError"):
+        kind, same = getattr(dbapi2, name), getattr(sqlite3, name)
+        if not issubclass(kind, same):
+            kind.__bases__ = (*kind.__bases__, same)
+    return dbapi2
+
+
+def connect(path: Path, sealing: Sealing) -> sqlite3.Connection:
+    """Connect to a file that is there. Damage and locks are found by the first question."""
+    driver = sqlcipher() if sealing.index_key else sqlite3
+    # A reader must not make the file anew where somebody removed it.
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    # Another thread closes it only when nobody has it any more.
+    db: sqlite3.Connection = driver.connect(uri, uri=True, timeout=_OPEN_S, check_same_thread=False)
+    if sealing.index_key:
+        db.execute("PRAGMA cipher_log_level = NONE")  # it would write to stderr by itself
+        db.execute(f'PRAGMA key = "{sealing.index_key}"')
+    return db
+
+
 def is_locked(error: BaseException) -> bool:
     """Say whether an error means that another connection has the file locked."""
     return isinstance(error, sqlite3.OperationalError) and "is locked" in str(error)
@@ -50,12 +87,17 @@ def is_locked(error: BaseException) -> bool:
 class Database:
     """An SQLite file that is there; `reopen` before the first use."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sealing: Sealing = PLAIN) -> None:
         self.path = path
+        self.sealing = sealing
         self._local = threading.local()
         self._is_closed = False
         self._n_opened = 0
         self._inode = 0
+        self.opening = threading.RLock()
+        """Held while a thread opens the file, or makes it anew. SQLite finds the files beside it by
+        name: a connection to a file that was removed would truncate the new one's shared memory,
+        which others have mapped, and the process would end with SIGBUS."""
 
     def reopen(self) -> None:
         """Use the file that is at the path now."""
@@ -77,15 +119,12 @@ class Database:
             raise sqlite3.OperationalError(f"unable to open {self.path}: the index was closed")
         own: _ThreadConnection | None = getattr(self._local, "own", None)
         if own is None or own.n_opened != self._n_opened:
-            n_opened = self._n_opened
-            own = self._local.own = _ThreadConnection(self._connect(), n_opened)
+            with self.opening:
+                own = self._local.own = _ThreadConnection(self._connect(), self._n_opened)
         return own.db
 
     def _connect(self) -> sqlite3.Connection:
-        # A reader must not make the file anew where somebody removed it.
-        uri = f"{self.path.absolute().as_uri()}?mode=rw"
-        # Another thread closes it only when nobody has this database any more.
-        db = sqlite3.connect(uri, uri=True, timeout=_OPEN_S, check_same_thread=False)
+        db = connect(self.path, self.sealing)
         try:
             db.text_factory = _text
             if not self.path.stat().st_size:  # else this would write
@@ -98,6 +137,8 @@ class Database:
             # What is removed is overwritten: a page may have held a conversation's text.
             db.execute("PRAGMA secure_delete = ON")
             db.execute(f"PRAGMA busy_timeout = {_WAIT_S * 1000:.0f}")
+            if not self.is_current():
+                raise sqlite3.OperationalError(f"{self.path} was removed or replaced")
         except BaseException as error:
             db.close()
             self._explain(error)

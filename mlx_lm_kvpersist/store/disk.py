@@ -20,30 +20,24 @@ import os
 import sqlite3
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..block import Block, Record, Root
+from ..block import Block, Checkpoint, Record, Root
 from ..errors import StoreError
 from ..units import show_bytes
 from .database import is_locked
-from .files import (
-    Arrays,
-    block_path,
-    checkpoint_path,
-    file_bytes,
-    metadata_of,
-    write_block,
-)
+from .files import Arrays, content_of, file_bytes, metadata_of, write_block
 from .folder import move, remove, take_into_use
 from .index import Index, Session
 from .index_schema import is_damage
 from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
 from .records import Commit, Gone, NewFile, StoreLimits
+from .seal import PLAIN, Sealing
 from .stored_files import StoredFiles
 
 logger = logging.getLogger(__name__)
@@ -58,21 +52,25 @@ class DiskStore:
 
     Opening takes the folder into use: it is made, 0700, when missing, and its index is rebuilt
     when that is missing or damaged; only then is the lock taken. Damage within it is found if the
-    `whole` is read, which takes longer the more the store holds; else by `check_index`. Raises
-    StoreError when the folder cannot be used.
+    `whole` is read, which takes longer the more the store holds; else by `check_index`. All that
+    tells of conversations is sealed. Raises StoreError when the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits, *, whole: bool = True) -> None:
+    def __init__(
+        self, folder: Path, limits: StoreLimits, *, whole: bool = True, sealing: Sealing = PLAIN
+    ) -> None:
         self.folder = folder
+        self.sealing = sealing
         self.limits = limits
         self.lock = StoreLock(folder / "lock")
         self.n_written_bytes = 0
         """Bytes of files that this process wrote."""
         try:
-            take_into_use(folder)
+            take_into_use(folder, sealing)
             if not os.access(folder, os.W_OK):  # SQLite would say less
                 raise PermissionError(errno.EACCES, "Permission denied", str(folder))
-            self.index = self._opened(partial(Index, folder / "index.sqlite", whole=whole))
+            index = partial(Index, folder / "index.sqlite", whole=whole, sealing=sealing)
+            self.index = self._opened(index)
         except (OSError, sqlite3.Error) as error:
             if is_locked(error):
                 raise StoreError(f"the store {folder} cannot be used: {error}") from error
@@ -101,14 +99,14 @@ class DiskStore:
             # An empty file counts as missing: by an empty index, a sweep would remove all blocks.
             missing = not path.exists() or path.stat().st_size == 0
             if missing and (self.folder / "blocks").exists():
-                rebuild_index(self.folder)
+                rebuild_index(self.folder, self.sealing)
             try:
                 return open_index()
             except sqlite3.Error as error:
                 if not is_damage(error):
                     raise
                 logger.warning("the index of the store is damaged (%s); it is rebuilt", error)
-                rebuild_index(self.folder)
+                rebuild_index(self.folder, self.sealing)
                 return open_index()
 
     def save(
@@ -134,7 +132,7 @@ class DiskStore:
         when it is too big for what the store may use, and OSError or RuntimeError when the disk
         refuses.
         """
-        with closing(Staging(self.folder)) as staging:
+        with closing(Staging(self.folder, self.sealing)) as staging:
             while True:
                 with self.lock.held():
                     self.follow_folder()
@@ -153,9 +151,16 @@ class DiskStore:
                     needed = sum(file.n_bytes for file in todo) + rows
                     self._reserve(needed, {*keep, *whole.keys()}, whole.root)
                     staging.announce(needed)
-                for file in todo:
-                    before_file()
-                    self.n_written_bytes += staging.write(file.block.key, file.write)
+                n_before = self.n_written_bytes
+                try:
+                    for file in todo:
+                        before_file()
+                        self.n_written_bytes += staging.write(file.block.key, file.write)
+                except BaseException:
+                    with suppress(OSError, sqlite3.Error), self.lock.held():
+                        # What was not written does not count for this hour.
+                        self.index.state.count_write(self.n_written_bytes - n_before - needed)
+                    raise
 
     def _plan(
         self,
@@ -199,7 +204,7 @@ class DiskStore:
         """Return the file of a block or checkpoint; None without its arrays."""
         if (arrays := arrays_of(block.key)) is None:
             return None
-        write = partial(write_block, block=block, root=root, arrays=arrays)
+        write = partial(write_block, block=block, root=root, arrays=arrays, sealing=self.sealing)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
     def _reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
@@ -220,11 +225,15 @@ class DiskStore:
 
     def _is_there(self, key: bytes, name: str = Block.folder) -> bool:
         """Say whether a block or a checkpoint has its row and its file, neither alone."""
-        return key in self.index and block_path(self.folder, key, name).exists()
+        return key in self.index and self.files.path_of(key, name).exists()
+
+    def content_of(self, record: Record) -> bytes:
+        """Return what the file of a block or checkpoint holds. Raises BlockCorrupt and OSError."""
+        return content_of(self.files.path_of(record.key, record.folder), self.sealing)
 
     def _commit(self, commit: Commit, files: Sequence[NewFile], staging: Staging) -> None:
         """Move the files of a commit into place, then change the index: all of it or nothing."""
-        paths = [block_path(self.folder, file.block.key, file.block.folder) for file in files]
+        paths = [self.files.path_of(file.block.key, file.block.folder) for file in files]
         session: Session | None = None
         try:
             for file, path in zip(files, paths, strict=True):
@@ -242,7 +251,7 @@ class DiskStore:
                 )
             raise
         for key in removed:
-            remove(self.folder, checkpoint_path(self.folder, key))
+            remove(self.folder, self.files.path_of(key, Checkpoint.folder))
         for file in files:
             was_evicted = self.files.gone.pop(file.block.key, None) is Gone.EVICTED
             if was_evicted and isinstance(file.block, Block):
@@ -253,7 +262,7 @@ class DiskStore:
                 self.files.write_sidecar(moved)
 
     def _session_of(self, commit: Commit) -> Session | None:
-        if commit.leaf is None:
+        if commit.leaf is None or not commit.leaf.is_session:
             return None
         now, leaf = self.index.now(), commit.leaf
         session = self.index.session_at(commit.root, leaf)
@@ -270,7 +279,7 @@ class DiskStore:
         if self.index.database.is_current():
             return
         logger.warning("the index of %s was removed or replaced; it is opened anew", self.folder)
-        take_into_use(self.folder)
+        take_into_use(self.folder, self.sealing)
         self._opened(self.index.reopen)
 
 

@@ -18,15 +18,18 @@ import math
 import os
 import stat
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
+import numpy as np
 import xxhash
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreFormatError
 from .folder import new_file
+from .seal import PLAIN, SEAL_MAGIC, Sealing
 
 FORMAT = 1
 """Written into every file of a block or checkpoint; a reader refuses what is newer."""
@@ -37,35 +40,51 @@ DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
+_NUMPY = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
+    "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "C64": "<c8",
+}  # fmt: skip
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors that a malformed header raises when it is read."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO)
 """The error numbers of opening a link or a socket."""
 
 Arrays = Mapping[str, mx.array]
+FOLDERS = (Block.folder, Checkpoint.folder)
 
 
-def block_path(folder: Path, key: bytes, name: str = Block.folder) -> Path:
+def block_path(
+    folder: Path, key: bytes, name: str = Block.folder, sealing: Sealing = PLAIN
+) -> Path:
     """Return where the block of this key is kept; for another `name` of a folder, what is there."""
-    return folder / name / key.hex()[:2] / f"{key.hex()}.safetensors"
+    file_name = sealing.file_name(key)
+    return folder / name / file_name[:2] / f"{file_name}.safetensors"
 
 
-def checkpoint_path(folder: Path, key: bytes) -> Path:
-    return block_path(folder, key, Checkpoint.folder)
+def checkpoint_path(folder: Path, key: bytes, sealing: Sealing = PLAIN) -> Path:
+    return block_path(folder, key, Checkpoint.folder, sealing)
 
 
-def key_of(path: Path) -> bytes:
-    """Return the key that a file of a block or checkpoint is named by."""
-    return bytes.fromhex(path.stem)
+def write_content(path: Path, content: bytes, key: bytes, sealing: Sealing) -> int:
+    """Write what the file of a block or checkpoint holds, a new one; return its size in bytes."""
+    with new_file(path) as file:
+        return file.write(sealing.seal(content, key))
 
 
-def write_block(path: Path, block: Record, root: Root, arrays: Arrays) -> int:
+def content_of(path: Path, sealing: Sealing) -> bytes:
+    """Return what the file of a block or checkpoint holds. Raises BlockCorrupt and OSError."""
+    with open_regular(path) as file:
+        return sealing.open(file.read(), sealing.key_of(path.stem))
+
+
+def write_block(
+    path: Path, block: Record, root: Root, arrays: Arrays, sealing: Sealing = PLAIN
+) -> int:
     """Write the file of a block or a checkpoint, a new one; return its size in bytes.
 
     The arrays must have been evaluated. The name must end in .safetensors. Raises FileExistsError
     when there is such a file, and OSError or RuntimeError when the disk refuses.
     """
-    new_file(path).close()
     metadata = metadata_of(block, root)
     # mlx 0.31 cannot write arrays without elements, such as the values of an indexer.
     empty = {name: x for name, x in arrays.items() if not x.size}
@@ -80,8 +99,13 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays) -> int:
         written = {name: mx.take(x, mx.arange(len(x)), axis=0) for name, x in written.items()}
         mx.eval(written)
     metadata["checksum"] = checksum({**written, **empty}, metadata)
-    mx.save_safetensors(str(path), written, metadata)
-    return path.stat().st_size
+    if sealing is PLAIN:
+        new_file(path).close()
+        mx.save_safetensors(str(path), written, metadata)
+        return path.stat().st_size
+    content: Any = BytesIO()
+    mx.save_safetensors(content, written, metadata)
+    return write_content(path, content.getvalue(), block.key, sealing)
 
 
 def metadata_of(block: Record, root: Root) -> dict[str, str]:
@@ -115,12 +139,16 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
     return n_bytes + sum(a.nbytes + 2 * len(name) + 192 for name, a in arrays.items()) + 1024
 
 
-def read_file(path: Path) -> tuple[Record, Root, Arrays]:
+def read_file(path: Path, sealing: Sealing = PLAIN) -> tuple[Record, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
     Raises what `read_record` does, BlockCorrupt when the arrays are damaged, and OSError or
     MemoryError when they cannot be read now.
     """
+    if sealing is not PLAIN:
+        found = read_content(content_of(path, sealing), path.name)
+        _check_place(path, found[0], sealing)
+        return found
     record, root, metadata = read_record(path)
     try:
         arrays: Any = mx.load(str(path))
@@ -130,6 +158,36 @@ def read_file(path: Path) -> tuple[Record, Root, Arrays]:
         if not path.exists():  # another process made room
             raise FileNotFoundError(path) from error
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
+    return record, root, _checked(arrays, metadata, path.name)
+
+
+def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
+    """Return what `read_file` does of a file's bytes. They are copied.
+
+    Raises BlockCorrupt where they are damaged, and StoreFormatError where a newer version wrote
+    them.
+    """
+    record, root, metadata = record_in(BytesIO(content), name)
+    first = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
+    arrays: dict[str, mx.array] = {}
+    try:
+        for array, entry in json.loads(content[LENGTH_BYTES:first]).items():
+            if array == "__metadata__":
+                continue
+            dtype, start = entry["dtype"], first + entry["data_offsets"][0]
+            n_numbers = math.prod(entry["shape"])
+            plain = np.frombuffer(content, _NUMPY[dtype], n_numbers, start).reshape(entry["shape"])
+            arrays[array] = mx.array(plain)
+            if dtype == "BF16":
+                arrays[array] = arrays[array].view(mx.bfloat16)
+        mx.eval(arrays)
+    except MALFORMED as error:
+        raise BlockCorrupt(f"{name}: its arrays cannot be read: {error!r}") from error
+    return record, root, _checked(arrays, metadata, name)
+
+
+def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str) -> Arrays:
+    """Return a file's arrays with those that are empty. Raises BlockCorrupt by the checksum."""
     try:
         for empty, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
             if math.prod(shape):  # before there is a checksum, no memory is taken
@@ -137,34 +195,40 @@ def read_file(path: Path) -> tuple[Record, Root, Arrays]:
             arrays[empty] = mx.zeros(shape, getattr(mx, dtype))
             mx.eval(arrays[empty])  # another thread may use it
     except (*MALFORMED, RuntimeError) as error:
-        raise BlockCorrupt(f"{path.name}: its metadata cannot be read: {error!r}") from error
+        raise BlockCorrupt(f"{name}: its metadata cannot be read: {error!r}") from error
     if metadata.get("checksum") != checksum(arrays, metadata):
-        raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
-    return record, root, arrays
+        raise BlockCorrupt(f"{name}: its content does not match its checksum")
+    return arrays
 
 
-def read_record(path: Path) -> tuple[Record, Root, Mapping[str, str]]:
+def read_record(path: Path, sealing: Sealing = PLAIN) -> tuple[Record, Root, Mapping[str, str]]:
     """Return what a file says of itself: its block or checkpoint, its root, all of its metadata.
 
     Raises BlockCorrupt when the file is not whole or stands in another's place, StoreFormatError
     when a newer version wrote it, FileNotFoundError when there is no such file, and OSError when it
     cannot be read now, which says nothing about it.
     """
-    with open_regular(path) as file:
-        record, root, metadata = record_in(file, os.fstat(file.fileno()).st_size, path.name)
-    if path != block_path(path.parents[2], record.key, record.folder):
-        raise BlockCorrupt(f"{path.name}: holds {record}")
+    is_plain = sealing is PLAIN  # then its header is enough
+    with open_regular(path) if is_plain else BytesIO(content_of(path, sealing)) as file:
+        record, root, metadata = record_in(file, path.name)
+    _check_place(path, record, sealing)
     return record, root, metadata
 
 
-def record_in(source: BinaryIO, n_bytes: int, name: str) -> tuple[Record, Root, Mapping[str, str]]:
-    """Return what an open file of `n_bytes` says of itself.
+def _check_place(path: Path, record: Record, sealing: Sealing) -> None:
+    """Raise BlockCorrupt unless the file of a block or checkpoint is where it belongs."""
+    if path != block_path(path.parents[2], record.key, record.folder, sealing):
+        raise BlockCorrupt(f"{path.name}: holds {record}")
+
+
+def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, str]]:
+    """Return what an open file says of itself.
 
     Raises BlockCorrupt when it is not whole or contradicts itself, and StoreFormatError when a
     newer version wrote it.
     """
     try:
-        metadata = read_header(source, n_bytes)
+        metadata = read_header(source)
         version = metadata.get("format", "")
         if version.isdecimal() and int(version) > FORMAT:
             raise StoreFormatError(f"a file of format {version}; this version reads up to {FORMAT}")
@@ -216,13 +280,18 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def read_header(source: BinaryIO, n_file_bytes: int) -> Mapping[str, str]:
+def read_header(source: BinaryIO) -> Mapping[str, str]:
     """Return the metadata of an open safetensors file.
 
     Raises one of MALFORMED unless its header describes arrays that lie one after the other and fill
-    the rest of the file.
+    the rest of the file, and StoreFormatError where it is sealed.
     """
-    n_bytes = int.from_bytes(source.read(LENGTH_BYTES), "little")
+    n_file_bytes = source.seek(0, os.SEEK_END)
+    source.seek(0)
+    length = source.read(LENGTH_BYTES)
+    if length == SEAL_MAGIC[:LENGTH_BYTES]:
+        raise StoreFormatError("it is encrypted; give its key with --kvpersist-encrypt KEYFILE")
+    n_bytes = int.from_bytes(length, "little")
     if n_bytes > min(n_file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise ValueError("it is cut off")
     content: dict[str, Any] = json.loads(source.read(n_bytes).decode())

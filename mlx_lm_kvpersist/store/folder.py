@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import StoreError
+from .seal import PLAIN, Sealing
 
 logger = logging.getLogger(__name__)
 
 MARKER = "kvpersist-store"
-"""A file that says: this folder is a store. Its content is for people."""
+"""A file that says: this folder is a store. Of its content only the key's mark counts."""
+_ENCRYPTED = "It is encrypted; the mark of its key is"
 INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 _FOLDERS = ("blocks", "checkpoints", "sessions", "quarantine", "writing")
 _FORMS = re.compile(
@@ -42,38 +44,61 @@ _LEFT_BEHIND = {"lock", "writing"}
 """What a running server may leave in a store's folder after somebody removed the folder."""
 
 
-def take_into_use(folder: Path) -> None:
+def take_into_use(folder: Path, sealing: Sealing = PLAIN) -> None:
     """Make a store's folder where there is none, or check that it is one, and mark it.
 
-    Raises StoreError, before anything is touched, where it holds something else.
+    Raises StoreError, before anything is touched, where it holds something else or has another key.
     """
     make_private(folder)
     if set(os.listdir(folder)) - _LEFT_BY_SYSTEMS - _LEFT_BEHIND:
-        check_store(folder)
+        check_store(folder, sealing)
+    about = "This folder is a store of mlx-lm-kvpersist, which removes its own files.\n"
     try:
         with new_file(folder / MARKER) as file:
-            file.write(
-                b"This folder is a store of mlx-lm-kvpersist, which removes its own files.\n"
-            )
+            file.write(f"{about}{_mark_line(sealing)}".encode())
     except FileExistsError:
-        pass
+        check_store(folder, sealing)  # where it was empty, another process was quicker
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o077:
         logger.warning("others may look into the store %s (mode %o): chmod 700 it", folder, mode)
 
 
-def check_store(folder: Path) -> None:
-    """Raise StoreError unless a folder is marked as a store."""
+def check_store(folder: Path, sealing: Sealing = PLAIN) -> None:
+    """Raise StoreError unless a folder is marked as a store, and as one of this key."""
     for name in (*_FOLDERS, *INDEX_FILES, MARKER, "lock"):
         if (folder / name).is_symlink():
             raise StoreError(
                 f"{folder / name} is a link, and a store follows none; put there what it leads to"
             )
     if not (folder / MARKER).is_file():
+        line = f" and write into it: {_mark_line(sealing)}" if sealing.mark else ""
         raise StoreError(
             f"{folder} holds no store: it has no file {MARKER}; choose a store or an empty folder "
             "with --kvpersist-dir, or, if this is a store, make an empty file of that name in it"
+            f"{line}"
         )
+    said = (folder / MARKER).read_text(encoding="ascii", errors="replace")
+    mark = said.partition(_ENCRYPTED)[2].strip()
+    if mark == sealing.mark:
+        return
+    if not sealing.mark:
+        raise StoreError(
+            f"the store {folder} is encrypted; give the key file that it was made with: "
+            "--kvpersist-encrypt KEYFILE"
+        )
+    if mark:
+        raise StoreError(
+            f"the store {folder} is encrypted with another key; give the key file that it was made "
+            "with, or choose an empty folder with --kvpersist-dir"
+        )
+    raise StoreError(
+        f"the store {folder} is not encrypted; leave out --kvpersist-encrypt, or choose an empty "
+        "folder with --kvpersist-dir: sessions export and import bring conversations there"
+    )
+
+
+def _mark_line(sealing: Sealing) -> str:
+    return f"{_ENCRYPTED} {sealing.mark}" if sealing.mark else ""
 
 
 def own_files(folder: Path, name: str) -> Iterator[Path]:

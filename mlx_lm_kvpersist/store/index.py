@@ -33,6 +33,7 @@ from .records import (
     read_sessions,
     sidecar,
 )
+from .seal import PLAIN, Sealing
 from .small_state import SmallState
 from .worth import LRU, VALUE, going_on, mib_s
 
@@ -56,9 +57,12 @@ class Index:
     sqlite3.DatabaseError when it is damaged. `whole`: see `prepare`.
     """
 
-    def __init__(self, path: Path, *, create: bool = True, whole: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, create: bool = True, whole: bool = True, sealing: Sealing = PLAIN
+    ) -> None:
         self.path = path
-        self.database = Database(path)
+        self.sealing = sealing
+        self.database = Database(path, sealing)
         self._seldom = Lock()
         self._failed: Callable[[str, Exception], None] | None = None
         self._hidden: Collection[bytes] = ()
@@ -71,13 +75,15 @@ class Index:
 
     def reopen(self, *, create: bool = True, whole: bool = True) -> None:
         """Use the file that is at the path now. Raises what opening raises."""
-        if create:
-            self.path.touch(mode=0o600)
-        elif not self.path.stat().st_size:
-            raise FileNotFoundError(self.path)
-        self.database.reopen()
         try:
-            prepare(self.database.connection, self.path, whole=whole)
+            with self.database.opening:
+                if create:
+                    self.path.touch(mode=0o600)
+                elif not self.path.stat().st_size:
+                    raise FileNotFoundError(self.path)
+                self.database.reopen()
+                db = self.database.connection
+            prepare(db, self.path, whole=whole)
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
             raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error
@@ -471,6 +477,7 @@ class Index:
             if session is not None and leaf is not None:
                 self.put_session(session)
                 self.state.add_note(session.id, **leaf.note)
+            if leaf is not None:
                 db.executemany(
                     "UPDATE sessions SET leaf = ? WHERE leaf = ?",
                     [(new, old) for old, new in leaf.replaced],
@@ -485,7 +492,8 @@ class Index:
             # As in `add_blocks`.
             db.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
             db.execute(
-                "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", session_row(session)
+                "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                session_row(session, self.sealing),
             )
 
     def remove_session(self, session_id: str) -> None:
@@ -579,5 +587,5 @@ class Index:
         return max([time.time(), *(math.nextafter(newest, _END) for (newest,) in used)])
 
 
-def session_row(session: Session) -> tuple[Any, ...]:
-    return (*astuple(session), len(sidecar(session)))
+def session_row(session: Session, sealing: Sealing) -> tuple[Any, ...]:
+    return (*astuple(session), len(sidecar(session, sealing)))

@@ -25,7 +25,8 @@ from threading import RLock
 from typing import BinaryIO
 
 from ..errors import StoreError
-from .folder import new_file, own_files, remove, take_into_use
+from .folder import make_private, new_file, own_files, remove
+from .seal import PLAIN, Sealing
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,7 @@ class StoreLock:
         """
         with self._threads:
             if self._depth == 0:
-                if not self._path.parent.exists():
-                    take_into_use(self._path.parent)
+                make_private(self._path.parent)
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
                 try:
                     self._wait(descriptor)
@@ -108,8 +108,9 @@ def _this_process() -> str:
 class Staging:
     """The files of one turn, by key, until they are committed or `close` is called."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sealing: Sealing = PLAIN) -> None:
         self._folder = folder
+        self._file_name = sealing.file_name
         self._name = uuid.uuid4().hex[:8]
         self._lock: BinaryIO | None = None
         self._n_bytes = 0
@@ -132,7 +133,7 @@ class Staging:
 
     def path(self, key: bytes) -> Path:
         """Return where the file of a block or checkpoint is until it is committed."""
-        return self._folder / _FOLDER / f"{self._name}-{key.hex()}.safetensors"
+        return self._folder / _FOLDER / f"{self._name}-{self._file_name(key)}.safetensors"
 
     def announce(self, n_bytes: int) -> None:
         """Let `n_bytes` more count as used. The caller holds the store's lock and made room."""

@@ -82,8 +82,8 @@ class Reader:
         self.tiers = tiers
         self._on_bad = on_bad
         self._can_read = True
-        self._workers = _Threads(_N_THREADS, "kvpersist-reader")
-        self._prefetcher = _Threads(1, "kvpersist-prefetch")
+        self._workers = Threads(_N_THREADS, "kvpersist-reader")
+        self._prefetcher = Threads(1, "kvpersist-prefetch")
         self._prefetches: set[Prefetch] = set()
 
     def load(self, block: Record, root: Root) -> KVBlock | None:
@@ -191,7 +191,7 @@ class Reader:
         return None
 
 
-class _Threads:
+class Threads:
     """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive.
 
     The process would wait for a ThreadPoolExecutor's. A thread that has evaluated MLX leaks a

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from ..block import Block, Checkpoint
@@ -20,6 +21,7 @@ from .folder import make_private, move, own_files, remove
 from .index import Index, session_row
 from .index_schema import OTHER_TABLES, TABLES_OF_FILES, is_damage, recount, sound
 from .records import read_sidecar
+from .seal import PLAIN, Sealing
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,9 @@ _SUFFIXES = ("", "-wal", "-shm")
 
 
 def rebuild_index(
-    folder: Path, progress: Callable[[int, int], None] = lambda done, total: None
+    folder: Path,
+    sealing: Sealing = PLAIN,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Make the index of a store anew and put it in place; return the number of blocks.
 
@@ -42,13 +46,13 @@ def rebuild_index(
     aside = folder / "quarantine"
     make_private(aside)
     fresh_path = aside / f"rebuild-{time.time_ns()}.sqlite"
-    fresh = Index(fresh_path)
+    fresh = Index(fresh_path, sealing=sealing)
     try:
         fill(folder, fresh, progress)
         n_blocks = fresh.totals().n_blocks
         fresh.state.salvage(folder / "index.sqlite")
         fresh.close()
-        if not _replaced_within(folder / "index.sqlite", fresh_path):
+        if not _replaced_within(folder / "index.sqlite", fresh_path, sealing):
             for suffix in _SUFFIXES:  # a log left behind would be read into the new index
                 path = folder / f"index.sqlite{suffix}"
                 if path.exists():
@@ -61,7 +65,7 @@ def rebuild_index(
     return n_blocks
 
 
-def _replaced_within(path: Path, fresh_path: Path) -> bool:
+def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
     """Put the rows of a fresh index into the one at `path`; False when it is missing or damaged.
 
     One transaction: others read the old rows until it is done. Kept is what the files do not say,
@@ -71,8 +75,10 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
     if not path.exists() or path.stat().st_size == 0:
         return False
     try:
-        with closing(Index(path)) as live, closing(live.database.connection) as db, db:
-            db.execute("ATTACH ? AS fresh", (str(fresh_path),))
+        live = Index(path, sealing=sealing)
+        with closing(live), closing(live.database.connection) as db, db:
+            # SQLite knows no key, and passes over it.
+            db.execute("ATTACH ? AS fresh KEY ?", (str(fresh_path), sealing.index_key))
             db.execute("BEGIN IMMEDIATE")
             for table in ("blocks", "checkpoints"):
                 db.execute(
@@ -84,7 +90,7 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
             db.executemany(
                 "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "
                 "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",
-                map(session_row, live.sessions()),
+                map(partial(session_row, sealing=sealing), live.sessions()),
             )
             for table in OTHER_TABLES:
                 db.execute(f"DELETE FROM main.{table} WHERE NOT ({sound(db, table)})")
@@ -105,10 +111,11 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
 def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> None:
     """Add all that the files of a folder say to an empty index, in one transaction."""
     paths = [path for name in ("blocks", "checkpoints") for path in sorted(own_files(folder, name))]
+    sealing = index.sealing
     with index.database.transaction():
         for number, path in enumerate(paths):
             try:
-                (record, root, _), stat = read_record(path), path.stat()
+                (record, root, _), stat = read_record(path, sealing), path.stat()
             except StoreFormatError as error:
                 raise StoreFormatError(f"{path}: {error}") from error
             except (BlockCorrupt, FileNotFoundError) as error:
@@ -122,7 +129,7 @@ def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> No
             if path.suffix != ".json":
                 continue
             try:
-                session = read_sidecar(path)
+                session = read_sidecar(path, sealing)
             except (ValueError, TypeError, KeyError) as error:
                 logger.warning("not taken into the index: %s: %s", path.name, error)
                 continue

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
+from ..errors import SealBroken
+from .seal import PLAIN, Sealing
 from .worth import VALUE
 
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
@@ -39,7 +41,8 @@ class Leaf:
 
     `name` is what the client calls it, if anything. `chain` are the keys of all its blocks and
     `replaced` those whose content is now part of longer blocks, with what took their place: the
-    session that ended in one of them is the one that moves. `note` is for people.
+    session that ended in one of them is the one that moves. `note` is for people. `messages` are
+    those that its prompt was rendered from, if it was.
     """
 
     name: str | None
@@ -48,6 +51,9 @@ class Leaf:
     chain: tuple[bytes, ...]
     replaced: tuple[tuple[bytes, bytes], ...] = ()
     note: Mapping[str, str] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
+    is_session: bool = True
+    """False for a draft model's: the conversation is the session of the model's own leaf."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ class Commit:
 
     `checkpoints` belong to these blocks, or to others on disk; those that are not on disk yet wait
     in the pool, too. `superseded` checkpoints are removed once it is on disk. `replies` has the
-    packed ids of those whose text, as the client saw it, is not what they decode to, by digest.
+    packed ids of those whose text, as the client saw it, is not what they decode to, by digest, and
+    `messages` are those of their prompt.
 
     Of its new blocks, `token_s` are the seconds to compute a token, if that is known, `share` is
     the chance that they are used again, and `scores` says of some how much more they are worth, by
@@ -75,6 +82,7 @@ class Commit:
     token_s: float | None = None
     share: float = 1.0
     scores: Mapping[bytes, float] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
 
     @property
     def records(self) -> list[Record]:
@@ -174,20 +182,23 @@ def sidecar_path(folder: Path, session_id: str) -> Path:
     return folder / "sessions" / f"{session_id}.json"
 
 
-def sidecar(session: Session) -> bytes:
+def sidecar(session: Session, sealing: Sealing = PLAIN) -> bytes:
     """Return the content of a session's sidecar; nothing for one that has none."""
     if session.name is None and not session.pinned:
         return b""
     content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
-    return json.dumps(content).encode()
+    return sealing.seal(json.dumps(content).encode(), session.id.encode())
 
 
-def read_sidecar(path: Path) -> Session:
+def read_sidecar(path: Path, sealing: Sealing = PLAIN) -> Session:
     """Read the file of a session.
 
     Raises ValueError, TypeError, KeyError or OSError when it is not the file of this session.
     """
-    content = json.loads(path.read_text())
+    try:
+        content = json.loads(sealing.open(path.read_bytes(), path.stem.encode()))
+    except SealBroken as error:
+        raise ValueError(str(error)) from error
     content["root"] = bytes.fromhex(content["root"])
     content["leaf"] = bytes.fromhex(content["leaf"])
     session = Session(**content)

@@ -8,8 +8,8 @@ The file begins with a line of JSON:
     files               size in bytes and XXH3-128 of each file
     checksum            XXH3-128 of this line with an empty checksum
 
-Then come the files of all blocks, in order, and those of all checkpoints, as they are in the store.
-Both ways, one of them at a time is in memory.
+Then come the files of all blocks, in order, and those of all checkpoints, as they are in a store
+that is not encrypted. Both ways, one of them at a time is in memory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,20 @@ import xxhash
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from .disk import DiskStore
-from .files import MALFORMED, MAX_HEADER_BYTES, block_path, open_regular, read_file, record_in
-from .folder import new_file, whole_file
+from .files import (
+    MALFORMED,
+    MAX_HEADER_BYTES,
+    block_path,
+    content_of,
+    open_regular,
+    read_file,
+    record_in,
+    write_content,
+)
+from .folder import whole_file
 from .index import Index, Leaf, Session
 from .records import Commit, NewFile
+from .seal import SEAL_BYTES, Sealing
 
 SESSION_FORMAT = 1
 """A reader refuses a newer one."""
@@ -119,7 +129,7 @@ class SessionFile:
             if Listed.of(content) != listed:
                 raise BlockCorrupt(f"{name} does not match its checksum")
             try:
-                item, root, _ = record_in(BytesIO(content), len(content), name)
+                item, root, _ = record_in(BytesIO(content), name)
             except StoreFormatError as error:
                 raise StoreFormatError(f"{self.path}: {name}: {error}") from error
             if number == 0:
@@ -163,7 +173,6 @@ class SessionFile:
 
 
 def export_session(
-    folder: Path,
     index: Index,
     session: Session,
     target: Path,
@@ -174,7 +183,7 @@ def export_session(
     Raises what `export_records` and `export_parts` raise.
     """
     records = export_records(index, session)
-    n_bytes, parts = export_parts(folder, session, records, progress)
+    n_bytes, parts = export_parts(index, session, records, progress)
     with whole_file(target, fsync=True) as file:
         for part in parts:
             file.write(part)
@@ -191,7 +200,7 @@ def export_records(index: Index, session: Session) -> list[Record]:
 
 
 def export_parts(
-    folder: Path,
+    index: Index,
     session: Session,
     records: Sequence[Record],
     progress: Progress = lambda done, total: None,
@@ -202,12 +211,13 @@ def export_parts(
     Raises StoreError when a block is missing or anything is damaged; so do the parts.
     """
     exported: dict[Path, Listed] = {}
+    folder, sealing = index.path.parent, index.sealing
     for number, item in enumerate(records):
-        path = block_path(folder, item.key, item.folder)
+        path = block_path(folder, item.key, item.folder, sealing)
         try:
-            if read_file(path)[0] != item:
+            if read_file(path, sealing)[0] != item:
                 raise BlockCorrupt(f"{path.name}: file and index disagree")
-            exported[path] = Listed.of(_content(path))
+            exported[path] = Listed.of(content_of(path, sealing))
         except FileNotFoundError as error:
             if isinstance(item, Block):
                 raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
@@ -224,7 +234,7 @@ def export_parts(
         yield header
         for number, (path, listed) in enumerate(exported.items()):
             try:
-                content = _content(path)
+                content = content_of(path, sealing)
             except FileNotFoundError as error:
                 why = f"{path.name} was removed meanwhile"
                 raise StoreError(f"session {session.id} cannot be exported: {why}") from error
@@ -234,11 +244,6 @@ def export_parts(
             progress(len(exported) + number + 1, 2 * len(exported))
 
     return len(header) + sum(listed.n_bytes for listed in exported.values()), parts()
-
-
-def _content(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()
 
 
 def _what(item: Record, session: Session) -> str:
@@ -260,7 +265,11 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
     keys = tuple(node.key for node in source.blocks)
     leaf = Leaf(source.name, keys[-1], source.blocks[-1].stop, keys)
     files = {
-        item.key: NewFile(item, source.files[number].n_bytes, partial(_write, source, number))
+        item.key: NewFile(
+            item,
+            source.files[number].n_bytes + SEAL_BYTES,
+            partial(_write, source, number, item.key, disk.sealing),
+        )
         for number, item in enumerate(source.items)
     }
 
@@ -289,7 +298,6 @@ def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
     return None
 
 
-def _write(source: SessionFile, number: int, path: Path) -> int:
+def _write(source: SessionFile, number: int, key: bytes, sealing: Sealing, path: Path) -> int:
     """Write the file of a block or checkpoint; return its size in bytes."""
-    with new_file(path) as file:
-        return file.write(source.own_file(number))
+    return write_content(path, source.own_file(number), key, sealing)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from .database import connect
+
 if TYPE_CHECKING:
     from .index import Index
 
@@ -38,6 +40,7 @@ class SmallState:
     def __init__(self, index: Index) -> None:
         self._ask, self._report = index.ask, index.report
         self._transaction = index.database.transaction
+        self._sealing = index.sealing
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of remembered replies, by digest.
@@ -112,10 +115,9 @@ class SmallState:
 
     def salvage(self, path: Path) -> None:
         """Add the persisted values of another index, as far as they can be read."""
-        uri = f"{path.absolute().as_uri()}?mode=rw"
         with (
             suppress(sqlite3.Error, UnicodeDecodeError),
-            closing(sqlite3.connect(uri, uri=True)) as damaged,
+            closing(connect(path, self._sealing)) as damaged,
         ):
             for row in damaged.execute("SELECT key, value FROM state"):
                 with self._transaction() as db:

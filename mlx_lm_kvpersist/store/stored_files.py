@@ -7,14 +7,14 @@ import logging
 import shutil
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..block import Root
+from ..block import Block, Checkpoint, Root
 from ..errors import StoreError
 from ..units import show_bytes
-from .files import block_path, checkpoint_path, key_of
+from .files import FOLDERS, block_path
 from .folder import (
     INDEX_FILES,
     make_private,
@@ -46,6 +46,7 @@ class StoredFiles:
     def __init__(self, folder: Path, index: Index, lock: StoreLock, limits: StoreLimits) -> None:
         self.folder = folder
         self.index = index
+        self.sealing = index.sealing
         self.lock = lock
         self.limits = limits
         self.n_evicted = 0
@@ -56,6 +57,10 @@ class StoredFiles:
         """Tokens of evicted blocks that were written anew."""
         self.gone: OrderedDict[bytes, Gone] = OrderedDict()
         """Why blocks and checkpoints went that this process removed lately. Any thread."""
+
+    def path_of(self, key: bytes, name: str = Block.folder) -> Path:
+        """Return where the file of a block is; for another `name` of a folder, what is there."""
+        return block_path(self.folder, key, name, self.sealing)
 
     def used_bytes(self) -> int:
         """Return the size of the store's files, and of those that are announced."""
@@ -83,11 +88,11 @@ class StoredFiles:
             went = self.index.forget(key)
             for session_id in went.sessions:
                 self.remove_sidecar(session_id)
-            remove(self.folder, block_path(self.folder, key))
+            remove(self.folder, self.path_of(key))
             keys = {key, *went.checkpoints}
             self.forgotten(keys)
             for one in keys:
-                remove(self.folder, checkpoint_path(self.folder, one))
+                remove(self.folder, self.path_of(one, Checkpoint.folder))
                 if why is not None:
                     self.gone[one] = why
             while len(self.gone) > _MAX_GONE:
@@ -97,26 +102,26 @@ class StoredFiles:
     def forget_missing(self, key: bytes) -> None:
         """Forget a block or checkpoint, unless its file is there after all."""
         with self.lock.held():
-            if not any(path(self.folder, key).exists() for path in (block_path, checkpoint_path)):
+            if not any(self.path_of(key, name).exists() for name in FOLDERS):
                 self.forget(key)
 
     def quarantine(self, key: bytes, reason: str) -> None:
         """Move what failed a check aside. Blocks that follow it are no longer reached."""
         with self.lock.held():
-            for path in (block_path(self.folder, key), checkpoint_path(self.folder, key)):
-                self._set_aside(path, key, reason)
+            for name in FOLDERS:
+                self._set_aside(self.path_of(key, name), key, reason)
             self.forget(key, Gone.QUARANTINED)
 
     def _set_aside(self, path: Path, key: bytes, reason: str) -> None:
         """Move the file of a block or checkpoint to quarantine, with a sidecar, if it is there."""
         if not path.exists():
             return
-        target = self.folder / "quarantine" / f"{key.hex()}-{time.time_ns()}.safetensors"
+        target = self.folder / "quarantine" / f"{path.stem}-{time.time_ns()}.safetensors"
         sidecar = target.with_suffix(".json")
         try:
             with new_file(sidecar) as file:
                 about = {"key": key.hex(), "reason": reason, "time": time.time()}
-                file.write(json.dumps(about).encode())
+                file.write(self.sealing.seal(json.dumps(about).encode(), key))
             move(self.folder, path, target)
         except (OSError, StoreError) as error:
             # A file that cannot be kept is removed: it must not stand in the way of a whole one.
@@ -208,17 +213,40 @@ class StoredFiles:
             return over_budget
         return max(over_budget, self.limits.min_free_bytes + n_bytes - self.free_bytes())
 
-    def remove_session(self, session: Session) -> None:
-        """Forget a session and the blocks that no other session needs."""
+    def remove_session(self, session: Session) -> list[bytes]:
+        """Forget a session and the blocks that no other session needs; return their keys.
+
+        Also those that a draft model has of the same tokens.
+        """
+        removed = []
         with self.lock.held():
-            chain = self.index.chain(session.leaf)
+            chain = [block for block, _ in self.index.chain(session.leaf)]
+            roots = {root.key: root for root, _ in self.index.roots()}
+            own = roots.pop(session.root, None)
+            others = [root for root in roots.values() if own and own.shares_tenant(root)]
             self.index.remove_session(session.id)
             self.remove_sidecar(session.id)
-            for node, _ in reversed(chain):
-                if self.index.sessions_at(node.key) or self.index.children(node.key, limit=1):
-                    break
-                self.forget(node.key)
+            for blocks in (chain, *(self._same_tokens(chain, root) for root in others)):
+                for block in reversed(blocks):
+                    key = block.key
+                    if self.index.sessions_at(key) or self.index.children(key, limit=1):
+                        break
+                    self.forget(key)
+                    removed.append(key)
             self.index.database.empty_log()
+        return removed
+
+    def _same_tokens(self, chain: Sequence[Block], root: Root) -> list[Block]:
+        """Return the blocks below another root of a chain's tokens, or of the first of them."""
+        found: list[Block] = []
+        for block in chain:
+            parent = found[-1].key if found else root.key
+            there = self.index.children(parent, block.packed_ids)
+            its = [one for one in there if block.packed_ids.startswith(one.packed_ids)]
+            if not its:
+                break
+            found.append(max(its, key=lambda one: one.n_tokens))
+        return found
 
     def sweep(self) -> int:
         """Bring files and index in line after a crash; return how many of either were removed.
@@ -229,11 +257,12 @@ class StoredFiles:
         with self.lock.held():
             n_swept = sweep_staged(self.folder)
             if self.index.faults():
-                rebuild_index(self.folder)  # or what its rows do not tell would be removed
-            for name in ("blocks", "checkpoints"):
+                # Or what its rows do not tell would be removed.
+                rebuild_index(self.folder, self.sealing)
+            for name in FOLDERS:
                 known, present = self.index.keys(name), set[bytes]()
                 for path in own_files(self.folder, name):
-                    if (key := key_of(path)) in known:
+                    if (key := self.sealing.key_of(path.stem)) in known:
                         present.add(key)
                     else:
                         n_swept += remove(self.folder, path)
@@ -250,7 +279,7 @@ class StoredFiles:
             return n_swept
 
     def write_sidecar(self, session: Session) -> None:
-        if content := sidecar(session):
+        if content := sidecar(session, self.sealing):
             path = sidecar_path(self.folder, session.id)
             make_private(path.parent)
             with whole_file(path) as file:

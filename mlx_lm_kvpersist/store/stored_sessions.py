@@ -128,7 +128,7 @@ class StoredSessions:
             with self._store.index.asked_once() as index:
                 session = _session(disk, session_id)
                 records = export_records(index, session)
-            return export_parts(disk.folder, session, records)
+            return export_parts(disk.index, session, records)
 
     def evict(self, session_id: str) -> dict[str, Any]:
         """Remove a session from RAM, except for blocks that others there need; it stays on disk."""
@@ -153,20 +153,18 @@ class StoredSessions:
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
         """Remove a session, and the blocks that no other one needs, from disk and RAM.
 
-        What its last requests reused is forgotten, too. Other records may quote it, and quote no
-        more.
+        So are a draft model's. What its last requests reused is forgotten, too. Other records may
+        quote it, and quote no more.
         """
 
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
             with disk.lock.held():
                 session, before = _session(disk, session_id), disk.index.totals().n_bytes
-                chain = [block.key for block, _ in disk.index.chain(session.leaf)]
-                disk.files.remove_session(session)
+                gone = disk.files.remove_session(session)
                 disk.index.state.forget_requests([session.name])
                 freed = before - disk.index.totals().n_bytes
-                gone = [key for key in chain if key not in disk.index]
             self._store.writer.withdraw(gone)
-            for key in reversed(gone):
+            for key in gone:
                 self._store.pool.drop_unpinned(key)
             return session, {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
 

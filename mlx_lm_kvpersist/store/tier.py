@@ -13,7 +13,7 @@ from ..match.tree import BlockSource
 from .files import Arrays
 from .records import Commit
 
-RAM, DISK = "ram", "disk"
+RAM, DISK, SHARED = "ram", "disk", "shared"
 
 
 class Tier(BlockSource, Protocol):

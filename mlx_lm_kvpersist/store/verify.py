@@ -15,12 +15,13 @@ from pathlib import Path
 from ..block import Block, Checkpoint
 from ..errors import StoreError
 from .disk import DiskStore
-from .files import block_path, checkpoint_path, key_of, read_file
+from .files import block_path, checkpoint_path, read_file
 from .folder import own_files
 from .index import Index, Session
 from .lock import StoreLock
 from .rebuild import rebuild_index
-from .records import read_sidecar
+from .records import read_sidecar, sidecar_path
+from .seal import Sealing
 
 
 class Fault(str, Enum):
@@ -93,7 +94,7 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
     with disk.lock.held():
         if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
             # First: a file that a damaged row does not name is not left behind.
-            rebuild_index(disk.folder)
+            rebuild_index(disk.folder, disk.sealing)
         # The fault may be gone since, or be another one.
         now = [again for problem in problems if (again := problem.check())]
         for problem in now:
@@ -121,9 +122,9 @@ def _check_block(
     problem = partial(Problem, subject=key.hex())
     if key not in index:
         return None
-    path = (checkpoint_path if is_checkpoint else block_path)(folder, key)
+    path = (checkpoint_path if is_checkpoint else block_path)(folder, key, sealing=index.sealing)
     try:
-        block, root, _ = read_file(path)
+        block, root, _ = read_file(path, index.sealing)
         size = path.stat().st_size
     except FileNotFoundError:
         return problem(Fault.MISSING, reason=f"{path.name} is not there")
@@ -159,9 +160,8 @@ def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
     if path.parent == folder / "sessions":
         known = path.suffix == ".json" and index.session(path.stem) is not None
     else:
-        key, table = key_of(path), path.relative_to(folder).parts[0]
-        is_in_place = path == block_path(folder, key, table)
-        known = is_in_place and bool(index.ask(f"SELECT 1 FROM {table} WHERE key = ?", key))
+        key, table = index.sealing.key_of(path.stem), path.relative_to(folder).parts[0]
+        known = bool(index.ask(f"SELECT 1 FROM {table} WHERE key = ?", key))
     if known or not path.exists():
         return None
     return Problem(Fault.ORPHAN, str(path), f"{path.name}: the index does not know it")
@@ -173,7 +173,7 @@ def _check_session(folder: Path, index: Index, session_id: str) -> Problem | Non
         return None
     reason = _end_of(index, session)
     if reason is None and (session.name is not None or session.pinned):
-        reason = _disagreement(folder / "sessions" / f"{session_id}.json", session)
+        reason = _disagreement(sidecar_path(folder, session_id), session, index.sealing)
     return None if reason is None else Problem(Fault.SESSION, session_id, reason)
 
 
@@ -187,10 +187,10 @@ def _end_of(index: Index, session: Session) -> str | None:
     return None
 
 
-def _disagreement(path: Path, session: Session) -> str | None:
+def _disagreement(path: Path, session: Session, sealing: Sealing) -> str | None:
     """Say what a rebuilt index would get wrong of a session."""
     try:
-        kept = read_sidecar(path)
+        kept = read_sidecar(path, sealing)
     except (ValueError, TypeError, KeyError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
     for name in ("name", "pinned", "root", "leaf"):

@@ -47,6 +47,13 @@ class Task:
     since_s: float = field(default_factory=time.monotonic)
     due_s: float = math.inf
     """When it is written if it is postponed, by the writer's clock."""
+    is_urgent: bool = False
+    """Whether it saves a turn that has ended: a client may wait for it."""
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether it saves the end of a turn."""
+        return self.commit is not None and self.commit.leaf is not None
 
 
 class Cost:
@@ -86,7 +93,7 @@ def _held_bytes(tasks: Iterable[Task]) -> int:
 
 
 class Writer:
-    """Runs tasks in order on one long-lived thread.
+    """Runs tasks on one long-lived thread, in order, but what saves a turn that has ended first.
 
     At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest commit that a
     later one of the same conversation contains is left out, and if there is none, the oldest: no
@@ -138,7 +145,7 @@ class Writer:
             return _held_bytes(self._postponed.values())
 
     def commits(self) -> list[Commit]:
-        """Return what waits or is being written, the oldest first, and what is postponed."""
+        """Return what is being written or waits, in this order, and what is postponed."""
         with self._changed:
             tasks = (*self._commit_tasks(), *self._postponed.values())
             return [task.commit for task in tasks if task.commit is not None]
@@ -157,12 +164,14 @@ class Writer:
             self._changed.notify_all()
 
     def submit_commit(self, newest: Task) -> int:
-        """Have a commit saved; return how many, this one included, are given up for it."""
+        """Have a commit saved; return how many turns, this one included, are given up for it."""
         victims: list[Task] = []
         with self._changed:
             self._tasks.append(newest)
+            self._hurry(newest)
             while self.n_bytes > self.max_bytes:
-                oldest = next((task for task in self._tasks if task.commit and task.sizes), None)
+                waiting = (task for task in self._tasks if task.commit and task.sizes)
+                oldest = min(waiting, key=lambda task: task.since_s, default=None)
                 victim = self._superseded() or oldest
                 if victim is None or (victim is newest and self._fits(newest)):
                     break
@@ -171,7 +180,21 @@ class Writer:
             self._changed.notify_all()
         for victim in victims:
             victim.let_go()
-        return len(victims)
+        return sum(task.is_turn for task in victims)
+
+    def _hurry(self, newest: Task) -> None:
+        """Move a turn that has ended ahead of prompts that are still computed.
+
+        What its conversation has waiting goes with it, so that all of that stays in order.
+        """
+        assert newest.commit is not None
+        if newest.commit.leaf is None and not newest.commit.replies:
+            return
+        newest.is_urgent, chain = True, {block.key for block in newest.commit.blocks}
+        for task in self._tasks:
+            if task.commit and task.commit.blocks and task.commit.blocks[-1].key in chain:
+                task.is_urgent = True
+        self._tasks = deque(sorted(self._tasks, key=lambda task: not task.is_urgent))
 
     def _fits(self, newest: Task) -> bool:
         """Say whether a commit may wait beside the one that is being written."""
@@ -234,23 +257,25 @@ class Writer:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Return when everything submitted so far, or postponed, has run, at full speed."""
+        """Return when nothing waits or is postponed any more, at full speed."""
         with self._changed:
             self.write_postponed()
-            self.finish()
+            self._wait_for(lambda: not self.n_tasks)
 
-    def finish(self, timeout_s: float | None = None) -> None:
-        """Return when everything submitted so far has run, at full speed; or after a timeout."""
+    def finish(self, timeout_s: float) -> None:
+        """Return when the turns that have ended are saved, at full speed; or after a timeout."""
         with self._changed:
-            last = self._tasks[-1] if self._tasks else self._running
-            if last is None:
-                return
-            self._n_waiting += 1
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: last is not self._running and last not in self._tasks, timeout_s
-            )
-            self._n_waiting -= 1
+            last = next((one for one in reversed(self._tasks) if one.is_urgent), self._running)
+            if last is not None and last.is_urgent:
+                self._wait_for(
+                    lambda: last is not self._running and last not in self._tasks, timeout_s
+                )
+
+    def _wait_for(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
+        self._n_waiting += 1
+        self._changed.notify_all()
+        self._changed.wait_for(is_done, timeout_s)
+        self._n_waiting -= 1
 
     def stepped(self, n_replies: int, step_s: float | None = None) -> None:
         """Replies that run made a step, or none runs any more. Generation thread.

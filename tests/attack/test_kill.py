@@ -18,6 +18,7 @@ import pytest
 
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.seal import PLAIN, Seal
 from tests.server.stored import block_files, wait_for_commit
 from tests.support import (
     UNMEASURED,
@@ -37,7 +38,8 @@ TALKS = ("first", "second", "third")
 class Killed:
     """A store whose writer is killed again and again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: str = "") -> None:
+        self.key = key
         self.store = folder / "store"
         self.log = folder / "committed.log"
         self.log.touch()
@@ -60,7 +62,7 @@ class Killed:
         """Let a process write; kill it so long after it has logged so many lines more."""
         n_before = len(self.lines)
         command = [sys.executable, "-m", "tests.attack.turns"]
-        arguments = [str(self.store), str(self.log), str(seed), str(n_turns)]
+        arguments = [str(self.store), str(self.log), str(seed), str(n_turns), self.key]
         process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE)
         try:
             wait_until(
@@ -75,19 +77,20 @@ class Killed:
         assert not errors, errors.decode()
 
 
-def kill_and_check(folder: Path, n_turns: int, most_lines: int) -> None:
+def kill_and_check(folder: Path, n_turns: int, most_lines: int, key: str = "") -> None:
     """Have `n_turns` turns written by processes that are killed; check the store after each.
 
     What a process has logged decides when it is killed: a loaded machine needs no more of them.
     """
     rng = random.Random(n_turns)
-    killed = Killed(folder)
+    killed = Killed(folder, key)
+    sealing = Seal(bytes.fromhex(key)) if key else PLAIN
     n_kills = 0
     while killed.n_turns < n_turns:
         # The first line says that the store is open. Now and then the kill comes before it.
         n_lines, longest_s = (rng.randint(1, most_lines), 0.05) if n_kills % 8 != 7 else (0, 0.25)
         killed.write_and_kill(n_kills, n_turns, n_lines, rng.uniform(0, longest_s))
-        check_committed(killed.store, killed.committed)
+        check_committed(killed.store, killed.committed, sealing=sealing)
         n_kills += 1
     assert n_kills >= 10, f"{n_kills} kills prove little"
 
@@ -99,6 +102,12 @@ def kill_and_check(folder: Path, n_turns: int, most_lines: int) -> None:
 )
 def test_killed_at_any_moment(tmp_path: Path, n_turns: int, most_lines: int) -> None:
     kill_and_check(tmp_path, n_turns, most_lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_at_any_moment_in_an_encrypted_folder(tmp_path: Path) -> None:
+    kill_and_check(tmp_path, 300, 20, key="5e" * 32)
 
 
 def filled_store(folder: Path) -> dict[str, int]:

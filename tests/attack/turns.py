@@ -1,7 +1,7 @@
 """Turns whose bytes follow from their ids, for a store without a model.
 
 Run as a program it writes turns into a store until it is killed, and logs what is committed:
-python -m tests.attack.turns STORE LOG SEED N_TURNS
+python -m tests.attack.turns STORE LOG SEED N_TURNS [KEY]. A key, in hexadecimal, encrypts it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, read_file
 from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.records import StoreLimits
+from mlx_lm_kvpersist.store.seal import PLAIN, Seal, Sealing
 
 ROOT = Root("written-by-turns", "4b32")
 SESSIONS = ("anna", "ben", "carl", "dora", "emil")
@@ -118,9 +119,14 @@ def session_lengths(store: BlockStore) -> dict[str, int]:
     return {session.name: session.n_tokens for session in store.index.sessions() if session.name}
 
 
-def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits = LIMITS) -> None:
+def check_committed(
+    folder: Path,
+    committed: dict[str, int],
+    limits: StoreLimits = LIMITS,
+    sealing: Sealing = PLAIN,
+) -> None:
     """Open a store that was left behind, and find every committed turn whole and nothing else."""
-    store = BlockStore(folder, limits)
+    store = BlockStore(folder, limits, sealing=sealing)
     store.drain()
     sessions = {session.name or "": session for session in store.index.sessions()}
     assert len(sessions) == len(store.index.sessions()), "a session is there twice"
@@ -135,7 +141,7 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
         key = expected[-1].key
         assert store.replies(ROOT.key, [key])[key] == expected[-1].packed_ids
         for node in expected:
-            _check_block(folder, node)
+            _check_block(folder, node, sealing)
             reachable.add(node.key)
         parts.update(expected_parts(expected))
         found = store.checkpoints([node.key for node in expected])
@@ -143,25 +149,25 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
     assert store.index.keys() == reachable
     assert store.index.keys("checkpoints") == {part.key for part in parts}
     for part in parts:
-        check_part(folder, part)
+        check_part(folder, part, sealing)
     files = {path.name for path in (folder / "blocks").rglob("*") if path.is_file()}
-    assert files == {f"{key.hex()}.safetensors" for key in reachable}
+    assert files == {f"{sealing.file_name(key)}.safetensors" for key in reachable}
     files = {path.name for path in (folder / "checkpoints").rglob("*") if path.is_file()}
-    assert files == {f"{part.key.hex()}.safetensors" for part in parts}
+    assert files == {f"{sealing.file_name(part.key)}.safetensors" for part in parts}
     ids_of_sessions = {f"{session.id}.json" for session in sessions.values()}
     assert {path.name for path in (folder / "sessions").glob("*")} == ids_of_sessions
     assert store.blocks_quarantined == 0
     store.close()
 
 
-def _check_block(folder: Path, node: Block) -> None:
-    found, root, arrays = read_file(block_path(folder, node.key))
+def _check_block(folder: Path, node: Block, sealing: Sealing) -> None:
+    found, root, arrays = read_file(block_path(folder, node.key, sealing=sealing), sealing)
     assert (found, root) == (node, ROOT)
     check_arrays(arrays, plain_arrays(node))
 
 
-def check_part(folder: Path, part: Checkpoint) -> None:
-    found, root, arrays = read_file(checkpoint_path(folder, part.key))
+def check_part(folder: Path, part: Checkpoint, sealing: Sealing = PLAIN) -> None:
+    found, root, arrays = read_file(checkpoint_path(folder, part.key, sealing), sealing)
     assert (found, root) == (part, ROOT)
     check_arrays(arrays, plain_part(part))
 
@@ -172,10 +178,10 @@ def check_arrays(arrays: Mapping[str, mx.array], expected: dict[str, np.ndarray[
         assert np.array(arrays[name]).tobytes() == array.tobytes(), name
 
 
-def write_turns(folder: Path, log: int, seed: int, n_turns: int) -> None:
+def write_turns(folder: Path, log: int, seed: int, n_turns: int, sealing: Sealing) -> None:
     """Write turns of all sessions, up to three at a time, and log each that is committed."""
     rng = random.Random(seed)
-    store = BlockStore(folder, LIMITS)
+    store = BlockStore(folder, LIMITS, sealing=sealing)
     os.write(log, b"open 0\n")
     lengths = session_lengths(store)
     while n_turns > 0:
@@ -193,4 +199,6 @@ def write_turns(folder: Path, log: int, seed: int, n_turns: int) -> None:
 
 if __name__ == "__main__":
     descriptor = os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    write_turns(Path(sys.argv[1]), descriptor, int(sys.argv[3]), int(sys.argv[4]))
+    key = "".join(sys.argv[5:])
+    made = Seal(bytes.fromhex(key)) if key else PLAIN
+    write_turns(Path(sys.argv[1]), descriptor, int(sys.argv[3]), int(sys.argv[4]), made)

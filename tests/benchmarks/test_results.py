@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import lookup, store
+from benchmarks import encrypted, lookup, store
 from benchmarks.goals import reached
 from benchmarks.page import make_page
 from benchmarks.report import Result, kept_results, write_page
@@ -101,6 +101,18 @@ def test_the_store_benchmark(tiny_model: Path, tmp_path: Path) -> None:
     assert 1.9 <= rows["turn 1 of 300 tokens, written"]["over KV"] < 2.4
     per_token = rows["on disk, index included"]["bytes a token"]
     assert per_token > layout.spec.bytes_per_token
+
+
+def test_the_benchmark_of_an_encrypted_folder(tiny_model: Path, tmp_path: Path) -> None:
+    layout = store.layout_of(str(tiny_model), tmp_path)
+    rows = encrypted.measure(layout, tmp_path, 600, 2, 1).rows
+    assert [row["what"] for row in rows] == [
+        "save",
+        "load, cold",
+        "load, warm",
+        "2 turns of 8 tokens",
+    ]
+    assert all(row["ratio s"] > 0 and row["encrypted CPU s"] > 0 for row in rows)
 
 
 def test_the_lookup_benchmark(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cli.connect import CLIENTS
+from mlx_lm_kvpersist.cli import connect as connecting
+from mlx_lm_kvpersist.cli.connect import CLIENTS, ROUTER
 from mlx_lm_kvpersist.cli.main import main, make_parser
 
 from .test_docs import subcommands
@@ -67,7 +68,7 @@ def test_the_page_and_the_parser_know_every_client(home: Path) -> None:
         start = client.start.replace(str(home), "~")
         assert f"| `~/{file}`" in row and row.endswith(f"| `{start}` |")
     action = next(a for a in subcommands(make_parser())["connect"]._actions if a.choices)
-    assert tuple(action.choices or ()) == tuple(CLIENTS)
+    assert tuple(action.choices or ()) == (*CLIENTS, ROUTER)
     assert FILES.keys() | {"openwebui"} == CLIENTS.keys()
 
 
@@ -98,6 +99,26 @@ def test_what_each_client_reads(home: Path) -> None:
         codex = read(home / FILES["codex"])
         provider = codex["model_providers"][codex["model_provider"]]
         assert (provider["base_url"], provider["wire_api"]) == (f"{URL}/v1", "responses")
+
+
+def test_a_router_needs_one_name_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"http://mac-1:8080": "team", "http://mac-2:8080": "team", "http://mac-3:8080": "/m"}
+    monkeypatch.setattr(
+        connecting, "ask", lambda url, path: {"data": [{"id": names[url]}] if url in names else []}
+    )
+    servers = ("--server", "mac-1:8080", "--server", "http://mac-2:8080/")
+    assert connect("router", *servers) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[:2] == ["smg", "launch"] and words[-2:] == list(names)[:2]
+    assert words.count("--model-alias") == 2 and "default_model=team" in words
+    assert connect("router", *servers, "--server", "mac-3:8080") == 1
+    assert "http://mac-3:8080 has /m" in capsys.readouterr().err
+    assert connect("router") == 1  # its own port
+    assert f"{URL} lists no model" in capsys.readouterr().err
+    assert connect("claude", *servers) == 1
+    assert "--port" in capsys.readouterr().err
 
 
 def test_json_is_merged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from safetensors import deserialize
 
 from mlx_lm_kvpersist.block import Block, Checkpoint
 from mlx_lm_kvpersist.errors import StoreError
+from mlx_lm_kvpersist.store import files as store_files
 from mlx_lm_kvpersist.store import folder as store_folder
 from mlx_lm_kvpersist.store import session_file
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
@@ -262,7 +263,7 @@ def test_a_failed_write_leaves_nothing(
             raise OSError(28, "No space left on device")
         return new_file(path)
 
-    monkeypatch.setattr(session_file, "new_file", full)
+    monkeypatch.setattr(store_files, "new_file", full)
     assert "No space left" in other.error("sessions", "import", exported)
     assert block_files(other.folder) == {} and other.ids() == {}
 

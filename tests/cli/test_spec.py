@@ -69,7 +69,8 @@ def test_windows_and_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert "RotatingKVCache  sliding" in said and "up to the checkpoints" in said
     assert "ArraysCache  recurrent" in said
-    assert said.count("the replies of several clients are decoded together") == 2
+    assert said.count("Batching: prompts of several clients are computed, and replies decoded") == 1
+    assert said.count("Batching: the replies of several clients are decoded together") == 1
     kinds = [group["kind"] for group in described(capsys, "--model", recurrent)["groups"]]
     assert "recurrent" in kinds and "full" in kinds
 

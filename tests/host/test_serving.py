@@ -104,20 +104,20 @@ def test_stock_paths_stay_stocks(echo_server: ServerProcess) -> None:
         assert "x-echo" not in headers
 
 
-@pytest.mark.parametrize("names", [("editing", "kvpersist"), ("kvpersist", "editing")])
 def test_a_plugin_that_edits_what_it_is_given_changes_no_reply(
-    environment: Environment, tiny_model: Path, tmp_path: Path, names: tuple[str, str]
+    environment: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Listed first or last: its failures are logged, and the other plugin reuses as it would."""
     conversations: list[list[str]] = []
-    for n, plugins in enumerate((("kvpersist",), names)):
+    own, editing = "kvpersist", "editing"
+    for n, plugins in enumerate(((own,), (editing, own), (own, editing))):
         options = [part for name in plugins for part in ("--plugin", name)]
         folder = str(tmp_path / f"store-{n}")
         with ServerProcess(
             tiny_model,
             *(*options, "--kvpersist-dir", folder, *UNMEASURED),
             python=str(environment.python),
-            log_path=tmp_path / "server.log",
+            log_path=tmp_path / f"server-{n}.log",
         ) as server:
             messages, texts = list(HELLO), []
             for _ in range(3):
@@ -127,8 +127,9 @@ def test_a_plugin_that_edits_what_it_is_given_changes_no_reply(
                 again = {"role": "user", "content": "And then?"}
                 messages += [{"role": "assistant", "content": reply.text}, again]
         conversations.append(texts)
-    assert conversations[1] == conversations[0]
-    assert "plugin editing failed in hook request_received" in server.log
+        if n > 0:
+            assert texts == conversations[0]
+            assert "plugin editing failed in hook request_received" in server.log
 
 
 def n_turn_is_odd(messages: list[dict[str, str]]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,33 @@ FORMS = {
     **STOCK_FORMS,
     "python -m mlx_lm_kvpersist server": ("python", "-m", "mlx_lm_kvpersist", "server"),
 }
+TRANSFORMERS = """
+class AutoTokenizer:
+    register = staticmethod(lambda *args, **options: None)
+class PreTrainedTokenizerBase: ...
+PreTrainedTokenizer = PreTrainedTokenizerFast = PreTrainedTokenizerBase
+"""
+"""What mlx-lm imports of transformers, which takes four fifths of a start. No model is loaded."""
 OURS = "import sys; print([m for m in sys.modules if m.startswith('mlx_lm_kvpersist')])"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("first")
+    (package := folder / "transformers").mkdir()
+    (package / "__init__.py").write_text(TRANSFORMERS, encoding="utf-8")
+    (package / "tokenization_utils_base.py").write_text(TRANSFORMERS, encoding="utf-8")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def environment(environment: Environment, path: str) -> Environment:
+    return replace(environment, path=path)
+
+
+@pytest.fixture(scope="module")
+def stock_environment(stock_environment: Environment, path: str) -> Environment:
+    return replace(stock_environment, path=path)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

@@ -36,11 +36,6 @@ from tests.support.host import patched_attention
 
 from .conftest import store_in, unproven
 
-NO_PENALTIES = SimpleNamespace(
-    **{f"{kind}_penalty": 0.0 for kind in ("repetition", "presence", "frequency")},
-    **{f"{kind}_context_size": 20 for kind in ("repetition", "presence", "frequency")},
-)
-
 
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
@@ -110,9 +105,7 @@ class Server:
         its = [one.n_cached for one in (taken, taken.draft) if one is not None]
         self.n_reused = its
         models = self.provider.model, self.provider.draft_model
-        single = SinglePrompt(
-            models, ReplyQueue(Queue(), sent), SimpleNamespace(logits=NO_PENALTIES), 2048
-        )
+        single = SinglePrompt(models, ReplyQueue(Queue(), sent), 2048)
         caches, rest = single.compute(TakenTokens(ids, taken), list(taken.caches or []) or None)
         stock: Any = {"max_tokens": max_tokens, "prompt_cache": caches}
         if self.provider.draft_model is None:

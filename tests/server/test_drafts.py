@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.conftest import CommandLine, block_files
 from tests.support import (
     Message,
     Reply,
@@ -83,6 +85,32 @@ def test_a_conversation_goes_on_when_its_draft_comes_changes_and_goes(
         server.restart(kill=True)
 
 
+def test_penalties_see_the_same_of_a_prompt_however_it_is_served(
+    server: ServerProcess, drafts: list[str]
+) -> None:
+    """In a batch, alone and with a draft; computed and restored up to its last token."""
+    for draft in (None, drafts[0]):
+        ask(server, [user(9)], draft)
+    talk = [user(4, 900)]
+    penalties = {"repetition_penalty": 1.8, "presence_penalty": 0.7, "presence_context_size": 200}
+    replies = []
+    for name, draft, params in (
+        ("batch", None, {}),
+        ("alone", None, {"seed": 5}),
+        ("draft", drafts[0], {}),
+    ):
+        headers = {"X-KVPersist-Namespace": name}
+        for _ in range(2):
+            replies.append(ask(server, talk, draft, headers=headers, **penalties, **params))
+    first, *others = replies
+    assert first.text != ask(server, talk, None).text
+    n_prompt = first.prompt_tokens
+    assert [one.cached_tokens for one in replies] == [0, n_prompt - 1] * 3
+    for one in others:
+        assert one.text == first.text
+        assert logprobs(one) == pytest.approx(logprobs(first), abs=1e-5)
+
+
 def test_what_a_client_that_left_had_computed_is_reused(
     server: ServerProcess, drafts: list[str]
 ) -> None:
@@ -95,6 +123,57 @@ def test_what_a_client_that_left_had_computed_is_reused(
     reply = ask(server, talk, drafts[0])
     assert 0.9 * n_done <= reply.cached_tokens < 0.9 * reply.prompt_tokens
     assert ask(server, talk, None).text == reply.text
+
+
+@pytest.mark.slow
+def test_kill_9_in_the_middle_of_a_prompt_and_of_a_reply(
+    server: ServerProcess, drafts: list[str]
+) -> None:
+    """After it, replies are those of a server that computes all."""
+    talk: list[Message] = [{"role": "system", "content": synthetic_text(14_000, seed=63)}, user(0)]
+    params = {"model": str(server.model), "draft_model": drafts[0], "stream": True}
+    ask(server, [user(9)], drafts[0])
+
+    def check(n_least: int) -> Reply:
+        cold = ask(server, talk, drafts[0], headers={"X-KVPersist-Namespace": f"cold {n_least}"})
+        reply = ask(server, talk, drafts[0])
+        assert cold.cached_tokens == 0 and reply.cached_tokens >= n_least
+        assert reply.text == cold.text
+        assert logprobs(reply) == pytest.approx(logprobs(cold), abs=1e-5)
+        return reply
+
+    leaving = Leaving(server, talk, **params)
+    leaving.read_until(0.6)
+    server.restart(kill=True)
+    leaving.leave()
+    n_prompt = check(256).prompt_tokens
+
+    leaving, read = Leaving(server, talk, max_tokens=400, **params), ""
+    while len(read) < 100 and (line := leaving.lines.readline()):
+        if line.startswith(b"data: {"):
+            read += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+    server.restart(kill=True)
+    leaving.leave()
+    talk += [{"role": "assistant", "content": read}, user(1)]
+    check(n_prompt - 256)
+
+
+def test_a_conversation_is_one_session_and_deleting_it_leaves_nothing(
+    server: ServerProcess, drafts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(server, [user(9)], drafts[0])
+    reply = ask(server, [user(1, 900)], drafts[0], headers={"X-Session-ID": "mine"})
+    talk = [user(1, 900), {"role": "assistant", "content": reply.text}, user(2)]
+    ask(server, talk, drafts[0], headers={"X-Session-ID": "mine"})
+    server.stop()
+    run = CommandLine(Path(server.extra[server.extra.index("--kvpersist-dir") + 1]), capsys)
+    listed = run.json("sessions", "list")["sessions"]
+    assert {(one["name"], one["model"]) for one in listed} == {
+        (name, str(server.model)) for name in (None, "mine")
+    }
+    assert run("store", "rebuild") == 0 and run.json("store", "verify")["ok"]
+    run("sessions", "rm", *(one["id"] for one in listed))
+    assert block_files(run.folder) == {}
 
 
 def test_models_with_drafts_and_adapters_take_turns(
@@ -117,6 +196,10 @@ def test_models_with_drafts_and_adapters_take_turns(
     n_kinds = len(kinds)
     for first, again in zip(replies[:n_kinds], replies[n_kinds:], strict=True):
         assert again.text == first.text and again.cached_tokens == again.prompt_tokens - 1
+    with ThreadPoolExecutor(4) as pool:  # each waits while another model's stream runs
+        more = pool.map(lambda kind: ask(server, talk, **kind, max_tokens=60), kinds)
+        for first, longer in zip(replies, list(more), strict=False):
+            assert longer.text.startswith(first.text)
     # A draft changes neither what a model says, nor what is found of it.
     assert [reply.cached_tokens > 0 for reply in replies[:n_kinds]] == [False, False, False, True]
     assert replies[0].text == replies[3].text != replies[1].text

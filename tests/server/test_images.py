@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tests.cli.conftest import CommandLine
 from tests.support import (
     Message,
     ServerProcess,
@@ -295,6 +296,42 @@ def test_conversations_with_images_survive_kill_9(
             reply = cold.chat(messages, headers={"X-KVPersist-Keep": "no"}, **talk.params)
             assert reply.text == replies[name][number], (name, number)
             assert reply.prompt_tokens == talk.prompts[number]
+
+
+def test_the_commands_know_a_store_with_images(
+    start_server: StartServer,
+    start_vision: Any,
+    vision_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exported, deleted, imported and indexed anew it is the same conversation."""
+    server = start_vision(start_server, "--kvpersist-max-loss-s", "0")
+    talk = Shown(start_server.store, "shown", vision_model)
+    talk.turn(server, "What is this?", picture(*LARGE))
+    talk.turn(server, "", picture(*SMALL), picture(*WIDE))  # a reply comes right after an image
+    talk.turn(server, "And now?")
+    assert talk.reused[2] >= talk.prompts[1] - 1
+    run = CommandLine(start_server.store, capsys)
+    assert "shown" in {one["session"] for one in run.json("why")}
+    server.stop()
+    file = tmp_path / "shown.kv"
+    shown = run.json("sessions", "show", "shown")
+    assert shown["tokens"] >= talk.prompts[-1] and "And now?" in shown["text_end"]
+    run.json("sessions", "export", "shown", file)
+    run.json("sessions", "rm", "--all", "--yes")
+    assert run.ids() == {} and run.json("sessions", "import", file)["is_new"]
+    assert run.json("store", "verify")["ok"]
+    (run.folder / "index.sqlite").unlink()
+    assert run("store", "rebuild") == 0 and run.json("store", "verify")["ok"]
+    again = run.json("sessions", "show", "shown")
+    assert [again[name] for name in ("tokens", "chain")] == [shown["tokens"], shown["chain"]]
+    server.restart()
+    server.chat([{"role": "user", "content": "Hello"}], max_tokens=1)
+    wait_until(lambda: not server.is_examining(), "what is found out of a model", 60)
+    talk.turn(server, "Sure?")
+    # Ids of replies that are spelled otherwise are no part of the file, nor of an index made anew.
+    assert talk.reused[3] >= talk.prompts[0] - 1
 
 
 def spelled(message: Message) -> Message:

@@ -6,11 +6,9 @@ They are installed from npm and PyPI, have a home of their own, and reach nothin
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 from mlx_lm_kvpersist.cli.connect import CLIENTS
 from mlx_lm_kvpersist.cli.main import main
 from tests.support import StartServer
+from tests.support.bucket import install
 from tests.support.host import REPOSITORY
 from tests.support.scripted import ScriptedServer, call
 
@@ -55,18 +54,6 @@ class OpenCode(Agent):
 
     def read_note(self) -> str:
         return call("read", filePath=str(self.work / "note.txt"))
-
-
-def install(folder: Path, *packages: str) -> Path:
-    """Make an environment with packages of PyPI; return its folder of programs."""
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert uv is not None, "uv is needed: pip install uv"
-    made = folder / "environment"
-    python = made / "bin" / "python"
-    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, made], check=True)
-    command = [uv, "pip", "install", "--quiet", "--python", str(python), *packages]
-    subprocess.run(command, check=True, timeout=600)
-    return made / "bin"
 
 
 def restarted(server: ScriptedServer) -> list[dict[str, Any]]:

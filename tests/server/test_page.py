@@ -95,7 +95,7 @@ def browser() -> Iterator[Browser]:
             yield browser
 
 
-@pytest.fixture(params=[390, 768, 1440])
+@pytest.fixture(params=[390, 1440])
 def width(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -265,6 +265,7 @@ def test_a_deleted_session_is_gone(
     assert change(server, "delete", {"id": one["id"]})[0] == 404
 
 
+@pytest.mark.parametrize("width", [390, 768, 1440], indirect=True)  # the page has three layouts
 def test_the_page_shows_sessions_and_requests(opened: Page, server: ServerProcess) -> None:
     data = described(server)
     names = opened.locator(".session b").all_inner_texts()

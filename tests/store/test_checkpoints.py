@@ -353,7 +353,8 @@ def test_too_much_that_waits_counts_checkpoints(store: BlockStore) -> None:
     with writer_held(store):
         for nodes in (one, two):
             checkpoint = state(nodes[0])
-            turn = Commit(ROOT, tuple(nodes), checkpoints=(checkpoint,))
+            leaf = Leaf(None, nodes[-1].key, nodes[-1].stop, (nodes[-1].key,))
+            turn = Commit(ROOT, tuple(nodes), leaf, checkpoints=(checkpoint,))
             store.commit(
                 turn, [*[(nodes[0], {})], *[(checkpoint, arrays_of_checkpoint(checkpoint))]]
             )
@@ -496,7 +497,7 @@ def test_checkpoints_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> N
     (node,) = chain([99])
     big = {"big": mx.zeros((700 << 10,), mx.uint8)}
     mx.eval(big)
-    turn = Commit(ROOT, (node,), checkpoints=(state(node),))
+    turn = Commit(ROOT, (node,), Leaf("s", node.key, 1, (node.key,)), checkpoints=(state(node),))
     store.commit(turn, [(node, {}), (state(node), big)])
     store.drain()
     assert store.turns_not_saved == 1

@@ -30,6 +30,7 @@ from mlx_lm_kvpersist.store.files import (
     write_block,
 )
 from mlx_lm_kvpersist.store.lock import Staging
+from mlx_lm_kvpersist.store.seal import PLAIN, Seal, Sealing
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 
@@ -64,14 +65,17 @@ def test_reads_what_was_written(
     assert read_record(path)[:2] == (NODE, ROOT)
 
 
-def test_arrays_of_any_dtype_are_read_as_they_were_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sealing", [PLAIN, Seal(bytes(32))], ids=["plain", "sealed"])
+def test_arrays_of_any_dtype_are_read_as_they_were_written(
+    tmp_path: Path, sealing: Sealing
+) -> None:
     integers = [mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64]
     others = [mx.bool_, mx.float16, mx.bfloat16, mx.float32, mx.complex64]
     arrays = {str(dtype): mx.ones((3,), dtype) for dtype in (*integers, *others)}
     mx.eval(arrays)
-    path = block_path(tmp_path, NODE.key)
-    write_block(path, NODE, ROOT, arrays)
-    _, _, loaded = read_file(path)
+    path = block_path(tmp_path, NODE.key, sealing=sealing)
+    write_block(path, NODE, ROOT, arrays, sealing)
+    _, _, loaded = read_file(path, sealing)
     assert {name: (x.dtype, x.tolist()) for name, x in loaded.items()} == {
         name: (x.dtype, x.tolist()) for name, x in arrays.items()
     }
@@ -261,7 +265,7 @@ def test_arrays_lie_one_after_the_other_from_the_start(offsets: list[int]) -> No
     array = {"dtype": "U32", "shape": [1], "data_offsets": offsets}
     with pytest.raises(ValueError, match="a takes 4 bytes"):
         header = json.dumps({"__metadata__": {}, "a": array}).encode()
-        read_header(BytesIO(len(header).to_bytes(8, "little") + header), len(header) + 12)
+        read_header(BytesIO(len(header).to_bytes(8, "little") + header + bytes(4)))
 
 
 def test_the_safetensors_library_opens_a_block_file(tmp_path: Path) -> None:

@@ -354,7 +354,11 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     with closing(DiskStore(store.folder, store.limits)) as other:
         other.files.forget(nodes[0].key)
     new = [(nodes[1], arrays_of(nodes[1]))]
+    leaf = Leaf(None, nodes[-1].key, nodes[-1].stop, tuple(node.key for node in nodes))
     store.commit(Commit(ROOT, tuple(nodes)), new)
+    store.drain()
+    assert store.turns_not_saved == 0  # a prompt that is being computed is no turn
+    store.commit(Commit(ROOT, tuple(nodes), leaf), new)
     store.drain()
     assert store.turns_not_saved == 1
     assert [entry.pins for entry in store.pool._entries.values()] == [0]

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.block import Block, Record
+from mlx_lm_kvpersist.block import Block, Record, Root
 from mlx_lm_kvpersist.errors import RequestRefused, StoreError
 from mlx_lm_kvpersist.store import stored_sessions
-from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.pool import KVBlock
-from mlx_lm_kvpersist.store.records import Session
+from mlx_lm_kvpersist.store.records import Leaf, Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
 
-from .conftest import ROOT, chain, save_turn, state, window
+from .conftest import ROOT, arrays_of, chain, save_turn, state, window
 
 
 @pytest.fixture
@@ -173,3 +173,33 @@ def test_what_a_busy_store_was_asked_is_not_done_later(
         may_go_on.set()
     store.drain()
     assert not store.index.sessions()[0].pinned
+
+
+def test_a_draft_models_blocks_are_no_session_and_go_with_the_one_of_their_tokens(
+    store: BlockStore,
+) -> None:
+    draft, tenant = Root("draft", "4b64"), Root("draft", "4b64", namespace="another")
+
+    def save(root: Root, *ids: list[int], replaced: Sequence[Block] = ()) -> list[Block]:
+        nodes = chain(*ids, parent=root.key)
+        keys, end = tuple(node.key for node in nodes), nodes[-1]
+        over = tuple((old.key, end.key) for old in replaced)
+        leaf = Leaf(None, end.key, end.stop, keys, over, is_session=root == ROOT)
+        new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
+        store.commit(Commit(root, tuple(nodes), leaf), new)
+        store.drain()
+        return nodes
+
+    first, second = [save(ROOT, [1, 2], [3, 4], tail) for tail in ([5, 6, 7], [8, 9])]
+    before = save(draft, [1, 2], [3, 4], [5])
+    *shared, its = save(draft, [1, 2], [3, 4], [5, 6], replaced=before[2:])
+    others = [*save(tenant, [1, 2], [3, 4], [5, 6]), save(draft, [1, 2], [3, 4], [8])[-1]]
+    assert before[2].key not in store.index and its.key in store.index
+    sessions = StoredSessions(store)
+    ids = {one.leaf: one.id for one in store.index.sessions()}
+    assert ids.keys() == {first[-1].key, second[-1].key}
+    sessions.delete(ids[first[-1].key])
+    assert its.key not in store and all(one.key in store.index for one in (*shared, *others))
+    sessions.delete(ids[second[-1].key])
+    assert store.index.keys("blocks") == {one.key for one in others[:-1]}
+    assert not any(one.key in store for one in (*shared, others[-1]))

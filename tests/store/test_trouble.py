@@ -310,9 +310,11 @@ def test_no_memory_while_a_turn_is_written_leaves_no_pin(
     def fail(*_: object, **__: object) -> int:
         raise MemoryError
 
+    n_written = stored.index.state.written_last_hour()
     monkeypatch.setattr("mlx_lm_kvpersist.store.disk.write_block", fail)
     save_turn(stored, chain([7], [8]), "s")
     assert stored.turns_not_saved == 1
+    assert stored.index.state.written_last_hour() == n_written  # nothing was
     assert [entry.pins for entry in stored.pool._entries.values()] == [0, 0]
     assert list((stored.folder / "writing").iterdir()) == []
 

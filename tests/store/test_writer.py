@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.block import Root
+from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store import writer as writer_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
@@ -47,6 +47,15 @@ def submit(
 ) -> None:
     sizes = {key or uuid.uuid4().bytes: n_bytes}
     writer.submit_commit(Task(save, Commit(ROOT, ()), abandon, sizes))
+
+
+def save(
+    writer: Writer, nodes: list[Block], run: Callable[[], Any] = lambda: None, *, ended: bool = True
+) -> None:
+    """Have what is computed of a conversation saved, as a turn if its reply has `ended`."""
+    keys = tuple(node.key for node in nodes)
+    leaf = Leaf(None, keys[-1], nodes[-1].stop, keys) if ended else None
+    writer.submit_commit(Task(run, Commit(ROOT, tuple(nodes), leaf)))
 
 
 def serve(writer: Writer, rest_factor: float = 1e12) -> None:
@@ -123,7 +132,7 @@ def test_a_rest_that_was_cut_short_is_made_up_for(writer: Writer) -> None:
     serve(writer, 6)
     started = time.monotonic()
     writer.submit(partial(time.sleep, 0.05))
-    writer.finish()
+    writer.drain()
     assert time.monotonic() - started < 0.25
     assert resting(writer).wait(10)
     assert time.monotonic() - started >= 0.05 * 7
@@ -135,12 +144,46 @@ def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
 
 def test_nobody_waits_longer_than_asked_for_what_is_written(writer: Writer) -> None:
     may_end = threading.Event()
-    writer.finish()  # nothing is
-    writer.submit(partial(may_end.wait, 10))
+    save(writer, chain([1]), partial(may_end.wait, 10), ended=False)
+    started = time.monotonic()
+    writer.finish(5)  # no turn waits
+    assert time.monotonic() - started < 4
+    save(writer, chain([2]), partial(may_end.wait, 10))
     started = time.monotonic()
     writer.finish(0.1)
     assert 0.1 <= time.monotonic() - started < 5
     may_end.set()
+
+
+def test_a_turn_that_has_ended_goes_before_prompts_that_are_still_computed(writer: Writer) -> None:
+    """Its own prompt goes with it, in order: what the turn lets go of is not written after it."""
+    may_go_on, may_end = threading.Event(), threading.Event()
+    saved: list[str] = []
+    writer.submit(partial(may_go_on.wait, 10))
+    turn = chain([1], [2], [3])
+    save(writer, chain([7], [8]), lambda: saved.append("a long prompt"), ended=False)
+    writer.submit(partial(may_end.wait, 10))
+    save(writer, turn[:2], lambda: saved.append("its prompt"), ended=False)
+    save(writer, chain([9]), lambda: saved.append("another turn"))
+    save(writer, turn, lambda: saved.append("its turn"))
+    may_go_on.set()
+    writer.finish(10)
+    assert saved[:3] == ["another turn", "its prompt", "its turn"]
+    may_end.set()
+    writer.drain()
+    assert saved[3:] == ["a long prompt"]
+
+
+def test_a_drain_waits_for_what_is_submitted_meanwhile(writer: Writer) -> None:
+    done: list[str] = []
+
+    def run() -> None:
+        writer.submit(lambda: done.append("second"))
+        done.append("first")
+
+    writer.submit(run)
+    writer.drain()
+    assert done == ["first", "second"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +191,7 @@ def test_nobody_waits_longer_than_asked_for_what_is_written(writer: Writer) -> N
     [
         lambda writer: writer.stepped(0),
         lambda writer: submit(writer, 51),
-        lambda writer: writer.finish(10),
+        lambda writer: [save(writer, chain([1])), writer.finish(10)],  # type: ignore[func-returns-value]
         lambda writer: writer.drain(),
         lambda writer: writer.close(10),
     ],

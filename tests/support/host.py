@@ -44,9 +44,13 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that borrows the packages of this one."""
+    """A virtual environment that borrows the packages of this one.
+
+    path: where its Python looks for packages first.
+    """
 
     folder: Path
+    path: str = ""
 
     @property
     def bin(self) -> Path:
@@ -71,6 +75,7 @@ class Environment:
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
             "COLUMNS": "100",
             "HF_HUB_OFFLINE": "1",
+            **({"PYTHONPATH": self.path} if self.path else {}),
             **(env or {}),
         }
         return subprocess.run(

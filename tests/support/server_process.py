@@ -73,10 +73,10 @@ class ServerProcess:
     Requests may be sent from several threads at once.
     """
 
-    zygote: ClassVar[Zygote | None] = None
-    """Forks servers, which saves half of their start; for tests.
+    zygotes: ClassVar[Sequence[Zygote]] = ()
+    """Fork servers, which saves most of their start; for tests.
 
-    Only first starts are forked: all forks hash strings alike, which a restarted server does not.
+    They take turns: all forks of one hash strings alike, which a restarted server does not.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ServerProcess:
             log_path = Path(name)
         self.log_path = log_path
         self._process: subprocess.Popen[bytes] | Forked | None = None
-        self._was_started = False
+        self._n_starts = 0
 
     # Life
 
@@ -249,9 +249,10 @@ class ServerProcess:
         self._process = None
         # A fork is the same for our Python and package alone.
         ours = (self.python, self.launcher[0], self.cwd) == (sys.executable, "-m", None)
-        if self.zygote is not None and ours and not self._was_started:
-            self._process = self.zygote.fork(self.command, self.log_path, environment)
-        self._was_started = True
+        if self.zygotes and ours:
+            zygote = self.zygotes[self._n_starts % len(self.zygotes)]
+            self._process = zygote.fork(self.command, self.log_path, environment)
+        self._n_starts += 1
         if self._process is None:
             with self.log_path.open("ab") as log:
                 self._process = subprocess.Popen(

@@ -54,6 +54,7 @@ _GATED_DELTA = {
 
 SHAPES: dict[str, tuple[str, Config]] = {
     "Llama 3.1 8B": ("llama", _full(32, 8, 128)),
+    "Llama 3.2 1B": ("llama", _full(16, 8, 64)),
     "Llama 3.3 70B": ("llama", _full(80, 8, 128)),
     "Mistral Small 3.2 24B": ("llama", _full(40, 8, 128)),
     "Qwen3 4B, 8B": ("qwen3", _full(36, 8, 128)),
@@ -193,4 +194,22 @@ def turns_table() -> str:
         spec = spec_of(name)
         if not spec.any_prefix or name == next(iter(SHAPES)):
             rows.append(f"| {' | '.join([name, *map(show_bytes, turn_bytes(spec))])} |")
+    return "\n".join(rows)
+
+
+PACES = (250, 1000, 4000)
+"""Tokens of a prompt that are computed in a second."""
+SHARED_SHAPES = ("Llama 3.2 1B", "Llama 3.1 8B", "Qwen3 30B-A3B, Coder 30B-A3B", "Qwen3 32B")
+
+
+def break_even() -> str:
+    """Return the MB a second from which fetching a prompt is quicker than computing it."""
+    rows = [
+        f"| model | a token | {' | '.join(f'{pace:,} tokens/s' for pace in PACES)} |",
+        f"|{' --- |' * (2 + len(PACES))}",
+    ]
+    for name in SHARED_SHAPES:
+        n_bytes = spec_of(name).bytes_per_token
+        rates = [f"{n_bytes * pace / 1e6:.0f} MB/s" for pace in PACES]
+        rows.append(f"| {' | '.join([name, show_bytes(n_bytes), *rates])} |")
     return "\n".join(rows)

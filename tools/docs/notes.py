@@ -8,6 +8,9 @@ NOTES: dict[str, str] = {
     "`mlx-lm-kvpersist warm` tries again.",
     "an interrupted reply could not be saved": "The next prompt of its conversation computes it "
     "again. Most often for want of memory.",
+    "prompts failed together and are tried by themselves: …": "One call for several prompts "
+    "failed, often for want of memory. Each is computed by itself; one that fails again ends with "
+    "an error.",
     "a request failed": "It ended with an error, most often for want of memory: a smaller "
     "`--kvpersist-ram`, `--decode-concurrency` or context helps. The server goes on.",
     "a connection failed": "One request had no answer. " + _REPORT,
@@ -54,6 +57,15 @@ NOTES: dict[str, str] = {
     "… is not kept aside: …": "A damaged file was deleted instead of moved to quarantine.",
     "others may look into the store … (mode …): chmod 700 it": "The folder was there with these "
     "rights before; they are not changed for you.",
+    "the shared store cannot be …: …; serving goes on": "It is tried again every 10 s, and nothing "
+    "waits for it meanwhile. The end of the line says why. See [A shared cache](shared-cache.md).",
+    "…: it is tried less often": "Computing was quicker than fetching. Nothing to do; a store that "
+    "is nearer helps.",
+    "the shared store's size cannot be kept: …": "The server may not list or delete objects. Use "
+    "`store prune` elsewhere, or the bucket's lifecycle.",
+    "the shared store has a damaged object: …": "It is computed again and replaced. If it happens "
+    "again, somebody changes objects, or has another key under the same names.",
+    "… objects were not put into the shared store": "The server ended before. Others compute them.",
     "… is no longer on …": "Something deleted a file of the store. Its tokens are computed again.",
     "prefetching failed; the rest is read when it is needed": _REPORT,
     "… cannot be read now: …": "Too many open files, no permission, no memory, or a failing disk. "

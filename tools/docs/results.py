@@ -20,6 +20,7 @@ FIRST_TOKEN = (
 """A row of a later one takes the place of the same row before."""
 TOGETHER = "nvidia-h200/together-synthetic-llama-3.1-8b"
 DECODE = "nvidia-h200/decode-synthetic-llama-3.1-8b-k6v4"
+SHARED = "amd-epyc-cpu/shared-smollm2-float32"
 OURS = "ours"
 """The side of all of them that is shown: `ours` or `ours-default`, see `benchmarks/servers.py`."""
 SINCE = (
@@ -126,6 +127,26 @@ def _together() -> dict[str, dict[str, float]]:
     for row in load(TOGETHER)["rows"]:
         found.setdefault(row["what"], {})[row["side"]] = row["together s"]
     return found
+
+
+def shared() -> str:
+    """Return seconds to the first token of prompts that another server has put."""
+    run = load(SHARED)
+    rows = []
+    for row in run["rows"]:
+        place = row["store"] + (f", {row['MB/s']:g} MB/s" if row["MB/s"] else "")
+        cells = [f"{row[what]:.2f}" for what in ("computed s", "shared s", "at most")]
+        cpu, reused = row["shared CPU s"] / row["computed CPU s"], row["reused"]
+        rows.append(f"| {' | '.join([place, *cells, f'{cpu:.2f}', f'{reused:,}'])} |")
+    columns = ("store", "computed, s", "with the store, s", "at most, of computing", "CPU time")
+    n_tokens = run["setting"]["prompt tokens"]
+    said = (
+        f"{run['model']['name']}, prompts of {n_tokens:,} tokens, {run['device']['device_name']}, "
+        f"measured on {run['date'][:10]} at {_commit(run)}: medians of the first token, and the "
+        "largest ratio of a pair."
+    )
+    said = fill(said, 100, break_long_words=False, break_on_hyphens=False)
+    return f"{_table(*columns, 'tokens reused', rows=rows)}\n\n{said}"
 
 
 def conditions() -> str:

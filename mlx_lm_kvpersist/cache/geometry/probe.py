@@ -316,7 +316,7 @@ def _computed_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
     try:
         for row, caches in zip(_ROWS, starts, strict=True):
             model(mx.array([row[:1]], mx.int32), cache=caches)
-        batches = [[batch_of([cache]) for cache in caches] for caches in starts]
+        batches = [[batch_of([one]) or one.merge([one]) for one in caches] for caches in starts]
         layers = [rows_of(caches, n_tokens) for caches in zip(*batches, strict=True)]
         if None in layers:
             return []

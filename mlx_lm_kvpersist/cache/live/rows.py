@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache
 
 from .attention import Mask, PackedKV
 from .batch import FullPrecisionBatchKVCache
@@ -25,6 +26,9 @@ _LITTLE_PADDING = 4096
 class _Rows:
     """The caches of the rows, and how many tokens of each are computed."""
 
+    kind = "full"
+    """Layers of one kind share a mask, so their rows have to be of one class."""
+
     def __init__(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> None:
         self._caches, self._n_tokens = caches, n_tokens
 
@@ -36,9 +40,12 @@ class _Rows:
     def _fetched(self, keys: mx.array, values: mx.array) -> list[tuple[Any, Any]]:
         """Append the rows of keys [B, H, n, Dk] and values, without padding; fetch each row's."""
         return [
-            cache.update_and_fetch(keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
+            self._append(cache, keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
             for i, (cache, n) in enumerate(zip(self._caches, self._n_tokens, strict=True))
         ]
+
+    def _append(self, cache: Any, keys: mx.array, values: mx.array) -> Any:
+        return cache.update_and_fetch(keys, values)
 
 
 class PackedRows(_Rows):
@@ -96,11 +103,16 @@ class ArrayRows(_Rows):
     The new tokens of all rows begin at one column, with padding in front of shorter rows.
     """
 
+    @property
+    def _lengths(self) -> list[int]:
+        """How many tokens of each row stand in front of the new ones."""
+        return [cache.size() for cache in self._caches]
+
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         """Return a boolean array [B, 1, N, S]."""
-        lengths = [cache.size() for cache in self._caches]
+        lengths = self._lengths
         start = max(lengths)
         padding = mx.array([start - n for n in lengths], mx.int32)
         mask: mx.array = create_causal_mask(
@@ -109,7 +121,7 @@ class ArrayRows(_Rows):
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        n_new, lengths = keys.shape[2], [cache.size() for cache in self._caches]
+        n_new, lengths = keys.shape[2], self._lengths
         start = max(lengths)
         rows = [
             [mx.pad(x, [(0, 0), (0, 0), (start - n_old, n_new - n), (0, 0)]) for x in both]
@@ -121,7 +133,55 @@ class ArrayRows(_Rows):
         return all_keys, all_values
 
 
-def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | None:
+class WindowRows(ArrayRows):
+    """Rows of mlx-lm's batches of windows, which hold no padding."""
+
+    kind = "window"
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.concatenate([cache.offset for cache in self._caches])
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [min(cache.size(), cache.max_size - 1) for cache in self._caches]
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        return super().make_mask(N, return_array, window_size or self._caches[0].max_size)
+
+    def _append(self, cache: Any, keys: mx.array, values: mx.array) -> Any:
+        return cache._update_concat(keys, values)  # in order, also where it is one token
+
+
+class StateRows(ArraysCache):  # type: ignore[misc]
+    """Rows of recurrent states: models read `lengths`, and leave out the padding behind them."""
+
+    kind = "state"
+
+    def __init__(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> None:
+        super().__init__(len(caches[0].cache))
+        self._rows = caches
+        self.cache = [_joined(states) for states in zip(*(c.cache for c in caches), strict=True)]
+        if len(set(n_tokens)) > 1:
+            self.prepare(lengths=list(n_tokens))
+
+    def __setitem__(self, idx: int, value: mx.array) -> None:
+        super().__setitem__(idx, value)
+        for i, row in enumerate(self._rows):
+            row[idx] = value[i : i + 1]
+
+
+def _joined(states: Sequence[mx.array | None]) -> mx.array | None:
+    """Return states of one row each as rows of one array; one that has not begun is zeros."""
+    begun = [state for state in states if state is not None]
+    if not begun:
+        return None
+    return mx.concatenate([mx.zeros_like(begun[0]) if x is None else x for x in states])
+
+
+def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | StateRows | None:
     """Return one cache for a layer's caches of several prompts; None where they have to be apart.
 
     caches: batches of one row. n_tokens: how many tokens of each come next.
@@ -134,4 +194,8 @@ def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | None:
         return ArrayRows(caches, n_tokens)
     if all(isinstance(cache, BatchQuantizedKVCache) and hasattr(cache, "bits") for cache in caches):
         return PackedRows(caches, n_tokens)
+    if all(type(cache) is BatchRotatingKVCache for cache in caches):
+        return WindowRows(caches, n_tokens)
+    if all(type(cache) is ArraysCache for cache in caches):
+        return StateRows(caches, n_tokens)
     return None

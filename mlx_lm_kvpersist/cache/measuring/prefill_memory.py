@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +55,13 @@ class PrefillMemory:
 
     @classmethod
     def of(
-        cls, spec: ModelCacheSpec, limit_bytes: int, measured: tuple[float, float] | None = None
+        cls, spec: ModelCacheSpec, limit_bytes: int, measured: Sequence[float] = ()
     ) -> PrefillMemory:
         """Return that of a model whose bytes of a token and of a score were measured.
 
         Until they are, a chunk has half of stock's tokens at most.
         """
-        token_bytes, score_bytes = measured or (limit_bytes / _LONGEST, float(_SCORE_BYTES))
+        token_bytes, score_bytes = measured[:2] or (limit_bytes / _LONGEST, float(_SCORE_BYTES))
         stops_every = None if spec.any_prefix else CHECKPOINT_EVERY
         return cls(token_bytes, score_bytes, _key_bytes(spec), limit_bytes, stops_every)
 
@@ -82,25 +83,25 @@ class PrefillMemory:
         return most
 
 
-def measuring_prefill(model: Any, spec: ModelCacheSpec) -> Steps[tuple[float, float]]:
+def measuring_prefill(model: Any, spec: ModelCacheSpec) -> Steps[tuple[float, float, float]]:
     """Compute pairs of short chunks; find the bytes of a token and of a score: see `PrefillMemory`.
 
     The second chunk of a pair follows the first and has its length. It takes more memory than the
-    first only for the keys of the first.
+    first only for the keys of the first. Its seconds for each token are the third result.
     """
     key_bytes = _key_bytes(spec)
     longest = min((position_limit(model) or 2 * _LONGEST) // 2, _LONGEST)
     most_s = _CPU_MEASURE_S if mx.default_device() == mx.Device(mx.cpu) else _MEASURE_S
     n_tokens = min(_SHORTEST, longest)
     while True:
-        caches, peaks, seconds = spec.make_cache(), list[int](), 0.0
+        caches, peaks, seconds = spec.make_cache(), list[int](), list[float]()
         while len(peaks) < 2:
             started = time.perf_counter()
             peaks.append(_peak(model, caches, n_tokens))
-            seconds += time.perf_counter() - started
+            seconds.append(time.perf_counter() - started)
             yield
         first, second = peaks
-        if 2 * n_tokens > longest or seconds > most_s:
+        if 2 * n_tokens > longest or sum(seconds) > most_s:
             break
         n_tokens *= 2
     score_bytes = (second - first) / n_tokens**2 - key_bytes / n_tokens
@@ -112,7 +113,7 @@ def measuring_prefill(model: Any, spec: ModelCacheSpec) -> Steps[tuple[float, fl
         # A GPU copies the dequantized keys and values for each block of the grid that a chunk ends
         # in, since the attention before may still read them. Short chunks reuse the memory.
         score_bytes = max(score_bytes, key_bytes / GRID)
-    return token_bytes, score_bytes
+    return token_bytes, score_bytes, seconds[-1] / n_tokens
 
 
 def _key_bytes(spec: ModelCacheSpec) -> int:

@@ -7,7 +7,7 @@ can serve are left to stock.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +104,17 @@ def check_parameters(body: Mapping[str, Any], given: Any) -> None:
         require_text(f"stop[{i}]", word)
 
 
-def check_model(name: str, own: str | None, loaded: str | None) -> None:
+def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
     """Refuse a model that is not there: stock drops the loaded one before it notices. HTTP thread.
 
-    own: the model of the command line, if any. loaded: the one that is loaded now.
+    own: the names of the command line's model, if any. loaded: the one that is loaded now.
     """
-    if name in (own, loaded) or (Path(name) / "config.json").is_file():
+    if name in (*own, loaded) or (Path(name) / "config.json").is_file():
         return
     try:
         hf_hub_download(name, "config.json")
     except Exception as error:
-        here = f"this server has {own}; ask for default_model" if own else "see GET /v1/models"
+        here = f"this server has {own[0]}; ask for default_model" if own else "see GET /v1/models"
         raise RequestRefused(f"there is no model {name}; {here}", 404, "model_not_found") from error
 
 

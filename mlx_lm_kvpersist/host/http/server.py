@@ -31,7 +31,8 @@ from .. import manager
 from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
 from ..run import uninterrupted
-from ..scheduling.model_provider import loaded_name
+from ..scheduling.model_provider import loaded_name, own_names
+from ..scheduling.reply import ARRIVING
 from . import request_checks
 from .client import ClientSocket
 from .completion_output import CompletionOutput
@@ -148,11 +149,19 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 path = self.path.partition("?")[0]
                 logger.info("the client of %s %s left before its answer's end", self.command, path)
 
+    def handle_one_request(self) -> None:
+        try:
+            super().handle_one_request()
+        finally:
+            ARRIVING.discard(threading.get_ident())
+
     def parse_request(self) -> bool:
         self._begin_request()
         self.body: Any = {}
         self.stops = None
         parsed: bool = super().parse_request()
+        if parsed and self.command == "POST":
+            ARRIVING.add(threading.get_ident())
         # http.server looks up do_GET and the like on this object, then on its class.
         if parsed and (route := self._route()) is not None:
             self.__dict__[f"do_{self.command}"] = partial(self._answer, route)
@@ -222,7 +231,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         request_checks.check_parameters(self.body, self)
         if self.requested_model != "default_model":
             provider = self.response_generator.model_provider
-            own, loaded = provider.cli_args.model, loaded_name(provider)
+            own, loaded = own_names(provider.cli_args), loaded_name(provider)
             if is_alias(self.requested_model) and (own or loaded):
                 self.requested_model = "default_model" if own else str(loaded)
             else:
@@ -239,15 +248,19 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.wfile.write(json.dumps({"status": status}).encode())
 
     def handle_models_request(self) -> None:
-        """List what stock lists, and the server's own model, also under a name for Claude Code.
+        """List the server's own model, what stock lists, and a name for Claude Code.
 
-        Claude Code offers only names that begin with "claude". A path that names a model is
-        answered with that model alone.
+        Routers take the first; Claude Code offers only names that begin with "claude". A path that
+        names a model is answered with that model alone.
         """
         provider = self.response_generator.model_provider
         loaded = loaded_name(provider) or provider.cli_args.model
         name = str(Path(loaded).resolve()) if loaded and Path(loaded).exists() else loaded
-        models = []
+        served = getattr(provider.cli_args, "served_name", None)
+        ours = [
+            {"id": own, "object": "model", "created": self.created} for own in (served, name) if own
+        ]
+        models: list[dict[str, Any]] = []
         if Path(HF_HUB_CACHE).is_dir():
             inner = copy.copy(self)
             inner.path, inner.wfile = "/v1/models", io.BytesIO()
@@ -255,8 +268,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 setattr(inner, method, lambda *args: None)
             super(PluginAPIHandler, inner).handle_models_request()
             models = json.loads(inner.wfile.getvalue())["data"]
-        elif name:
-            models = [{"id": name, "object": "model", "created": self.created}]
+        models = [*ours, *(model for model in models if model["id"] not in (served, name))]
         if name:
             models.append(alias_of(name, self.created))
             if provider.max_context:

@@ -22,6 +22,7 @@ from ..scheduling.batch_generator import PluginBatchGenerator
 from ..scheduling.caches import PluginPromptCache, plugin_quantized_attention
 from ..scheduling.model_provider import PluginModelProvider
 from ..scheduling.response_generator import PluginResponseGenerator
+from ..scheduling.single_prompt import plugin_logits_processors
 from ..scheduling.wired import WiredLimit
 from . import probes
 from .patch import Overrides, Patch, Uses
@@ -57,7 +58,7 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:ModelProvider",
         why="Plugins prepare for a model when it is loaded, and make the caches of this model.",
         expect=(
-            Overrides("ModelProvider", PluginModelProvider, ("_load", "load_default")),
+            Overrides("ModelProvider", PluginModelProvider, ("_load", "load", "load_default")),
             Uses("main", "ModelProvider"),
         ),
         replace=subclass(PluginModelProvider),
@@ -99,6 +100,14 @@ PATCHES: tuple[Patch, ...] = (
         ),
         replace=subclass(PluginResponseGenerator),
         verify=probes.requests_pass_plugins,
+    ),
+    Patch(
+        name="logits_processors",
+        target="mlx_lm.server:_make_logits_processors",
+        why="Penalties of a request served by itself see only the tokens that stock computes.",
+        expect=(Uses("ResponseGenerator._serve_single", "_make_logits_processors"),),
+        replace=plugin_logits_processors,
+        verify=probes.penalties_see_the_prompt,
     ),
     Patch(
         name="prompt_cache",

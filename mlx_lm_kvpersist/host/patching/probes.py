@@ -40,6 +40,7 @@ ARGS = Namespace(**dict.fromkeys(_UNSET), **dict.fromkeys(_OFF, False), **_TEXTS
 vars(ARGS).update(dict.fromkeys(_ZEROS, 0), max_tokens=4, top_p=1.0, prompt_cache_size=10)
 """What the server's objects read of its options, on every supported version."""
 
+PENALTIES = "repetition", "presence", "frequency"
 GENERATION_ARGS = SimpleNamespace(model="probe", seed=None, top_logprobs=0)
 GENERATION_ARGS.logits = SimpleNamespace(logit_bias=None)
 GENERATION_ARGS.sampling = SimpleNamespace(top_k=0)
@@ -282,6 +283,15 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
     expect("fetched", ([type(c) for c in found or []], rest), ([ProbeCache], [2]))
     expect("hooks asked", plugin.asked, ["take_request text p", "insert [1] user"])
     expect("sequences kept by stock", len(cache), 0)
+
+
+def penalties_see_the_prompt(server: ModuleType) -> None:
+    """The processors of a request that is served by itself are those that its prompt makes."""
+    kinds = [f"{kind}_{of}" for kind in PENALTIES for of in ("penalty", "context_size")]
+    asked = SimpleNamespace(logit_bias={0: 1.0}, **dict.fromkeys(kinds))
+    single = SimpleNamespace(shown_all=lambda processor: "shown all")
+    made = server._make_logits_processors(SimpleNamespace(logits=asked, single=single))
+    expect("logits processors", made, ["shown all"])
 
 
 def batches_merge_through_plugins(server: ModuleType) -> None:

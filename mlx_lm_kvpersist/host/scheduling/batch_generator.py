@@ -1,7 +1,7 @@
 """The server's batch generator: steps of the replies, and between them prompts that are computed.
 
 Prompts come from stock's queue and are computed in turns (`prefill.py`). Replies that memory has no
-room for are parked.
+room for are parked: they go back to that queue. So do prompts that failed in one call.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ClientGone
 from ..answers import PARKED, PREFILL, REPLY, BatchMemory, PrefillLimits, Prompt
-from ..manager import TakenTokens
+from ..manager import Taken, TakenTokens
 from .guesses import Guesses, can_guess
 from .model_provider import PluginCaches
 from .prefill import Prefill, Prefills
@@ -45,23 +45,6 @@ COUNTERS_OF_0_31 = {
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class Parked:
-    """A reply that was taken out of the batch, to make room.
-
-    `row` is stock's batch of this reply alone, without caches: its next token, which is sampled
-    already, its sampler, its counters. `ids` end with that token; the caches held all others.
-    """
-
-    uid: int
-    row: Any
-    ids: list[int]
-
-    @property
-    def tokens(self) -> Any:
-        return self.row.tokens[0]
-
-
 class PluginBatchGenerator(Stock):  # type: ignore[misc]
     """Merges caches and computes prompts as plugins say, else as stock does. Generation thread.
 
@@ -84,13 +67,17 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if self._caches is not None and self._limits is not None:
             self._prompt_batch = Prefills(model, self._caches, self._limits, self.prefill_step_size)
         self._guesses = Guesses() if self._caches is not None and self._caches.guesses else None
-        self._memory = self._caches.memory if self._caches else BatchMemory()
+        self._memory: BatchMemory = self._caches or BatchMemory()
         self._weighed: tuple[int, ...] = ()
         """What ran when its memory was looked at last."""
-        self._parked: list[Parked] = []
-        """The oldest first."""
+        self._parked: dict[int, Any] = {}
+        """By uid: what went back to the queue without its caches, until its plugin lets it enter.
+
+        Of a reply it has the row: stock's batch of this reply alone, without caches, with its next
+        token, which is sampled already, its sampler and counters. Of a prompt it has None.
+        """
         self._returning: dict[int, Any] = {}
-        """The rows of parked replies whose caches are being made again, by uid."""
+        """The same, while its caches are made again. It is computed by itself."""
         self._n_steps = 0
         self._ended: list[Any] = []
         """What the step that runs has to say of prompts."""
@@ -184,10 +171,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             reply = reply_of(prefill.tokens)
             if reply is not None and reply.is_stopped:
                 self._fail(prefill, ClientGone())
-        for parked in list(self._parked):
-            if reply_of(parked.tokens).is_stopped:
-                self._parked.remove(parked)
-                self._end(parked.uid, parked.tokens, ClientGone())
 
     # Memory.
 
@@ -225,7 +208,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             return
         self._weighed = running
         prompts = [len(one.tokens) + sum(map(len, one.segments)) for one in self._prompt_batch.all]
-        prompts += [len(one[4]) + _n_left(one) for one in queue]
+        prompts += [len(one[4]) + _n_left(one) for one in queue if one[0] not in self._parked]
         while not self._memory.weigh(
             list(map(len, replies.tokens)), prompts, self.prompt_cache_nbytes
         ):
@@ -245,39 +228,45 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         for name in ("samplers", "logits_processors"):  # 0.31.3 leaves lists without any as it is
             setattr(row, name, getattr(batch, name)[place : place + 1])
         mx.eval(row._next_tokens, row._next_logprobs)
-        ids = [*tokens, row._next_tokens.item()]
-        parked = Parked(batch.uids[place], row, ids)
+        uid, ids = batch.uids[place], [*tokens, row._next_tokens.item()]
         tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
         batch.filter([i for i in range(len(batch)) if i != place])
         self._copy_rows()
-        tokens.taken.resume(Prompt(ids, [ids], ["assistant"]))
-        self._parked.append(parked)
-        self._parked.sort(key=lambda one: one.uid)
+        self._put_back(uid, ids, tokens.taken, row, row)
         logger.info("a reply of %d tokens waits for memory", len(tokens))
 
+    def _put_back(self, uid: int, ids: list[int], taken: Taken, batch: Any, row: Any) -> None:
+        """Let the first sequence of stock's `batch` enter once more, by its ids."""
+        taken.resume(Prompt(ids, [ids], ["assistant"]))
+        stops = getattr(batch, "stop_sequences", None) or batch.state_machines
+        more = batch.samplers[0], batch.logits_processors[0], stops[0]
+        held = TakenTokens([], taken)
+        self._unprocessed_sequences.append((uid, [ids], batch.max_tokens[0], [], held, *more))
+        self._parked[uid] = row
+
     def _return_parked(self) -> None:
-        """Let the parked replies that there is room for make their caches again."""
-        for parked in list(self._parked):
-            queue = self._unprocessed_sequences
-            is_alone = not (len(self._generation_batch) or len(self._prompt_batch) or queue)
-            taken = parked.tokens.taken
+        """Let the parked sequences that there is room for make their caches again."""
+        queue = self._unprocessed_sequences
+        for sequence in sorted(one for one in queue if one[0] in self._parked):
+            uid, (ids,), n_most, _, tokens, *more = sequence
+            is_alone = not (len(self._generation_batch) or len(self._prompt_batch))
+            is_alone = is_alone and len(queue) == len(self._parked)
+            taken = tokens.taken
             if not is_alone and not taken.advance():
                 continue
-            self._parked.remove(parked)
+            self._returning[uid] = self._parked.pop(uid)
+            queue.remove(sequence)
             try:
                 prompt, caches, n_cached = taken.enter(), taken.caches, taken.n_cached
             except ClientGone as error:
-                self._end(parked.uid, parked.tokens, error)
+                self._end(uid, tokens, error)
                 continue
-            taken.caches, ids = None, parked.ids
+            taken.caches = None
             if prompt is None or list(prompt.ids) != ids or caches is None:
                 caches, n_cached = make_prompt_cache(self.model), 0
             segments = [ids[n_cached:-1], ids[-1:]] if ids[n_cached:-1] else [ids[-1:]]
-            held, row = TakenTokens(ids[:n_cached], taken), parked.row
-            self._returning[parked.uid] = row
-            stops = getattr(row, "stop_sequences", None) or row.state_machines
-            more = row.samplers[0], row.logits_processors[0], stops[0]
-            queue.appendleft((parked.uid, segments, row.max_tokens[0], list(caches), held, *more))
+            held = TakenTokens(ids[:n_cached], taken)
+            queue.appendleft((uid, segments, n_most, list(caches), held, *more))
 
     def _admit(self) -> None:
         """Let prompts begin, as many at a time as the server's options allow."""
@@ -287,14 +276,15 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self.prefill_batch_size - len(self._prompt_batch),
             self.completion_batch_size - n_running,
         )
-        if queue and n_free <= 0 and n_running < self.completion_batch_size:
-            shortest = min(queue, key=_n_left)
+        waiting = [one for one in queue if one[0] not in self._parked]
+        if waiting and n_free <= 0 and n_running < self.completion_batch_size:
+            shortest = min(waiting, key=_n_left)
             if all(_n_left(shortest) < one.n_left for one in self._prompt_batch.all):
-                queue.remove(shortest)  # it will not take long
-                queue.appendleft(shortest)
-                n_free = 1
-        for _ in range(min(n_free, len(queue))):
-            uid, tokens = queue[0][0], queue[0][4]
+                waiting, n_free = [shortest], 1  # it will not take long
+        for sequence in waiting[: max(n_free, 0)]:
+            uid, tokens = sequence[0], sequence[4]
+            queue.remove(sequence)
+            queue.appendleft(sequence)  # stock takes the first
             try:
                 batch = self._make_batch(1)
             except Exception as error:
@@ -308,7 +298,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """Compute the next tokens of the prompt in `chunk`, and of those that join it."""
         started = time.perf_counter()
         beside = len(self._generation_batch) > 0
-        self._prompt_batch.compute(chunk, step_s if beside else None)
+        self._prompt_batch.compute(chunk, step_s if beside else None, self._returning)
         taken_s = time.perf_counter() - started
         self._count(prompt_tokens=sum(chunk.values()), prompt_time=taken_s)
         self._give_back()
@@ -344,12 +334,12 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             begun = batch.generate([one.segments[0] for one in prefills])
         else:
             begun.prompt_cache = batch.prompt_cache
+        self._drop(prefills)
         try:
             self._generation_batch.extend(begun)
         except Exception as error:
-            self._fail_replies(rows, error)
-            raise
-        self._drop(prefills)
+            self._fail_replies([*rows, *((one.uid, one.tokens) for one in prefills)], error)
+            return []
         self._give_back()
         ended = [(one.uid, (one.progress[2],) * 2) for one in prefills]
         return [self._response(uid, progress, True, True) for uid, progress in ended]
@@ -369,12 +359,24 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     # Failures. Stock forgets a request after a response, when its context has been told to stop.
 
     def _guarded(self, prefills: Collection[Prefill], act: Callable[[], list[Any]]) -> None:
-        """Act on prompts. What that raises ends these requests alone."""
+        """Act on prompts. What that raises ends a single one's request.
+
+        Several are put back, to be computed one by one: the one at fault ends alone, and where
+        memory was short, one needs less. Their caches are lost, and what is stored is restored.
+        """
         try:
             self._ended += act()
         except Exception as error:
-            for prefill in prefills:
-                self._fail(prefill, error)
+            together = list(prefills)
+            for prefill in together:
+                if len(together) == 1 or not isinstance(prefill.tokens, TakenTokens):
+                    self._fail(prefill, error)
+                    continue
+                self._drop([prefill])
+                ids = [*prefill.tokens, *chain.from_iterable(prefill.segments)]
+                self._put_back(prefill.uid, ids, prefill.tokens.taken, prefill.batch, None)
+            if len(together) > 1:
+                logger.warning("prompts failed together and are tried by themselves: %r", error)
 
     def _fail(self, prefill: Prefill, error: Exception) -> None:
         """End the request of a prompt that is being computed."""
@@ -389,7 +391,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def _end(self, uid: int, tokens: Any, error: Exception) -> None:
         """End a request with an error; raise it where no plugin took the request."""
-        self._returning.pop(uid, None)
+        self._forget(uid)
         reply = reply_of(tokens)
         if reply is None:
             raise error
@@ -403,10 +405,13 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
         self._save_interrupted(uids)
         caches = super().remove(uids, return_prompt_caches)
-        self._parked = [one for one in self._parked if one.uid not in uids]
         for uid in uids:
-            self._returning.pop(uid, None)
+            self._forget(uid)
         return caches
+
+    def _forget(self, uid: int) -> None:
+        self._parked.pop(uid, None)
+        self._returning.pop(uid, None)
 
 
 def _n_left(sequence: Any) -> int:

@@ -33,6 +33,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     """Whether a model is being loaded, or plugins are being told of it."""
     fatal_error: BaseException | None = None
     """Why the server must end; `run` reports it."""
+    _own_names: Sequence[str] = ()
     _plugin_error: Exception | None = None
     max_context: int | None = None
     """How many tokens a prompt of the loaded model may have, None where its files do not say."""
@@ -87,10 +88,18 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             self._plugin_error = error
             raise
 
+    def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
+        """Load as stock does; the own model has the server's adapter under each of its names."""
+        if model_path in self._own_names:
+            adapter_path = adapter_path or self.cli_args.adapter_path
+        return super().load(model_path, adapter_path, draft_model_path)
+
     def load_default(self) -> None:
         """Load the model of the command line. Raises ConfigError where stock cannot load it."""
         if self.cli_args.model is not None:
             check_model_name(self.cli_args.model)
+        self._own_names = own_names(self.cli_args)
+        self._model_map |= dict.fromkeys(self._own_names, self.cli_args.model)
         try:
             super().load_default()
         except Exception as error:
@@ -113,6 +122,24 @@ def check_model_name(name: str) -> None:
         )
 
 
+def own_names(args: Any) -> list[str]:
+    """Return the names of the command line's model, if there is one, the first as it is listed.
+
+    They are `served_name`, where a plugin's option sets it; the folder's whole path; the folder or
+    the hub's name as it was given; and the hub's name of a folder in the hub's cache.
+    """
+    if args.model is None:
+        return []
+    names = [args.model]
+    if (path := Path(args.model)).exists():
+        path = path.resolve()
+        names.insert(0, str(path))
+        # huggingface_hub names the folder of a repository so, "/" as "--".
+        names += [p[8:].replace("--", "/", 1) for p in path.parts if p.startswith("models--")]
+    served = getattr(args, "served_name", None)
+    return list(dict.fromkeys([served, *names] if served else names))
+
+
 def loaded_name(provider: Any) -> str | None:
     """Return which model is loaded, None while there is none. Any thread."""
     key = provider.model_key  # asked once: another model may be loaded in between
@@ -122,10 +149,10 @@ def loaded_name(provider: Any) -> str | None:
 def account_of(provider: Any) -> BatchMemory:
     """Return the account of the plugin that makes the loaded model's caches."""
     caches = getattr(provider.model, "make_cache", None)
-    return caches.memory if isinstance(caches, PluginCaches) else BatchMemory()
+    return caches if isinstance(caches, PluginCaches) else BatchMemory()
 
 
-class PluginCaches:
+class PluginCaches(BatchMemory):
     """Takes the place of a model's `make_cache`: caches as a plugin makes and merges them.
 
     mlx-lm's `make_prompt_cache` asks the model first, under whatever name it was imported. So one
@@ -138,8 +165,7 @@ class PluginCaches:
         self._model: Any = weakref.ref(model)
         self._plugin, self._support = plugin, support
         self._n_layers = len(self._stock())
-        self.limits, self.memory = support.limits, support.memory
-        self.guesses = support.guesses
+        self.limits, self.guesses = support.limits, support.guesses
 
     def __call__(self) -> list[Any]:
         caches = self.make()
@@ -164,6 +190,10 @@ class PluginCaches:
     def together(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> Any:
         """Return one cache for one layer of several prompts, None if they have to be apart."""
         return self._safely(self._support.together, tuple(caches), tuple(n_tokens))
+
+    def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
+        fits = self._safely(self._support.memory.weigh, replies, prompts, n_bytes)
+        return fits is None or bool(fits)
 
     def _safely(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return manager.safely(self._plugin, "model_loaded", function, *args, **kwargs)

@@ -127,13 +127,15 @@ class Prefills:
             return min(unready, key=lambda one: one.n_left)
         return oldest
 
-    def compute(self, chunk: dict[Prefill, int], step_s: float | None) -> None:
+    def compute(
+        self, chunk: dict[Prefill, int], step_s: float | None, alone: Collection[int] = ()
+    ) -> None:
         """Compute the next tokens of the prompt in `chunk`, and of those that join it.
 
         `chunk` then says how many of which. The last step of the replies took `step_s`, None where
-        none run. The logits are never evaluated.
+        none run. Those of uids `alone` join no others. The logits are never evaluated.
         """
-        caches = self._joined(chunk, step_s)
+        caches = self._joined(chunk, step_s, alone)
         for one in self.all:
             one.passed_over = 0 if one in chunk else one.passed_over + 1
         position, width = max(len(one.tokens) for one in chunk), max(chunk.values())
@@ -154,7 +156,9 @@ class Prefills:
         for one, n_tokens in chunk.items():
             one.progress[1] += n_tokens
 
-    def _joined(self, chunk: dict[Prefill, int], step_s: float | None) -> list[Any]:
+    def _joined(
+        self, chunk: dict[Prefill, int], step_s: float | None, alone: Collection[int]
+    ) -> list[Any]:
         """Say in `chunk` how many tokens of which prompts to compute; return a cache a layer.
 
         If the segment of the prompt whose turn it is ends now, those whose segments do join it, as
@@ -164,7 +168,9 @@ class Prefills:
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         chunk[turn] = self._size(turn, most)
         joined = dict(chunk)
-        others = [one for one in self.unready if one is not turn and chunk[turn] == widest]
+        others = [one for one in self.unready if one is not turn and one.uid not in alone]
+        if turn.uid in alone or chunk[turn] < widest:
+            others = []
         for other in sorted(others, key=lambda one: len(one.segments[0])):
             most = min(most, self._most_tokens(other, step_s))
             widest = max(widest, len(other.segments[0]))
@@ -175,12 +181,13 @@ class Prefills:
             layers = zip(*(one.batch.prompt_cache for one in joined), strict=True)
             n_tokens = tuple(joined.values())
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
-            # A model makes one mask for all its layers, so their caches have to agree about it.
-            if caches[0] is not None and len(set(map(type, caches))) == 1:
+            # A model makes one mask for all layers of a kind: their caches have to agree about it.
+            classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
+            if None not in caches and set(classes.values()) == set(map(type, caches)):
                 chunk.update(joined)
                 return caches
-        alone: list[Any] = turn.batch.prompt_cache
-        return alone
+        own: list[Any] = turn.batch.prompt_cache
+        return own
 
     def _most_tokens(self, prefill: Prefill, step_s: float | None) -> int:
         """Return how many tokens may be computed now, by memory and time, where a prompt is.

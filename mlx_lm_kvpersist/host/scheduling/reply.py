@@ -14,6 +14,8 @@ LOOK_S = 0.1
 """How often the sockets of waiting clients are looked at."""
 WEIGH_EVERY = 32
 """Tokens of replies after which their memory is looked at, though none came or went."""
+ARRIVING: set[int] = set()
+"""The HTTP threads, by their numbers, that read or tokenize a request: it is queued in a moment."""
 LAST_BYTES_S = 0.2
 """How long after its last token a reply, or an error in its place, may take to be written."""
 

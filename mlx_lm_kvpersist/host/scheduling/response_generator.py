@@ -27,7 +27,7 @@ from ..manager import TakenTokens
 from .context_length import check_length
 from .images import Images, named, vision_of, with_images
 from .model_provider import account_of, loaded_name
-from .reply import OpenRequests, ReplyQueue, UntilAsked
+from .reply import ARRIVING, OpenRequests, ReplyQueue, UntilAsked
 from .single_prompt import SinglePrompt
 from .waiting import GAP_S, QUIET_GAP_S, Line, Rendered, Waiting
 
@@ -93,6 +93,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """The model of the request that entered last; while sequences are served, theirs."""
     _entering: Waiting | None = None
     """The request that entered last."""
+    _has_stepped = False
+    """Whether anything was computed since requests are served."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._line = Line()
@@ -131,7 +133,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving:
-            self._serving, self._idle_since_s = serving, None
+            self._serving, self._idle_since_s, self._has_stepped = serving, None, False
             manager.ask("serving_changed", serving=serving)
 
     def _enter(self, waiting: Waiting | None) -> Any:
@@ -148,7 +150,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return waiting.queued
 
     def _next_ready(self) -> Waiting | None:
-        while (queued := super()._next_request(None)) is not None:
+        while (queued := super()._next_request(self._wait_s())) is not None:
             self._line.append(Waiting.of(queued))
         begin = self._begin if manager.is_implemented("take_request") else None
         gap_s = GAP_S if any(one.has_begun for one in self._replies) else QUIET_GAP_S
@@ -157,8 +159,17 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._time_budget = UntilAsked(self._time_budget, self._is_asked)
         return ready
 
+    def _wait_s(self) -> float | None:
+        """Return how long to wait for a request: for one that came with the first of a batch.
+
+        Its thread tokenizes it now. The first would be computed without it.
+        """
+        is_one_coming = bool(ARRIVING) and not self._has_stepped
+        return self._line.left_s(QUIET_GAP_S) if is_one_coming else None
+
     def _is_asked(self) -> bool:
         """Tell whether a request has come, is ready to enter, or is of no use any more."""
+        self._has_stepped = True
         is_asked = self._line.step_ended() or not self.requests.empty()
         # Each reply that was stopped is told once: then stock removes it.
         n_stopped = sum(reply.is_stopped for reply in self._replies)
@@ -208,11 +219,15 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _render_ahead(self, request: Any, args: Any) -> None:
         """Tokenize a request for the loaded model here: replies go on meanwhile. HTTP thread.
 
+        Plugins may wait here for what they need of it.
+
         What fails is done, and reported, where stock does it.
         """
         try:
             if self._is_loaded(args.model.model) and has_text_only(request.messages):
-                self._render(self.model_provider.tokenizer, request, args)
+                made = self._render(self.model_provider.tokenizer, request, args)
+                ARRIVING.discard(threading.get_ident())  # plugins may wait
+                manager.ask("prompt_rendered", request=made.request, prompt=made.prompt)
         except Exception:
             logger.debug("a prompt could not be made ahead", exc_info=True)
 
@@ -248,7 +263,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             reply.weigh = lambda n_tokens: memory.weigh((), (n_tokens,), None)
             step_size = self.cli_args.prefill_step_size
             models = self.model_provider.model, self.model_provider.draft_model
-            self.prompt_cache.single = SinglePrompt(models, reply, request[2], step_size)
+            self.prompt_cache.single = single = SinglePrompt(models, reply, step_size)
+            request[2].single = single
         super()._serve_single(request, *args)
         self.prompt_cache.single = None
 

@@ -1,15 +1,17 @@
 """The prompt of a request that is served by itself: computed in chunks, as prompts in a batch are.
 
 Stock would compute it in one go and hand over its caches at the end of the reply, so a client that
-leaves would lose all of it. Here plugins save each chunk, and stock gets the last tokens only.
+leaves would lose all of it. Here plugins save each chunk, and stock gets the last tokens only. Its
+penalties are shown all of the prompt all the same, as those of a batch are.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import accumulate
 from typing import Any
 
@@ -61,18 +63,18 @@ class SinglePrompt:
     compute at once.
     """
 
-    def __init__(self, models: Sequence[Any], reply: ReplyQueue, args: Any, step_size: int) -> None:
+    def __init__(self, models: Sequence[Any], reply: ReplyQueue, step_size: int) -> None:
         self._models = [model for model in models if model is not None]
         self._reply, self._step_size = reply, step_size
-        asked = args.logits
-        penalties = (
-            (asked.repetition_penalty, asked.repetition_context_size),
-            (asked.presence_penalty, asked.presence_context_size),
-            (asked.frequency_penalty, asked.frequency_context_size),
-        )
-        sizes = (size or 1 << 62 for penalty, size in penalties if penalty)  # 0 stands for all
-        self._n_left = max([1, *sizes])
-        """Tokens for stock: its penalties look at those that it computes itself."""
+        self._before = mx.array([], mx.uint32)
+        """The ids that stock does not compute itself, [N]."""
+
+    def shown_all(self, processor: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a logits processor of mlx-lm's that sees these ids, too, before those it is given.
+
+        A draft model's loop shows its processors the last token of the prompt, and the reply.
+        """
+        return lambda tokens, logits: processor(mx.concatenate([self._before, tokens]), logits)
 
     def compute(self, tokens: TakenTokens, caches: list[Any] | None) -> tuple[Any, list[int]]:
         """Compute a prompt, of which `caches` hold the beginning; return stock's last tokens, too.
@@ -89,8 +91,8 @@ class SinglePrompt:
         if len(parts) < len(self._models) or taken.prompt is None or not (is_one or images is None):
             # The draft's caches are missing; or there are images, which stock refuses with a draft.
             return (caches, tokens[n_cached:]) if is_one else (None, tokens)
-        stop = len(tokens) - self._n_left
-        if images is not None and stop > 0:
+        stop = len(tokens) - 1
+        if images is not None:
             stop = images.begin_of(stop)  # stock embeds whole images only
         stop = max(stop, *(part.n_tokens for part in parts))
         read = tokens if images is None else images.read
@@ -108,7 +110,23 @@ class SinglePrompt:
             taken.insert(tokens[: parts[0].n_tokens], all_caches, cache_type)
         self._reply.n_cached = n_cached
         parts[0].limits.stepped(1, None)  # a reply runs from here on
+        self._before = mx.array(read[:stop], mx.uint32)
         return all_caches, tokens[stop:]
+
+
+def plugin_logits_processors(stock: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """Return the replacement of the server's `_make_logits_processors`.
+
+    Those of a request that is served by itself, `args.single`, are shown all of its prompt.
+    """
+
+    @wraps(stock)
+    def _make_logits_processors(args: Any) -> list[Any]:
+        single: SinglePrompt | None = getattr(args, "single", None)
+        made = stock(args)
+        return made if single is None else [single.shown_all(processor) for processor in made]
+
+    return _make_logits_processors
 
 
 def _computed(model: Any, caches: Sequence[Any] | None, n_tokens: int) -> _Computed | None:

@@ -133,6 +133,12 @@ class Line(deque[Waiting]):
         self._gap_began_s = None
         return None
 
+    def left_s(self, gap_s: float) -> float:
+        """Return what is left of a gap of so many seconds."""
+        if self._gap_began_s is None:
+            self._begin_gap()
+        return max(0.0, (self._gap_began_s or 0.0) + gap_s - time.perf_counter())
+
     def _begin_gap(self) -> None:
         """Let the requests work in turn, until one is ready or has done some work.
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.live import packed as pk
@@ -17,9 +17,11 @@ from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
+    batch_of,
     forced_plan,
 )
 from mlx_lm_kvpersist.cache.live.rows import rows_of
+from models_check.build import build
 from tests.support.host import patched_attention
 
 from ..conftest import K_DIM, N_HEADS, random_kv
@@ -95,6 +97,63 @@ def test_rows_are_as_alone(kind: str, window: int | None, seed: int) -> None:
         assert one.lengths == other.lengths
         found, expected = (attended(cache, chunk(row, 1), window) for cache in (one, other))
         assert mx.allclose(found, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_windows_are_as_alone(seed: int) -> None:
+    """Also a row that goes on by one token, and one whose ring has turned."""
+    rng = random.Random(seed)
+    size, n_rows = 24, rng.randint(2, 5)
+    together, alone = (
+        [RotatingKVCache.merge([RotatingKVCache(size)]) for _ in range(n_rows)] for _ in range(2)
+    )
+    for row in range(n_rows):
+        for n_old in rng.choice([[], [3], [23], [24], [60], [30, 1, 1]]):
+            for cache in (together[row], alone[row]):
+                attended(cache, chunk(100 + row, n_old), None)
+    for step in range(3):
+        n_tokens = [rng.choice([1, 2, 23, 24, 40]) for _ in range(n_rows)]
+        parts = [chunk(1000 * step + row, n) for row, n in enumerate(n_tokens)]
+        rows: Any = rows_of(together, n_tokens)
+        assert rows.offset.tolist() == [int(cache.offset[0]) for cache in alone]
+        inputs = [padded(list(column), max(n_tokens)) for column in zip(*parts, strict=True)]
+        found = attended(rows, (inputs[0], inputs[1], inputs[2]), None)
+        for row, n in enumerate(n_tokens):
+            expected = attended(alone[row], parts[row], None)
+            assert float(mx.abs(found[row : row + 1, :, :n] - expected).max()) < TOLERANCE
+    for one, other in zip(together, alone, strict=True):
+        found, expected = one.extract(0), other.extract(0)
+        n_kept = min(found.size(), expected.size(), size)
+        for x, y in zip(found.state[:2], expected.state[:2], strict=True):
+            assert mx.array_equal(x[:, :, -n_kept:], y[:, :, -n_kept:])
+        assert found.offset == expected.offset
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_next", "lfm2", "mamba2"])
+def test_a_model_with_windows_or_states_computes_rows_as_alone(name: str) -> None:
+    model, rng = build(name), random.Random(1)
+    ids = [[rng.randrange(2, 50) for _ in range(120)] for _ in range(4)]
+    at = [0, 3, 60, 33]
+    together, alone = (
+        [[batch_of([one]) or one.merge([one]) for one in make_prompt_cache(model)] for _ in ids]
+        for _ in range(2)
+    )
+    for caches in (together, alone):
+        for row, cache, n in zip(ids, caches, at, strict=True):
+            if n:
+                model(mx.array([row[:n]]), cache=cache)
+    for n_tokens in ([5, 40, 1, 23], [2, 1, 30, 9]):
+        layers = [rows_of(layer, n_tokens) for layer in zip(*together, strict=True)]
+        places = list(zip(ids, at, n_tokens, strict=True))
+        padding = [[7] * (max(n_tokens) - n) for n in n_tokens]
+        read = [row[a : a + n] for row, a, n in places]
+        model(mx.array([x + y for x, y in zip(read, padding, strict=True)]), cache=layers)
+        for row, cache in zip(read, alone, strict=True):
+            model(mx.array([row]), cache=cache)
+        at = [a + n for a, n in zip(at, n_tokens, strict=True)]
+    for row, a, one, other in zip(ids, at, together, alone, strict=True):
+        found, expected = (model(mx.array([row[a : a + 1]]), cache=x)[0, -1] for x in (one, other))
+        assert mx.allclose(found, expected, atol=1e-4), "or not a number"
 
 
 def test_caches_whose_fetches_are_arrays_of_the_grid_stay_apart() -> None:

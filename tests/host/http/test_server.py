@@ -348,7 +348,7 @@ def test_downloaded_models_and_the_own_one_under_two_names(
         return json.loads(answered.partition("\r\n\r\n")[2])
 
     names = [model["id"] for model in listed("/v1/models")["data"]]
-    assert names == ["some/model", str(own), "claude-Qwen3-8B-4bit"]
+    assert names == [str(own), "some/model", "claude-Qwen3-8B-4bit"]
     alias = listed("/v1/models/claude-Qwen3-8B-4bit")
     assert (alias["type"], alias["object"]) == ("model", "model")
     assert listed("/v1/models/some/model")["id"] == "some/model"
@@ -356,3 +356,5 @@ def test_downloaded_models_and_the_own_one_under_two_names(
     monkeypatch.chdir(own)
     arguments.model, provider.model_key = ".", (".", None, None)
     assert [model["id"] for model in listed("/v1/models")["data"]] == names
+    arguments.served_name = "team"
+    assert [model["id"] for model in listed("/v1/models")["data"]] == ["team", *names]

@@ -121,9 +121,9 @@ TALK: list[list[int] | mx.array] = [
 READ = [one for part in TALK for one in (part if isinstance(part, list) else numbers(part))]
 
 
-def single(penalties: dict[str, float], most: int, n_cached: int = 0) -> tuple[Any, ...]:
+def single(most: int, n_cached: int = 0) -> tuple[Any, ...]:
     """Return a prompt with images that is served by itself, its tokens and its caches."""
-    one, (ids, vision) = Single(penalties), rendered(*TALK)
+    one, (ids, vision) = Single(), rendered(*TALK)
     one.model, one.plugin.limits = Seeing(), PrefillLimits(1.0, lambda position: most)
     one.plugin.limit(one.model)
     one.model.make_cache.make = lambda: [KVCache()]
@@ -132,39 +132,33 @@ def single(penalties: dict[str, float], most: int, n_cached: int = 0) -> tuple[A
     taken = Taken("saves", Saving(one.plugin, prompt), n_cached=n_cached, prompt=prompt)
     tokens = TakenTokens(known, taken)
     taken.images = Images.of(tokens, ids, vision)
-    return one, tokens, SinglePrompt([one.model], one.reply, one.args, 2048)
+    return one, tokens, SinglePrompt([one.model], one.reply, 2048)
 
 
 @pytest.mark.parametrize("most", [16, 64, 2048])
-@pytest.mark.parametrize("penalties", [{}, {"repetition": 1.1, "repetition_size": 260}])
-def test_chunks_cut_images_and_each_is_computed_once(
-    penalties: dict[str, float], most: int
-) -> None:
-    one, tokens, prompt = single(penalties, most)
+def test_chunks_cut_images_and_each_is_computed_once(most: int) -> None:
+    one, tokens, prompt = single(most)
     caches, rest = prompt.compute(tokens, None)
     n_done = len(tokens) - len(rest)
     assert keys_of(caches)[:n_done] == READ[:n_done]
-    if penalties:  # stock embeds the image that these tokens begin in
-        assert (n_done, one.model.n_encoded) == (30, 0)
-    else:
-        assert (n_done, one.model.n_encoded) == (len(READ) - 1, 3)
+    assert (n_done, one.model.n_encoded) == (len(READ) - 1, 3)
     for *_, known, keys in one.plugin.saved:
         assert known == tokens[: len(known)] and keys[: len(known)] == READ[: len(known)]
 
 
 def test_an_image_that_is_cached_is_not_computed() -> None:
-    one, tokens, prompt = single({}, 64)
+    one, tokens, prompt = single(64)
     before, _ = prompt.compute(tokens, None)
     n_cached = 180
     before[0].trim(before[0].offset - n_cached)
-    one, tokens, prompt = single({}, 64, n_cached)
+    one, tokens, prompt = single(64, n_cached)
     caches, _ = prompt.compute(tokens, before)
     assert keys_of(caches)[: len(READ) - 1] == READ[:-1]
     assert one.model.n_encoded == 2
 
 
 def test_what_was_computed_of_an_image_is_kept_when_its_client_leaves() -> None:
-    one, tokens, prompt = single({}, 64)
+    one, tokens, prompt = single(64)
     save = one.plugin.saved.append
 
     def leave(saved: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from argparse import Namespace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.answers import ModelSupport
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS
+from mlx_lm_kvpersist.host.scheduling.model_provider import own_names
 from tests.support.host import plugged
 
 
@@ -157,6 +160,29 @@ def test_the_server_is_ready_when_its_model_is_loaded(provider: Any) -> None:
     with plugged(Makes(None)):
         provider.load_default()
     assert provider.is_ready
+
+
+def test_every_name_of_the_own_model_is_one_model(
+    provider: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--mlx-community--a--b" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (link := tmp_path / "link").symlink_to(snapshot)
+    args = Namespace(**{**vars(ARGS), "model": str(link), "served_name": "team"})
+    args.adapter_path = "adapter"
+    monkeypatch.setattr(provider, "cli_args", args)
+    names = ["team", str(snapshot), str(link), "mlx-community/a--b"]
+    assert own_names(args) == names
+    provider._model_map["default_model"] = None
+    with plugged(Makes(None)):
+        provider.load_default()
+        for name in names:
+            provider.load(name)
+            assert provider.model_key[:2] == (str(link), "adapter")
+            provider.load(name, "other")
+            assert provider.model_key[:2] == (str(link), "other")
+    args.model = None
+    assert own_names(args) == []
 
 
 def test_a_default_model_that_stock_cannot_load_is_named(

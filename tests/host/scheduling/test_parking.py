@@ -102,6 +102,22 @@ def right(client: Client) -> list[int]:
     return [(client.ids[-1] + n) % VOCABULARY for n in range(1, N_TOKENS + 1)]
 
 
+def test_an_account_that_fails_is_logged_once_and_has_room(
+    serve: Callable[..., tuple[Serving, Scales]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def weigh(*_: object) -> bool:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(Scales, "weigh", weigh)
+    serving, _ = serve(0)
+    client = serving.ask(1000, 40, N_TOKENS)
+    finish(serving, client)
+    assert client.answer == right(client)
+    assert len([one for one in caplog.records if "plugin saves failed" in one.message]) == 1
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_the_youngest_goes_on_with_the_same_tokens(
     serve: Callable[..., tuple[Serving, Scales]], monkeypatch: pytest.MonkeyPatch, keeps: bool
@@ -168,6 +184,21 @@ def test_it_enters_beside_others_as_soon_as_the_plugin_says_so(
     for _ in range(3):
         serving.step()
     assert len(second.answer) > n_before
+
+
+def test_stock_sees_what_is_parked(serve: Callable[..., tuple[Serving, Scales]]) -> None:
+    """In its queue, with no caches; `next_generated` ends only when nothing is left."""
+    serving, scales = serve(most=90)
+    second = parked_one(serving)
+    generator = serving.generator
+    assert generator._find_uids([second.uid]) == {second.uid: (0, 0)}
+    assert generator.extract_cache([second.uid]) == {second.uid: ([], [])}
+    assert scales.told[-1][1] == [], "no memory is counted for it"
+    n_before = len(second.answer)
+    tokens = []
+    while responses := generator.next_generated():
+        tokens += [one.token for one in responses if one.uid == second.uid]
+    assert tokens == right(second)[n_before:]
 
 
 @pytest.mark.parametrize("how", ["left", "removed"])

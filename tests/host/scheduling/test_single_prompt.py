@@ -8,6 +8,7 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
@@ -26,7 +27,7 @@ N_SYSTEM = 70
 class Single:
     """One prompt, in a system's part and a user's, as stock asks for its caches."""
 
-    def __init__(self, penalties: dict[str, float] | None = None) -> None:
+    def __init__(self) -> None:
         self.model, self.plugin = Counting(), Plugin(PrefillLimits(1.0, lambda position: 64))
         self.client = SimpleNamespace(client_gone=False)
         self.queue: Queue[Any] = Queue()
@@ -34,17 +35,12 @@ class Single:
         self.reply.stops_by_raising = True
         self.context = SimpleNamespace(prompt_cache_count=-1, stop=lambda: None, prompt=IDS)
         self.reply.put(self.context)
-        penalties = penalties or {}
-        kinds = "repetition", "presence", "frequency"
-        asked = {f"{kind}_penalty": penalties.get(kind, 0.0) for kind in kinds}
-        sizes = {f"{kind}_context_size": int(penalties.get(f"{kind}_size", 20)) for kind in kinds}
-        self.args = SimpleNamespace(logits=SimpleNamespace(**asked, **sizes))
 
     def compute(self, caches: Any = None, n_cached: int = 0) -> tuple[Any, list[int]]:
         prompt = Prompt(IDS, [IDS[:N_SYSTEM], IDS[N_SYSTEM:]], ["system", "user"])
         taken = Taken("saves", Saving(self.plugin, prompt), n_cached=n_cached, prompt=prompt)
-        single = SinglePrompt([self.model, None], self.reply, self.args, 2048)
-        return single.compute(TakenTokens(IDS, taken), caches)
+        self.single = SinglePrompt([self.model, None], self.reply, 2048)
+        return self.single.compute(TakenTokens(IDS, taken), caches)
 
 
 def holds(caches: Any, ids: list[int]) -> bool:
@@ -81,21 +77,14 @@ def test_what_is_cached_is_not_computed_again_and_not_counted_twice() -> None:
     assert single.context.prompt_cache_count == 100
 
 
-@pytest.mark.parametrize(
-    ("penalties", "n_left"),
-    [
-        ({}, 1),
-        ({"repetition_size": 50}, 1),
-        ({"repetition": 1.1}, 20),
-        ({"presence": 0.5, "presence_size": 9, "frequency": 0.5, "frequency_size": 140}, 140),
-        ({"presence": 0.5, "presence_size": 0}, 200),
-        ({"presence": 0.5, "presence_size": 300}, 200),
-    ],
-)
-def test_stock_computes_what_its_penalties_look_at(
-    penalties: dict[str, float], n_left: int
-) -> None:
-    assert limited(Single(penalties)).compute()[1] == IDS[-n_left:]
+@pytest.mark.parametrize("n_cached", [0, 100, len(IDS) - 1])
+def test_penalties_are_shown_the_whole_prompt(n_cached: int) -> None:
+    before, _ = limited(Single()).compute()
+    before[0].trim(len(IDS) - 1 - n_cached)
+    single = limited(Single())
+    _, rest = single.compute(before if n_cached else None, n_cached)
+    shown = single.single.shown_all(lambda tokens, logits: (tokens.tolist(), logits))
+    assert shown(mx.array([*rest, 5]), "logits") == ([*IDS, 5], "logits")
 
 
 def test_the_writer_hears_of_a_reply_that_runs_by_itself() -> None:

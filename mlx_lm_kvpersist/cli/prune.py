@@ -1,0 +1,32 @@
+"""`mlx-lm-kvpersist store prune`: what a shared store may hold. Servers find the rest as before."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..errors import StoreError
+from ..store.objects import Objects, surplus
+from ..units import show_bytes
+from .output import counted, tell
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Raises ConfigError for a URL that cannot be used, else StoreError."""
+    objects = Objects(args.url)
+    try:
+        found = list(objects.list())
+        old = surplus(found, args.older, args.size)
+        if not args.dry_run:
+            objects.delete([one.name for one in old])
+    except OSError as error:
+        raise StoreError(f"{args.url} cannot be pruned: {error}") from error
+    n_bytes = sum(one.n_bytes for one in old)
+    n_left, left_bytes = len(found) - len(old), sum(one.n_bytes for one in found) - n_bytes
+    would = "would be removed" if args.dry_run else "removed"
+    tell(
+        args,
+        {"removed": len(old), "removed_bytes": n_bytes, "left_bytes": left_bytes},
+        f"{counted(len(old), 'object')}, {show_bytes(n_bytes)}, {would}; "
+        f"{counted(n_left, 'object')}, {show_bytes(left_bytes)}, left",
+    )
+    return 0

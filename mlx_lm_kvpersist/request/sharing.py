@@ -1,0 +1,108 @@
+"""What a prompt needs of the shared tier is brought into RAM before the request is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+
+from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, pack_ids
+from ..cache.geometry.spec import forms_bytes
+from ..host.answers import Prompt
+from ..match.tree import match_prompt
+from ..store.block_store import BlockStore, Commit
+from ..store.conversation import Conversation
+from ..store.fetching import Plan, Wanted
+from .lookup import Lookup
+from .model import LoadedModel
+from .replies import retokenize
+
+_MORE_BYTES = 1 << 20
+"""What an object may have beside its arrays: ids, text and header."""
+
+
+class _Source:
+    """A conversation's blocks and checkpoints, as a source of a match and of a restore point."""
+
+    def __init__(self, found: Conversation) -> None:
+        self._children = {block.parent: [block] for block in found.chain}
+        self._checkpoints: dict[bytes, list[Checkpoint]] = {}
+        for one in found.checkpoints:
+            self._checkpoints.setdefault(one.block, []).append(one)
+
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> Sequence[Block]:
+        return self._children.get(parent, ())
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
+        return {key: self._checkpoints[key] for key in blocks if key in self._checkpoints}
+
+
+def fetch_ahead(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> str:
+    """Fetch what is worth it of a prompt; return what is to be said of that. HTTP thread."""
+    assert store.shared is not None
+    wanted = _wanted(prompt, root, store, model)
+    if len(wanted.ids) - wanted.n_tokens <= BLOCK_TOKENS:
+        return ""
+    return store.shared.fetch(wanted)
+
+
+def _wanted(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Wanted:
+    """Return a prompt with replies as the model produced them, and what is stored of it here."""
+    spec = model.spec
+    with store.index.asked_once():  # this thread comes and goes
+        found = Lookup(retokenize(prompt, root, store, model), root, store, model).found
+        point = model.saver.find(found.match.path, found.n_tokens, store)
+    n_here = point.n_tokens if point else 0
+    is_here = takewhile(lambda one: one.stop <= n_here, found.match.path)
+    chain = [one for one in is_here if one.n_tokens == BLOCK_TOKENS or not spec.any_prefix]
+
+    def learn(replies: Mapping[bytes, bytes]) -> Wanted:
+        known = store.replies(root.key, list(replies))
+        if new := {digest: ids for digest, ids in replies.items() if digest not in known}:
+            store.commit(Commit(root, (), replies=new), [])
+            return _wanted(prompt, root, store, model)
+        return wanted
+
+    arrays_bytes = forms_bytes(spec.block_arrays(BLOCK_TOKENS)) + spec.bytes_per_checkpoint
+    wanted = Wanted(
+        root,
+        found.prompt.ids,
+        prompt.messages,
+        chain,
+        partial(_plan, found.prompt, root, n_here, store, model),
+        model.speed.compute_s,
+        learn,
+        2 * arrays_bytes + _MORE_BYTES,
+        spec.any_prefix,
+    )
+    return wanted
+
+
+def _plan(
+    prompt: Prompt,
+    root: Root,
+    n_here: int,
+    store: BlockStore,
+    model: LoadedModel,
+    found: Conversation,
+) -> Plan:
+    """Return what a prompt, of which `n_here` tokens are here, needs of a conversation."""
+    source, packed, tokens = _Source(found), pack_ids(prompt.ids), model.text
+    text = tokens.known_text(prompt.ids) if tokens else None
+    if tokens is None or text is None:
+        matched = match_prompt(source, root.key, packed)
+    else:
+        matched = match_prompt(source, root.key, text, tokens, packed)
+    path = list(matched.path)
+    point = model.saver.find(path, matched.n_tokens, source) if path else None
+    if point is None or point.n_tokens <= n_here:
+        return Plan()
+    if model.spec.any_prefix:
+        path = [one for one in path if one.start < point.n_tokens]
+    # Else what follows the checkpoint is fetched as well: it tells how the model spelled its reply.
+    needed: list[tuple[Record, int]]
+    needed = [(one, forms_bytes(model.spec.block_arrays(one.n_tokens))) for one in path]
+    needed += [(one.record, one.n_bytes) for one in point.needed if one.record not in path]
+    return Plan(path, [one for one in needed if one[0].key not in store], point.n_tokens)

@@ -1,0 +1,209 @@
+"""Fetch what a prompt needs from a shared store, for as long as that is quicker than computing.
+
+A lookup never asks the store. Before a request is queued, its HTTP thread waits here for what is
+worth it, and what has come is put into RAM.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, block_key, pack_ids
+from .conversation import OPENING_TOKENS, Conversation, opening_of
+from .pool import KVBlock
+from .reading import Threads
+from .records import Commit
+from .sealed_objects import SealedObjects
+
+N_AHEAD = 6
+"""Objects that are asked for at once, at most. It is one at first: on a slow line the first of
+several comes as late as all of them, and nothing is worth the wait until then."""
+MOST_LOSS = 0.06
+"""The share of its computing time that a prompt may wait for a fetch in vain."""
+LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
+"""The bounds of that: nobody notices less."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of a conversation: the blocks that begin as a prompt does, and what is `missing` here.
+
+    That are blocks and checkpoints with about as many bytes as each has, in the order of use. With
+    all of it a prompt goes on after `n_tokens`.
+    """
+
+    path: Sequence[Block] = ()
+    missing: Sequence[tuple[Record, int]] = ()
+    n_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A prompt, of which the blocks `chain` are here: what else is there of it?
+
+    `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute some
+    tokens after others. `learn` takes replies of the conversation, and returns the prompt with
+    these as the model produced them. An object has at most `max_bytes`. Without `any_prefix` the
+    model goes on from checkpoints alone.
+    """
+
+    root: Root
+    ids: Sequence[int]
+    messages: Sequence[Any]
+    chain: Sequence[Block]
+    plan: Callable[[Conversation], Plan]
+    compute_s: Callable[[int, int], float]
+    learn: Callable[[Mapping[bytes, bytes]], Wanted]
+    max_bytes: int
+    any_prefix: bool = True
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that are here."""
+        return self.chain[-1].stop if self.chain else 0
+
+    @property
+    def loss_s(self) -> float:
+        """How long it may wait in vain."""
+        left_s = self.compute_s(self.n_tokens, len(self.ids) - self.n_tokens)
+        return min(MOST_LOSS_S, max(LEAST_LOSS_S, MOST_LOSS * left_s))
+
+    @property
+    def opening(self) -> bytes:
+        return opening_of(self.messages, pack_ids(self.ids[:OPENING_TOKENS]))
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of the full blocks that the prompt's own ids make after `chain`."""
+        if not self.any_prefix:
+            return []
+        parent = self.chain[-1].key if self.chain else self.root.key
+        keys = []
+        for start in range(self.n_tokens, len(self.ids) - BLOCK_TOKENS, BLOCK_TOKENS):
+            parent = block_key(parent, pack_ids(self.ids[start : start + BLOCK_TOKENS]))
+            keys.append(parent)
+        return keys
+
+
+class Fetching:
+    """One prompt's way from a shared store into RAM; at most `max_bytes` of it.
+
+    `land` takes what has come: blocks and checkpoints, and the commit that they are of.
+    """
+
+    def __init__(
+        self,
+        store: SealedObjects,
+        threads: Threads,
+        land: Callable[[Commit, list[KVBlock]], None],
+        max_bytes: int,
+        wanted: Wanted,
+    ) -> None:
+        self._store, self._threads, self._land_there = store, threads, land
+        self._max_bytes, self._wanted = max_bytes, wanted
+        self._started_s = time.monotonic()
+        self._plan = Plan()
+        self._coming: dict[bytes, Future[KVBlock | None]] = {}
+        self._got: dict[bytes, KVBlock] = {}
+        self._n_tokens = self._n_bytes = 0
+        """Of the blocks that have come, and of all that has."""
+
+    def run(self) -> str:
+        """Fetch; return what is to be said. What has come is used, whatever this raises.
+
+        Raises TooLate where it took longer than it saved, and OSError or RuntimeError.
+        """
+        wanted = self._wanted
+        ask = partial(self._store.conversation, wanted.root, wanted.opening)
+        coming = self._threads.submit(ask)
+        self._ask(wanted.keys()[:1])
+        beyond: list[bytes] = []
+        try:
+            found, note = coming.result(self._left_s())
+            if found.replies:
+                wanted = self._wanted = wanted.learn(found.replies)
+            self._plan = wanted.plan(found)
+            beyond = self._beyond()
+            self._fetch([*(one.key for one, _ in self._plan.missing), *beyond])
+            return note
+        finally:
+            self._land(beyond)
+            for future in self._coming.values():
+                future.cancel()
+
+    def _beyond(self) -> list[bytes]:
+        """Return the keys of blocks that may be there by the prompt's own ids alone.
+
+        A prompt that was not computed to its end has no conversation yet, and where conversations
+        begin alike the newest one is found.
+        """
+        wanted = self._wanted
+        own = [*(one.key for one in wanted.chain), *wanted.keys()]
+        path = [one.key for one in self._full_path]
+        return own[max(len(path), len(wanted.chain)) :] if own[: len(path)] == path else []
+
+    @property
+    def _full_path(self) -> list[Block]:
+        return [one for one in self._plan.path if one.n_tokens == BLOCK_TOKENS]
+
+    def _fetch(self, keys: Sequence[bytes]) -> None:
+        """Fetch in order, up to the first that is not there."""
+        for n, key in enumerate(keys):
+            self._ask(keys[n : n + min(N_AHEAD, 1 + n // 2)])
+            entry = self._coming.pop(key).result(self._left_s())
+            if entry is None or self._n_bytes + entry.n_bytes > self._max_bytes:
+                return
+            self._got[key] = entry
+            self._n_bytes += entry.n_bytes
+            if isinstance(entry.block, Block):
+                self._n_tokens += entry.block.n_tokens
+
+    def _ask(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if key not in self._coming and key not in self._got:
+                get = partial(self._store.block, key, self._wanted.root, self._wanted.max_bytes)
+                self._coming[key] = self._threads.submit(get)
+
+    def _left_s(self) -> float:
+        """Return how long to wait: what has come was worth, and what may be lost. Or raise.
+
+        What a model that goes on from checkpoints has got is worth its share of all that it needs.
+        """
+        wanted, n_tokens = self._wanted, self._n_tokens
+        if not wanted.any_prefix and self._plan.missing:
+            share = self._n_bytes / max(1, sum(n_bytes for _, n_bytes in self._plan.missing))
+            n_tokens = int(min(1.0, share) * (self._plan.n_tokens - wanted.n_tokens))
+        saved_s = wanted.compute_s(wanted.n_tokens, n_tokens)
+        left_s = self._started_s + wanted.loss_s + saved_s - time.monotonic()
+        if left_s <= 0:
+            raise TooLate
+        return left_s
+
+    def _land(self, beyond: Sequence[bytes]) -> None:
+        """Put what has come into RAM, as far as it is one chain with what is here."""
+        missing, got = {one.key for one, _ in self._plan.missing}, self._got
+        is_here = takewhile(lambda one: one.key in got or one.key not in missing, self._plan.path)
+        chain = list(is_here)
+        more = [got[key].block for key in takewhile(got.__contains__, beyond)]
+        if more:
+            before = max(self._wanted.chain, self._full_path, key=len)
+            chain = [*before, *(one for one in more if isinstance(one, Block))]
+        ends = {one.key for one in chain}
+        entries = [one for one in got.values() if _block_of(one.block) in ends]
+        read_s = (time.monotonic() - self._started_s) / max(1, len(got))
+        for entry in entries:
+            entry.read_s = read_s
+        if entries:
+            its = tuple(one.block for one in entries if isinstance(one.block, Checkpoint))
+            self._land_there(Commit(self._wanted.root, tuple(chain), checkpoints=its), entries)
+
+
+def _block_of(record: Record) -> bytes:
+    """Return the key of a block, or of the one that a checkpoint is at the end of."""
+    return record.block if isinstance(record, Checkpoint) else record.key

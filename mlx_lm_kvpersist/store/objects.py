@@ -1,0 +1,138 @@
+"""Objects by name in a bucket or a folder that others use, too, through obstore.
+
+Any URL that obstore knows: s3://, gs://, az://, file://, or the path of a folder, such as a share
+of SMB or NFS. Credentials come from the environment, as each service's own tools read them
+(https://developmentseed.org/obstore/latest/api/store/).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError
+
+TIMEOUT_S, CONNECT_S = 10, 2
+"""Of one request, and of its connection. Nothing is tried twice."""
+
+FOLDER = "kvpersist"
+"""All objects are in there; what else is in a bucket or folder is nobody's business."""
+
+_MOST_DELETED = 1000
+"""Objects that S3 deletes in one request."""
+
+
+class ListedObject(NamedTuple):
+    """An object that is there: its size, and when the store got it, in seconds since the epoch."""
+
+    name: str
+    n_bytes: int
+    put_s: float
+
+
+def surplus(
+    found: Iterable[ListedObject], older_s: float | None, max_bytes: int | None
+) -> list[ListedObject]:
+    """Return the objects to remove, those first that were put first.
+
+    That are those put more than `older_s` seconds ago, and those beyond `max_bytes` in all.
+    """
+    before_s = time.time() - older_s if older_s is not None else 0.0
+    in_order = sorted(found, key=lambda one: one.put_s)
+    left = sum(one.n_bytes for one in in_order)
+    for n, one in enumerate(in_order):
+        if one.put_s >= before_s and (max_bytes is None or left <= max_bytes):
+            return in_order[:n]
+        left -= one.n_bytes
+    return in_order
+
+
+class Objects:
+    """Objects in one place. Any thread; what fails raises FileNotFoundError or OSError.
+
+    Raises ConfigError where obstore is missing or the URL cannot be used.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        try:
+            import obstore
+        except ImportError as error:
+            raise ConfigError(
+                "a shared store needs the package obstore: pip install 'mlx-lm-kvpersist[shared]'"
+            ) from error
+        self._obstore: Any = obstore
+        try:
+            self._store = self._opened(url)
+        except (obstore.exceptions.BaseError, OSError, ValueError) as error:
+            about = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"the shared store {url} cannot be used: {about}; give a folder, or a URL such as "
+                "s3://bucket/prefix"
+            ) from error
+
+    def _opened(self, url: str) -> Any:
+        store, scheme = self._obstore.store, urlsplit(url).scheme
+        if scheme in ("", "file"):
+            folder = Path(urlsplit(url).path if scheme else url).expanduser()
+            return store.LocalStore(folder.absolute(), mkdir=True)
+        times = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
+        return store.from_url(
+            url, client_options={**times, "allow_http": True}, retry_config={"max_retries": 0}
+        )
+
+    @contextmanager
+    def _failures(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(name) from error
+        except (self._obstore.exceptions.BaseError, RuntimeError) as error:
+            raise OSError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """Return an object. One that is larger is not read: that raises ValueError."""
+        with self._failures(name):
+            answer = self._obstore.get(self._store, name)
+            if (n_bytes := answer.meta["size"]) > max_bytes:
+                raise ValueError(f"it has {n_bytes} bytes, more than the {max_bytes} it may have")
+            return bytes(answer.bytes())
+
+    def age_s(self, name: str) -> float | None:
+        """Return how many seconds ago an object was put; None where there is none.
+
+        That is as right as the clocks of this machine and of the store.
+        """
+        try:
+            with self._failures(name):
+                meta = self._obstore.head(self._store, name)
+        except FileNotFoundError:
+            return None
+        return time.time() - float(meta["last_modified"].timestamp())
+
+    def put(self, name: str, content: bytes) -> None:
+        """Put an object, in one piece, in the place of one that is there."""
+        with self._failures(name):
+            # Whether one is there was asked before. A conditional put would do it in one request,
+            # but needs hard links in a folder, which SMB shares do not have.
+            self._obstore.put(self._store, name, content)
+
+    def list(self) -> Iterator[ListedObject]:
+        """Yield the objects of shared tiers that are there."""
+        with self._failures(self.url):
+            for found in self._obstore.list(self._store, FOLDER):
+                for one in found:
+                    yield ListedObject(one["path"], one["size"], one["last_modified"].timestamp())
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects. Where another server removes them, too, some may be left."""
+        for first in range(0, len(names), _MOST_DELETED):
+            try:
+                with self._failures(self.url):
+                    self._obstore.delete(self._store, list(names[first : first + _MOST_DELETED]))
+            except FileNotFoundError:
+                pass  # so a folder says; the next time all that is left goes

@@ -1,0 +1,208 @@
+"""Put what was written to disk into a shared store, by a thread of its own.
+
+Each object is put once: whether it is there is asked before. What waits is on disk, not in RAM.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
+from ..errors import BlockCorrupt
+from .conversation import Conversation, conversation_key, layout_key, opening_of
+from .objects import surplus
+from .records import Commit
+from .sealed_objects import SealedObjects
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 4096
+"""Objects that wait to be put, at most."""
+PROBE_S = 10.0
+"""How often a store that failed is tried in the background."""
+PRUNE_S = 600.0
+"""How often a server that puts something looks whether all servers have put too much."""
+_N_TURNS = 256
+"""Conversations whose newest chain is remembered, so that later checkpoints are added to it."""
+
+
+RepliesOf = Callable[[Root, Sequence[Mapping[str, Any]]], Mapping[bytes, bytes]]
+"""Returns the packed ids of replies among messages, by digest."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What is new of a conversation: its chain, if a turn has ended, or packed ids of replies."""
+
+    root: Root
+    opening: bytes
+    messages: Sequence[Mapping[str, Any]]
+    chain: tuple[Block, ...] = ()
+    replies: Mapping[bytes, bytes] = field(default_factory=dict)
+
+
+class Putting:
+    """Puts blocks, checkpoints and conversations.
+
+    `content_of` returns what the file of a record on disk holds, `checkpoints_of` the checkpoints
+    of blocks that are on disk, and `replies_of` what is remembered of replies among messages. Where
+    all servers have put more than `max_bytes`, what was put first is removed.
+    """
+
+    def __init__(
+        self,
+        store: SealedObjects,
+        content_of: Callable[[Record], bytes],
+        checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
+        replies_of: RepliesOf,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._store, self._content_of = store, content_of
+        self._checkpoints_of, self._replies_of = checkpoints_of, replies_of
+        self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
+        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
+        self._waiting: deque[Record | _Turn] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = self._is_busy = False
+        self._thread = threading.Thread(target=self._run, name="kvpersist-put", daemon=True)
+        self._thread.start()
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    def write(self, commit: Commit) -> Commit | None:
+        """Have a commit that was written to disk put here, but for what others will not find.
+
+        That are blocks that are not full, unless the turn has ended. Returns None where too much
+        waits already.
+        """
+        blocks = [one for one in commit.blocks if commit.leaf or one.n_tokens == BLOCK_TOKENS]
+        records: list[Record] = [*blocks, *commit.checkpoints]
+        unseen = [one for one in records if not self._store.is_seen(one.key)]
+        new: list[Record | _Turn] = [*unseen, *self._new_of(commit)]
+        with self._changed:
+            if len(self._waiting) + len(new) > MAX_WAITING:
+                self._store.counts["not_written"] += len(new)
+                return None
+            self._waiting += new
+            self._changed.notify_all()
+        return commit
+
+    def _new_of(self, commit: Commit) -> list[_Turn]:
+        """Return what a commit adds to conversations."""
+        new: list[_Turn] = []
+        if commit.leaf is not None:
+            messages = commit.leaf.messages
+            opening = opening_of(messages, commit.blocks[0].packed_ids)
+            turn = _Turn(commit.root, opening, messages, commit.blocks)
+            self._turns[commit.leaf.key] = turn
+            self._turns.move_to_end(commit.leaf.key)
+            while len(self._turns) > _N_TURNS:
+                self._turns.popitem(last=False)
+            new.append(turn)
+        else:
+            ends = dict.fromkeys(one.block for one in commit.checkpoints)
+            new += [self._turns[end] for end in ends if end in self._turns]
+        if commit.replies and commit.messages:
+            opening = opening_of(commit.messages)
+            new.append(_Turn(commit.root, opening, (), replies=commit.replies))
+        return new
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                if self._has_done_all() and self._is_closing:
+                    return
+                if self._has_done_all():
+                    self._changed.wait(PROBE_S)
+                self._is_busy = bool(self._waiting or self._store.failed_with)
+            if self._is_busy:
+                self._work()
+
+    def _has_done_all(self) -> bool:
+        """Say whether all that waits was put, or nothing can be now."""
+        return not self._waiting or bool(self._store.failed_with)
+
+    def _work(self) -> None:
+        """Try a store that failed; put what waits for as long as that works."""
+        store = self._store
+        try:
+            store.try_again()
+        except Exception as error:
+            store.reads.failed(error)
+            return
+        try:
+            self._prune()
+            while self._waiting:
+                one = self._waiting[0]
+                if isinstance(one, _Turn):
+                    self._put_turn(one)
+                else:
+                    self._put(one)
+                self._waiting.popleft()
+            store.writes.worked()
+        except Exception as error:
+            store.writes.failed(error)
+
+    def _put(self, record: Record) -> None:
+        if not self._store.lacks(record.key):
+            return
+        try:
+            content = self._content_of(record)
+        except (FileNotFoundError, BlockCorrupt):
+            return  # it was evicted, or replaced by a longer block, or is damaged
+        self._store.put(record.key, content)
+
+    def _put_turn(self, new: _Turn) -> None:
+        """Put a conversation, with the replies that other servers and earlier turns put."""
+        store, root, opening = self._store, new.root, new.opening
+        there, _ = store.conversation(root, opening)
+        chain, checkpoints = there.chain, there.checkpoints
+        if new.chain:
+            chain = new.chain
+            checkpoints = tuple(self._checkpoints_of([block.key for block in chain]))
+        replies = {**there.replies, **self._replies_of(root, new.messages), **new.replies}
+        now = Conversation(chain, checkpoints, replies)
+        store.put(conversation_key(root, opening), now.packed())
+        if store.lacks(layout := layout_key(root, opening)):
+            store.put(layout, root.layout.encode())
+
+    def _prune(self) -> None:
+        """Remove what was put first beyond the size that all servers may put."""
+        if self._max_bytes is None or time.monotonic() < self._prune_at_s:
+            return
+        self._prune_at_s = time.monotonic() + PRUNE_S
+        objects = self._store.objects
+        try:
+            old = surplus(objects.list(), None, self._max_bytes)
+            objects.delete([one.name for one in old])
+        except OSError as error:  # listing may be forbidden where putting is not
+            logger.warning("the shared store's size cannot be kept: %s", error)
+            return
+        if old:
+            logger.info("%d objects beyond the shared store's size were removed", len(old))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Return when all that waits was put, or nothing can be; False after a timeout."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._is_busy and self._has_done_all(), timeout_s
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """Put what waits, for at most `timeout_s` seconds, and stop."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._waiting:
+            logger.warning("%d objects were not put into the shared store", len(self._waiting))

@@ -1,0 +1,170 @@
+"""A shared store's objects by key: sealed and named, checked, counted, and left alone if it fails.
+
+An object is a block's or a checkpoint's file, or a conversation. Whatever is not right is a miss,
+which is counted, and is replaced when this server has it. Any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from ..block import Root
+from ..errors import BlockCorrupt, SealBroken, StoreFormatError
+from .conversation import DAMAGED, MAX_BYTES, Conversation, conversation_key, layout_key
+from .files import read_content
+from .objects import FOLDER, Objects
+from .pool import KVBlock
+from .seal import Sealing
+from .tier import SHARED
+
+logger = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 86400.0
+"""What is known to be there is asked for again after a day: others prune."""
+RENEW_S = 3 * 86400.0
+"""What is used and was put so long ago is put again, so that pruning removes what is not used."""
+_MAX_LAYOUT_BYTES = 1 << 16
+
+
+@dataclass
+class Breaker:
+    """Whether a store may be asked. What it fails with is said once, until it works again."""
+
+    what: str
+    failed_with: str = ""
+
+    def failed(self, error: object) -> None:
+        if not self.failed_with:
+            logger.warning("the shared store cannot be %s: %s; serving goes on", self.what, error)
+        self.failed_with = str(error) or repr(error)
+
+    def worked(self) -> None:
+        if self.failed_with:
+            logger.info("the shared store is %s again", self.what)
+        self.failed_with = ""
+
+
+class SealedObjects:
+    """What one server gets from a shared store and puts there.
+
+    Raises what `Objects` does: FileNotFoundError never, OSError where the store fails.
+    """
+
+    def __init__(self, objects: Objects, sealing: Sealing) -> None:
+        self.objects, self._sealing = objects, sealing
+        self.counts = dict.fromkeys(
+            ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
+        )
+        """What happened so far; "refused": objects that failed a check."""
+        self.reads, self.writes = Breaker("read"), Breaker("written")
+        self._seen_s: dict[bytes, float] = {}
+        """When objects were last known to be there, by the monotonic clock."""
+        self._bad: set[bytes] = set()
+        """Keys of objects that must be replaced."""
+
+    @property
+    def failed_with(self) -> str:
+        """Why nothing is fetched or put now; "" if nothing is wrong."""
+        return self.reads.failed_with or self.writes.failed_with
+
+    @property
+    def n_seen(self) -> int:
+        return len(self._seen_s)
+
+    def path(self, key: bytes) -> str:
+        """Return the name of an object. All but its hash is the same in every store."""
+        name = self._sealing.name(key)
+        return f"{FOLDER}/{name[:2]}/{name}"
+
+    # Get.
+
+    def block(self, key: bytes, root: Root, max_bytes: int) -> KVBlock | None:
+        """Return a block or checkpoint with its arrays; None where it is missing or not right."""
+        content = self._get(key, max_bytes)
+        if content is None:
+            return None
+        try:
+            record, its_root, arrays = read_content(content, f"object {key.hex()}")
+            if record.key != key or its_root.key != root.key:
+                raise BlockCorrupt(f"object {key.hex()} holds {record} of another place")
+        except StoreFormatError:
+            return None
+        except BlockCorrupt as error:
+            self._refuse(key, error)
+            return None
+        entry = KVBlock.of(record, arrays)
+        entry.tier = SHARED
+        self.counts["fetched"] += 1
+        self.counts["fetched_bytes"] += len(content)
+        self.saw(key)
+        return entry
+
+    def conversation(self, root: Root, opening: bytes) -> tuple[Conversation, str]:
+        """Return what is there of a conversation, and what is to be said of that."""
+        key = conversation_key(root, opening)
+        content = self._get(key, MAX_BYTES)
+        if content is not None:
+            try:
+                return Conversation.unpacked(content, root), ""
+            except DAMAGED as error:
+                self._refuse(key, error)
+        other = self._get(layout_key(root, opening), _MAX_LAYOUT_BYTES)
+        layout = root.layout if other is None else other.decode("utf-8", "replace")
+        if layout == root.layout:
+            return Conversation(), ""
+        note = f"the shared store has this conversation in another KV precision ({layout})"
+        return Conversation(), note
+
+    def _get(self, key: bytes, max_bytes: int) -> bytes | None:
+        try:
+            return self._sealing.open(self.objects.get(self.path(key), max_bytes), key)
+        except FileNotFoundError:
+            return None
+        except (SealBroken, ValueError) as error:
+            self._refuse(key, error)
+            return None
+
+    def _refuse(self, key: bytes, error: Exception) -> None:
+        logger.warning("the shared store has a damaged object: %s", error)
+        self.counts["refused"] += 1
+        self.forget(key, is_bad=True)
+
+    def forget(self, key: bytes, *, is_bad: bool) -> None:
+        """Take an object for missing; one that `is_bad` is replaced, although it is there."""
+        self._seen_s.pop(key, None)
+        if is_bad:
+            self._bad.add(key)
+
+    # Put.
+
+    def saw(self, key: bytes) -> None:
+        self._seen_s[key] = time.monotonic()
+
+    def is_seen(self, key: bytes) -> bool:
+        """Say whether an object was known to be there lately."""
+        return time.monotonic() - self._seen_s.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S
+
+    def lacks(self, key: bytes) -> bool:
+        """Ask whether an object should be put: it is missing, damaged or was put long ago."""
+        if self.is_seen(key):
+            return False
+        age_s = None if key in self._bad else self.objects.age_s(self.path(key))
+        if age_s is None or age_s > RENEW_S:
+            return True
+        self.saw(key)
+        return False
+
+    def put(self, key: bytes, content: bytes) -> None:
+        self.objects.put(self.path(key), self._sealing.seal(content, key))
+        self.counts["written"] += 1
+        self.counts["written_bytes"] += len(content)
+        self._bad.discard(key)
+        self.saw(key)
+
+    def try_again(self) -> None:
+        """Read something of a store that could not be read. Raises what that raises."""
+        if self.reads.failed_with:
+            self.objects.age_s(self.path(b"probe"))
+            self.reads.worked()

@@ -1,0 +1,129 @@
+"""The shared tier: blocks in a bucket or folder that several servers use.
+
+Blocks are content-addressed and never change, so servers need not agree on anything: each puts what
+is not there (`putting`), fetches what a prompt needs before the request is queued (`fetching`), and
+checks all that it gets (`sealed_objects`). What another server computed is found by the ids of a
+prompt, or by its text through the conversation's own object (`conversation`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import TimeoutError as TooLate
+from typing import Any
+
+from ..block import Block, Checkpoint, Record
+from .fetching import N_AHEAD, Fetching, Wanted
+from .objects import Objects
+from .pool import BlockPool, KVBlock
+from .putting import Putting, RepliesOf
+from .reading import Threads
+from .records import Commit
+from .seal import Sealing
+from .sealed_objects import SealedObjects
+from .tier import SHARED
+
+logger = logging.getLogger(__name__)
+
+SLOW_S, MOST_SLOW_S = 30.0, 1800.0
+"""How long a store that was slower than computing is not asked: at first, and at most."""
+_SLOW = "the shared store is slower than computing"
+
+
+class SharedTier:
+    """Blocks in a store that several servers use.
+
+    `land` takes what was fetched, which is at most half of what `pool` may have. All servers put at
+    most `max_bytes`. For the others see `Putting`. Any thread may ask.
+    """
+
+    name = SHARED
+
+    def __init__(
+        self,
+        objects: Objects,
+        sealing: Sealing,
+        content_of: Callable[[Record], bytes],
+        checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
+        land: Callable[[Commit, list[KVBlock]], None],
+        pool: BlockPool,
+        replies_of: RepliesOf = lambda root, messages: {},
+        max_bytes: int | None = None,
+    ) -> None:
+        self._land, self._pool = land, pool
+        self.objects = SealedObjects(objects, sealing)
+        self.putting = Putting(self.objects, content_of, checkpoints_of, replies_of, max_bytes)
+        self._threads = Threads(N_AHEAD, "kvpersist-shared")
+        self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
+        """How long a store that was slower than computing is left alone, until when, and by prompts
+        that may lose how much: a longer one may be worth it."""
+
+    # Nothing is found here by a lookup: what it needs was fetched before.
+
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> list[Block]:
+        return []
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
+        return []
+
+    def __contains__(self, key: bytes) -> bool:
+        return False
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was put and fetched, and why nothing is now, if so."""
+        return {
+            "blocks": self.objects.n_seen,
+            "evicted": 0,
+            "asked_again_tokens": 0,
+            **self.objects.counts,
+            "failed_with": self.objects.failed_with,
+            "waiting": self.putting.n_waiting,
+        }
+
+    def forget(self, key: bytes, reason: str | None = None) -> None:
+        """Have a block that must not be used replaced when this server computes it again."""
+        self.objects.forget(key, is_bad=reason is not None)
+
+    def fetch(self, wanted: Wanted) -> str:
+        """Bring what is there of a prompt into RAM while that is quicker than computing.
+
+        Return what is to be said of it, if anything. HTTP thread, which waits.
+        """
+        if failed_with := self.objects.reads.failed_with:
+            return f"the shared store is not used now: {failed_with}"
+        loss_s = wanted.loss_s
+        if time.monotonic() < self._slow_until_s and loss_s <= self._slow_loss_s:
+            return _SLOW
+        most_bytes = self._pool.max_bytes // 2
+        fetching = Fetching(self.objects, self._threads, self._land, most_bytes, wanted)
+        try:
+            note = fetching.run()
+        except TooLate:
+            self._was_slow(loss_s)
+            return _SLOW
+        except (OSError, RuntimeError) as error:
+            self.objects.reads.failed(error)
+            return f"the shared store cannot be read: {error}"
+        if loss_s <= self._slow_loss_s:
+            self._slow_s = self._slow_loss_s = 0.0
+        return note
+
+    def _was_slow(self, loss_s: float) -> None:
+        if not self._slow_s:
+            logger.warning("%s: it is tried less often", _SLOW)
+        self._slow_s = min(max(2 * self._slow_s, SLOW_S), MOST_SLOW_S)
+        self._slow_until_s = time.monotonic() + self._slow_s
+        self._slow_loss_s = max(self._slow_loss_s, loss_s)
+
+    def write(self, commit: Commit) -> Commit | None:
+        """Have a commit that was written to disk put here; None where too much waits already."""
+        return self.putting.write(commit)
+
+    def close(self, timeout_s: float) -> None:
+        """Put what waits, for at most `timeout_s` seconds, and stop."""
+        self.putting.close(timeout_s)
+        self._threads.close(0)

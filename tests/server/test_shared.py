@@ -1,0 +1,189 @@
+"""Servers that share what they computed: one restores what the other did, replies stay equal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import (
+    Message,
+    Reply,
+    ServerProcess,
+    StartServer,
+    make_zoo_model,
+    synthetic_text,
+    wait_until,
+)
+from tests.support.bucket import Bucket
+
+from .stored import wait_for_writer
+
+SYSTEM: Message = {"role": "system", "content": synthetic_text(900, seed=7)}
+QUESTIONS = [synthetic_text(300, seed=n) for n in range(20, 23)]
+
+
+def stats_of(server: ServerProcess) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
+    return found
+
+
+def shared_counts(server: ServerProcess) -> dict[str, Any]:
+    found: dict[str, Any] = stats_of(server)["store"]["tiers"]["shared"]
+    return found
+
+
+def wait_until_put(server: ServerProcess) -> None:
+    wait_for_writer(server)
+    wait_until(lambda: shared_counts(server)["waiting"] == 0, "everything put", 60)
+
+
+def wait_until_known(server: ServerProcess) -> None:
+    """Return when the model is examined, so that its conversations are stored and restored."""
+    wait_until(lambda: not stats_of(server).get("examining"), "the model is examined", 60)
+
+
+class Talk:
+    """A conversation whose turns go to any server."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = [SYSTEM]
+        self.replies: list[Reply] = []
+
+    def ask(self, server: ServerProcess, *questions: str) -> Reply:
+        """Ask question after question; return the last reply."""
+        for question in questions:
+            self.messages.append({"role": "user", "content": question})
+            reply = server.chat(self.messages, "s", max_tokens=270, temperature=0.0)
+            self.messages.append({"role": "assistant", "content": reply.text})
+            self.replies.append(reply)
+        return reply
+
+    @property
+    def texts(self) -> list[str]:
+        return [reply.text for reply in self.replies]
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_text("ab" * 32)
+    path.chmod(0o600)
+    return path
+
+
+class Team:
+    """Servers of one model, each with a folder of its own, and all with one store."""
+
+    def __init__(self, start: StartServer, model: Path, folder: Path, url: str, key: Path) -> None:
+        self._start, self._model, self._folder = start, model, folder
+        self._shared = "--kvpersist-shared", url, "--kvpersist-shared-key", str(key)
+        self._n_servers = 0
+
+    def server(self, *options: str) -> ServerProcess:
+        """Start a server with an empty disk."""
+        self._n_servers += 1
+        folder = "--kvpersist-dir", str(self._folder / f"dir-{self._n_servers}")
+        at_once = "--kvpersist-max-loss-s", "0"  # no checkpoint is postponed
+        server = self._start.with_plugin(self._model, *folder, *at_once, *(options or self._shared))
+        wait_until_known(server)
+        return server
+
+    def expected(self) -> Talk:
+        """Return the conversation as a server says it that shares nothing."""
+        talk = Talk()
+        talk.ask(alone := self.server("--kvpersist-ram", "256M"), *QUESTIONS)
+        alone.stop()
+        return talk
+
+
+@pytest.fixture
+def team(started: StartServer, tiny_model: Path, tmp_path: Path, key: Path) -> Team:
+    return Team(started, tiny_model, tmp_path, str(tmp_path / "bucket"), key)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_next", "gemma3_text"))],
+)
+def test_a_conversation_goes_on_at_another_server(
+    started: StartServer, tiny_model: Path, tmp_path: Path, key: Path, architecture: str
+) -> None:
+    model = make_zoo_model(tmp_path / "model", architecture) if architecture else tiny_model
+    team = Team(started, model, tmp_path, str(tmp_path / "bucket"), key)
+    expected, talk = team.expected(), Talk()
+    servers = [team.server() for _ in range(2)]
+    for n, question in enumerate(QUESTIONS):
+        talk.ask(servers[n % 2], question)
+        wait_until_put(servers[n % 2])
+    assert talk.texts == expected.texts
+    for before, reply in pairwise(talk.replies):
+        n_before = before.prompt_tokens + before.completion_tokens
+        assert reply.cached_tokens > 0.9 * n_before - 256, reply.headers
+    assert "tier=shared" in talk.replies[1].headers["x-kvpersist"]
+    for server in servers:
+        assert shared_counts(server)["refused"] == 0
+
+
+def test_a_server_that_was_killed_while_it_put_is_made_up_for(team: Team) -> None:
+    """What it had not put yet is put after its restart, and no half object is in the way."""
+    expected, talk = team.expected(), Talk()
+    first = team.server()
+    talk.ask(first, QUESTIONS[0])
+    first.restart(kill=True)
+    talk.ask(first, QUESTIONS[1])
+    wait_until_put(first)
+    second = team.server()
+    reply = talk.ask(second, QUESTIONS[2])
+    assert talk.texts == expected.texts and reply.cached_tokens > 512
+    assert shared_counts(second)["refused"] == 0
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    folder = tmp_path / "weed"
+    folder.mkdir()
+    made = Bucket(folder)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.slow
+def test_over_s3_servers_with_empty_disks_go_on(
+    started: StartServer, tiny_model: Path, tmp_path: Path, key: Path, bucket: Bucket
+) -> None:
+    """They have computed nothing of the conversation, and reply as one that has.
+
+    At last the store is slow, then gone: replies stay right, and nothing is lost locally.
+    """
+    team = Team(started, tiny_model, tmp_path, bucket.url, key)
+    expected, talk = team.expected(), Talk()
+    first, again = team.server(), Talk()
+    talk.ask(first, *QUESTIONS[:2])
+    wait_until_put(first)
+    first.stop()
+    second = team.server()
+    reply = talk.ask(second, QUESTIONS[2])
+    n_before = talk.replies[1].prompt_tokens + talk.replies[1].completion_tokens
+    assert talk.texts == expected.texts and reply.cached_tokens > n_before - 256, reply.headers
+    assert "tier=shared" in reply.headers["x-kvpersist"]
+    wait_until_put(second)
+    bucket.link.bytes_per_s = 100e3
+    slow = team.server()
+    again.ask(slow, QUESTIONS[0])
+    bucket.kill()
+    again.ask(slow, QUESTIONS[1])
+    slow.restart(kill=True)
+    reply = again.ask(slow, QUESTIONS[2])
+    assert again.texts == expected.texts
+    n_before = again.replies[1].prompt_tokens + again.replies[1].completion_tokens
+    assert reply.cached_tokens > n_before - 256, reply.headers

@@ -1,0 +1,392 @@
+"""A folder that is encrypted: it tells nothing without its key, and all else is as it was."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.block import Block, Record, block_key, pack_ids
+from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.config import from_args
+from mlx_lm_kvpersist.errors import ConfigError, StoreError, StoreFormatError
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.files import read_content
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.lock import Staging
+from mlx_lm_kvpersist.store.objects import Objects
+from mlx_lm_kvpersist.store.seal import PLAIN, Sealing, read_key
+from mlx_lm_kvpersist.store.verify import find_problems
+from tests.test_config import parsed
+
+from .conftest import ROOT, chain, save_turn, state
+from .test_foreign_files import everything
+
+LIMITS = StoreLimits(max_ram_bytes=8 << 20, max_disk_bytes=64 << 20)
+TEXT = "the patient's secret story"
+NAME, TITLE = "session-of-the-patient", "Title of the patient"
+IDS = list(range(77_000, 77_128))
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """A key file, and the folder of a store beside it that is not made yet."""
+    assert cli.main(["key", str(tmp_path / "key")]) == 0
+    return tmp_path / "key"
+
+
+@pytest.fixture
+def sealing(key: Path) -> Sealing:
+    return read_key(key)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path, sealing: Sealing) -> Iterator[BlockStore]:
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        yield store
+
+
+def conversation() -> list[Block]:
+    """Return two blocks, the first with text that can be looked for."""
+    packed = pack_ids(IDS)
+    first = Block(block_key(ROOT.key, packed), ROOT.key, 0, packed, TEXT)
+    second = chain([5], parent=first.key)[0]
+    return [first, Block(second.key, first.key, first.stop, second.packed_ids, second.text)]
+
+
+def keep(store: BlockStore) -> dict[bytes, dict[str, mx.array]]:
+    """Keep a conversation with all that a folder can hold of one; return its arrays by key."""
+    nodes = conversation()
+    content = save_turn(store, nodes, NAME, [state(nodes[1])], note={"words": TEXT})
+    (session,) = store.index.sessions()
+    store.index.state.add_note(session.id, title=TITLE)
+    why = {"id": "kvp-1", "received": 1.0, "outcome": "STOCK", "sentence": TEXT, "session": NAME}
+    store.index.state.add_request({**why, "divergence": None})
+    store.index.state.add_replies(ROOT.key, {b"digest": pack_ids(IDS)}, 1.0)
+    return content
+
+
+def traces(folder: Path, content: dict[bytes, dict[str, mx.array]]) -> set[str]:
+    """Return what of the conversation is found in the names and bytes of a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    said = b"\0".join(str(path).encode() + b"\0" + path.read_bytes() for path in files)
+    needles = {
+        "text": TEXT.encode(),
+        "ids": pack_ids(IDS),
+        "ids as text": pack_ids(IDS).hex().encode(),
+        "name": NAME.encode(),
+        "title": TITLE.encode(),
+        "model": ROOT.fingerprint.encode(),
+    }
+    for number, (one, arrays) in enumerate(content.items()):
+        needles[f"key {number}"], needles[f"key {number} as text"] = one, one.hex().encode()
+        for name, array in arrays.items():
+            plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+            needles[f"{name} {number}"] = bytes(memoryview(plain))[:64]
+    return {what for what, needle in needles.items() if needle in said}
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False])
+def test_the_folder_tells_nothing_of_a_conversation(
+    folder: Path, sealing: Sealing, is_encrypted: bool
+) -> None:
+    """While it is written, in quarantine, after a kill, and with an index that was set aside."""
+    used = sealing if is_encrypted else PLAIN
+    with closing(BlockStore(folder, LIMITS, sealing=used)) as store:
+        content = keep(store)
+        found = traces(folder, content)
+        store.lose(conversation()[1], f"it says {TEXT}")
+        store.drain()
+        staging = Staging(folder, used)  # as a process leaves it that is killed
+        node = conversation()[0]
+        new = store.disk.new_file(ROOT, content.get, node)
+        assert new is not None
+        staging.write(node.key, new.write)
+        assert list((folder / "quarantine").glob("*.safetensors"))
+        found |= traces(folder, content)
+    with (folder / "index.sqlite").open("r+b") as file:
+        file.write(b"damage")
+    with closing(BlockStore(folder, LIMITS, sealing=used)) as store:
+        assert list((folder / "quarantine").glob("index-*.sqlite"))
+        store.drain()
+        assert store.index.totals().n_blocks == 1
+        found |= traces(folder, content)
+    if is_encrypted:
+        assert found == set()
+    else:
+        assert {"text", "ids", "name", "title", "model", "key 0", "0.ssm 2"} <= found
+
+
+def test_what_was_kept_is_read_again(folder: Path, sealing: Sealing) -> None:
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        content = keep(store)
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        nodes = conversation()
+        assert store.children(ROOT.key, TEXT + " goes on") == nodes[:1]
+        records: list[Record] = [*nodes, state(nodes[1])]
+        for record, loaded in zip(records, store.reader.load_all(records, ROOT), strict=True):
+            assert loaded is not None and loaded.tier == "disk" and loaded.block == record
+            for name, array in content[record.key].items():
+                assert mx.array_equal(loaded.arrays[name], array)
+        (session,) = store.index.sessions()
+        assert session.name == NAME
+        assert store.index.state.note(session.id) == {"title": TITLE, "words": TEXT}
+        files = sum(path.stat().st_size for path in folder.glob("*/*/*.safetensors"))
+        sidecars = sum(path.stat().st_size for path in folder.glob("sessions/*"))
+        totals = store.index.totals()
+        assert (totals.n_bytes, totals.sidecar_bytes) == (files, sidecars)
+        assert find_problems(folder, store.index) == []
+
+
+def _flipped(files: list[Path]) -> None:
+    content = bytearray(files[0].read_bytes())
+    content[len(content) // 2] ^= 4
+    files[0].write_bytes(content)
+
+
+def _cut(files: list[Path]) -> None:
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+
+
+def _empty(files: list[Path]) -> None:
+    files[0].write_bytes(b"")
+
+
+def _swapped(files: list[Path]) -> None:
+    one, other = (path.read_bytes() for path in files)
+    files[0].write_bytes(other)
+    files[1].write_bytes(one)
+
+
+@pytest.mark.parametrize("harm", [_flipped, _cut, _empty, _swapped])
+def test_what_was_altered_is_a_miss_and_goes_to_quarantine(
+    store: BlockStore, harm: Callable[[list[Path]], None]
+) -> None:
+    keep(store)
+    nodes = conversation()
+    harm([store.disk.files.path_of(node.key) for node in nodes])
+    store.pool.clear()
+    problems = find_problems(store.folder, store.index)
+    assert nodes[0].key.hex() in {one.subject for one in problems if one.fault.value == "corrupt"}
+    assert store.reader.load(nodes[0], ROOT) is None
+    store.drain()
+    assert store.blocks_quarantined == 1 and nodes[0].key not in store
+    assert list((store.folder / "quarantine").glob("*.safetensors"))
+
+
+# Keys.
+
+
+@pytest.mark.parametrize(
+    ("made_with", "opened_with", "advice"),
+    [
+        ("key", None, "is encrypted; give the key file that it was made with"),
+        ("key", "other", "is encrypted with another key; give the key file"),
+        (None, "key", "is not encrypted; leave out --kvpersist-encrypt"),
+    ],
+)
+def test_another_key_or_none_touches_nothing(
+    folder: Path,
+    key: Path,
+    made_with: str | None,
+    opened_with: str | None,
+    advice: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = folder.parent / "other"
+    assert cli.main(["key", str(other)]) == 0
+    keys: dict[str | None, Sealing] = {None: PLAIN, "key": read_key(key), "other": read_key(other)}
+    with closing(BlockStore(folder, LIMITS, sealing=keys[made_with])) as store:
+        keep(store)
+    exported = folder.parent / "exported"
+    options = ["--kvpersist-encrypt", str(folder.parent / made_with)] if made_with else []
+    at = ["--kvpersist-dir", str(folder)]
+    assert cli.main(["sessions", "export", *at, *options, NAME, str(exported)]) == 0
+    before = everything(folder)
+    with pytest.raises(StoreError, match=advice):
+        BlockStore(folder, LIMITS, sealing=keys[opened_with])
+    options = ["--kvpersist-encrypt", str(folder.parent / opened_with)] if opened_with else []
+    for command in COMMANDS:
+        words = command.replace("FILE", str(exported)).split()
+        capsys.readouterr()
+        assert cli.main([*words[:2], *at, *options, *words[2:]]) == 1, command
+        said = capsys.readouterr().err
+        assert advice in said and said.count("\n") == 1, command
+    assert everything(folder) == before
+    with closing(BlockStore(folder, LIMITS, sealing=keys[made_with])) as store:
+        assert store.index.totals().n_blocks == 2
+
+
+COMMANDS = (
+    f"sessions show {NAME}",
+    "sessions list",
+    f"sessions pin {NAME}",
+    f"sessions unpin {NAME}",
+    f"sessions export {NAME} FILE --force",
+    "sessions import FILE",
+    "store stats",
+    "store gc",
+    "store map",
+    "store verify",
+    "store verify --fix",
+    "store rebuild",
+    "why --json",
+    f"sessions rm {NAME}",
+    "sessions import FILE",
+)
+
+
+def test_every_command_takes_the_key(
+    folder: Path, key: Path, sealing: Sealing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        content = keep(store)
+    at = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
+    for command in COMMANDS:
+        words = command.replace("FILE", str(folder.parent / "exported")).split()
+        assert cli.main([*words[:2], *at, *words[2:]]) == 0, (command, capsys.readouterr())
+        assert traces(folder, content) == set(), command
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        assert [session.name for session in store.index.sessions()] == [NAME]
+
+
+def test_an_exported_session_is_for_any_store(folder: Path, key: Path, sealing: Sealing) -> None:
+    """It is the same file from a store that is encrypted and from one that is not."""
+    encrypted = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
+    plain = ["--kvpersist-dir", str(folder.parent / "plain")]
+    exported = [folder.parent / "first", folder.parent / "second"]
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        keep(store)
+    assert cli.main(["sessions", "export", *encrypted, NAME, str(exported[0])]) == 0
+    assert cli.main(["sessions", "import", *plain, str(exported[0])]) == 0
+    assert cli.main(["sessions", "export", *plain, NAME, str(exported[1])]) == 0
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+
+
+@pytest.mark.parametrize("content", [None, b""])
+def test_without_its_marker_a_store_is_left_alone(
+    folder: Path, sealing: Sealing, content: bytes | None
+) -> None:
+    """Also where somebody has made an empty one, as for a store that is not encrypted."""
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        keep(store)
+    marker = folder / "kvpersist-store"
+    kept = marker.read_bytes()
+    marker.unlink()
+    before = everything(folder)
+    with pytest.raises(StoreError, match="make an empty file of that name") as why:
+        BlockStore(folder, LIMITS, sealing=sealing)
+    line = str(why.value).rpartition("into it: ")[2]
+    assert line in kept.decode()
+    if content is not None:
+        marker.write_bytes(content)
+        with pytest.raises(StoreFormatError, match="it is encrypted; give its key"):
+            BlockStore(folder, LIMITS)
+        before["kvpersist-store"] = (marker.lstat().st_ino, 0)
+        lock = folder / "lock"
+        before["lock"] = (lock.lstat().st_ino, lock.lstat().st_size)
+    assert everything(folder) == before
+    marker.write_text(line)
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        store.drain()
+        assert store.index.totals().n_blocks == 2
+
+
+def test_a_missing_package_is_named_before_a_folder_is_made(
+    folder: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sqlcipher3", None)
+    options = "--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)
+    with pytest.raises(ConfigError, match=r"pip install 'mlx-lm-kvpersist\[encrypt\]'"):
+        from_args(parsed(*options))
+    assert not folder.exists()
+
+
+# The index.
+
+
+@pytest.mark.parametrize("harm", ["removed", "first page", "another page", "none"])
+def test_an_index_is_rebuilt_from_encrypted_files(
+    folder: Path, key: Path, sealing: Sealing, harm: str
+) -> None:
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        keep(store)
+        store.index.database.empty_log()
+    path = folder / "index.sqlite"
+    if harm == "removed":
+        for one in folder.glob("index.sqlite*"):
+            one.unlink()
+    elif harm == "none":
+        at = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
+        assert cli.main(["store", "rebuild", *at]) == 0
+    else:
+        content = bytearray(path.read_bytes())
+        content[40 if harm == "first page" else 5 * 4096 + 40] ^= 1
+        path.write_bytes(content)
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+        store.drain()
+        totals = store.index.totals()
+        assert (totals.n_blocks, totals.n_checkpoints) == (2, 1)
+        assert [session.name for session in store.index.sessions()] == [NAME]
+        assert store.children(ROOT.key, TEXT)[0].text == TEXT
+        if harm == "none":
+            kept = store.index.state.replies(ROOT.key, [b"digest"])
+            assert kept == {b"digest": pack_ids(IDS)}
+        assert find_problems(folder, store.index) == []
+
+
+def test_errors_of_an_encrypted_index_are_those_of_sqlite(folder: Path, sealing: Sealing) -> None:
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)):
+        pass
+    with closing(Index(folder / "index.sqlite", sealing=sealing)) as index:
+        with pytest.raises(sqlite3.OperationalError):
+            index.ask("SELECT nothing FROM nowhere")
+        with pytest.raises(sqlite3.IntegrityError), index.database.transaction() as db:
+            db.execute("INSERT INTO state VALUES (NULL, NULL)")
+        with closing(Index(folder / "index.sqlite", sealing=sealing)) as other:
+            other.database.connection.execute("PRAGMA busy_timeout = 1")
+            with index.database.transaction(), pytest.raises(sqlite3.OperationalError) as locked:
+                with other.database.transaction():
+                    pass
+            assert "close it" in str(locked.value)
+
+
+def test_a_damaged_index_says_nothing_on_stderr_by_itself(
+    folder: Path, key: Path, sealing: Sealing
+) -> None:
+    with closing(BlockStore(folder, LIMITS, sealing=sealing)):
+        pass
+    with (folder / "index.sqlite").open("r+b") as file:
+        file.write(os.urandom(64))
+    at = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
+    command = [sys.executable, "-m", "mlx_lm_kvpersist", "store", "stats", *at]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "is damaged" in done.stderr
+
+
+# Beside a shared store.
+
+
+def test_a_shared_store_gets_blocks_by_its_own_key(
+    folder: Path, sealing: Sealing, store: BlockStore
+) -> None:
+    store.share(Objects(str(folder.parent / "bucket")), PLAIN)
+    assert store.shared is not None
+    keep(store)
+    assert store.shared.putting.drain(10)
+    node = conversation()[0]
+    content = (folder.parent / "bucket" / store.shared.objects.path(node.key)).read_bytes()
+    assert read_content(content, "object")[0] == node

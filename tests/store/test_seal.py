@@ -1,0 +1,120 @@
+"""Sealed objects: opened under their own name with their own key only, and what a key file is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.errors import ConfigError, SealBroken
+from mlx_lm_kvpersist.store.seal import SEAL_BYTES, Seal, read_key
+
+SEAL, OTHER = Seal(bytes(32)), Seal(bytes(31) + b"\1")
+CONTENT = b"A prompt that nobody else may read. " * 100
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", CONTENT])
+def test_what_is_sealed_can_be_opened(content: bytes) -> None:
+    sealed = SEAL.seal(content, b"name")
+    assert len(sealed) == len(content) + SEAL_BYTES
+    assert SEAL.open(memoryview(sealed), b"name") == content
+    assert sealed != SEAL.seal(content, b"name")
+    assert CONTENT[:16] not in sealed
+
+
+CHANGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda sealed: b"",
+    "magic alone": lambda sealed: sealed[:9],
+    "no tag": lambda sealed: sealed[:25],
+    "cut off": lambda sealed: sealed[:-1],
+    "longer": lambda sealed: sealed + b"\0",
+    "plain": lambda sealed: CONTENT,
+    "parts of two": lambda sealed: SEAL.seal(CONTENT, b"name")[:200] + sealed[200:],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_was_changed_is_refused(change: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(SealBroken):
+        SEAL.open(change(SEAL.seal(CONTENT, b"name")), b"name")
+
+
+def test_a_flipped_bit_anywhere_is_found() -> None:
+    sealed = SEAL.seal(b"short", b"name")
+    for at in range(len(sealed)):
+        changed = bytearray(sealed)
+        changed[at] ^= 1
+        with pytest.raises(SealBroken):
+            SEAL.open(changed, b"name")
+
+
+def test_another_name_or_key_opens_nothing() -> None:
+    sealed = SEAL.seal(CONTENT, b"name")
+    with pytest.raises(SealBroken):
+        SEAL.open(sealed, b"other")
+    with pytest.raises(SealBroken):
+        OTHER.open(sealed, b"name")
+
+
+def test_names_depend_on_the_key_file_and_say_nothing() -> None:
+    names = {SEAL.name(b"a"), SEAL.name(b"b"), OTHER.name(b"a")}
+    assert len(names) == 3 and all(len(bytes.fromhex(name)) == 32 for name in names)
+    assert SEAL.name(b"a") == Seal(bytes(32)).name(b"a")
+
+
+def test_threads_share_a_seal() -> None:
+    def both(number: int) -> bool:
+        content = os.urandom(100_000)
+        name = b"%d" % number
+        return SEAL.open(SEAL.seal(content, name), name) == content
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(both, range(64)))
+
+
+def test_a_key_file_is_made_once_for_its_owner_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "team.key"
+    assert cli.main(["key", str(path)]) == 0
+    assert path.stat().st_mode & 0o777 == 0o600 and f"{path} is made" in capsys.readouterr().out
+    sealed = read_key(path).seal(CONTENT, b"name")
+    assert read_key(path).open(sealed, b"name") == CONTENT
+    before = path.read_bytes()
+    assert cli.main(["key", str(path)]) == 1
+    assert path.read_bytes() == before and "choose another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "0" * 62, "0" * 65, "0" * 66, "x" * 64, "ü" * 64])
+def test_another_file_is_no_key(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(content, encoding="utf-8")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="64 hexadecimal digits"):
+        read_key(path)
+
+
+def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("0" * 64)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_key(path)
+    with pytest.raises(ConfigError, match="mlx-lm-kvpersist key"):
+        read_key(tmp_path / "none")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_key(tmp_path)
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install 'mlx-lm-kvpersist\[encrypt\]'"):
+        Seal(bytes(32))

@@ -1,0 +1,572 @@
+"""The shared tier: what one store put, another fetches, and nothing that is not right."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
+from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.store import putting, sealed_objects
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.conversation import Conversation, conversation_key, opening_of
+from mlx_lm_kvpersist.store.fetching import Plan, Wanted
+from mlx_lm_kvpersist.store.objects import ListedObject, Objects, surplus
+from mlx_lm_kvpersist.store.seal import Plain, Seal, Sealing
+from mlx_lm_kvpersist.store.shared import SharedTier
+
+from . import conftest
+from .conftest import ROOT, chain, save_turn, state
+
+MESSAGES = ({"role": "user", "content": "Hello"},)
+IDS = [list(range(n * 256, n * 256 + 256)) for n in range(3)]
+NODES = chain(*IDS, [5, 6, 7])
+LIMITS = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=64 << 20)
+KEY = bytes(range(32))
+
+Open = Callable[..., BlockStore]
+
+
+@pytest.fixture(autouse=True)
+def small_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks of 64 KiB each."""
+
+    def arrays_of(node: Block) -> dict[str, mx.array]:
+        key = mx.random.key(int.from_bytes(node.key[:4], "little"))
+        arrays = {
+            "0.k.weights": mx.random.randint(0, 1 << 30, (1, 1, node.n_tokens, 64), mx.uint32),
+            "0.k.scales": mx.random.normal((1, 1, node.n_tokens, 1), mx.bfloat16, key=key),
+        }
+        mx.eval(arrays)
+        return arrays
+
+    monkeypatch.setattr(conftest, "arrays_of", arrays_of)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Opens stores of their own over one folder."""
+    stores: list[BlockStore] = []
+
+    def open_store(
+        sealing: Sealing | None = None, objects: Any = None, max_bytes: int | None = None
+    ) -> BlockStore:
+        store = BlockStore(tmp_path / f"store-{len(stores)}", LIMITS)
+        store.share(objects or Objects(str(tmp_path / "bucket")), sealing or Seal(KEY), max_bytes)
+        stores.append(store)
+        return store
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+def tier_of(store: BlockStore) -> SharedTier:
+    assert store.shared is not None
+    return store.shared
+
+
+def counts(store: BlockStore) -> dict[str, int]:
+    return tier_of(store).objects.counts
+
+
+def put_all(store: BlockStore) -> bool:
+    """Return when all that waits was put, or nothing can be."""
+    return tier_of(store).putting.drain(10)
+
+
+def wanted(nodes: Sequence[Block] = NODES, root: Root = ROOT, **changed: Any) -> Wanted:
+    """Return what a prompt of these blocks and another token wants, whose text none has."""
+    known = {
+        "plan": lambda found: Plan(),
+        "compute_s": lambda position, n_tokens: n_tokens / 100,
+        "learn": lambda replies: wanted(nodes, root, **changed),
+        "max_bytes": 8 << 20,
+        "chain": (),
+        "messages": MESSAGES,
+        "ids": [i for node in nodes for i in node.ids] + [1],
+        **changed,
+    }
+    return Wanted(root, **known)
+
+
+def whole(found: Conversation) -> Plan:
+    """Return a plan of all of a conversation."""
+    needed: list[Record] = [*found.chain, *found.checkpoints]
+    n_tokens = sum(one.n_tokens for one in found.chain)
+    return Plan(found.chain, [(one, 1 << 16) for one in needed], n_tokens)
+
+
+def put(store: BlockStore, nodes: list[Block] = NODES, **turn: Any) -> dict[bytes, Any]:
+    content = save_turn(store, nodes, "s", messages=MESSAGES, **turn)
+    assert put_all(store)
+    return content
+
+
+def in_store(store: BlockStore) -> set[bytes]:
+    return {node.key for node in NODES if node.key in store}
+
+
+def objects_in(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("sealing", [Plain(), Seal(KEY)], ids=["plain", "sealed"])
+def test_another_store_fetches_by_ids_what_one_has_put(opened: Open, sealing: Sealing) -> None:
+    content = put(opened(sealing))
+    other = opened(sealing)
+    assert tier_of(other).fetch(wanted()) == ""
+    assert in_store(other) == {node.key for node in NODES[:3]}
+    for node in NODES[:3]:
+        entry = other.pool.get(node.key)
+        assert entry is not None and entry.tier == "shared" and entry.block == node
+        assert entry.block.text == node.text
+        for name, array in content[node.key].items():
+            assert mx.array_equal(entry.arrays[name], array)
+    other.drain()
+    assert {node.key for node in NODES[:3]} <= other.index.keys()
+    assert counts(other)["written"] == 0
+
+
+def test_a_conversation_is_found_by_its_text(opened: Open) -> None:
+    put(opened(), checkpoints=[state(NODES[3])])
+    other = opened()
+    seen: list[Block] = []
+
+    def plan(found: Conversation) -> Plan:
+        seen.extend(found.chain)
+        return whole(found)
+
+    asked = wanted(ids=[9] * 2000, plan=plan)
+    assert tier_of(other).fetch(asked) == ""
+    assert seen == NODES and [one.text for one in seen] == [one.text for one in NODES]
+    assert in_store(other) == {node.key for node in NODES}
+    assert other.checkpoints([NODES[3].key]) == {NODES[3].key: [state(NODES[3])]}
+
+
+def test_a_model_that_needs_checkpoints_gets_whole_conversations(opened: Open) -> None:
+    put(opened(), checkpoints=[state(NODES[3])])
+    other = opened()
+    tier_of(other).fetch(wanted(any_prefix=False))
+    assert not in_store(other)
+    tier_of(other).fetch(wanted(any_prefix=False, plan=whole))
+    assert in_store(other) == {node.key for node in NODES}
+
+
+def test_another_layout_is_a_miss_that_says_so(opened: Open) -> None:
+    put(opened())
+    note = tier_of(opened()).fetch(wanted(root=Root("fingerprint", "8b64")))
+    assert "another KV precision (4b64)" in note
+
+
+def test_another_key_finds_and_reads_nothing(opened: Open, tmp_path: Path) -> None:
+    put(opened())
+    before = {path: path.read_bytes() for path in objects_in(tmp_path)}
+    assert all(node.key.hex() not in str(path) for path in before for node in NODES)
+    assert not any(b"safetensors" in data or b"root" in data for data in before.values())
+    other = opened(Seal(bytes(32)))
+    assert tier_of(other).fetch(wanted()) == "" and not in_store(other)
+    assert counts(other)["refused"] == 0
+
+
+def test_each_object_is_put_once(opened: Open) -> None:
+    first, second = opened(), opened()
+    put(first)
+    put(second)
+    assert counts(first)["written"] == 6  # four blocks, the chain, its layout
+    assert counts(second)["written"] == 1
+    put(first)
+    assert counts(first)["written"] == 7
+
+
+def test_two_writers_at_once(opened: Open) -> None:
+    stores = [opened(), opened()]
+    threads = [threading.Thread(target=put, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    third = opened()
+    tier_of(third).fetch(wanted())
+    assert in_store(third) == {node.key for node in NODES[:3]}
+    assert counts(third)["refused"] == 0
+
+
+def _cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def _flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def _huge_header(data: bytes) -> bytes:
+    return (1 << 62).to_bytes(8, "little") + data[8:]
+
+
+def _deep(data: bytes) -> bytes:
+    header = b"[" * 100_000
+    return len(header).to_bytes(8, "little") + header
+
+
+def _renamed(data: bytes) -> bytes:
+    return data.replace(b"0.k.scales", b"../../etc/")
+
+
+def _larger(data: bytes) -> bytes:
+    return data + bytes(9 << 20)
+
+
+HOSTILE = [
+    *((Seal(KEY), change) for change in (_cut, _flipped, _larger, lambda data: b"")),
+    *((Plain(), change) for change in (_cut, _flipped, _huge_header, _deep, _renamed, _larger)),
+]
+
+
+@pytest.mark.parametrize(("sealing", "change"), HOSTILE)
+def test_objects_that_were_changed_are_misses_and_replaced(
+    opened: Open, tmp_path: Path, sealing: Sealing, change: Callable[[bytes], bytes]
+) -> None:
+    put(opened(sealing))
+    for path in objects_in(tmp_path):
+        path.write_bytes(change(path.read_bytes()))
+    other = opened(sealing)
+    tier_of(other).fetch(wanted(plan=whole))
+    assert not in_store(other) and counts(other)["refused"] > 0
+    put(other)
+    third = opened(sealing)
+    tier_of(third).fetch(wanted())
+    assert NODES[0].key in third
+
+
+@pytest.mark.parametrize("sealing", [Plain(), Seal(KEY)], ids=["plain", "sealed"])
+def test_objects_under_anothers_name_are_misses(
+    opened: Open, tmp_path: Path, sealing: Sealing
+) -> None:
+    one = opened(sealing)
+    put(one)
+    names = [tmp_path / "bucket" / tier_of(one).objects.path(node.key) for node in NODES[:2]]
+    contents = [name.read_bytes() for name in names]
+    for name, content in zip(names, reversed(contents), strict=True):
+        name.write_bytes(content)
+    other = opened(sealing)
+    tier_of(other).fetch(wanted())
+    assert not in_store(other) and counts(other)["refused"] >= 1
+
+
+class Hampered:
+    """Objects that come slowly, through one line, or fail, perhaps when some have come."""
+
+    url = "test"
+
+    def __init__(self, folder: Path, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
+        self.objects = Objects(str(folder))
+        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
+        self.fails: Exception | None = None
+        self.fails_after = 0
+        self.puts_fail: Exception | None = None
+        self.n_asked = 0
+        self._line = threading.Lock()
+
+    def _wait(self, n_bytes: int) -> None:
+        self.n_asked += 1
+        if self.fails is not None and self.n_asked > self.fails_after:
+            raise self.fails
+        time.sleep(self.latency_s)
+        with self._line:
+            time.sleep(n_bytes / self.bytes_per_s)
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        content = self.objects.get(name, max_bytes)
+        self._wait(len(content))
+        return content
+
+    def age_s(self, name: str) -> float | None:
+        self._wait(0)
+        return self.objects.age_s(name)
+
+    def put(self, name: str, content: bytes) -> None:
+        if self.puts_fail is not None:
+            raise self.puts_fail
+        self._wait(len(content))
+        self.objects.put(name, content)
+
+    def list(self) -> Iterator[ListedObject]:
+        return self.objects.list()
+
+    def delete(self, names: Sequence[str]) -> None:
+        self.objects.delete(names)
+
+
+def test_a_slow_store_costs_little_and_is_left_alone(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(opened())
+    other = opened(objects=Hampered(tmp_path / "bucket", bytes_per_s=100e3))
+    started = time.monotonic()
+    notes = {tier_of(other).fetch(wanted(compute_s=lambda at, n: n / 1000)) for _ in range(5)}
+    assert time.monotonic() - started < 0.1 * 0.772 + 0.05
+    assert notes == {"the shared store is slower than computing"}
+    assert len(caplog.records) == 1
+
+
+def test_what_has_come_of_a_store_that_becomes_slow_is_used(opened: Open, tmp_path: Path) -> None:
+    put(opened())
+    slow = Hampered(tmp_path / "bucket")
+    other = opened(objects=slow)
+    get = slow.get
+
+    def get_first(name: str, max_bytes: int) -> bytes:
+        if name == tier_of(other).objects.path(NODES[2].key):
+            time.sleep(3)
+        return get(name, max_bytes)
+
+    slow.get = get_first  # type: ignore[method-assign]
+    started = time.monotonic()
+    tier_of(other).fetch(wanted(compute_s=lambda at, n: n / 1000))
+    assert in_store(other) == {node.key for node in NODES[:2]}
+    assert time.monotonic() - started < 1
+
+
+def quick(position: int, n_tokens: int) -> float:
+    """Return the seconds that a quick model takes."""
+    return n_tokens / 100_000
+
+
+def test_short_prompts_that_gain_nothing_do_not_keep_long_ones_away(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(opened())
+    other = opened(objects=Hampered(tmp_path / "bucket", latency_s=0.03))
+    notes = [tier_of(other).fetch(wanted(compute_s=quick)) for _ in range(2)]
+    assert set(notes) == {"the shared store is slower than computing"} and not in_store(other)
+    assert tier_of(other).fetch(wanted()) == "" and NODES[2].key in other
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("any_prefix", [True, False])
+@pytest.mark.parametrize("bytes_per_s", [50e6, 5e6, 1e6, 250e3])
+def test_a_fetch_never_takes_longer_than_computing(
+    opened: Open, tmp_path: Path, bytes_per_s: float, any_prefix: bool
+) -> None:
+    """A block comes in 1, 13, 67 or 268 ms and takes 102 to compute; what is lost is bounded."""
+    put(opened(), checkpoints=[state(NODES[3])])
+    other = opened(objects=Hampered(tmp_path / "bucket", bytes_per_s))
+    asked = wanted(
+        compute_s=lambda at, n: n / 2500, plan=whole, any_prefix=any_prefix, ids=range(5000)
+    )
+    started = time.monotonic()
+    tier_of(other).fetch(asked)
+    took_s, found = time.monotonic() - started, in_store(other)
+    saved_s = sum(node.n_tokens for node in NODES if node.key in found) / 2500
+    if bytes_per_s > 250e3:
+        assert found == {node.key for node in NODES}
+        assert any_prefix or other.checkpoints([NODES[3].key])
+    assert took_s < saved_s + 0.08 * 5000 / 2500 + 0.05
+
+
+@pytest.mark.parametrize("any_prefix", [True, False])
+def test_what_has_come_of_a_store_that_dies_is_used(
+    opened: Open, tmp_path: Path, any_prefix: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(opened(), checkpoints=[state(NODES[3])])
+    dying = Hampered(tmp_path / "bucket")
+    dying.fails, dying.fails_after = OSError("connection reset"), 3
+    other = opened(objects=dying)
+    note = tier_of(other).fetch(wanted(plan=whole, any_prefix=any_prefix))
+    assert "connection reset" in note and len(in_store(other)) <= 3
+    assert len(caplog.records) == 1
+    dying.fails = None
+
+
+def test_clocks_do_not_matter(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time
+    for skew_s in (-400 * 86400, 400 * 86400):
+        monkeypatch.setattr(time, "time", lambda skew_s=skew_s: now() + skew_s)
+        store = opened()
+        put(store)
+        other = opened()
+        assert tier_of(other).fetch(wanted()) == "" and NODES[2].key in other
+        assert counts(other)["refused"] == 0
+
+
+def test_a_dead_store_costs_one_line_and_comes_back(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(putting, "PROBE_S", 0.05)
+    put(opened())
+    dead = Hampered(tmp_path / "bucket")
+    other = opened(objects=dead)
+    dead.fails = OSError("connection refused")
+    for _ in range(3):
+        assert "connection refused" in tier_of(other).fetch(wanted())
+    assert len(caplog.records) == 1
+    save_turn(other, chain([1, 2]), "s", messages=MESSAGES)
+    assert not counts(other)["written"]
+    dead.fails = None
+    deadline_s = time.monotonic() + 10
+    while tier_of(other).stats()["failed_with"] or tier_of(other).stats()["waiting"]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    assert tier_of(other).fetch(wanted()) == "" and NODES[0].key in other
+    assert counts(other)["written"] == 2
+
+
+def test_a_store_that_cannot_be_written_is_read_all_the_same(opened: Open, tmp_path: Path) -> None:
+    put(opened())
+    full = Hampered(tmp_path / "bucket")
+    full.puts_fail = OSError("no space left")
+    other = opened(objects=full)
+    save_turn(other, chain([1, 2]), "s", messages=MESSAGES)
+    assert put_all(other)
+    assert tier_of(other).stats()["failed_with"] == "no space left"
+    assert tier_of(other).fetch(wanted()) == "" and NODES[0].key in other
+
+
+def test_what_waits_is_bounded(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(putting, "MAX_WAITING", 6)
+    full = Hampered(tmp_path / "bucket")
+    full.puts_fail = OSError("no space left")
+    store = opened(objects=full)
+    for n in range(4):
+        save_turn(store, chain([n, 2]), "s", messages=MESSAGES)
+    stats = tier_of(store).stats()
+    assert stats["waiting"] == 6 and stats["not_written"] == 2
+
+
+def test_parts_of_a_turn_are_not_shared(opened: Open) -> None:
+    store = opened()
+    save_turn(store, NODES[:1], "s", messages=MESSAGES)
+    assert put_all(store)
+    before = counts(store)["written"]
+    (part,) = chain([1, 2, 3])
+    store.commit(Commit(ROOT, (part,)), [(part, conftest.arrays_of(part))])
+    store.drain()
+    assert put_all(store) and counts(store)["written"] == before
+
+
+def test_a_store_that_cannot_be_listed_is_written_all_the_same(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unlisted(Hampered):
+        def list(self) -> Iterator[ListedObject]:
+            raise OSError("access denied")
+
+    store = opened(objects=Unlisted(tmp_path / "bucket"), max_bytes=1 << 10)
+    put(store)
+    assert counts(store)["written"] == 6 and len(caplog.records) == 1
+
+
+def test_a_conversation_is_what_was_packed() -> None:
+    packed = Conversation(tuple(NODES), (state(NODES[0]),), {b"digest": b"ids"}).packed()
+    found = Conversation.unpacked(packed, ROOT)
+    assert found.chain == tuple(NODES) and found.checkpoints == (state(NODES[0]),)
+    assert found.replies == {b"digest": b"ids"}
+    assert all(isinstance(one, Checkpoint) for one in found.checkpoints)
+
+
+def reply_of(store: BlockStore, n: int) -> None:
+    """Remember a reply of the conversation."""
+    store.commit(Commit(ROOT, (), replies={b"%d" % n: b"ids"}, messages=MESSAGES), [])
+    store.drain()
+    assert put_all(store)
+
+
+def test_replies_of_all_servers_come_with_the_conversation(opened: Open) -> None:
+    first, second, third = opened(), opened(), opened()
+    reply_of(first, 1)
+    put(first)
+    reply_of(second, 2)
+    learned: list[set[bytes]] = []
+
+    def learn(replies: Mapping[bytes, bytes]) -> Wanted:
+        learned.append(set(replies))
+        return wanted()
+
+    tier_of(third).fetch(wanted(learn=learn))
+    assert learned == [{b"1", b"2"}] and NODES[2].key in third
+
+
+def test_what_is_used_is_put_again_before_it_is_pruned(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(opened())
+    for n, path in enumerate(objects_in(tmp_path)):
+        then_s = time.time() - (10 + n) * 86400
+        os.utime(path, (then_s, then_s))
+    other = opened()
+    put(other)
+    assert counts(other)["written"] == 6
+    assert not surplus(Objects(str(tmp_path / "bucket")).list(), 86400, None)
+    for path in objects_in(tmp_path):
+        path.unlink()
+    put(other)
+    assert counts(other)["written"] == 7  # it believes that they are there
+    monkeypatch.setattr(sealed_objects, "ASK_AGAIN_S", 0.0)
+    put(other)
+    assert counts(other)["written"] == 13
+
+
+def test_the_size_of_all_servers_is_kept(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(putting, "PRUNE_S", 0.0)
+    most = 300 << 10
+    stores = [opened(max_bytes=most) for _ in range(2)]
+    for n in range(8):
+        put(stores[n % 2], chain([n] * 256))
+    put(stores[0], chain([9]))
+    sizes = [path.stat().st_size for path in objects_in(tmp_path)]
+    assert most - (80 << 10) < sum(sizes) <= most + (80 << 10)
+    newest, oldest = (tier_of(stores[0]).objects.path(chain([n] * 256)[0].key) for n in (7, 0))
+    assert (tmp_path / "bucket" / newest).exists()
+    assert not (tmp_path / "bucket" / oldest).exists()
+
+
+HOSTILE_CONVERSATIONS = [
+    {},
+    [],
+    {"format": 2},
+    {"format": 1, "blocks": 5, "checkpoints": [], "replies": []},
+    {"format": 1, "blocks": [["00" * 1024, "\ud800", ""]], "checkpoints": [], "replies": []},
+    {"format": 1, "blocks": [["0", "", ""]], "checkpoints": [], "replies": []},
+    {"format": 1, "blocks": [["000000", "", ""]], "checkpoints": [[0, 5, 5]], "replies": []},
+    {"format": 1, "blocks": [], "checkpoints": [[0, "state", 0]], "replies": []},
+    {"format": 1, "blocks": [["", "", ""]], "checkpoints": [[0, "x", 1 << 40]], "replies": []},
+    {"format": 1, "blocks": [["", "", ""]] * 3, "checkpoints": [], "replies": [["x", "y"]]},
+    {"format": 1, "blocks": [["", "", ""]] * 3, "checkpoints": [], "replies": [[1, 2, 3]]},
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE_CONVERSATIONS)
+def test_hostile_conversations_are_misses(opened: Open, tmp_path: Path, content: Any) -> None:
+    put(opened(Plain()))
+    other = opened(Plain())
+    key = conversation_key(ROOT, opening_of(MESSAGES))
+    path = tmp_path / "bucket" / tier_of(other).objects.path(key)
+    path.write_bytes(zlib.compress(json.dumps(content).encode()))
+    tier_of(other).fetch(wanted(plan=whole))
+    assert in_store(other) <= {node.key for node in NODES}
+    put(other)
+    assert Conversation.unpacked(path.read_bytes(), ROOT).chain == tuple(NODES)
+
+
+def test_options_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Objects("nothing://bucket")
+    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install 'mlx-lm-kvpersist\[shared\]'"):
+        Objects(str(tmp_path))
