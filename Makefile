@@ -108,7 +108,7 @@ test: lint
 	$(BIN)/python -m tests.support.real_tokenizers
 	$(SAY) "Chromium, for the tests of the page"
 	$(BIN)/python -m tests.support.chromium
-	$(SAY) "default tests, $(WORKERS) at a time; about 9 minutes on 2 cores"
+	$(SAY) "default tests, $(WORKERS) at a time; about 10 minutes on 2 cores"
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.installed-dev

@@ -203,13 +203,13 @@ SHARED_SHAPES = ("Llama 3.2 1B", "Llama 3.1 8B", "Qwen3 30B-A3B, Coder 30B-A3B",
 
 
 def break_even() -> str:
-    """Return the MB a second from which fetching a prompt is quicker than computing it."""
+    """Return the MiB a second from which fetching a prompt is quicker than computing it."""
     rows = [
         f"| model | a token | {' | '.join(f'{pace:,} tokens/s' for pace in PACES)} |",
         f"|{' --- |' * (2 + len(PACES))}",
     ]
     for name in SHARED_SHAPES:
         n_bytes = spec_of(name).bytes_per_token
-        rates = [f"{n_bytes * pace / 1e6:.0f} MB/s" for pace in PACES]
+        rates = [f"{n_bytes * pace / (1 << 20):.0f} MiB/s" for pace in PACES]
         rows.append(f"| {' | '.join([name, show_bytes(n_bytes), *rates])} |")
     return "\n".join(rows)
