@@ -134,7 +134,9 @@ def shared() -> str:
     run = load(SHARED)
     rows = []
     for row in run["rows"]:
-        place = row["store"] + (f", {row['MB/s'] * 1e6 / (1 << 20):.2g} MiB/s" if row["MB/s"] else "")
+        place = row["store"] + (
+            f", {row['MB/s'] * 1e6 / (1 << 20):.2g} MiB/s" if row["MB/s"] else ""
+        )
         cells = [f"{row[what]:.2f}" for what in ("computed s", "shared s", "at most")]
         cpu, reused = row["shared CPU s"] / row["computed CPU s"], row["reused"]
         rows.append(f"| {' | '.join([place, *cells, f'{cpu:.2f}', f'{reused:,}'])} |")
