@@ -14,6 +14,7 @@ from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.live import attention, packed
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.rows import ArrayRows, RowsKV
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.request import saver
@@ -37,12 +38,12 @@ def patched() -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_it_passes_in_every_precision(precision: str) -> None:
-    check_round_trip(PRECISIONS[precision])
+    assert check_round_trip(PRECISIONS[precision])
 
 
 @pytest.mark.parametrize("strategy", attention.STRATEGIES)
 def test_it_passes_with_every_strategy(strategy: attention.Strategy) -> None:
-    check_round_trip(attention=strategy)
+    assert check_round_trip(attention=strategy)
 
 
 # --- faults: the check above can fail
@@ -187,3 +188,15 @@ def test_the_startup_check_notices(
     (OWN if precision == "16" else QUANTIZED)[name](monkeypatch)
     with pytest.raises(SelfTestFailed):
         check_round_trip(PRECISIONS[precision])
+
+
+@pytest.mark.parametrize("precision", ["4", "16"])
+def test_prompts_stay_apart_where_joining_them_is_wrong(
+    precision: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if precision == "16":
+        after(ArrayRows, "make_mask", no_mask)(monkeypatch)
+    else:
+        after(RowsKV, "attend", head_swapped)(monkeypatch)
+    assert check_round_trip(PRECISIONS[precision]) is False
+    assert "prompts are computed one by one on this device: the logits" in caplog.text

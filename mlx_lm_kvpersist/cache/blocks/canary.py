@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import ModelNotSupported
+from ...ranks import ranks
 from ..geometry.kinds import Fields, kind_of, slots_of
 from ..geometry.spec import LayerGroup, ModelCacheSpec
 from ..live import packed as pk
@@ -132,7 +133,7 @@ def warming_up(model: Any, spec: ModelCacheSpec) -> Steps[None]:
         difference = canary_difference(model, spec, restored, _IDS)
     except Exception as error:
         raise ModelNotSupported(f"its caches cannot be cut and joined: {error!r}") from error
-    if not difference <= CANARY_TOLERANCE:
+    if not ranks().agree(difference <= CANARY_TOLERANCE, "whether a restore is right"):
         raise ModelNotSupported(
             f"its keys and values after a restore differ by {difference:.0%}: "
             "it keeps state outside its caches"
