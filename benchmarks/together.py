@@ -4,7 +4,7 @@
 
 turns    eight conversations of 1,024 tokens that every side has in memory each go a turn further
 agents   six agents with one new system prompt of 2,048 tokens; before it one with another, alone
-mixed    eight new prompts of 32 to 1,536 tokens
+mixed    eight new prompts of 48 to 1,536 tokens
 beside   a short prompt while one of `--long` tokens is computed; before it another short one, alone
 
 CPU seconds are those of a side's whole process, from the first request to the last reply's end:
@@ -33,7 +33,7 @@ SIDES = ("ours-16", "ours-default", "stock")
 N_TURNS, CONTEXT, NEW = 8, 1024, (40, 68)
 """Conversations, the tokens that each has, and how many a turn adds: the fewest and the most."""
 N_AGENTS, SYSTEM = 6, 2048
-MIXED = (32, 1536, 64, 1024, 128, 512, 256, 384)
+MIXED = (48, 1536, 64, 1024, 128, 512, 256, 384)
 MAX_TOKENS = 20
 LONG = 32768
 _ALONE_S = 0.5
