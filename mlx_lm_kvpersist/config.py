@@ -313,12 +313,13 @@ def from_args(args: Namespace) -> Config:
     The stock server's own `--kv-bits` and `--kv-group-size` choose the precision, too. Stock's own
     quantizing turns batching off, so it is switched off for models that the plugin keeps.
     """
-    import mlx.core as mx
+    from .ranks import ranks
 
-    if mx.distributed.init().size() > 1:
+    together = ranks()
+    if together.are_several and args.kvpersist_shared is not None:
         raise ConfigError(
-            "distributed serving (mlx.launch) is not supported: every rank would have to find the "
-            "same blocks; leave out --plugin kvpersist, or serve from one process"
+            "--kvpersist-shared keeps whole models' conversations, and each process of mlx.launch "
+            "has a part of one; leave it out, or serve from one process"
         )
     precision, stock_kv_bits = precision_of(args), getattr(args, "kv_bits", None)
     args.kv_bits = None
@@ -339,6 +340,8 @@ def from_args(args: Namespace) -> Config:
             "--kvpersist-served-name NAME is a name of --model; give both, or neither"
         )
     folder = args.kvpersist_dir or default_folder()
+    if together.are_several:
+        folder /= f"rank-{together.rank}-of-{together.size}"
     ram, memory = args.kvpersist_ram, args.kvpersist_memory
     if memory is not None and memory < LEAST_BYTES:
         asked, least = show_bytes(memory), show_bytes(LEAST_BYTES)
@@ -368,7 +371,7 @@ def from_args(args: Namespace) -> Config:
         precision=precision,
         stock_kv_bits=stock_kv_bits,
         attention=args.kvpersist_attention,
-        guesses=args.kvpersist_draft == "auto",
+        guesses=args.kvpersist_draft == "auto" and not together.are_several,
         max_stall_s=stall_ms / 1e3,
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
         wired=args.kvpersist_wired,

@@ -28,7 +28,7 @@ from .cache.geometry.precision import PrecisionChoice
 from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
 from .cache.measuring.guard import Verdict
-from .cache.steps import Steps
+from .cache.steps import Steps, completed
 from .errors import KVPersistError, ModelNotSupported, RequestRefused
 from .host import manager
 from .host.answers import (
@@ -42,6 +42,7 @@ from .host.answers import (
 from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
+from .ranks import ranks
 from .request.guard import Guard
 from .request.idle import IdleWork
 from .request.loading import Asked, Preparation, places
@@ -149,7 +150,7 @@ class KVPersistPlugin:
         store.reader.release_prefetched()
         provider.cli_args.kv_bits = None
         n_weights = weights_bytes(provider.model, getattr(provider, "draft_model", None))
-        n_bytes = total_bytes(asked.memory_bytes, n_weights)
+        n_bytes = ranks().least(total_bytes(asked.memory_bytes, n_weights), "the memory")
         chunk_bytes = min(asked.max_prefill_bytes, n_bytes // CHUNK_SHARE)
         options = asked.precision, asked.attention, chunk_bytes, asked.store_text
         try:
@@ -166,8 +167,13 @@ class KVPersistPlugin:
         )
         logger.info("kvpersist: %s", memory)
         fit, step_s = partial(self._fit, provider, preparation), asked.max_stall_s / 2
+        steps = self._prepare(provider, serving, preparation)
+        if ranks().are_several:  # else each would have come to another step when a request comes
+            completed(steps)
+            if self._serving is None:
+                return None
         self._work = IdleWork(
-            self._prepare(provider, serving, preparation),
+            steps,
             Guard(serving, asked.precision, fit, step_s).steps(),
             step_s,
         )
@@ -214,7 +220,7 @@ class KVPersistPlugin:
             if (bits := self._config.stock_kv_bits) is not None:
                 logger.info("kvpersist: --kv-bits %d holds there, one request at a time", bits)
 
-    def _prove(self, choice: PrecisionChoice) -> Steps[None]:
+    def _prove(self, choice: PrecisionChoice) -> Steps[bool]:
         from .round_trip import checking  # seldom needed
 
         return checking(choice, self._config.attention)

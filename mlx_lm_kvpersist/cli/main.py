@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import json
 import sqlite3
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from ..units import parse_days, parse_size
 
 PROG = "mlx-lm-kvpersist"
 _STORE = ("dir", "encrypt")
+_OF_RANKS = ("sessions", "store", "why")
+"""The commands that are run for the stores of all ranks."""
 _BUDGETS = (*_STORE, "disk", "min-free", "model-share", "evict")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = args.run.partition(":")
     try:
         run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
-        status: int = run(args)
+        status: int = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
     except KVPersistError as error:
         message = str(error)
     except PermissionError as error:
@@ -54,6 +58,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     print(f"{PROG} {args.command}: {message}", file=sys.stderr)
     return 1
+
+
+def _of_each_rank(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command for the store that the options name, or for each of those of several ranks.
+
+    What one of them does not have is an error where no other has it. JSON is an object by folder.
+    """
+    from .opening import folders_of
+
+    folders = folders_of(args)
+    if args.command == "why":
+        folders = folders[:1]  # clients ask rank 0
+    if len(folders) == 1:
+        return run(argparse.Namespace(**{**vars(args), "kvpersist_dir": folders[0]}))
+    if "file" in args:
+        names = ", ".join(map(str, folders))
+        raise KVPersistError(f"a file is of one store; name it with --kvpersist-dir: {names}")
+    statuses: list[int] = []
+    found: dict[str, Any] = {}
+    errors: dict[Path, KVPersistError] = {}
+    for folder in folders:
+        printed = io.StringIO()
+        try:
+            with redirect_stdout(printed if args.json else sys.stdout):
+                if not args.json:
+                    print(f"{folder.name}:")
+                statuses.append(run(argparse.Namespace(**{**vars(args), "kvpersist_dir": folder})))
+        except KVPersistError as error:
+            errors[folder] = error
+        else:
+            if args.json:
+                found[folder.name] = json.loads(printed.getvalue() or "null")
+    if not statuses:
+        raise next(iter(errors.values()))
+    if args.json:
+        print(json.dumps(found, indent=2))
+    for folder, missed in errors.items():
+        print(f"{PROG} {args.command}: {folder.name}: {missed}", file=sys.stderr)
+    return max(statuses)
 
 
 def run_server(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..config import default_folder, sealing_of
 from ..errors import StoreError
 from ..store.disk import DiskStore
-from ..store.folder import check_store
+from ..store.folder import RANK_FOLDER, check_store
 from ..store.index import Index
 from ..store.index_schema import is_damage
 from ..store.records import StoreLimits
@@ -23,6 +23,16 @@ from ..store.seal import Sealing
 def folder_of(args: argparse.Namespace) -> Path:
     """Return the folder that the options name. It need not exist."""
     return args.kvpersist_dir or default_folder()
+
+
+def folders_of(args: argparse.Namespace) -> list[Path]:
+    """Return the folder that the options name, or those in it that several ranks have made."""
+    if "kvpersist_dir" not in args:
+        return [Path()]  # of a command without a store
+    folder = folder_of(args)
+    of_ranks = sorted(path for path in folder.glob("rank-*") if RANK_FOLDER.fullmatch(path.name))
+    has_own = not of_ranks or (folder / "index.sqlite").exists()
+    return [*([folder] if has_own else []), *of_ranks]
 
 
 def existing(args: argparse.Namespace) -> tuple[Path, Sealing]:

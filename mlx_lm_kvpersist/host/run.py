@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from .._startup import report, stop
 from ..errors import ConfigError
+from ..ranks import alone, ranks
 from . import manager
 
 GRACE_S = 30.0
@@ -106,10 +107,13 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
             log.setFormatter(PrintableFormatter(log.formatter or logging.Formatter()))
         with ending_cleanly(provider) as signals:
             try:
-                check_address(call["host"], call["port"])
+                if ranks().decides:  # the others do not listen
+                    check_address(call["host"], call["port"])
                 try:
                     manager.ask("configure", args=provider.cli_args)
-                    manager.ask("self_test")
+                    with alone():
+                        manager.ask("self_test")
+                    ranks().watch()
                 except Exception as reason:
                     stop(reason)
                 stock(*args, **kwargs)

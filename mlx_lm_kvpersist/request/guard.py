@@ -22,6 +22,7 @@ from ..cache.measuring.guard import (
     put_verdict,
 )
 from ..cache.steps import Steps
+from ..ranks import end, ranks
 from .model import LoadedModel
 from .serving import Serving
 
@@ -60,13 +61,17 @@ class Guard:
             # It may lack memory. Nothing is persisted, so the next start tries again.
             what = "kvpersist: the precision of %s could not be checked: %r"
             logger.warning(what, model.name, error)
+            if ranks().are_several and not isinstance(error, ValueError):  # which all have
+                end("the guard failed on one rank")
         mx.clear_cache()
 
     def _run(self) -> Steps[None]:
         serving, loaded = self._serving, self._serving.model
         state = serving.store.view.state
         # Another server of this folder may have been quicker.
-        verdict = known_verdict(state, loaded.fingerprint, self._default)
+        verdict = ranks().first(
+            lambda: known_verdict(state, loaded.fingerprint, self._default), "what the guard found"
+        )
         if verdict is None:
             verdict = yield from self._judged(loaded)
         model = replace(loaded, verdict=verdict)
@@ -93,13 +98,13 @@ class Guard:
         memory, n_bytes = self._serving.memory, judging_bytes(loaded.tokenizer, loaded.spec)
         its = loaded.model, loaded.tokenizer, loaded.spec, self._default, self._step_s
         while True:
-            while memory.lacks(n_bytes):
+            while ranks().first(lambda: memory.lacks(n_bytes), "whether the guard has memory"):
                 yield
             with memory.holding(n_bytes), closing(judge(*its)) as steps:
-                while not memory.lacks():
+                while not ranks().first(memory.lacks, "whether the guard goes on"):
                     try:
                         next(steps)
                     except StopIteration as end:
                         verdict: Verdict = end.value
-                        return verdict
+                        return ranks().told(verdict, "the guard's verdict")
                     yield

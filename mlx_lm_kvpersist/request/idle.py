@@ -8,6 +8,7 @@ import time
 import mlx.core as mx
 
 from ..cache.steps import Steps
+from ..ranks import ranks
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +39,16 @@ class IdleWork:
 
     def idle(self, seconds: float) -> None:
         """Do some steps. Nothing was served for `seconds`."""
-        until_s = time.monotonic() + self._step_s
-        while self._steps is not None and seconds >= self._quiet_s:
+        left_s, until_s = 1.0, time.monotonic() + self._step_s
+        while self._steps is not None and left_s > 0 and seconds >= self._quiet_s:
             self._step()
-            if time.monotonic() >= until_s:
-                return
+            left_s = ranks().told(until_s - time.monotonic(), "an idle step")
 
     def busy(self) -> None:
         """Do a step between two steps of the replies, or between two requests, if it is time."""
-        if self._steps is None or time.monotonic() < self._next_s:
+        if self._steps is None or not ranks().first(
+            lambda: time.monotonic() >= self._next_s, "a busy step"
+        ):
             return
         mx.synchronize()  # a step of the replies may still run, and is no part of what is measured
         began_s = time.monotonic()

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Literal
+from zlib import crc32
 
 import mlx.core as mx
 
@@ -44,6 +45,7 @@ from ..cache.measuring.prefill_memory import PrefillMemory, measuring_prefill
 from ..cache.steps import Result, Steps, completed
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
+from ..ranks import Ranks, alone, ranks
 from ..store.block_store import BlockStore
 from ..units import show_bytes
 from .model import LoadedModel, Speed
@@ -92,7 +94,8 @@ class Preparation:
     `doing` says what is being found out; it is "" once `model` is ready, so that conversations may
     be stored and restored. A draft model is prepared as the model is, after it. `prove` returns
     steps that check, for a precision, that what is stored and restored gives the logits that it
-    should. They are done once for a combination of versions, device and options.
+    should, and whether prompts may be computed together. They are done once for a combination of
+    versions, device and options.
 
     Raises:
         ModelNotSupported: the model's conversations cannot be kept. The steps may raise it, too,
@@ -104,7 +107,7 @@ class Preparation:
         provider: Any,
         store: BlockStore,
         asked: Asked,
-        prove: Callable[[PrecisionChoice], Steps[None]],
+        prove: Callable[[PrecisionChoice], Steps[bool]],
     ) -> None:
         model_path, adapter_path, draft_path = provider.model_key
         self._store, self._asked, self._prove = store, asked, prove
@@ -117,13 +120,21 @@ class Preparation:
         self.doing, self._stage, self._told_s = "", -1, -inf
         self._model = weakref.proxy(provider.model)
         self._fingerprint = self._files.fingerprint or ""
+        together = ranks()
+        self._computed: Any = self._model
+        """The model where something is computed, not only its shapes."""
+        if together.are_several:
+            self._computed = _OneCallAtATime(self._model)
+            self._fingerprint = self._of_rank(provider, together)
         verdict, choice = self._choice()
         spec, known = self._known(choice)
         end_on_grid(self._model)
+        _check_equal_layers(spec, together)
         speed = Speed(PrefillMemory.of(spec, asked.max_prefill_bytes))
         about = provider.tokenizer, spec, self._fingerprint, text, str(model_path)
-        self.model = LoadedModel(self._model, *about, speed, verdict)
-        self._is_known = known is not None
+        self.model = LoadedModel(self._computed, *about, speed, verdict)
+        self._is_known = together.agree(known is not None, "whether the model is known")
+        known = known if self._is_known else None
         if known is not None:
             self.model = self._fitted(spec, known, verdict)
         else:
@@ -134,7 +145,7 @@ class Preparation:
             self.doing = self.doing or self._draft.doing
 
     def _of_draft(
-        self, provider: Any, path: str, prove: Callable[[PrecisionChoice], Steps[None]]
+        self, provider: Any, path: str, prove: Callable[[PrecisionChoice], Steps[bool]]
     ) -> Preparation:
         """Return what is known of the draft model. It reads the ids of the other's tokenizer.
 
@@ -159,12 +170,26 @@ class Preparation:
             )
         return draft
 
+    def _of_rank(self, provider: Any, together: Ranks) -> str:
+        """Return the fingerprint of the model's files, and of the part of it that a rank computes.
+
+        Raises ModelNotSupported where another rank has other files.
+        """
+        while not (fingerprint := self._files.fingerprint):
+            self._files.read()
+        numbers = together.all_of(crc32(fingerprint.encode()), "the model's files")
+        if len(set(numbers)) > 1:
+            raise ModelNotSupported("the ranks have different files of the model")
+        return f"{fingerprint} {part_of_model(provider, together)}"
+
     def _choice(self) -> tuple[Verdict | None, PrecisionChoice]:
         """Return what the guard found, and the model's precision, as far as they are known."""
         choice = self._asked.choice
         if not (self._fingerprint and is_guarded(choice)):
             return None, choice
-        verdict = known_verdict(self._state, self._fingerprint, choice)
+        verdict = ranks().first(
+            lambda: known_verdict(self._state, self._fingerprint, choice), "what the guard found"
+        )
         return verdict, verdict.choice(choice) if verdict else choice
 
     def steps(self) -> Steps[None]:
@@ -186,7 +211,7 @@ class Preparation:
         if _has_kernels():
             logger.info("kvpersist: %s: the device's kernels are loaded", self.model.name)
             yield
-            yield from warming_up(self._model, self.model.spec)
+            yield from warming_up(self._computed, self.model.spec)
 
     def _found(self) -> Steps[None]:
         while not self._fingerprint:
@@ -206,19 +231,25 @@ class Preparation:
 
         `say` is called with the stage that begins.
         """
-        if not self._is_proven(choice):
+        if not ranks().agree(self._is_proven(choice), "whether the round trip was checked"):
             say(1)
             yield
-            yield from self._prove(choice)
-            self._state.put(self._key(_ROUND_TRIP_KEY, choice), True)
+            if ranks().are_several:
+                joins = self._proven_together(choice)
+            else:
+                joins = yield from self._prove(choice)
+            self._state.put(self._key(_ROUND_TRIP_KEY, choice), joins)
         yield
         with own_caches(self._model):
             spec, measured = self._known(choice)  # another server of this store may be quicker
+        if not ranks().agree(measured is not None, "whether the model was measured"):
+            measured = None
         if measured is None:
-            spec = yield from self._tried(choice, say)
+            joins = self._state.get(self._key(_ROUND_TRIP_KEY, choice))
+            spec = yield from self._tried(choice, say, joins=joins)
             say(5)
             yield
-            measured = yield from measuring_prefill(self._model, spec)
+            measured = yield from measuring_prefill(self._computed, spec)
             found = {
                 "spec": spec.describe(),
                 "plans": {name: plan.describe() for name, plan in spec.plans.items()},
@@ -227,11 +258,33 @@ class Preparation:
             self._state.put(self._key(_MODEL_KEY, choice, self._fingerprint), found)
         return self._fitted(spec, measured, verdict)
 
-    def _tried(self, choice: PrecisionChoice, say: Callable[[int], None]) -> Steps[ModelCacheSpec]:
-        """Find how the model's caches are made, batched and read, and that they can be restored."""
-        model = self._model
+    def _proven_together(self, choice: PrecisionChoice) -> bool:
+        """Do the round trip on every rank. Raises ModelNotSupported where it fails on any."""
+        joins, why = False, ""
+        try:
+            with alone():
+                joins = completed(self._prove(choice))
+        except Exception as error:
+            why = str(error)
+        if not ranks().agree(not why, "the round trip"):
+            raise ModelNotSupported(f"the round trip of a tiny model fails on a rank: {why}")
+        return joins
+
+    def _tried(
+        self, choice: PrecisionChoice, say: Callable[[int], None], *, joins: bool
+    ) -> Steps[ModelCacheSpec]:
+        """Find how the model's caches are made, batched and read, and that they can be restored.
+
+        Without `joins` its prompts are computed one by one.
+        """
+        model = self._computed
         say(2)
         spec = yield from _with_own_caches(model, probing(model, choice, evaluate=True))
+        # A batch that is right on one rank alone is wrong.
+        batches = ranks().agree(spec.batches, "whether replies are computed in batches")
+        joins = ranks().agree(spec.joins and joins, "whether prompts are")
+        spec = replace(spec, batches=batches, joins=joins)
+        _check_equal_layers(spec, ranks())
         say(3)
         yield
         spec = yield from planning(model, spec, self._asked.attention)
@@ -245,7 +298,7 @@ class Preparation:
         return f"{kind}{fingerprint} {choice!r} {self._asked.attention} {versions}"
 
     def _is_proven(self, choice: PrecisionChoice) -> bool:
-        return self._state.get(self._key(_ROUND_TRIP_KEY, choice)) is True
+        return self._state.get(self._key(_ROUND_TRIP_KEY, choice)) is not None
 
     def _known(self, choice: PrecisionChoice) -> tuple[ModelCacheSpec, _Measured | None]:
         """Return a model's spec, and what its chunks take if all of it was found out before.
@@ -302,6 +355,53 @@ class Preparation:
                     group.why,
                 )
         return replace(model, spec=spec, fingerprint=self._fingerprint, verdict=verdict)
+
+
+class _OneCallAtATime:
+    """A model that several ranks compute; its calls are evaluated one by one.
+
+    Where two are evaluated together, ranks may compute parts of them in another order.
+    """
+
+    __slots__ = ("_model",)
+
+    def __init__(self, model: Any) -> None:
+        object.__setattr__(self, "_model", model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        logits = self._model(*args, **kwargs)
+        mx.eval(logits)
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        return vars(self._model)
+
+
+def _check_equal_layers(spec: ModelCacheSpec, together: Ranks) -> None:
+    """Raise ModelNotSupported where ranks have caches of other kinds.
+
+    They could go on from other places, and would be tried in other ways.
+    """
+    kinds = [(group.kind.name, group.precision is not None) for group in spec.groups]
+    if len(set(together.all_of(crc32(repr(kinds).encode()), "the kinds of layers"))) > 1:
+        raise ModelNotSupported(
+            "the ranks have layers of different kinds; divide the model evenly, or by tensors"
+        )
+
+
+def part_of_model(provider: Any, together: Ranks) -> str:
+    """Return which part of a model a rank computes, in words that no other part has."""
+    kind = "pipeline" if provider.cli_args.pipeline else "tensor"
+    inner = getattr(provider.model, "model", provider.model)
+    layers = getattr(inner, "start_idx", None), getattr(inner, "end_idx", None)
+    return f"{kind} {together.rank} of {together.size}, layers {layers[0]}-{layers[1]}"
 
 
 def _has_kernels() -> bool:

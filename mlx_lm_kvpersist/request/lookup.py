@@ -8,6 +8,7 @@ caches allow it: their last tokens are run again on top of the restored prefix.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,14 +20,18 @@ from ..cache.blocks.canary import CANARY_TOLERANCE, canary_difference
 from ..cache.blocks.cut_join import Joiner, Piece
 from ..cache.geometry.spec import arrays_fit, forms_bytes
 from ..cache.live.packed import headroom
+from ..cache.steps import Steps, completed
 from ..errors import ClientGone
 from ..host.answers import Prompt
 from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
+from ..ranks import ranks
 from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.tier import RAM
 from .model import LoadedModel
 from .outcome import COLD, Kind, Outcome, Reason, divergence_at, why_not_stored
 from .saver import RestorePoint
+
+logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 16
 """Fewer are computed in less time than it takes to make caches of them, on any device."""
@@ -39,6 +44,9 @@ MIN_STEPWISE_BYTES = 64 << 20
 
 _LOOK_S = 0.1
 """How often a restore looks whether its client is still there."""
+
+_NOT_READ, _FROM_RAM, _FROM_BELOW = range(3)
+"""What a rank says of the blocks of a restore."""
 
 _MAX_MATCHED = 3
 """Blocks can disappear between find and restore: a turn that is being saved replaces the end of the
@@ -92,6 +100,10 @@ class Lookup:
 
     The prompt is matched when the lookup is made, and again only if blocks came or went since.
     `prompt` has replies as the ids that the model produced.
+
+    Several ranks restore together: rank 0 matches the prompt, and says how many tokens are worth
+    it. The others look for that prompt's ids and for at most so many tokens, `n_worth`. What all of
+    them have is restored.
     """
 
     def __init__(
@@ -102,11 +114,14 @@ class Lookup:
         model: LoadedModel,
         *,
         canary: bool = True,
+        n_worth: int | None = None,
     ) -> None:
         self.prompt, self.model, self.root = prompt, model, root
-        self._store, self._canary = store, canary
+        self._store, self._canary, self._n_worth = store, canary, n_worth
+        self._others_have_less = False
         # Without the text of every id the prompt is matched by ids.
-        self._text = model.text.known_text(prompt.ids) if model.text else None
+        tokens = model.text if n_worth is None else None
+        self._text = tokens.known_text(prompt.ids) if tokens else None
         self._prefetch: Prefetch | None = None
         self._held: list[KVBlock] = []
         self._steps: Generator[None, None, Reuse] | None = None
@@ -114,8 +129,14 @@ class Lookup:
         self._closed = False
         self._spent_s = 0.0
         self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
-        self.found = self._find()
+        self.found = Found(prompt, NO_MATCH)
         """What `restore` will use, as far as nothing is stored or lost meanwhile."""
+        try:
+            self.found = self._find()
+        except Exception:
+            if n_worth is None:
+                raise
+            logger.exception("kvpersist: what is stored could not be looked up")
 
     def _find(self) -> Found:
         """Match the prompt with what is stored, and put the stored ids in front of it."""
@@ -143,16 +164,24 @@ class Lookup:
         n_most = len(prompt.ids) - 1  # the last token must run, to give logits
         n_tokens, refusal = min(match.n_tokens, n_most), None
         diverges = match.n_tokens < n_most and not match.at_end
-        if diverges:
+        if self._n_worth is not None:
+            n_tokens = min(n_tokens, self._n_worth)
+        elif diverges:
             n_tokens, refusal = tokens_to_reuse(match, n_tokens, store, self.model)
         return Found(prompt, match, diverges, n_tokens, refusal)
 
-    def _point(self, lost: Collection[bytes] = ()) -> RestorePoint | None:
+    def agreed(self) -> tuple[Prompt, int]:
+        """Return the prompt that is fed, and how many of its tokens are worth restoring."""
+        if self._store.n_changes != self._n_changes:
+            self.found = self._find()
+        return replace(self.found.prompt, messages=()), self.found.n_tokens
+
+    def _point(self, lost: Collection[bytes] = (), most: int | None = None) -> RestorePoint | None:
         """Return what to restore; a model cannot go on from inside an image.
 
-        Whatever has its key in `lost` counts as missing.
+        Whatever has its key in `lost` counts as missing, and all after the first `most` tokens.
         """
-        found, n_tokens = self.found, self.found.n_tokens
+        found, n_tokens = self.found, self.found.n_tokens if most is None else most
         while True:
             point = self.model.saver.find(found.match.path, n_tokens, self._store, lost)
             if point is None:
@@ -160,6 +189,23 @@ class Lookup:
             n_tokens = before_image(found.prompt.ids, point.n_tokens)
             if n_tokens == point.n_tokens:
                 return point
+
+    def _common_point(self, lost: Collection[bytes]) -> RestorePoint | None:
+        """Return what to restore of what all ranks have."""
+        most = None
+        while True:
+            try:
+                point = self._point(lost, most)
+            except Exception:
+                if not ranks().are_several:
+                    raise
+                logger.exception("kvpersist: what is stored could not be looked up")
+                point = None
+            n_tokens = ranks().all_of(point.n_tokens if point else 0, "how much is stored")
+            most = min(n_tokens)
+            if most == max(n_tokens):
+                return point
+            self._others_have_less |= point is not None and most < point.n_tokens
 
     def prefetch(self) -> bool:
         """Start to read from disk what `restore` will need; False if that would not take long.
@@ -179,7 +225,12 @@ class Lookup:
 
     def hold(self) -> int:
         """Keep what of it is in RAM there, until `let_go` or `close`; return the bytes of that."""
-        point = self._point()
+        try:
+            point = self._point()
+        except Exception:
+            if not ranks().are_several:
+                raise
+            point = None  # which is told when all restore
         if point is not None and not self._held:
             keys = [one.record.key for one in point.needed]
             self._held = self._store.pool.pin(keys, prefetch=True)
@@ -208,7 +259,10 @@ class Lookup:
 
     def advance(self, seconds: float) -> bool:
         """Restore for about so long, if all is prefetched; tell whether nothing is left to do."""
-        if self._reuse is None and (self._prefetch is None or self._prefetch.finished):
+        is_there = self._prefetch is None or self._prefetch.finished
+        if ranks().are_several:
+            return is_there  # all of them restore it together, when it enters
+        if self._reuse is None and is_there:
             self._run(seconds, in_steps=True)
         return self._reuse is not None
 
@@ -230,10 +284,16 @@ class Lookup:
         if self._prefetch is not None:
             self._prefetch.stop()  # blocks that it has not read yet are read faster from here
         try:
-            while (reuse := self._reuse) is None:
-                if self._closed or is_gone():
-                    raise ClientGone
-                self._run(_LOOK_S, in_steps=False)
+            if ranks().are_several:  # none of them stops by itself
+                started = perf_counter()
+                reuse = completed(self._restoring(in_steps=False))
+                self._spent_s = perf_counter() - started
+            else:
+                while (found := self._reuse) is None:
+                    if self._closed or is_gone():
+                        raise ClientGone
+                    self._run(_LOOK_S, in_steps=False)
+                reuse = found
         finally:
             self.close()
         reuse.outcome = replace(reuse.outcome, restore_ms=self._spent_s * 1e3)
@@ -261,12 +321,13 @@ class Lookup:
         lost: set[bytes] = set()
         restored: _Restored | None = None
         while restored is None:
-            if self._store.n_changes != self._n_changes and n_matched < _MAX_MATCHED:
+            is_changed = self._store.n_changes != self._n_changes
+            if is_changed and n_matched < _MAX_MATCHED and not ranks().are_several:
                 n_matched += 1
                 self.found = self._find()
             found = self.found
             n_wanted = max(n_wanted, found.n_tokens)
-            point = self._point(lost)
+            point = self._common_point(lost)
             if point is None:
                 restored = _Restored()
             else:
@@ -277,19 +338,50 @@ class Lookup:
 
     def _load(
         self, point: RestorePoint, lost: set[bytes], *, in_steps: bool
-    ) -> Generator[None, None, _Restored | None]:
+    ) -> Steps[_Restored | None]:
         """Load what a restore point needs into caches with room for the rest of the prompt.
 
-        Returns None when a block cannot be read, or the canary found that what was read is not this
-        model's, which then goes to quarantine. `lost` gets the keys of these blocks.
+        Returns None when a block cannot be read by one of the ranks, or the canary found that what
+        was read is not this model's, which then goes to quarantine. `lost` gets the keys of these
+        blocks.
 
         Yields after each block, and each buffer that is made. in_steps: whether replies go on
         between, so that no step may be long; otherwise what is in RAM anyway is joined at once,
         which takes less time in all.
         """
-        spec, store, needed = self.model.spec, self._store, point.needed
-        ids, path = self.found.prompt.ids, self.found.match.path
+        ids, store, together = self.found.prompt.ids, self._store, ranks()
         read: list[Record] = []
+        try:
+            restored = yield from self._joined(point, lost, read, in_steps=in_steps)
+        except Exception:
+            if not together.are_several:
+                raise
+            logger.exception("kvpersist: a rank could not restore")
+            lost.update(one.record.key for one in point.needed)
+            restored = None
+        found = _NOT_READ if restored is None else _FROM_BELOW if read else _FROM_RAM
+        of_all = together.all_of(found, "what is read")
+        if restored is None or _NOT_READ in of_all:
+            return None
+        if self._canary and _FROM_BELOW in of_all:
+            restored_ids, caches = ids[: point.n_tokens], restored.caches or ()
+            model = self.model
+            difference = canary_difference(model.model, model.spec, caches, restored_ids)
+            if not together.agree(difference <= CANARY_TOLERANCE, "the canary"):
+                for record in read:
+                    store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")
+                    lost.add(record.key)
+                return None
+        used = [block.key for block in self.found.match.path if block.start < point.n_tokens]
+        records = [one.record for one in point.needed if isinstance(one.record, Checkpoint)]
+        store.touch(used, records)
+        return restored
+
+    def _joined(
+        self, point: RestorePoint, lost: set[bytes], read: list[Record], *, in_steps: bool
+    ) -> Steps[_Restored | None]:
+        """Do `_load` without a check of what it gives; `read` gets what came from below RAM."""
+        spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
         n_bytes: Counter[str] = Counter()
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -300,7 +392,7 @@ class Lookup:
         coming = store.reader.load_all([one.record for one in needed], self.root)
         whole = not in_steps and all(store.pool.get(one.record.key) for one in needed)
         started = perf_counter()
-        room = headroom(len(ids) - point.n_tokens)
+        room = headroom(len(self.found.prompt.ids) - point.n_tokens)
         joiner = Joiner(spec, point.n_tokens, room, n_held, whole=whole)
         for _ in joiner.make_room() if in_steps else ():
             seconds[RAM] += perf_counter() - started
@@ -338,16 +430,6 @@ class Lookup:
         caches = joiner.finish()
         seconds[RAM] += perf_counter() - started
         yield
-        if self._canary and read:
-            restored_ids = ids[: point.n_tokens]
-            difference = canary_difference(self.model.model, spec, caches, restored_ids)
-            if not difference <= CANARY_TOLERANCE:
-                for record in read:
-                    store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")
-                    lost.add(record.key)
-                return None
-        used = [block.key for block in path if block.start < point.n_tokens]
-        store.touch(used, [one.record for one in needed if isinstance(one.record, Checkpoint)])
         for tier, n in n_bytes.items():
             self.model.speed.learn(tier, n, seconds[tier])
         slowest = [tier.name for tier in store.tiers if tier.name in n_bytes][-1]
@@ -370,7 +452,8 @@ class Lookup:
         if self._store.blocks_quarantined > self._n_quarantined:
             reason = Reason.DAMAGED
         elif n_reused // granule < before_image(ids, n_wanted // granule * granule) // granule:
-            reason = self.model.saver.missing
+            missing = self.model.saver.missing
+            reason = Reason.OTHER_RANK if self._others_have_less else missing
         elif found.diverges:
             reason, detail = why_not_stored(ids, self._text, found.match, self.root, self._store)
             if found.refusal and reason is Reason.DIVERGED:

@@ -22,6 +22,7 @@ from ..cache.steps import Steps
 from ..errors import ClientGone, RequestRefused
 from ..host.answers import PARKED, PREFILL, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
+from ..ranks import ranks
 from ..store.block_store import BlockStore
 from ..store.records import Leaf
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
@@ -83,6 +84,14 @@ class RequestState:
     """Whether the reply has ended, or was given up."""
     is_saved: Event | None = field(default=None, repr=False)
     """Set when a reply that has ended was handed to the store; None for a prompt not served."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other ranks are told."""
+        names = ("session", "namespace", "is_kept")
+        return {name: getattr(self, name) for name in names} | {"note": dict(self.note)}
+
+    def __setstate__(self, told: dict[str, Any]) -> None:
+        self.__init__(**told)  # type: ignore[misc]
 
     @staticmethod
     def of(request: Any) -> RequestState:
@@ -305,12 +314,27 @@ class ServedRequest(TakenRequest):
         serving, state = self._serving, self._state
         store, model = serving.store, serving.model
         state.root = root = serving.root_of(state)
+        if not ranks().decides:
+            return
         try:
             fed = retokenize(self._rendered, root, store, model)
             state.lookup = Lookup(fed, root, store, model)
             self.prompt = state.lookup.found.prompt
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
+
+    def _common(self, lookup: Lookup | None) -> Lookup | None:
+        """Return the lookup of what rank 0 has found, on each rank its own."""
+        if not (together := ranks()).are_several:
+            return lookup
+        found = together.first(
+            lambda: lookup.agreed() if lookup is not None else None, "what is restored"
+        )
+        if found is None or together.decides or (root := self._state.root) is None:
+            return lookup
+        prompt, n_worth = found
+        model = replace(self._serving.model, text=None)
+        return Lookup(prompt, root, self._serving.store, model, n_worth=n_worth)
 
     def _claimed(self) -> Claim:
         state, request = self._state, self._request
@@ -344,12 +368,17 @@ class ServedRequest(TakenRequest):
             if state.lookup is not None:
                 state.lookup.close()
             self._look_up()  # the model became known, or got another precision, while it waited
-        self._claim.lookup = state.lookup
+        lookup, state.lookup = self._common(state.lookup), None
+        self._claim.lookup = lookup
         serving.memory.enters(self._claim)
-        lookup, state.lookup = state.lookup, None
         reuse = self._restored(lambda: lookup) if lookup is not None else None
+        n_restored = reuse.outcome.n_reused if reuse is not None else 0
+        if len(set(ranks().all_of(n_restored, "how much was restored"))) > 1:
+            reuse = None
         if reuse is None:
-            fed, doing = self._rendered, serving.doing
+            is_common = ranks().are_several and lookup is not None  # what all of them read
+            fed = lookup.found.prompt if is_common and lookup else self._rendered
+            doing = serving.doing
             reason = Reason.NOT_READY if doing else Reason.STORE_FAILED
             detail = f"{reason.text}: {doing}" if doing else ""
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=reason, detail=detail))
@@ -369,7 +398,7 @@ class ServedRequest(TakenRequest):
             state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
         )
         draft = self._draft_of(fed, self._sequence)
-        if state.is_kept and state.root is not None:
+        if state.is_kept and state.root is not None and ranks().decides:  # which knows their ends
             running = serving.computing
             running = [one for one in running if not (one.is_computed or one.request.is_over)]
             serving.computing = [*running, self._sequence]
@@ -416,7 +445,7 @@ class ServedRequest(TakenRequest):
         self._waits = None
         if self._sequence is not None:
             self._sequence.is_computed = True  # else it would wait for blocks of its own
-        if state.root is not None:
+        if state.root is not None and ranks().decides:
             state.lookup = Lookup(prompt, state.root, self._serving.store, model)
         self._claim = self._claimed()
 

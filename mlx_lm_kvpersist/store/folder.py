@@ -40,6 +40,8 @@ _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotl
     "lost+found",
 }
 """Operating systems put these into folders and volumes. A folder with nothing else is empty."""
+RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
+"""The stores of several ranks of one model stand in a folder, which may be another store."""
 _LEFT_BEHIND = {"lock", "writing"}
 """What a running server may leave in a store's folder after somebody removed the folder."""
 
@@ -50,7 +52,8 @@ def take_into_use(folder: Path, sealing: Sealing = PLAIN) -> None:
     Raises StoreError, before anything is touched, where it holds something else or has another key.
     """
     make_private(folder)
-    if set(os.listdir(folder)) - _LEFT_BY_SYSTEMS - _LEFT_BEHIND:
+    found = {name for name in os.listdir(folder) if not RANK_FOLDER.fullmatch(name)}
+    if found - _LEFT_BY_SYSTEMS - _LEFT_BEHIND:
         check_store(folder, sealing)
     about = "This folder is a store of mlx-lm-kvpersist, which removes its own files.\n"
     try:

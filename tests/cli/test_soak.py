@@ -53,6 +53,7 @@ class SoonEnough(Soak):
         return line
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_two_streams_overflow_the_budget_and_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

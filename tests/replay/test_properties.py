@@ -111,7 +111,7 @@ def _is_whole(piece: bytes) -> bool:
         return False
 
 
-@pytest.mark.parametrize("n", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_nothing_stored_is_computed_again(tiny_model: Path, n: int) -> None:
     """But for what a token of the prompt spans; the replayer compares logits with cold ones."""
 

@@ -333,7 +333,7 @@ def test_a_subagent_under_the_same_key(replayer: Replayer) -> None:
             totals[i] = turn.n_total
 
 
-@pytest.mark.parametrize("n_talks", [15, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_talks", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_many_anonymous_conversations(replayer: Replayer, n_talks: int) -> None:
     """Without any key, all of them begin alike, and half of the answers come after a restart."""
     system: Message = {"role": "system", "content": "You are brief, and kind to all who ask."}

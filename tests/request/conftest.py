@@ -59,8 +59,9 @@ def store_in(folder: Path) -> BlockStore:
     return BlockStore(folder, StoreLimits(1 << 30, 1 << 30, min_free_bytes=0))
 
 
-def unproven() -> Steps[None]:
+def unproven() -> Steps[bool]:
     yield
+    return True
 
 
 def prepared(provider: Any, store: BlockStore, choice: PrecisionChoice) -> Preparation:

@@ -80,7 +80,7 @@ def guard_of(its: Serving, step_s: float = 60.0, default: PrecisionChoice = DEFA
     """Return what does one step of the guard's whenever nothing is served."""
     assert its.preparation is not None
     guard = Guard(its, default, its.preparation.fit, step_s)
-    work = IdleWork(unproven(), guard.steps(), 0.0)
+    work = IdleWork((None for _ in range(1)), guard.steps(), 0.0)
     while not work._quiet_s:
         work.idle(0.0)
     return work

@@ -72,14 +72,15 @@ class Starts:
     """Prepares one model after the other, and counts what is done for it."""
 
     def __init__(self, provider: Any) -> None:
-        self.provider, self.proofs, self.n_steps = provider, 0, 0
+        self.provider, self.proofs, self.n_steps, self.joins = provider, 0, 0, True
 
     def begin(self, store: BlockStore, asked: Asked = K6V4) -> Preparation:
         return Preparation(self.provider, store, asked, self._prove)
 
-    def _prove(self, choice: PrecisionChoice) -> Steps[None]:
+    def _prove(self, choice: PrecisionChoice) -> Steps[bool]:
         yield
         self.proofs += 1
+        return self.joins
 
     def finish(self, one: Preparation, store: BlockStore) -> int:
         """Do all steps; return how many."""
@@ -256,12 +257,24 @@ def test_large_files_are_read_beside_requests(
     assert starts.begin(store).doing.startswith("its files")
 
 
+@pytest.mark.parametrize("joins", [True, False])
+def test_prompts_stay_apart_where_that_is_right_alone(
+    provider: Any, opened: Callable[[], BlockStore], *, joins: bool
+) -> None:
+    starts, store = Starts(provider), opened()
+    starts.joins = joins
+    first = starts.begin(store)
+    starts.finish(first, store)
+    assert first.model.spec.joins is joins
+    assert starts.begin(store).model.spec.joins is joins and starts.proofs == 1
+
+
 def test_what_fails_is_told_and_not_kept(
     provider: Any, opened: Callable[[], BlockStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts, store = Starts(provider), opened()
 
-    def prove(choice: PrecisionChoice) -> Steps[None]:
+    def prove(choice: PrecisionChoice) -> Steps[bool]:
         yield
         raise SelfTestFailed("other logits")
 

@@ -24,6 +24,11 @@ NOTES: dict[str, str] = {
     "the generation thread ended": "The process ends with status 1; a service starts it again. "
     + _REPORT,
     "kvpersist: the prompt could not be looked up": "The prompt was computed. " + _REPORT,
+    "kvpersist: prompts are computed one by one on this device: …": (
+        "Several at once are slower then; nothing else changes. " + _REPORT
+    ),
+    "kvpersist: a rank could not restore": "All ranks computed the prompt. " + _REPORT,
+    "kvpersist: what is stored could not be looked up": "All ranks computed the prompt. " + _REPORT,
     "kvpersist: the prompt could not be restored": "The prompt was computed. " + _REPORT,
     "kvpersist: a turn could not be saved": "The turn is computed again next time. " + _REPORT,
     "kvpersist: … turns that were held are not kept": "The model was refused, or the server ended "

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from ...errors import ModelNotSupported
+from ...ranks import ranks
 from ..live.quantized import SequenceQuantizedKVCache, batch_of
 from ..live.rows import rows_of
 from ..steps import Steps
@@ -88,6 +89,8 @@ def _probing(
             trial = spec_with(model, [*working[:place], group])
             yield
             why = refused.get(group.slots) or _why_not(model, trial, evaluate=evaluate)
+            if evaluate and not ranks().agree(not why, "whether a precision works"):
+                why = why or "another rank's attention does not take it"
             working[place] = replace(working[place], why=why) if why else group
     layers = [layer for layer, cache in enumerate(caches) for _ in slots_of([cache])]
     spec = spec_with(model, _with_outer(working, layers, choice))
@@ -269,6 +272,8 @@ def _batching(
         _decoded_together(model, spec)
     except Exception as error:
         logger.debug("a batch fails: %s", error)
+        together = []
+    if not ranks().agree(bool(together), "whether a batch works"):
         return False, False
     yield
     joined = _computed_together(model, full_precision)

@@ -37,6 +37,15 @@ class _Rows:
         """How many tokens each row has, for rotary embeddings: int32 [B]."""
         return mx.array([cache.size() for cache in self._caches], mx.int32)
 
+    @property
+    def keys(self) -> Any:
+        """The keys of the first row. A model in parts has them depend on what it sends on."""
+        return self._caches[0].keys
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._caches[0].keys = keys
+
     def _fetched(self, keys: mx.array, values: mx.array) -> list[tuple[Any, Any]]:
         """Append the rows of keys [B, H, n, Dk] and values, without padding; fetch each row's."""
         return [

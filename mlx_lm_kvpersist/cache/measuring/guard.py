@@ -16,6 +16,7 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from ...ranks import ranks
 from ..geometry.fingerprint import Persisted
 from ..geometry.precision import FULL_BITS, PrecisionChoice, layout_in_words
 from ..geometry.probe import position_limit
@@ -139,7 +140,7 @@ def judge(
             start_s = time.perf_counter()
             some = ids[start : start + n_tokens + 1]
             nats += compared(model, some, own, caches)[""].divergence
-            seconds = time.perf_counter() - start_s
+            seconds = ranks().told(time.perf_counter() - start_s, "the time of a step")
             if seconds > step_s:
                 n_tokens = max(n_tokens // 2, _LEAST_TOKENS)
             elif 2 * seconds <= step_s and len(nats) % (2 * n_tokens) == 0:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from ...ranks import ranks
 from ..geometry.kinds import slots_of
 from ..geometry.probe import logits_difference
 from ..live.attention import PackedKV
@@ -40,7 +41,7 @@ class AttentionShape:
 
 @contextlib.contextmanager
 def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
-    """Yield a list that collects shape and keys of each attention over our packed keys.
+    """Yield a list that collects shape and values of each attention over our packed keys.
 
     This works with and without the attention patch, because our keys bring a method that attends
     to them. It applies to all threads until the context ends.
@@ -55,7 +56,7 @@ def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
             return before(queries, q_keys, q_values, scale, mask, *a, **kw)
         out = q_keys.attend(queries, q_values, scale, mask)
         shape = AttentionShape(queries.shape[1], q_keys[0].shape[1], queries.shape[3], out.shape[3])
-        calls.append((shape, q_keys))
+        calls.append((shape, q_values))
         return out
 
     setattr(base, _TARGET, observe)
@@ -85,14 +86,17 @@ def probing_packed(
         with observed_attention() as calls:
             for tokens in _PROMPT:
                 logits = model(mx.array([tokens]), cache=caches)[:, -1]
-                found = {id(keys[0]): shape for shape, keys in calls}
+                # A model in parts replaces the keys of its last layer.
+                found = {id(values[0]): shape for shape, values in calls}
                 for i in tried:
-                    shapes[i] = found.get(id(slots[i].keys[0]))
-                    if shapes[i] is None:
-                        logger.debug("layer %d does not attend over its packed keys", i)
-                        return refused
+                    shapes[i] = found.get(id(slots[i].values[0]))
+                missing = [i for i in tried if shapes[i] is None]
+                if not ranks().agree(not missing, "whether layers attend over packed keys"):
+                    logger.debug("layers %s do not attend over their packed keys", missing)
+                    return refused
             mx.eval(logits)
-        if not (yield from _agreeing(model, make_caches, logits)):
+        agrees = yield from _agreeing(model, make_caches, logits)
+        if not ranks().agree(agrees, "whether packed keys change the output"):
             logger.debug("packed keys change the model's output")
             return refused
     except Exception as error:

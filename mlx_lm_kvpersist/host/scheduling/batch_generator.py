@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ClientGone
+from ...ranks import ranks
 from ..answers import PARKED, PREFILL, REPLY, BatchMemory, PrefillLimits, Prompt
 from ..manager import Taken, TakenTokens
 from .guesses import Guesses, can_guess
@@ -60,6 +61,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
+        self._ranks = ranks()
         caches = getattr(model, "make_cache", None)
         self._caches = caches if isinstance(caches, PluginCaches) else None
         self._limits: PrefillLimits | None = self._caches.limits if self._caches else None
@@ -162,15 +164,20 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def _drop_stopped(self) -> None:
         """Give up the prompts whose clients went away."""
-        for sequence in list(self._unprocessed_sequences):
-            reply = reply_of(sequence[4])
-            if reply is not None and reply.is_stopped:
-                self._unprocessed_sequences.remove(sequence)
-                self._end(sequence[0], sequence[4], ClientGone())
-        for prefill in list(self._prompt_batch.all):
-            reply = reply_of(prefill.tokens)
-            if reply is not None and reply.is_stopped:
-                self._fail(prefill, ClientGone())
+        queue, prefills = self._unprocessed_sequences, self._prompt_batch.all
+        if not (queue or prefills):
+            return
+        tokens = {one[0]: one[4] for one in queue} | {one.uid: one.tokens for one in prefills}
+        replies = {uid: reply_of(its) for uid, its in tokens.items()}
+        stopped = self._ranks.first(
+            lambda: [uid for uid, reply in replies.items() if reply and reply.is_stopped],
+            "whose clients have left",
+        )
+        for sequence in [one for one in queue if one[0] in stopped]:
+            queue.remove(sequence)
+            self._end(sequence[0], sequence[4], ClientGone())
+        for prefill in [one for one in prefills if one.uid in stopped]:
+            self._fail(prefill, ClientGone())
 
     # Memory.
 
@@ -209,15 +216,18 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._weighed = running
         prompts = [len(one.tokens) + sum(map(len, one.segments)) for one in self._prompt_batch.all]
         prompts += [len(one[4]) + _n_left(one) for one in queue if one[0] not in self._parked]
-        while not self._memory.weigh(
-            list(map(len, replies.tokens)), prompts, self.prompt_cache_nbytes
-        ):
+        while not self._fits(prompts):
             youngest = max(range(len(replies)), key=lambda place: replies.uids[place], default=-1)
             if len(replies) + len(prompts) < 2 or not len(replies):
                 return  # alone it always goes on
             if not isinstance(replies.tokens[youngest], TakenTokens):
                 return
             self._park(youngest)
+
+    def _fits(self, prompts: Sequence[int]) -> bool:
+        tokens = self._generation_batch.tokens
+        fits = self._memory.weigh(list(map(len, tokens)), prompts, self.prompt_cache_nbytes)
+        return self._ranks.told(fits, "whether memory suffices")
 
     def _park(self, place: int) -> None:
         """Take a reply out of the batch; the plugin keeps its caches."""
@@ -252,7 +262,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             is_alone = not (len(self._generation_batch) or len(self._prompt_batch))
             is_alone = is_alone and len(queue) == len(self._parked)
             taken = tokens.taken
-            if not is_alone and not taken.advance():
+            if not is_alone and not self._ranks.first(taken.advance, "whether a reply returns"):
                 continue
             self._returning[uid] = self._parked.pop(uid)
             queue.remove(sequence)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
+from ...ranks import LOADING_S, PATIENCE_S, ranks
 from .. import manager
 from ..answers import BatchMemory, ModelSupport, check_batch, check_caches
 from ..attachments import renders_images
@@ -54,7 +55,11 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         return self._n_logits
 
     def _load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
+        if ranks().are_several and self.cli_args.model not in (None, model_path):
+            served = self.cli_args.model
+            raise ValueError(f"several machines serve {served} alone, not {model_path}")
         self.is_loading = True
+        ranks().wait_for(LOADING_S)
         self._n_logits = self._plugin_error = self.max_context = None
         try:
             super()._load(model_path, adapter_path, draft_model_path)
@@ -65,6 +70,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             self._tell_plugins()
         finally:
             self.is_loading = False
+            ranks().wait_for(PATIENCE_S)
 
     def _tell_plugins(self) -> None:
         try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...ranks import ranks
 from ..answers import PrefillLimits
 from .model_provider import PluginCaches
 
@@ -165,29 +166,37 @@ class Prefills:
         long as all together, padded, are no more than a chunk.
         """
         (turn,) = chunk
-        most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
-        chunk[turn] = self._size(turn, most)
-        joined = dict(chunk)
-        others = [one for one in self.unready if one is not turn and one.uid not in alone]
-        if turn.uid in alone or chunk[turn] < widest:
-            others = []
-        for other in sorted(others, key=lambda one: len(one.segments[0])):
-            most = min(most, self._most_tokens(other, step_s))
-            widest = max(widest, len(other.segments[0]))
-            if widest * (len(joined) + 1) > most:
-                break
-            joined[other] = len(other.segments[0])
-        if len(joined) > 1:
+        sizes = ranks().first(lambda: self._sizes(turn, step_s, alone), "a chunk")
+        chunk[turn] = sizes[turn.uid]
+        if len(sizes) > 1:
+            by_uid = {one.uid: one for one in self.all}
+            joined = {by_uid[uid]: n_tokens for uid, n_tokens in sizes.items()}
             layers = zip(*(one.batch.prompt_cache for one in joined), strict=True)
             n_tokens = tuple(joined.values())
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
             # A model makes one mask for all layers of a kind: their caches have to agree about it.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
-            if None not in caches and set(classes.values()) == set(map(type, caches)):
+            is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
+            if ranks().agree(is_one_mask, "whether prompts join"):
                 chunk.update(joined)
                 return caches
         own: list[Any] = turn.batch.prompt_cache
         return own
+
+    def _sizes(self, turn: Prefill, step_s: float | None, alone: Collection[int]) -> dict[int, int]:
+        """Return how many tokens of which prompts are computed now, by uid."""
+        most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
+        sizes = {turn.uid: self._size(turn, most)}
+        others = [one for one in self.unready if one is not turn and one.uid not in alone]
+        if turn.uid in alone or sizes[turn.uid] < widest:
+            others = []
+        for other in sorted(others, key=lambda one: len(one.segments[0])):
+            most = min(most, self._most_tokens(other, step_s))
+            widest = max(widest, len(other.segments[0]))
+            if widest * (len(sizes) + 1) > most:
+                break
+            sizes[other.uid] = len(other.segments[0])
+        return sizes
 
     def _most_tokens(self, prefill: Prefill, step_s: float | None) -> int:
         """Return how many tokens may be computed now, by memory and time, where a prompt is.

@@ -14,11 +14,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from ...errors import ClientGone, GenerationStopped, RequestRefused
+from ...ranks import Ranks, ranks
 from .. import manager
 from ..answers import ClientRequest, Prompt, frozen, has_text_only
 from ..attachments import fit_attachments
@@ -27,7 +29,7 @@ from ..manager import TakenTokens
 from .context_length import check_length
 from .images import Images, named, vision_of, with_images
 from .model_provider import account_of, loaded_name
-from .reply import ARRIVING, OpenRequests, ReplyQueue, UntilAsked
+from .reply import ARRIVING, ASK_EVERY, OpenRequests, ReplyQueue, UntilAsked
 from .single_prompt import SinglePrompt
 from .waiting import GAP_S, QUIET_GAP_S, Line, Rendered, Waiting
 
@@ -95,13 +97,21 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """The request that entered last."""
     _has_stepped = False
     """Whether anything was computed since requests are served."""
+    _stops = _is_told_to_stop = False
+    _n_steps = _n_messages = 0
+    """Of several ranks: steps of batches, and messages when the last was asked about."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._line = Line()
         self._replies: list[ReplyQueue] = []
         """Those of the requests that have entered and not ended."""
         self.open_requests = OpenRequests()
+        self._has_ended = threading.Event()
         super().__init__(*args, **kwargs)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return ranks()
 
     # Requests.
 
@@ -113,6 +123,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         another model's, or one that cannot be batched. A client has one request at a time, so its
         requests stay in order. While nothing is served, the oldest request enters at once.
         """
+        if self._ranks.are_several and self._is_stopping():
+            return None
         was_serving = self._serving
         self._set_serving(timeout is None)
         if was_serving:
@@ -126,7 +138,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             request = self._enter(Waiting.of(queued) if queued is not None else None)
             if queued is None:
                 self._idle_since_s = self._idle_since_s or time.monotonic()
-                manager.ask("idle", seconds=time.monotonic() - self._idle_since_s)
+                seconds = time.monotonic() - self._idle_since_s
+                manager.ask("idle", seconds=self._ranks.told(seconds, "how long none was served"))
         if request is not None:
             self._set_serving(True)
         return request
@@ -140,7 +153,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Hand a request on; stock tokenizes it next, or loads its model."""
         if waiting is None:
             return None
-        if waiting.reply.is_gone:
+        if self._ranks.told(waiting.reply.is_gone, "whether a client has left"):
             waiting.reply.fail(ClientGone())
             return None
         self._entering = waiting
@@ -154,9 +167,20 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._line.append(Waiting.of(queued))
         begin = self._begin if manager.is_implemented("take_request") else None
         gap_s = GAP_S if any(one.has_begun for one in self._replies) else QUIET_GAP_S
-        ready = self._line.next_ready(self._joins, begin, gap_s)
+        in_line = list(self._line)
+
+        def place() -> int | None:
+            ready = self._line.next_ready(self._joins, begin, gap_s)
+            return None if ready is None else in_line.index(ready)
+
+        found = self._ranks.first(place, "which request enters")
+        ready = None if found is None else in_line[found]
+        if ready is not None and not self._ranks.decides:
+            self._line.remove(ready)
         if ready is None and not isinstance(self._time_budget, UntilAsked):
-            self._time_budget = UntilAsked(self._time_budget, self._is_asked)
+            several = self._ranks.are_several
+            is_asked = self._is_asked_of_several if several else self._is_asked
+            self._time_budget = UntilAsked(self._time_budget, is_asked)
         return ready
 
     def _wait_s(self) -> float | None:
@@ -164,7 +188,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
         Its thread tokenizes it now. The first would be computed without it.
         """
-        is_one_coming = bool(ARRIVING) and not self._has_stepped
+        is_one_coming = bool(ARRIVING) and not (self._has_stepped or self._ranks.are_several)
         return self._line.left_s(QUIET_GAP_S) if is_one_coming else None
 
     def _is_asked(self) -> bool:
@@ -175,6 +199,56 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         n_stopped = sum(reply.is_stopped for reply in self._replies)
         self._replies = [one for one in self._replies if not (one.is_over or one.is_stopped)]
         return is_asked or n_stopped > 0
+
+    def _is_asked_of_several(self) -> bool:
+        """Ask rank 0, in a step in which all ranks have waited for each other anyway.
+
+        Else now and then: to ask, a rank waits until the step of the replies that runs has ended.
+        """
+        self._n_steps += 1
+        self._ranks.progressed()
+        has_waited, self._n_messages = self._n_messages != self._ranks.n_messages, 0
+        is_asked = False
+        if has_waited or self._n_steps % ASK_EVERY == 0:
+            is_asked = self._ranks.first(self._is_asked, "whether a request has come")
+        self._n_messages = self._ranks.n_messages
+        return is_asked
+
+    def _is_stopping(self) -> bool:
+        """Tell whether one of several ranks was told to end: then all end now."""
+        self._stops = any(self._ranks.all_of(self._is_told_to_stop, "whether to end"))
+        self._ranks.is_ending = self._stops
+        if self._stops and self._ranks.decides and not self._is_told_to_stop:
+            _thread.interrupt_main(signal.SIGTERM)
+        return self._stops
+
+    @property
+    def _stop(self) -> bool:
+        """Whether the thread ends. Several ranks do so between the same two requests."""
+        return self._stops
+
+    @_stop.setter
+    def _stop(self, stops: bool) -> None:
+        self._is_told_to_stop = stops
+        if not self._ranks.are_several:
+            self._stops = stops
+
+    def _share_object(self, obj: Any) -> Any:
+        """Return what rank 0 has; a rank that is elsewhere is noticed, which it is not in stock."""
+        return self._ranks.told(obj, "what stock shares")
+
+    def _share_request(self, request: Any) -> Any:
+        """Return rank 0's next request, if any, with what plugins know of it."""
+        if not self._ranks.are_several:
+            return request
+        if not self._ranks.told(request is not None, "whether there is a request"):
+            return None
+        told = self._ranks.first(lambda: _shareable(request), "a request")
+        if request is not None:
+            return request
+        made, args, known = told
+        vars(ClientRequest.of(made)).update(known)
+        return Queue(), made, args
 
     def _joins(self, waiting: Waiting) -> bool:
         """Say whether a request can enter the batch that is being served."""
@@ -260,6 +334,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         reply, memory = request[0], account_of(self.model_provider)
         if isinstance(reply, ReplyQueue):
             reply.stops_by_raising = True
+            reply.ranks = self._ranks
             reply.weigh = lambda n_tokens: memory.weigh((), (n_tokens,), None)
             step_size = self.cli_args.prefill_step_size
             models = self.model_provider.model, self.model_provider.draft_model
@@ -277,16 +352,16 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         the model is told, may refuse a request; `take_request` only makes it faster.
         """
         waiting, self._entering = self._entering, None
-        if waiting is not None and waiting.error is not None:
-            raise waiting.error
-        rendered = self._rendered(tokenizer, request, args)
+        rendered = self._rendered_once(tokenizer, request, args, waiting)
         request.rendered = None  # stock changes what it is given
         if waiting is not None and waiting.rendered is rendered:
             taken = waiting.taken
         else:
             taken = rendered.take()
         prompt = taken.enter() if taken is not None else None
-        if taken is None or prompt is None:
+        n_cached = taken.n_cached if taken is not None and prompt is not None else -1
+        is_alike = len(set(self._ranks.all_of(n_cached, "how a request enters"))) == 1
+        if taken is None or prompt is None or not is_alike:
             return rendered.stock
         taken.reply = waiting.reply if waiting is not None else None
         fed = TakenTokens(prompt.ids, taken)
@@ -297,6 +372,35 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             return fed, segments, types, *rendered.stock[3:]
         taken.images = images = Images.of(fed, rendered.stock[0], vision)
         return images.read, segments, types, rendered.stock[3], images.vision
+
+    def _rendered_once(
+        self, tokenizer: Any, request: Any, args: Any, waiting: Waiting | None
+    ) -> Rendered:
+        """Return what rank 0 makes of a request: a template may tell the time, and a file differ.
+
+        Images are read by each rank for itself.
+        """
+
+        def rendered() -> Rendered:
+            if waiting is not None and waiting.error is not None:
+                raise waiting.error
+            return self._rendered(tokenizer, request, args)
+
+        if not self._ranks.are_several:
+            return rendered()
+        made: list[Rendered] = []
+
+        def shareable() -> tuple[Any, Prompt] | None:
+            made.append(rendered())
+            stock, prompt = made[0].stock, made[0].prompt
+            return None if vision_of(stock) is not None else (stock, replace(prompt, messages=()))
+
+        shared = self._ranks.first(shareable, "what a request reads")
+        if made:
+            return made[0]
+        if shared is None:
+            return self._rendered(tokenizer, request, args)
+        return Rendered(ClientRequest.of(request), tokenizer, *shared)
 
     def count_tokens(self, request: Any, args: Any) -> int:
         """Return how many tokens the prompt of a request would have now. HTTP thread.
@@ -400,6 +504,18 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._end_server(error)
         else:
             self.requests.close(GenerationStopped("the server ends"))
+        finally:
+            self._has_ended.set()
+
+    def join(self) -> None:
+        """Wait for the end of the thread: what ranks without clients do."""
+        try:
+            if self._ranks.are_several:
+                self._has_ended.wait()  # an interrupted Thread.join takes the thread for ended
+        except KeyboardInterrupt:
+            self._stop = True
+            self._has_ended.wait()
+        super().join()
 
     def stop_and_join(self) -> None:
         super().stop_and_join()
@@ -421,6 +537,16 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))
         clock.daemon = True
         clock.start()
+
+
+def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a request as it came, its arguments, and what plugins know of it by attribute."""
+    _, request, args = queued
+    known = dict(vars(ClientRequest.of(request)))
+    for name in ("kind", "prompt", "messages", "client_gone"):
+        known.pop(name, None)
+    own = {one.name: getattr(request, one.name) for one in fields(request)}
+    return type(request)(**own), args, known
 
 
 def _checked(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:

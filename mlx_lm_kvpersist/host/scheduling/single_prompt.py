@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ...ranks import ranks
 from ..answers import PREFILL, PrefillLimits
 from ..manager import TakenTokens
 from .images import Images
@@ -38,9 +39,7 @@ class _Computed:
     def compute(self, ids: list[int], step_size: int, images: Images | None) -> None:
         """Compute some of the next `ids`: as many as nobody minds to wait for."""
         position, limits = self.n_tokens, self.limits
-        most = min(step_size, limits.most_tokens(position))
-        most = min(most, max(IDLE_CHUNK, limits.pace.tokens(position, IDLE_CHUNK_S)))
-        ids = ids[: chunk_size(position, most)]
+        ids = ids[: ranks().first(lambda: self._size(step_size), "a chunk")]
         given: dict[str, Any] = {}
         if images is not None:
             embedded = images.embedded(self.model, position, position + len(ids))
@@ -53,6 +52,12 @@ class _Computed:
         if mx.get_cache_memory() > limits.max_unused_bytes:
             mx.clear_cache()
         self.n_tokens += len(ids)
+
+    def _size(self, step_size: int) -> int:
+        position, limits = self.n_tokens, self.limits
+        most = min(step_size, limits.most_tokens(position))
+        most = min(most, max(IDLE_CHUNK, limits.pace.tokens(position, IDLE_CHUNK_S)))
+        return chunk_size(position, most)
 
 
 class SinglePrompt:

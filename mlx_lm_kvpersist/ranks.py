@@ -1,0 +1,266 @@
+"""What the processes that compute one model together say to each other.
+
+`mlx.launch` runs a process a machine, its rank, and each computes a part of every layer, or some of
+the layers. All must do the same in the same order: MLX's collectives carry no names, so a rank that
+does something else computes wrong numbers, or waits for ever. So whatever depends on a clock, a
+disk, free memory or a client is decided by rank 0, and what a rank has is asked of all. A process
+that is alone decides by itself, at once.
+
+Generation thread, whose default CPU stream the model's own collectives are on: a second stream has
+no order with that one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn, TypeVar
+from unittest import mock
+from zlib import crc32
+
+import mlx.core as mx
+import numpy as np
+
+Decision = TypeVar("Decision")
+logger = logging.getLogger(__name__)
+
+_HEAD = struct.Struct("<IIq")
+"""What a message is about, its number, and its value."""
+_INLINE = 112
+"""Bytes of a decision that go with the first message."""
+PATIENCE_S = 120.0
+"""How long a rank does not hear of the others: longer than any step takes."""
+LOADING_S = 1800.0
+"""The same while a model is loaded, and its files are read for the first time."""
+_CONNECT_S = 10.0
+_LOOK_S = 1.0
+"""How often a rank looks whether the process that started it is still there."""
+
+
+class Ranks:
+    """The processes of one model; `size` is 1 where this one is alone.
+
+    Every method but `watch` is called by all ranks, in the same order, with the same `what`. Where
+    one of them has come to another place, the process ends: nothing that it computes is right.
+    """
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+        self.n_messages = 0
+        self.patience_s = LOADING_S
+        """How long it does not hear of the others before it ends; they speak while idle, too."""
+        self._is_deciding = False
+        self.is_ending = False
+        """Whether all have agreed to end."""
+        self._spoke_s = time.monotonic()
+
+    @property
+    def decides(self) -> bool:
+        """Whether this rank decides: rank 0, which has the clients."""
+        return self.rank == 0
+
+    @property
+    def are_several(self) -> bool:
+        return self.size > 1
+
+    def all_of(self, value: int, what: str) -> list[int]:
+        """Return the value of each rank, in int64, by rank."""
+        if not self.are_several:
+            return [value]
+        return [its for its, _ in self._exchange(value, b"", what)]
+
+    def least(self, value: int, what: str) -> int:
+        """Return the least value of all ranks."""
+        return min(self.all_of(value, what))
+
+    def agree(self, is_so: bool, what: str) -> bool:
+        """Tell whether all ranks say so."""
+        return bool(self.least(is_so, what))
+
+    def first(self, decide: Callable[[], Decision], what: str) -> Decision:
+        """Return what rank 0 decides; `decide` is called there alone. Raises what it raises."""
+        if not self.are_several:
+            return decide()
+        payload = b""
+        if self.decides:
+            self._is_deciding = True
+            try:
+                payload = pickle.dumps((True, decide()))
+            except Exception as error:
+                payload = _pickled(error)
+            self._is_deciding = False
+        (n_bytes, inline), *_ = self._exchange(len(payload), payload[:_INLINE], what)
+        if (n_more := n_bytes - _INLINE) > 0:
+            rest = payload[_INLINE:] if self.decides else bytes(n_more)
+            inline += _bytes(mx.distributed.all_sum(_array(rest), stream=mx.cpu))
+        is_decided, decision = pickle.loads(inline[:n_bytes])
+        if not is_decided:
+            raise decision
+        found: Decision = decision
+        return found
+
+    def told(self, value: Decision, what: str) -> Decision:
+        """Return the value of rank 0."""
+        return self.first(lambda: value, what)
+
+    def _exchange(self, value: int, inline: bytes, what: str) -> list[tuple[int, bytes]]:
+        if self._is_deciding:  # the others wait for a decision
+            end(f"rank {self.rank} asks within a decision ({what}); please report it")
+        self.n_messages += 1
+        about = crc32(what.encode()), self.n_messages & 0xFFFFFFFF
+        sent = _HEAD.pack(*about, value) + inline.ljust(_INLINE, b"\0")
+        gathered = _bytes(mx.distributed.all_gather(_array(sent), stream=mx.cpu))
+        self._spoke_s = time.monotonic()
+        found = []
+        for start in range(0, len(gathered), len(sent)):
+            *its, its_value = _HEAD.unpack_from(gathered, start)
+            if tuple(its) != about:
+                other = start // len(sent)
+                end(f"rank {other} has ended, or is not where rank {self.rank} is ({what})")
+            found.append((its_value, gathered[start + _HEAD.size : start + len(sent)]))
+        return found
+
+    def watch(self) -> None:
+        """End the process with the one that started it, or with another rank. Main thread.
+
+        MLX's launcher leaves ranks behind when it is ended, and MLX's ring may wait for one that is
+        dead. So each rank has a line to rank 0, which the system closes when one of the two ends.
+        """
+        if not self.are_several:
+            return
+        threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True).start()
+        try:
+            lines = self._lines()
+        except OSError as error:
+            lines = []
+            logger.info("kvpersist: rank %d has no line to the others: %s", self.rank, error)
+        for line in lines:
+            threading.Thread(target=self._listen, args=(line,), daemon=True).start()
+
+    def _lines(self) -> list[socket.socket]:
+        """Return a connection to rank 0, or of rank 0 to each other rank."""
+        address, listener, lines = _address_of_rank_0(), None, list[socket.socket]()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        if self.decides and address:
+            with suppress(OSError):
+                listener = socket.create_server((address, 0), family=family)
+        port, key = self.told(
+            (listener.getsockname()[1] if listener else 0, secrets.token_bytes(16)), "a port"
+        )
+        if not (address and port):
+            return []
+        if listener is None:
+            line = socket.create_connection((address, port), _CONNECT_S)
+            line.sendall(key)
+            line.settimeout(None)
+            return [line]
+        with listener, suppress(TimeoutError):
+            listener.settimeout(_CONNECT_S)
+            while len(lines) < self.size - 1:
+                line, _ = listener.accept()
+                line.settimeout(_CONNECT_S)
+                with suppress(OSError):
+                    if line.recv(len(key), socket.MSG_WAITALL) == key:
+                        line.settimeout(None)
+                        lines.append(line)
+        return lines
+
+    def _listen(self, line: socket.socket) -> None:
+        with suppress(OSError):
+            line.recv(1)  # nobody sends anything
+        if not self.is_ending:
+            end(f"another rank than rank {self.rank} has ended")
+
+    def wait_for(self, seconds: float) -> None:
+        """Wait so long for the others from now on."""
+        self.progressed()
+        self.patience_s = seconds
+
+    def progressed(self) -> None:
+        """Take note that all have computed something together."""
+        self._spoke_s = time.monotonic()
+
+    def _watch(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+            if time.monotonic() - self._spoke_s > self.patience_s and not self.is_ending:
+                end(f"rank {self.rank} has not heard of the other ranks for {self.patience_s:g} s")
+        end("the process that started this rank has ended")
+
+
+_current: Ranks | None = None
+
+
+def ranks() -> Ranks:
+    """Return the processes of the model that this process serves."""
+    global _current
+    if _current is None:
+        group = mx.distributed.init()
+        _current = Ranks(group.size(), group.rank())
+    return _current
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let all think inside the block that this process is alone. Not for a server that serves."""
+    global _current
+    previous, _current = ranks(), Ranks(1, 0)
+    try:
+        with mock.patch.object(mx.distributed, "init", lambda *args, **kwargs: _Alone()):
+            yield
+    finally:
+        _current = previous
+
+
+class _Alone:
+    """A group of this process alone, as far as mlx-lm asks it."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def end(why: str) -> NoReturn:
+    """End this process at once, with one line; those of the other ranks end with it."""
+    with suppress(OSError):  # who reads it may have ended, too
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"kvpersist: {why}\n".encode())
+    os._exit(1)
+
+
+def _address_of_rank_0() -> str:
+    """Return the address that MLX's launcher names, "" if it names none."""
+    named = os.environ.get("MLX_JACCL_COORDINATOR") or os.environ.get("NCCL_HOST_IP", "")
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        named = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8"))[0][0]
+    address, _, port = named.rpartition(":")
+    return (address if port.isdecimal() else named).strip("[]")
+
+
+def _array(message: bytes) -> mx.array:
+    return mx.array(np.frombuffer(message, np.uint8))
+
+
+def _bytes(array: mx.array) -> bytes:
+    return np.asarray(array).tobytes()
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        payload = pickle.dumps((False, error))
+        pickle.loads(payload)
+    except Exception:
+        payload = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+    return payload

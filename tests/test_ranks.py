@@ -1,0 +1,132 @@
+"""What processes of one model say to each other, between real processes over MLX's ring."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist import ranks as ranks_module
+from mlx_lm_kvpersist.ranks import Ranks, alone, ranks
+from tests.support.server_process import HOST, free_port
+
+SECONDS = 60
+BEGIN = """
+from mlx_lm_kvpersist.ranks import *
+import mlx.core as mx, sys
+group = mx.distributed.init()
+us = Ranks(group.size(), group.rank())
+"""
+
+
+def of_ranks(tmp_path: Path, *scripts: str) -> list[tuple[int, str, str]]:
+    """Run a script a rank; return their exit statuses, what they print, and say on stderr."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"{HOST}:{free_port()}"] for _ in scripts]), encoding="utf-8")
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEGIN + textwrap.dedent(script)],
+            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, script in enumerate(scripts)
+    ]
+    try:
+        said = [one.communicate(timeout=SECONDS) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    return [(one.returncode, *its) for one, its in zip(running, said, strict=True)]
+
+
+def test_rank_0_decides_and_the_least_counts(tmp_path: Path) -> None:
+    script = """
+        long = {"text": "x" * 5000, "ids": list(range(2000))}
+        print(us.all_of(10 + us.rank, "a"), us.least(-3 * us.rank, "b"))
+        print(us.agree(True, "c"), us.agree(us.rank == 0, "d"), us.all_of(1 << 40, "e"))
+        print(us.told(us.rank, "f"), us.first(lambda: long, "g") == long, us.decides)
+        calls = []
+        us.first(lambda: calls.append(1), "h")
+        print(len(calls), us.n_messages)
+    """
+    found = of_ranks(tmp_path, script, script)
+    common = "[10, 11] -3\nTrue False [1099511627776, 1099511627776]\n"
+    assert [(code, said) for code, said, _ in found] == [
+        (0, f"{common}0 True True\n1 8\n"),
+        (0, f"{common}0 True False\n0 8\n"),
+    ], found
+
+
+def test_what_rank_0_raises_all_raise(tmp_path: Path) -> None:
+    script = """
+        from mlx_lm_kvpersist.errors import RequestRefused
+        class Own(Exception):
+            def __init__(self, one, two): super().__init__(f"{one} {two}")
+        def refuse(): raise RequestRefused("no", 503)
+        def fail(): raise Own(1, 2)
+        for decide in (refuse, fail):
+            try: us.first(decide, "a")
+            except Exception as error: print(type(error).__name__, error, vars(error))
+    """
+    expected = "RequestRefused no {'status': 503, 'code': None}\nRuntimeError Own: 1 2 {}\n"
+    assert [its[:2] for its in of_ranks(tmp_path, script, script)] == [(0, expected)] * 2
+
+
+@pytest.mark.parametrize(
+    "others", ["us.told(1, 'another')", "us.all_of(1, 'one'); us.told(1, 'one')", "sys.exit(3)"]
+)
+def test_a_rank_that_is_elsewhere_ends_the_others(tmp_path: Path, others: str) -> None:
+    first = """
+        us.told(1, "one")
+        us.told(2, "two")
+        print("went on")
+    """
+    (code, said, errors), (other_code, *_) = of_ranks(tmp_path, first, others)
+    assert code != 0 and other_code != 0 and "went on" not in said
+    assert "rank" in errors.splitlines()[-1]
+
+
+def test_a_rank_that_waits_for_too_long_ends(tmp_path: Path) -> None:
+    waits = """
+        us.patience_s = 1.5
+        us.watch()
+        us.told(1, "one")
+    """
+    sleeps = """
+        import time
+        time.sleep(4)
+    """
+    (code, _, errors), _ = of_ranks(tmp_path, waits, sleeps)
+    assert code == 1 and "not heard of the other ranks for 1.5 s" in errors
+
+
+def test_one_process_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "_array", None)  # whatever sends a message fails
+    one = Ranks(1, 0)
+    error = ValueError("as it was raised")
+
+    def fail() -> None:
+        raise error
+
+    assert one.first(lambda: 7, "a") == 7 and one.all_of(3, "b") == [3] and one.told(5, "c") == 5
+    assert one.agree(True, "d") and not one.agree(False, "e")
+    with pytest.raises(ValueError, match="as it was raised") as raised:
+        one.first(fail, "f")
+    assert raised.value is error and one.n_messages == 0
+
+
+def test_inside_the_block_a_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = Ranks(2, 1)
+    monkeypatch.setattr(ranks_module, "_current", several)
+    with alone():
+        assert not ranks().are_several and ranks().decides
+        assert (mx.distributed.init().size(), mx.distributed.init().rank()) == (1, 0)
+    assert ranks() is several
