@@ -306,6 +306,20 @@ def test_what_is_being_written_counts(writer: Writer) -> None:
     may_go_on.set()
 
 
+def test_a_turn_of_any_size_waits_behind_what_is_no_turn(writer: Writer) -> None:
+    """Such as the sweep of a server that has just started."""
+    may_go_on, dropped = threading.Event(), list[str]()
+    writer.submit(partial(may_go_on.wait, 10))
+    wait_until(lambda: not writer._tasks, "the other work being done")
+    submit(writer, 1000, abandon=partial(dropped.append, "big"))
+    assert (writer.n_bytes, dropped) == (1000, [])
+    submit(writer, 1000, abandon=partial(dropped.append, "bigger"))
+    assert (writer.n_bytes, dropped) == (1000, ["big"])
+    may_go_on.set()
+    writer.drain()
+    assert dropped == ["big"]
+
+
 def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
     """Requests are served all the time, so the writer rests wherever it may.
 
