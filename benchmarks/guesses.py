@@ -2,8 +2,9 @@
 
     python -m benchmarks.guesses FILE... [--model synthetic:tiny] [--tokens 600]
 
-For each text file there are three replies: the `file` again, with a line in 40 changed; `edits` of
-it, as calls that quote a few lines before and after; and `prose`, the second half after the first.
+For each text file there are five replies: the `file` again, with a line in 40 changed; `edits` of
+it, as calls that quote a few lines before and after; both `unread`, where only an earlier
+conversation has the file; and `prose`, the second half after the first. The other files are stored.
 Whatever the model predicts, the sampler says the reply, so the work is that of a model which
 replies just so. Batches of one, caches of the default precision, the server's attention; plain and
 guessing in turns. Milliseconds a token, of wall time and of CPU.
@@ -15,7 +16,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import load
 
+from mlx_lm_kvpersist.block import pack_ids
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cli.quality_checks import served, server_attention
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
+from mlx_lm_kvpersist.host.answers import TakenRequest
+from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.guesses import MOST, Guesses
+from mlx_lm_kvpersist.match.runs import Runs
 
 from .models import DEFAULT_MODELS_DIR, find_model
 from .report import Result
@@ -60,8 +65,20 @@ def replies_to(text: str, rng: random.Random) -> dict[str, tuple[str, str]]:
     return {
         "file": (f"{text}\nWrite it again.\n", "".join(changed)),
         "edits": (f"{text}\nChange it.\n", "".join(calls)),
+        "unread file": ("Write it again.\n", "".join(changed)),
+        "unread edits": ("Change it.\n", "".join(calls)),
         "prose": (text[:half], text[half:]),
     }
+
+
+class Stored(TakenRequest):
+    """A request of a server that has stored some texts."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self._runs = Runs(pack_ids([one for text in texts for one in text]))
+
+    def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
+        return self._runs.after(run, n)
 
 
 def loaded(name: str) -> tuple[Any, Callable[[], list[Any]]]:
@@ -77,16 +94,19 @@ def measure(name: str, files: list[Path], n_tokens: int, out: Path | None = None
     found = find_model(name, DEFAULT_MODELS_DIR)
     model, make_caches = loaded(name)
     rows: list[dict[str, Any]] = []
+    texts = {file: found.tokenizer.encode(file.read_text(encoding="utf-8")) for file in files}
     with server_attention():
         for file in files:
             asked = replies_to(file.read_text(encoding="utf-8"), random.Random(file.name))
             for kind, (prompt, said) in asked.items():
+                is_unread = kind.startswith("unread")
+                stored = Stored([ids for one, ids in texts.items() if is_unread or one != file])
                 ids = found.tokenizer.encode(prompt)
                 reply = found.tokenizer.encode(said)[:n_tokens]
                 row: dict[str, Any] = {"text": file.name, "reply": kind, "tokens": len(reply)}
                 # The first of the two has the kernels of both to load.
                 for guesses in (None, Guesses(), None):
-                    ms, cpu_ms, n_steps = decode(model, make_caches(), ids, reply, guesses)
+                    ms, cpu_ms, n_steps = decode(model, make_caches(), ids, reply, guesses, stored)
                     side = "plain" if guesses is None else "guessing"
                     row |= {f"{side} ms": ms, f"{side} CPU ms": cpu_ms}
                     if guesses is not None:
@@ -102,7 +122,12 @@ def measure(name: str, files: list[Path], n_tokens: int, out: Path | None = None
 
 
 def decode(
-    model: Any, caches: list[Any], prompt: list[int], reply: list[int], guesses: Guesses | None
+    model: Any,
+    caches: list[Any],
+    prompt: list[int],
+    reply: list[int],
+    guesses: Guesses | None,
+    stored: TakenRequest,
 ) -> tuple[float, float, int]:
     """Have `reply` said after `prompt`; return milliseconds a token, and the number of steps."""
     for start in range(0, len(prompt) - 1, 512):
@@ -116,7 +141,7 @@ def decode(
         said: list[mx.array] = mx.depends([ids], [mx.argmax(logprobs, axis=-1)])
         return said[0]
 
-    batch_tokens = list(prompt[:-1])
+    batch_tokens = TakenTokens(prompt[:-1], Taken("a benchmark", stored))
     stops: dict[str, Any]
     if hasattr(stock, "StopSequences"):
         stops = {"stop_sequences": [stock.StopSequences([])]}

@@ -261,8 +261,9 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     )
     add(
         "draft",
-        "Guess what a reply repeats of its conversation, and check several tokens in one step, "
-        "while no other request runs; pauses where that does not pay (default: auto)",
+        "Guess what a reply repeats of its conversation or of stored ones, and check several "
+        "tokens in one step, while no other request runs; pauses where that does not pay "
+        "(default: auto)",
         choices=("auto", "off"),
         default="auto",
     )

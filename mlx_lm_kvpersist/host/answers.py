@@ -187,7 +187,8 @@ class ModelSupport:
     `batches` says whether sequences may be served together at all. Without `limits` prompts are
     computed as in stock, and nothing is weighed. `draft` has the caches and limits of the draft
     model, if one was loaded. `guesses`: whether a single reply may be computed several tokens at a
-    time, where it repeats its conversation; its caches are asked whether they can be trimmed.
+    time, where it repeats what is known (`TakenRequest.guess`); its caches are asked whether they
+    can be trimmed.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
@@ -267,6 +268,14 @@ class TakenRequest:
         where its client left; "parked" where the reply was taken out of the batch.
         """
 
+    def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
+        """Return up to `n` ids that may follow a run, the last ids of the reply; none by default.
+
+        Asked for a single reply whose own conversation does not have what follows. A wrong guess
+        costs time only.
+        """
+        return ()
+
     def resume(self, prompt: Prompt) -> None:
         """Let a sequence that was taken out of its batch enter again, with `prompt` to be fed.
 
@@ -326,6 +335,11 @@ def check_prepared(answer: Any) -> None:
     expect(is_right, f"{n_cached} cached tokens", "caches where tokens are cached, else None")
     if answer.draft is not None:
         check_prepared(answer.draft)
+
+
+def check_guess(answer: Any) -> None:
+    is_list = isinstance(answer, list | tuple)
+    expect(is_list and all(type(one) is int and one >= 0 for one in answer), answer, "token ids")
 
 
 def check_headers(answer: Any) -> None:

@@ -24,7 +24,15 @@ import pluggy
 
 from ..errors import ClientGone, PluginFault, PluginNotFound, RequestRefused
 from . import hookspecs
-from .answers import CHECKS, ClientRequest, Prepared, Prompt, TakenRequest, check_prepared
+from .answers import (
+    CHECKS,
+    ClientRequest,
+    Prepared,
+    Prompt,
+    TakenRequest,
+    check_guess,
+    check_prepared,
+)
 from .http.request_checks import check_messages
 
 ENTRY_POINT_GROUP = "mlx_lm.server.plugins"
@@ -229,6 +237,11 @@ class Taken:
         self.caches, self.n_cached = prepared.caches, prepared.n_cached
         self.prompt, self.draft = prepared.prompt, prepared.draft
         return prepared.prompt
+
+    def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
+        """Return ids that may follow; a plugin that fails knows none."""
+        guess = self.request.guess
+        return safely(self.plugin, "take_request", guess, run, n, check=check_guess) or ()
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:
         given = tuple(tokens), list(caches), cache_type

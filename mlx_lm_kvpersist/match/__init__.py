@@ -1,1 +1,1 @@
-"""Find stored token ids again by the text they decode to. Knows no arrays."""
+"""Find stored token ids again: by the text they decode to, or what followed before. Knows no KV."""

@@ -156,6 +156,11 @@ class Index:
             nodes = nearest(ahead, find)
         return [node for node in nodes if node.key not in hidden]
 
+    def newest(self, root: Root, limit: int) -> list[Block]:
+        """Return the blocks of a tree that were used last, the newest first."""
+        nodes = self._nodes("root = ? ORDER BY used DESC, start DESC LIMIT ?", root.key, limit)
+        return [node for node in nodes if node.key not in self._hidden]
+
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
         """Return, of these parents and a child of each, the parents that have another child."""
         if not path:

@@ -13,7 +13,8 @@ def test_each_reply_is_decoded_plainly_and_with_guesses(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("".join(f"line {n} says {n * n}\n" for n in range(40)), encoding="utf-8")
     rows = guesses.measure("synthetic:tiny", [text], 40, tmp_path).rows
-    assert [row["reply"] for row in rows] == ["file", "edits", "prose"]
+    kinds = ["file", "edits", "unread file", "unread edits", "prose"]
+    assert [row["reply"] for row in rows] == kinds
     assert all(row["tokens a step"] >= 1 and row["plain ms"] > 0 for row in rows)
 
 
@@ -23,5 +24,12 @@ def test_a_reply_that_repeats_takes_fewer_steps(tmp_path: Path) -> None:
     made = Guesses()
     made._won = 1e9
     with server_attention():
-        *_, n_steps = guesses.decode(model, make_caches(), prompt, reply, made)
-    assert n_steps < len(reply) // 2
+        stored = guesses.Stored([])
+        *_, n_steps = guesses.decode(model, make_caches(), prompt, reply, made, stored)
+        assert n_steps < len(reply) // 2
+        made, stored = Guesses(), guesses.Stored([[*range(200, 240)]])
+        made._won = 1e9
+        *_, n_steps = guesses.decode(
+            model, make_caches(), [*range(190, 206)], [*range(206, 236)], made, stored
+        )
+    assert n_steps < 15

@@ -1,11 +1,11 @@
-"""What a single reply repeats of its conversation is guessed, and checked in one call of the model.
+"""What a single reply repeats is guessed, and checked in one call of the model.
 
 Agents write files, edits and tool output again that they have read before. Where the last four ids
-have occurred before, the ids that followed them then are given to the model behind the token that
-is due. They stand as far as the model samples just these; the caches forget the rest. So a greedy
-reply is that of one token a step, but for the rounding of other kernels, and every sampled token
-is drawn from the same distribution. No second model is needed:
-https://github.com/apoorvumang/prompt-lookup-decoding
+have occurred before in the conversation, or a few more in what the plugin has stored, the ids that
+followed them then are given to the model behind the token that is due. They stand as far as the
+model samples just these; the caches forget the rest. So a greedy reply is that of one token a step,
+but for the rounding of other kernels, and every sampled token is drawn from the same distribution.
+No second model is needed: https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import mlx.core as mx
 
 N_LAST = 4
 """Ids that must have occurred before, for what followed them to be a guess."""
+N_SHOWN = 16
+"""Ids that a plugin is shown, to say what may follow them."""
 MOST = 16
 """Ids that are guessed at once, at most."""
 MOST_CREDIT = 4.0
@@ -33,13 +35,13 @@ class _Occurrences:
     """Where runs of `N_LAST` ids of one sequence ended last, older ones indexed bit by bit."""
 
     def __init__(self, uid: int, ids: list[int]) -> None:
-        self.uid, self._ids = uid, ids
+        self.uid, self.ids = uid, ids
         self._ends: dict[tuple[int, ...], int] = {}
         self._oldest = self._newest = max(len(ids), N_LAST)
 
     def update(self) -> None:
         """Take in the ids that came, and some older ones."""
-        ids, ends = self._ids, self._ends
+        ids, ends = self.ids, self._ends
         for end in range(self._newest, len(ids)):  # of the last run nothing follows yet
             ends[tuple(ids[end - N_LAST : end])] = end
         self._newest = max(self._newest, len(ids))
@@ -51,7 +53,7 @@ class _Occurrences:
     def after(self, run: Sequence[int], n: int) -> list[int]:
         """Return up to `n` ids that followed the last such run; none where there is none."""
         end = self._ends.get(tuple(run))
-        return [] if end is None else list(self._ids[end : end + n])
+        return [] if end is None else list(self.ids[end : end + n])
 
 
 class Guesses:
@@ -108,13 +110,19 @@ class Guesses:
             self._seen = _Occurrences(uid, ids)
         self._seen.update()
         n_ids = min(self._n_ids, n_left - batch._num_tokens[0] - 1)
-        guessed = self._seen.after(ids[-N_LAST:], n_ids + 1) if n_ids > 0 else []
+        guessed = self._after(ids, n_ids + 1) if n_ids > 0 else []
         if not guessed:
             return []
         due = batch._next_tokens.item()
         if guessed[0] != due:
-            guessed = [due, *self._seen.after([*ids[1 - N_LAST :], due], n_ids)]
+            guessed = [due, *self._after([*ids[-N_SHOWN:], due], n_ids)]
         return guessed if len(guessed) > 1 else []
+
+    def _after(self, last: Sequence[int], n: int) -> list[int]:
+        """Return up to `n` ids that may follow the last ones, by the conversation, or a plugin."""
+        assert self._seen is not None
+        found, taken = self._seen.after(last[-N_LAST:], n), getattr(self._seen.ids, "taken", None)
+        return found if found or taken is None else list(taken.guess(last[-N_SHOWN:], n))
 
 
 def can_guess(batch: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoi
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache, batch_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
+from mlx_lm_kvpersist.host.answers import TakenRequest
+from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling import guesses
 from mlx_lm_kvpersist.host.scheduling.guesses import Guesses, can_guess
 from models_check.build import build
@@ -182,9 +185,57 @@ def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) 
         made = Guesses()
         made._won, made._step_s = 1e9, 1e9
         seen = guesses._Occurrences(7, [*prompt[:-1]])
-        seen.after = lambda run, n: faulty[len(seen._ids) - 199 :][:n]  # type: ignore[method-assign]
+        seen.after = lambda run, n: faulty[len(seen.ids) - 199 :][:n]  # type: ignore[method-assign]
         batch = batch_of_one(model, prompt, spec.make_cache(), 400)
-        seen._ids = batch.tokens[0]
+        seen.ids = batch.tokens[0]
         made._seen = seen
         told = all_of(batch, lambda one: made.next(one)[0])
     assert [one.token for one in told] == said
+
+
+class Stored(TakenRequest):
+    """A request whose plugin has stored some ids, and fails now and then."""
+
+    def __init__(self, ids: list[int], rng: random.Random) -> None:
+        self._ids, self._rng = ids, rng
+        self.n_asked = 0
+
+    def guess(self, run: Sequence[int], n: int) -> Any:
+        self.n_asked += 1
+        if self._rng.random() < 0.1:
+            return self._rng.choice(([-1], None, "ids", [True], [1.5]))
+        if self._rng.random() < 0.1:
+            raise RuntimeError("no guess today")
+        ends = [end for end in range(3, len(self._ids)) if self._ids[end - 3 : end] == run[-3:]]
+        return self._ids[ends[-1] :][:n] if ends else ()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_conversation_does_not_have_is_guessed_by_the_plugin(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guesses, "MOST_CREDIT", 1e9)
+    rng = random.Random(seed)
+    said = [rng.randrange(WORDS) for _ in range(400)]
+    stored = [id_ if rng.random() < 0.95 else rng.randrange(WORDS) for id_ in said]
+    script = [*(rng.randrange(WORDS) for _ in range(30)), *said]
+    plain, guessing = Scripted(script), Scripted(script)
+    expected = all_of(begun(plain, 30, 350, True, None), lambda one: one.next())
+    batch, request = begun(guessing, 30, 350, True, None), Stored(stored, rng)
+    batch.tokens = [TakenTokens(batch.tokens[0], Taken("stored", request))]
+    made = Guesses()
+    made._won = 1e9
+    guessing.n_read.clear()
+    told = all_of(batch, lambda one: made.next(one)[0])
+    assert [one.token for one in told] == [one.token for one in expected]
+    assert told[-1].all_tokens == expected[-1].all_tokens
+    assert request.n_asked > 50 and len(guessing.n_read) < 200
+
+
+def test_a_plugin_is_not_asked_for_what_the_conversation_has() -> None:
+    script = [*range(1, 31), *range(1, 31), *range(1, 31)]
+    model, request = Scripted(script), Stored([], random.Random(0))
+    batch, made = begun(model, 36, 50, False, None), Guesses()
+    batch.tokens = [TakenTokens(batch.tokens[0], Taken("stored", request))]
+    all_of(batch, lambda one: made.next(one)[0])
+    assert request.n_asked <= 1  # with the last id of the first pass
