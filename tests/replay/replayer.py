@@ -31,6 +31,7 @@ from mlx_lm_kvpersist.host.scheduling.caches import PluginPromptCache
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
 from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
+from mlx_lm_kvpersist.request import serving
 from mlx_lm_kvpersist.request.outcome import Kind
 from mlx_lm_kvpersist.request.serving import RequestState
 from tests.support import UNMEASURED
@@ -185,7 +186,11 @@ class Replayer:
         The restored caches must give the logits that computing the whole prompt gives.
         """
         raised = dict.fromkeys(("request_received", "reply_sent"), Exception)
-        with manager.using(self._manager), mock.patch.dict(manager.RAISED, raised):
+        with (
+            manager.using(self._manager),
+            mock.patch.dict(manager.RAISED, raised),
+            mock.patch.object(serving, "LAST_PART_S", 0.0),  # one thread says and saves here
+        ):
             return self._turn(copy.deepcopy(list(messages)), reply, session, tools, headers or {})
 
     def _turn(
