@@ -239,9 +239,9 @@ class Taken:
         return prepared.prompt
 
     def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return ids that may follow; a plugin that fails knows none."""
+        """Return up to `n` ids that may follow; a plugin that fails knows none."""
         guess = self.request.guess
-        return safely(self.plugin, "take_request", guess, run, n, check=check_guess) or ()
+        return (safely(self.plugin, "take_request", guess, run, n, check=check_guess) or ())[:n]
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:
         given = tuple(tokens), list(caches), cache_type

@@ -34,7 +34,6 @@ from .outcome import Kind, Outcome, Reason
 from .replies import remember, retokenize
 from .saver import insert
 from .sharing import fetch_ahead
-from .stored_runs import StoredRuns
 
 _Held = tuple[list[int], list[Any], str]
 """The tokens, the caches and the cache type at an end of a part of a sequence."""
@@ -159,7 +158,6 @@ class Serving:
     step_s: float
     memory: Memory
     preparation: Preparation | None = None
-    runs: StoredRuns = field(init=False)
     computing: list[RunningSequence] = field(default_factory=list)
     _held: dict[RunningSequence, list[_Held]] = field(default_factory=dict)
     _has_ended = False
@@ -168,7 +166,6 @@ class Serving:
     """Whether the caches of sequences that began before the model was known are as they should."""
 
     def __post_init__(self) -> None:
-        self.runs = StoredRuns(self.store)
         self.memory.serve(self.model)
 
     @property
@@ -192,13 +189,13 @@ class Serving:
         root = (model or self.model).root
         return replace(root, namespace=state.namespace, session=session)
 
-    def finds(self, state: RequestState) -> bool:
-        """Whether a request may, and can, find what others left, and be found."""
+    def keeps(self, state: RequestState) -> bool:
+        """Whether what is computed of a request is kept, and another one can find it."""
         return state.is_kept and (state.session is not None or not self.isolated)
 
     def fetch(self, state: RequestState, prompt: Prompt) -> None:
         """Bring what the shared tier has of a prompt into RAM. HTTP thread, which waits for it."""
-        if self.store.shared is not None and self.finds(state) and not self.doing:
+        if self.store.shared is not None and self.keeps(state) and not self.doing:
             state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
 
     def _take_root(self, sequence: RunningSequence) -> None:
@@ -439,19 +436,17 @@ class ServedRequest(TakenRequest):
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         """Save what the server has computed."""
         state, serving, sequence = self._state, self._serving, self._sequence
-        if sequence is not None and serving.finds(state):  # else no other request does
+        if sequence is not None and serving.keeps(state):  # else no other request does
             serving.save(sequence, tokens, caches, cache_type)
         if cache_type == REPLY and state.is_saved is not None:
             state.is_saved.set()
 
     def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return what followed in what is stored; the first time that has to be read."""
-        root, runs = self._state.root, self._serving.runs
-        if root is None or not self._serving.finds(self._state):
+        root, runs = self._state.root, self._serving.store.runs
+        if root is None:
             return ()
-        if not self._has_guessed:
-            self._has_guessed = True
-            runs.read(root)
+        self._has_guessed = self._has_guessed or runs.read(root)
         return runs.after(root, run, n)
 
     def resume(self, prompt: Prompt) -> None:

@@ -27,6 +27,7 @@ from .reading import Prefetch, Reader
 from .records import Commit, StoreLimits
 from .seal import PLAIN, Sealing
 from .shared import SharedTier
+from .stored_runs import StoredRuns
 from .tier import DISK, LowerTier, Tier
 from .writer import Task, Writer
 
@@ -188,6 +189,7 @@ class BlockStore:
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
         """What is on disk: for those who want to know what fails, and for serving threads."""
+        self.runs = StoredRuns(lambda: self.index)
         self.pool = BlockPool(limits.max_ram_bytes, limits.evict)
         self.disk.files.forgotten = partial(self.pool.set_stored, is_stored=False)
         self.below: tuple[LowerTier, ...] = (self.disk_tier, *others)

@@ -166,6 +166,7 @@ class StoredSessions:
             self._store.writer.withdraw(gone)
             for key in gone:
                 self._store.pool.drop_unpinned(key)
+            self._store.runs.clear()
             return session, {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
 
         return self.changed(change)

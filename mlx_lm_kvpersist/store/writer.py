@@ -198,10 +198,10 @@ class Writer:
 
     def _fits(self, newest: Task) -> bool:
         """Say whether a commit may wait beside the one that is being written."""
-        if self._running is None or self._running.commit is None:
-            return True
         if self.n_bytes <= 2 * self.max_bytes:
             return True
+        if self._running is None or self._running.commit is None:
+            return not _held_bytes(task for task in self._tasks if task is not newest)
         others = [task for task in self._commit_tasks() if task is not newest]
         n_added = self.n_bytes - _held_bytes(others)
         return n_added <= self.max_bytes < _held_bytes([self._running]) // 2

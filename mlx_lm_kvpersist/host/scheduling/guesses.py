@@ -116,6 +116,8 @@ class Guesses:
         due = batch._next_tokens.item()
         if guessed[0] != due:
             guessed = [due, *self._after([*ids[-N_SHOWN:], due], n_ids)]
+        n_logits = batch._next_logprobs[0].shape[-1]  # beyond, MLX would read any memory
+        guessed = list(takewhile(lambda one: one < n_logits, guessed))
         return guessed if len(guessed) > 1 else []
 
     def _after(self, last: Sequence[int], n: int) -> list[int]:

@@ -203,11 +203,11 @@ class Stored(TakenRequest):
     def guess(self, run: Sequence[int], n: int) -> Any:
         self.n_asked += 1
         if self._rng.random() < 0.1:
-            return self._rng.choice(([-1], None, "ids", [True], [1.5]))
+            return self._rng.choice(([-1], None, "ids", [True], [1.5], [WORDS], [1 << 70]))
         if self._rng.random() < 0.1:
             raise RuntimeError("no guess today")
         ends = [end for end in range(3, len(self._ids)) if self._ids[end - 3 : end] == run[-3:]]
-        return self._ids[ends[-1] :][:n] if ends else ()
+        return self._ids[ends[-1] :] if ends else ()  # more than was asked for
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -230,6 +230,7 @@ def test_what_the_conversation_does_not_have_is_guessed_by_the_plugin(
     assert [one.token for one in told] == [one.token for one in expected]
     assert told[-1].all_tokens == expected[-1].all_tokens
     assert request.n_asked > 50 and len(guessing.n_read) < 200
+    assert max(guessing.n_read) <= guesses.MOST + 1
 
 
 def test_a_plugin_is_not_asked_for_what_the_conversation_has() -> None:

@@ -1,17 +1,17 @@
-"""What may follow in a reply, by what is stored of other conversations: guesses, to be checked."""
+"""What followed runs of token ids in stored conversations."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from threading import Thread
+from collections.abc import Callable, Sequence
+from threading import Lock, Thread
 
 from ..block import BLOCK_TOKENS, Block, Root
 from ..match.runs import Runs
-from ..store.block_store import BlockStore
+from .index import Index
 
-N_TOKENS = 1 << 19
-"""Of the blocks that were used last: so many are known. They take 8 MiB, and 0.1 s to read."""
+MOST_TOKENS = 1 << 19
+"""Of the blocks that were used last, at most so many are known: 8 MiB, read in 0.1 s."""
 
 logger = logging.getLogger(__name__)
 
@@ -20,34 +20,53 @@ class StoredRuns:
     """The runs of ids in the blocks of one tree, a tenant's, that were used last.
 
     They are read by a thread beside the replies, anew for each request that finds others stored.
+    `index` returns the store's.
     """
 
-    def __init__(self, store: BlockStore) -> None:
-        self._store = store
+    def __init__(self, index: Callable[[], Index]) -> None:
+        self._index = index
         self._known: tuple[object, Root, Runs] | None = None
+        self._n_cleared = 0
+        self._changing = Lock()
         self._reads = Thread()
 
-    def read(self, root: Root) -> None:
-        """Have what is stored of a tree read, if it is not known. Generation thread."""
-        if not self._reads.is_alive():
-            self._reads = Thread(target=self._read, args=(root,), name="stored runs", daemon=True)
-            self._reads.start()
+    def read(self, root: Root) -> bool:
+        """Have what is stored of a tree read, if it is not known; False if another is being read.
+
+        Generation thread.
+        """
+        if self._reads.is_alive():
+            return False
+        self._reads = Thread(target=self._read, args=(root,), name="stored runs", daemon=True)
+        self._reads.start()
+        return True
 
     def after(self, root: Root, run: Sequence[int], n: int) -> list[int]:
         """Return up to `n` ids that followed the end of a run; none where that is unknown."""
         known = self._known
         return [] if known is None or known[1] != root else known[2].after(run, n)
 
+    def clear(self) -> None:
+        """Know nothing until it is read again. Any thread."""
+        with self._changing:
+            self._n_cleared += 1
+            self._known = None
+
     def _read(self, root: Root) -> None:
+        n_cleared, known = self._n_cleared, self._known
         try:
-            with self._store.view.asked_once() as index:
-                version, known = index.totals(), self._known
+            with self._index().asked_once() as index:
+                version = index.totals(root.key)
                 if known is not None and known[:2] == (version, root):
                     return
-                blocks = index.newest(root, N_TOKENS // BLOCK_TOKENS)
-            self._known = version, root, Runs(_joined(blocks))
+                blocks = index.newest(root, MOST_TOKENS // BLOCK_TOKENS)
+            read = version, root, Runs(_joined(blocks))
         except Exception:
             logger.debug("kvpersist: stored ids could not be read", exc_info=True)
+            return
+        with self._changing:
+            if self._n_cleared == n_cleared:
+                self._known = read
 
 
 def _joined(blocks: Sequence[Block]) -> bytes:
