@@ -16,6 +16,7 @@ from benchmarks.runs import Costs, Deadline, Run
 from tests.support import Reply
 
 
+@pytest.mark.slow
 def test_first_tokens(run: Run) -> None:
     result = ttft.measure(run, (300,), 1)
     rows = {row["state"]: row for row in result.rows}
@@ -59,6 +60,7 @@ def test_decoding(run: Run) -> None:
         assert row[f"{side} RSS MB"] > row[f"{side} peak MB"] > 1
 
 
+@pytest.mark.slow
 def test_requests_that_arrive_together(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "CONTEXT", 300)
     monkeypatch.setattr(together, "SYSTEM", 600)

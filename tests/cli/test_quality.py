@@ -56,6 +56,7 @@ def quality(*argv: str | Path) -> int:
     return cli.main(["quality", *map(str, argv)])
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_further_away(
     tiny_model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,27 +170,31 @@ def prompts(n_sessions: int, n_vocabulary: int = 200) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "n_sessions", "n_fill"),
     [
-        "llama",
-        pytest.param("gemma3_text", marks=pytest.mark.slow),
-        pytest.param("qwen3_next", marks=pytest.mark.slow),
+        ("llama", 7, 3),
+        *(
+            pytest.param(family, 12, 5, marks=pytest.mark.slow)
+            for family in ("llama", "gemma3_text", "qwen3_next")
+        ),
     ],
 )
-def test_twelve_sessions_share_what_five_fill(serve: Callable[..., Server], family: str) -> None:
+def test_sessions_share_what_fewer_fill(
+    serve: Callable[..., Server], family: str, n_sessions: int, n_fill: int
+) -> None:
     """Replies outgrow it, too, and pause; then each session goes on."""
-    asked = prompts(12)
+    asked = prompts(n_sessions)
     alone = serve(family, "alone")
     expected = [alone.run([ids])[0] for ids in asked]
-    together = serve(family, "together", 5)
+    together = serve(family, "together", n_fill)
     for turn in range(2):
         if turn:
             asked = [[*ids, *reply, 5, 6, 7] for ids, reply in zip(asked, expected, strict=True)]
             expected = [alone.run([ids])[0] for ids in asked]
             together.close()
-            together = serve(family, "together", 5)
+            together = serve(family, "together", n_fill)
         assert together.run(asked, presses=family == "gemma3_text") == expected
-        assert turn or (together.n_parked > 0 and together.most_running >= 5)
+        assert turn or (together.n_parked > 0 and together.most_running >= n_fill)
         assert together.most_bytes <= together.memory.total_bytes + together.block_bytes
 
 

@@ -129,6 +129,7 @@ def test_a_conversation_goes_on_at_another_server(
         assert shared_counts(server)["refused"] == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_while_it_put_is_made_up_for(team: Team) -> None:
     """What it had not put yet is put after its restart, and no half object is in the way."""
     expected, talk = team.expected(), Talk()

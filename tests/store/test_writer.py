@@ -320,6 +320,7 @@ def test_a_turn_of_any_size_waits_behind_what_is_no_turn(writer: Writer) -> None
     assert dropped == ["big"]
 
 
+@pytest.mark.slow
 def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
     """Requests are served all the time, so the writer rests wherever it may.
 
