@@ -93,6 +93,7 @@ class Link:
     def __init__(self, to_port: int, bytes_per_s: float = float("inf")) -> None:
         self.bytes_per_s, self.port = bytes_per_s, 0
         self._to_port, self._free_s = to_port, 0.0
+        self._writers: list[asyncio.StreamWriter] = []
         self._is_up, self._end = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
@@ -105,10 +106,19 @@ class Link:
         self._is_up.set()
         await self._end.wait()
         server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.sleep(0.1)  # their sockets are closed by the loop
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
         with suppress(OSError):
             there = await asyncio.open_connection("127.0.0.1", self._to_port)
+            self._writers.append(there[1])
             await asyncio.gather(self._pump(reader, there[1]), self._pump(there[0], writer))
         writer.close()
 
