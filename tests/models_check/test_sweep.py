@@ -23,8 +23,6 @@ from models_check.sweep import FINE, Finding, sweep
 
 REPRESENTATIVE = [
     "gemma3_text",
-    "gpt_oss",
-    "llama4",
     "qwen3_next",
 ]
 

@@ -165,8 +165,18 @@ THINKING_TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("opened", [False, True], ids=["model-opens", "template-opens"])
-@pytest.mark.parametrize("sent_back", ["dropped", "reasoning", "inline"])
+@pytest.mark.parametrize(
+    ("sent_back", "opened"),
+    [
+        ("dropped", True),
+        ("reasoning", False),
+        ("inline", True),
+        *(
+            pytest.param(sent_back, opened, marks=pytest.mark.slow)
+            for sent_back, opened in (("dropped", False), ("reasoning", True), ("inline", False))
+        ),
+    ],
+)
 def test_thinking_that_the_template_strips(
     make_replayer: MakeReplayer, models_dir: Path, opened: bool, sent_back: str
 ) -> None:

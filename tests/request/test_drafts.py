@@ -160,7 +160,7 @@ def random_ids(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(10, 500) for _ in range(n)]
 
 
-@pytest.mark.parametrize("n_turns", [8, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_turns", [4, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("family", "bits"), [("llama", "16"), ("llama", "k6v4"), ("deepseek_v3", "k6v4")]
 )

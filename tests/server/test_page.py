@@ -95,7 +95,7 @@ def browser() -> Iterator[Browser]:
             yield browser
 
 
-@pytest.fixture(params=[390, 1440])
+@pytest.fixture(params=[pytest.param(390, marks=pytest.mark.slow), 1440])
 def width(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -380,7 +380,7 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     assert name not in [one["name"] for one in described(server)["sessions"]]
 
 
-@pytest.mark.parametrize("what", ["session", "server"])
+@pytest.mark.parametrize("what", ["session", pytest.param("server", marks=pytest.mark.slow)])
 def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
     what: str, browser: Browser, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -20,7 +20,11 @@ OLD_NAMES = ("--kvpersist-kv-bits", "auto", "--kvpersist-kv-rotate", "on")
 
 
 @pytest.mark.parametrize(
-    ("again", "restored"), [(OLD_NAMES, True), (("--kvpersist-kv-bits", "k6v4"), False)]
+    ("again", "restored"),
+    [
+        pytest.param(OLD_NAMES, True, marks=pytest.mark.slow),
+        (("--kvpersist-kv-bits", "k6v4"), False),
+    ],
 )
 def test_a_conversation_is_found_in_the_precision_it_was_stored_in(
     tmp_path: Path, start_server: StartServer, again: tuple[str, ...], restored: bool
