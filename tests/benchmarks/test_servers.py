@@ -36,6 +36,7 @@ def test_first_tokens(run: Run) -> None:
     assert kept["setting"]["page cache left after dropping"] in (0.0, None)
 
 
+@pytest.mark.slow
 def test_the_code_of_another_checkout_runs_beside_ours(run: Run, tmp_path: Path) -> None:
     """Its package notes that it was imported, and becomes ours."""
     package = tmp_path / "checkout" / "mlx_lm_kvpersist"
@@ -51,6 +52,7 @@ def test_the_code_of_another_checkout_runs_beside_ours(run: Run, tmp_path: Path)
         assert (tmp_path / "imported").exists()
 
 
+@pytest.mark.slow
 def test_decoding(run: Run) -> None:
     (row,) = decode.measure(run, (200,), (2,), 1, 12).rows
     assert row["ours tokens/s"] > 0 and row["stock tokens/s"] > 0

@@ -105,9 +105,8 @@ def test_the_table_names_the_texts(
     assert re.search(r"\n8 .* [+-]0\.\d\d% ± 0\.\d\d%", out)
 
 
-@pytest.mark.parametrize(
-    "losses", [pytest.param((0.2, 0.002), marks=pytest.mark.slow), (0.3, 0.2, 0.1)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("losses", [(0.2, 0.002), (0.3, 0.2, 0.1)])
 def test_the_default_is_what_the_guard_has_made_of_it(
     tmp_path: Path,
     text: Path,

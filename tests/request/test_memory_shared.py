@@ -170,19 +170,25 @@ def prompts(n_sessions: int, n_vocabulary: int = 200) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "n_sessions", "n_fill"),
+    ("family", "n_sessions", "n_fill", "n_reply"),
     [
-        ("llama", 7, 3),
+        ("llama", 6, 3, 40),
         *(
-            pytest.param(family, 12, 5, marks=pytest.mark.slow)
+            pytest.param(family, 12, 5, 90, marks=pytest.mark.slow)
             for family in ("llama", "gemma3_text", "qwen3_next")
         ),
     ],
 )
 def test_sessions_share_what_fewer_fill(
-    serve: Callable[..., Server], family: str, n_sessions: int, n_fill: int
+    serve: Callable[..., Server],
+    family: str,
+    n_sessions: int,
+    n_fill: int,
+    n_reply: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Replies outgrow it, too, and pause; then each session goes on."""
+    monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", n_reply)
     asked = prompts(n_sessions)
     alone = serve(family, "alone")
     expected = [alone.run([ids])[0] for ids in asked]

@@ -111,6 +111,7 @@ def test_penalties_see_the_same_of_a_prompt_however_it_is_served(
         assert logprobs(one) == pytest.approx(logprobs(first), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_what_a_client_that_left_had_computed_is_reused(
     server: ServerProcess, drafts: list[str]
 ) -> None:

@@ -298,6 +298,7 @@ def test_conversations_with_images_survive_kill_9(
             assert reply.prompt_tokens == talk.prompts[number]
 
 
+@pytest.mark.slow
 def test_the_commands_know_a_store_with_images(
     start_server: StartServer,
     start_vision: Any,

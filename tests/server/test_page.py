@@ -380,7 +380,8 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     assert name not in [one["name"] for one in described(server)["sessions"]]
 
 
-@pytest.mark.parametrize("what", ["session", pytest.param("server", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["session", "server"])
 def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
     what: str, browser: Browser, tiny_model: Path, tmp_path: Path
 ) -> None:
