@@ -320,6 +320,27 @@ def test_a_turn_of_any_size_waits_behind_what_is_no_turn(writer: Writer) -> None
     assert dropped == ["big"]
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_big_turn_does_not_wait_beside_a_prompt_that_goes_beyond_it(
+    writer: Writer, is_running: bool
+) -> None:
+    """The prompt's commit has the turn's blocks, and is the one that is kept."""
+    may_go_on, dropped, nodes = threading.Event(), list[str](), chain([1], [2], [3])
+    if is_running:
+        writer.submit(partial(may_go_on.wait, 10))
+        wait_until(lambda: not writer._tasks, "the other work being done")
+    with writer._changed:  # the writer takes nothing meanwhile
+        for name, n_blocks, n_bytes in (("prompt", 3, 90), ("turn", 2, 1000)):
+            keys = tuple(node.key for node in nodes[:n_blocks])
+            leaf = Leaf(None, keys[-1], nodes[n_blocks - 1].stop, keys) if name == "turn" else None
+            let_go, sizes = partial(dropped.append, name), {name.encode(): n_bytes}
+            commit = Commit(ROOT, tuple(nodes[:n_blocks]), leaf)
+            writer.submit_commit(Task(lambda: None, commit, let_go, sizes))
+        assert (writer.n_bytes, dropped) == (90, ["turn"])
+    may_go_on.set()
+    writer.drain()
+
+
 @pytest.mark.slow
 def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
     """Requests are served all the time, so the writer rests wherever it may.
