@@ -84,6 +84,8 @@ class RequestState:
     """Whether the reply has ended, or was given up."""
     is_saved: Event | None = field(default=None, repr=False)
     """Set when a reply that has ended was handed to the store; None for a prompt not served."""
+    ended: RunningSequence | None = field(default=None, repr=False)
+    """What was handed to the store then."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other ranks are told."""
@@ -272,16 +274,28 @@ class Serving:
         self.memory.held_bytes = 0
 
     def finish(self, state: RequestState) -> None:
-        """Have a reply that was sent but for its last part on disk, if that is quick. HTTP thread.
+        """Have enough of a reply that was sent but for its last part on disk. HTTP thread.
 
-        Whatever its client has read then outlives a kill.
+        A kill then loses at most a block of its prompt, and the last one of the reply.
         """
         ends_s = time.monotonic() + LAST_PART_S
         if state.is_saved is not None:
             state.is_saved.wait(LAST_PART_S)
         self.remember(state)
-        if state.is_saved is not None:
-            self.store.writer.finish(max(0.0, ends_s - time.monotonic()))
+        if self._is_at_risk(state):
+            left_s = max(0.0, ends_s - time.monotonic())
+            self.store.writer.finish(lambda: not self._is_at_risk(state), left_s)
+
+    def _is_at_risk(self, state: RequestState) -> bool:
+        """Say whether a kill would now lose more of a turn that has ended than it may."""
+        writer, sequence = self.store.writer, state.ended
+        if sequence is None or not sequence.chain:
+            return False
+        end = sequence.chain[-1]
+        if not self.model.spec.any_prefix:  # without what is at its end none of it is of use
+            return any(one.leaf.key == end.key for one in writer.commits() if one.leaf)
+        start = next((one.start for one in sequence.chain if writer.will_write(one.key)), end.stop)
+        return sequence.n_prompt - start > BLOCK_TOKENS or end.stop - start >= 2 * BLOCK_TOKENS
 
     def remember(self, state: RequestState) -> None:
         """Remember a reply as soon as its ids are known, and again when it was sent. Any thread."""
@@ -439,6 +453,7 @@ class ServedRequest(TakenRequest):
         if sequence is not None and serving.keeps(state):  # else no other request does
             serving.save(sequence, tokens, caches, cache_type)
         if cache_type == REPLY and state.is_saved is not None:
+            state.ended = sequence
             state.is_saved.set()
 
     def guess(self, run: Sequence[int], n: int) -> Sequence[int]:

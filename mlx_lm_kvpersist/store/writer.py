@@ -264,14 +264,10 @@ class Writer:
             self.write_postponed()
             self._wait_for(lambda: not self.n_tasks)
 
-    def finish(self, timeout_s: float) -> None:
-        """Return when the turns that have ended are saved, at full speed; or after a timeout."""
+    def finish(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Return when what was submitted `is_done`, at full speed; or after a timeout."""
         with self._changed:
-            last = next((one for one in reversed(self._tasks) if one.is_urgent), self._running)
-            if last is not None and last.is_urgent:
-                self._wait_for(
-                    lambda: last is not self._running and last not in self._tasks, timeout_s
-                )
+            self._wait_for(is_done, timeout_s)
 
     def _wait_for(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
         self._n_waiting += 1

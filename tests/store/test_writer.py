@@ -144,13 +144,13 @@ def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
 
 def test_nobody_waits_longer_than_asked_for_what_is_written(writer: Writer) -> None:
     may_end = threading.Event()
-    save(writer, chain([1]), partial(may_end.wait, 10), ended=False)
-    started = time.monotonic()
-    writer.finish(5)  # no turn waits
-    assert time.monotonic() - started < 4
+    save(writer, chain([1]))
     save(writer, chain([2]), partial(may_end.wait, 10))
     started = time.monotonic()
-    writer.finish(0.1)
+    writer.finish(lambda: writer.n_tasks <= 1, 5)
+    assert time.monotonic() - started < 4
+    started = time.monotonic()
+    writer.finish(lambda: not writer.n_tasks, 0.1)
     assert 0.1 <= time.monotonic() - started < 5
     may_end.set()
 
@@ -167,7 +167,7 @@ def test_a_turn_that_has_ended_goes_before_prompts_that_are_still_computed(write
     save(writer, chain([9]), lambda: saved.append("another turn"))
     save(writer, turn, lambda: saved.append("its turn"))
     may_go_on.set()
-    writer.finish(10)
+    writer.finish(lambda: len(saved) == 3, 10)
     assert saved[:3] == ["another turn", "its prompt", "its turn"]
     may_end.set()
     writer.drain()
@@ -191,7 +191,7 @@ def test_a_drain_waits_for_what_is_submitted_meanwhile(writer: Writer) -> None:
     [
         lambda writer: writer.stepped(0),
         lambda writer: submit(writer, 51),
-        lambda writer: [save(writer, chain([1])), writer.finish(10)],  # type: ignore[func-returns-value]
+        lambda writer: writer.finish(lambda: not writer.n_tasks, 10),
         lambda writer: writer.drain(),
         lambda writer: writer.close(10),
     ],

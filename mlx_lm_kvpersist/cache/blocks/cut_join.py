@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -231,12 +232,16 @@ class Joiner:
         self._n_newest = 0
 
     def make_room(self) -> Iterator[None]:
-        """Make one buffer before each yield; otherwise the first piece makes them all at once."""
+        """Make some buffers before each yield; otherwise the first piece makes them all at once."""
+        waiting: list[mx.array] = []
         for buffers in self._buffers.values():
-            for arrays in buffers.arrays.values():
-                for place in range(len(arrays)):
-                    mx.eval(arrays[place])
+            for array in chain.from_iterable(buffers.arrays.values()):
+                waiting.append(array)
+                if sum(one.nbytes for one in waiting) >= _WINDOW_BYTES:
+                    mx.eval(waiting)
+                    waiting = []
                     yield
+        mx.eval(waiting)
 
     def add(self, piece: Piece, window: int | None = None) -> None:
         """Add the next tokens of the full groups, or of those with a window."""
