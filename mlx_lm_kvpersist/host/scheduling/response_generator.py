@@ -147,6 +147,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving:
             self._serving, self._idle_since_s, self._has_stepped = serving, None, False
+            self._line.end_gap()
             manager.ask("serving_changed", serving=serving)
 
     def _enter(self, waiting: Waiting | None) -> Any:

@@ -133,6 +133,10 @@ class Line(deque[Waiting]):
         self._gap_began_s = None
         return None
 
+    def end_gap(self) -> None:
+        """Have the next look begin a gap of its own: no reply runs any more."""
+        self._gap_began_s = None
+
     def left_s(self, gap_s: float) -> float:
         """Return what is left of a gap of so many seconds."""
         if self._gap_began_s is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -276,6 +277,23 @@ def test_many_that_come_at_once_let_the_replies_go_on(
                 break
     assert sorted(entered) == sorted(names)
     assert most <= 3, "each takes half of GAP_S or more to begin"
+
+
+def test_all_that_came_together_enter_before_the_first_step_also_of_a_later_batch(
+    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the batch before counts: its last step may have ended long ago."""
+    module = sys.modules["mlx_lm_kvpersist.host.scheduling.response_generator"]
+    monkeypatch.setattr(module, "QUIET_GAP_S", 0.2)
+    for batch in range(2):
+        names = [f"a{batch}{n}" for n in range(4)]
+        for name in names:
+            put(generator, name)
+        assert generator._next_request(IDLE)[1].prompt == names[0]
+        assert [take(generator) for _ in names] == [*names[1:], None]
+        assert not generator._is_asked()
+        assert generator._next_request(IDLE) is None  # the batch has ended
+        time.sleep(0.3)
 
 
 def delayed(act: Callable[..., Any], seconds: float) -> Callable[..., Any]:
