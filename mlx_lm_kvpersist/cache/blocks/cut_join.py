@@ -49,6 +49,9 @@ _STRETCH_BLOCKS = 16
 _WINDOW_BYTES = 64 << 20
 """Bytes to evaluate together: enough to keep a device busy, little beside its memory."""
 
+_ROOM_BYTES = 16 << 20
+"""Bytes of buffers to make together: new memory takes a CPU up to a millisecond for one MB."""
+
 _PIECES_AT_ONCE = 16
 """Number of pieces that are placed together on a GPU: their arrays exist twice for a moment."""
 
@@ -237,7 +240,7 @@ class Joiner:
         for buffers in self._buffers.values():
             for array in chain.from_iterable(buffers.arrays.values()):
                 waiting.append(array)
-                if sum(one.nbytes for one in waiting) >= _WINDOW_BYTES:
+                if sum(one.nbytes for one in waiting) >= _ROOM_BYTES:
                     mx.eval(waiting)
                     waiting = []
                     yield

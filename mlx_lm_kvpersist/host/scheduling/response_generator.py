@@ -31,7 +31,7 @@ from .images import Images, named, vision_of, with_images
 from .model_provider import account_of, loaded_name
 from .reply import ARRIVING, ASK_EVERY, OpenRequests, ReplyQueue, UntilAsked
 from .single_prompt import SinglePrompt
-from .waiting import GAP_S, QUIET_GAP_S, Line, Rendered, Waiting
+from .waiting import QUIET_GAP_S, Line, Rendered, Waiting
 
 if TYPE_CHECKING:
     from mlx_lm.server import ResponseGenerator as Stock
@@ -147,7 +147,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving:
             self._serving, self._idle_since_s, self._has_stepped = serving, None, False
-            self._line.end_gap()
+            self._line.begin_batch()
             manager.ask("serving_changed", serving=serving)
 
     def _enter(self, waiting: Waiting | None) -> Any:
@@ -167,11 +167,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         while (queued := super()._next_request(self._wait_s())) is not None:
             self._line.append(Waiting.of(queued))
         begin = self._begin if manager.is_implemented("take_request") else None
-        gap_s = GAP_S if any(one.has_begun for one in self._replies) else QUIET_GAP_S
+        quiet = not any(one.has_begun for one in self._replies)
         in_line = list(self._line)
 
         def place() -> int | None:
-            ready = self._line.next_ready(self._joins, begin, gap_s)
+            ready = self._line.next_ready(self._joins, begin, quiet=quiet)
             return None if ready is None else in_line.index(ready)
 
         found = self._ranks.first(place, "which request enters")

@@ -83,8 +83,8 @@ class Waiting:
 class Line(deque[Waiting]):
     """The requests that have not entered yet, in the order in which they came.
 
-    Between two steps of the replies they may take about GAP_S, or QUIET_GAP_S while none has begun;
-    at least one of them gets on.
+    Between two steps of the replies they may take about GAP_S, and one of them works; while no
+    reply has begun, QUIET_GAP_S, and all of them do. At least one of them gets on.
     """
 
     _gap_began_s: float | None = None
@@ -104,19 +104,31 @@ class Line(deque[Waiting]):
         self,
         joins: Callable[[Waiting], bool],
         begin: Callable[[Waiting], None] | None,
-        gap_s: float = GAP_S,
+        *,
+        quiet: bool = False,
     ) -> Waiting | None:
         """Remove the next request that may enter the batch now; None if a step comes first.
 
         A request that cannot join the batch blocks those behind it. `begin` is called once for each
-        request that joins; without it, requests enter at once. The gap takes about `gap_s`.
+        request that joins; without it, requests enter at once. quiet: whether no reply has begun.
         """
-        if self._gap_began_s is None:
-            self._begin_gap()
-        assert self._gap_began_s is not None
+        gap_s = QUIET_GAP_S if quiet else GAP_S
+        ready = self._ready(joins, begin, gap_s)
+        while ready is None and quiet and self.left_s(gap_s) > 0 and self._worked(gap_s):
+            ready = self._ready(joins, begin, gap_s)
+        if ready is None:
+            self._gap_began_s = None
+        return ready
+
+    def _ready(
+        self,
+        joins: Callable[[Waiting], bool],
+        begin: Callable[[Waiting], None] | None,
+        gap_s: float,
+    ) -> Waiting | None:
         self._is_behind = False
         for waiting in list(self):
-            if self._has_moved and time.perf_counter() - self._gap_began_s > gap_s:
+            if self.left_s(gap_s) <= 0 and self._has_moved:
                 self._is_behind = True
                 break
             is_joining = joins(waiting)
@@ -130,29 +142,41 @@ class Line(deque[Waiting]):
                 self._has_moved = True
                 self.remove(waiting)
                 return waiting
-        self._gap_began_s = None
         return None
 
-    def end_gap(self) -> None:
-        """Have the next look begin a gap of its own: no reply runs any more."""
+    def _worked(self, gap_s: float) -> bool:
+        """Let each request work until it is ready or waits for something; tell whether one is."""
+        for waiting in self._in_turn():
+            while not waiting.is_ready and self.left_s(gap_s) > 0:
+                if waiting.advance() <= WORK_S:
+                    break
+                self._has_moved = True
+            if waiting.is_ready:
+                return True
+        return False
+
+    def begin_batch(self) -> None:
+        """Have the next look begin a gap of its own: no reply runs."""
         self._gap_began_s = None
 
     def left_s(self, gap_s: float) -> float:
         """Return what is left of a gap of so many seconds."""
         if self._gap_began_s is None:
             self._begin_gap()
-        return max(0.0, (self._gap_began_s or 0.0) + gap_s - time.perf_counter())
+        assert self._gap_began_s is not None
+        return max(0.0, self._gap_began_s + gap_s - time.perf_counter())
 
     def _begin_gap(self) -> None:
-        """Let the requests work in turn, until one is ready or has done some work.
-
-        Those that have worked for long let the others pass, but not in every gap.
-        """
+        """Let the requests work in turn, until one is ready or has done some work."""
         self._gap_began_s, self._has_moved = time.perf_counter(), False
         self._n_gaps += 1
+        for waiting in self._in_turn():
+            if waiting.is_ready or waiting.advance() > WORK_S:
+                return
+
+    def _in_turn(self) -> list[Waiting]:
+        """Return the requests: those that have worked for long last, but not in every gap."""
         in_order = list(self)
         if self._n_gaps % 3:
             in_order.sort(key=lambda one: one.spent_s > LARGE_S)
-        for waiting in in_order:
-            if waiting.is_ready or waiting.advance() > WORK_S:
-                return
+        return in_order

@@ -190,11 +190,21 @@ class Works:
 
 
 @pytest.fixture
+def speaking(generator: Any) -> Any:
+    """A reply that has begun: others have to wait for no longer than a gap."""
+    reply = SimpleNamespace(has_begun=True, is_over=False, is_stopped=False)
+    generator._replies.append(reply)
+    return reply
+
+
+@pytest.fixture
 def works(fetches: Fetches, monkeypatch: pytest.MonkeyPatch) -> Works:
     return Works(fetches, monkeypatch)
 
 
-def test_between_two_steps_one_that_waits_does_some_work(generator: Any, works: Works) -> None:
+def test_between_two_steps_one_that_waits_does_some_work(
+    generator: Any, works: Works, speaking: Any
+) -> None:
     works.seconds["w2"] = 2 * WORK_S
     works.n_calls = dict.fromkeys(("w1", "w2", "w3"), 9)
     for prompt in ("w1", "w2", "w3"):
@@ -205,7 +215,9 @@ def test_between_two_steps_one_that_waits_does_some_work(generator: Any, works: 
     assert not generator._is_asked() and works.asked == ["w1", "w2", "w1", "w2"]
 
 
-def test_one_that_is_ready_enters_before_others_are_worked_on(generator: Any, works: Works) -> None:
+def test_one_that_is_ready_enters_before_others_are_worked_on(
+    generator: Any, works: Works, speaking: Any
+) -> None:
     works.n_calls = {"w1": 2, "w2": 9}
     put(generator, "w1")
     put(generator, "w2")
@@ -216,7 +228,7 @@ def test_one_that_is_ready_enters_before_others_are_worked_on(generator: Any, wo
 
 
 def test_a_small_restore_passes_a_large_one_which_gets_on_all_the_same(
-    generator: Any, works: Works
+    generator: Any, works: Works, speaking: Any
 ) -> None:
     works.seconds = {"w1": LARGE_S / 4, "w2": 2 * WORK_S}
     works.n_calls = {"w1": 99, "w2": 9}
@@ -248,11 +260,14 @@ def test_where_nobody_waits_the_replies_go_on() -> None:
 
 @pytest.mark.parametrize(("n_restores", "n_short"), [(0, 12), (12, 0), (8, 8)])
 def test_many_that_come_at_once_let_the_replies_go_on(
-    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch, n_restores: int, n_short: int
+    generator: Any,
+    works: Works,
+    monkeypatch: pytest.MonkeyPatch,
+    speaking: Any,
+    n_restores: int,
+    n_short: int,
 ) -> None:
     """They take GAP_S and what one of them takes, and then the replies have a step; all get in."""
-    speaking = SimpleNamespace(has_begun=True, is_over=False, is_stopped=False)
-    generator._replies.append(speaking)
     begun: list[Any] = []
     render = delayed(generator._rendered, GAP_S / 2)
 
@@ -294,6 +309,34 @@ def test_all_that_came_together_enter_before_the_first_step_also_of_a_later_batc
         assert not generator._is_asked()
         assert generator._next_request(IDLE) is None  # the batch has ended
         time.sleep(0.3)
+
+
+def test_before_the_first_reply_all_restore_that_can_and_are_computed_together(
+    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["w1", "w2", "w3"]
+    works.seconds, works.n_calls = dict.fromkeys(names, 2 * WORK_S), dict.fromkeys(names, 4)
+    works.n_calls["s"] = 10**9  # it waits for what no work of its own brings
+    monkeypatch.setattr("mlx_lm_kvpersist.host.scheduling.waiting.QUIET_GAP_S", 60.0)
+    for name in ["w1", "s", "w2", "w3"]:
+        put(generator, name)
+    assert [take(generator) for _ in range(4)] == [*names, None]
+    assert works.asked.count("s") < 20
+    assert [works.asked.count(name) for name in names] == [4, 4, 4]
+
+
+def test_one_that_restores_for_long_is_left_behind_before_the_first_reply(
+    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_lm_kvpersist.host.scheduling.waiting.QUIET_GAP_S", 0.1)
+    works.seconds, works.n_calls = {"w1": 0.02}, {"w1": 10**9, "w2": 2}
+    put(generator, "w1")
+    put(generator, "w2")
+    started = time.monotonic()
+    assert take(generator) is None  # a step may be made
+    assert time.monotonic() - started < 5 and 2 < works.asked.count("w1") < 10
+    entered = [take(generator) for _ in range(9)]
+    assert entered.count("w2") == 1 and set(entered) == {"w2", None}
 
 
 def delayed(act: Callable[..., Any], seconds: float) -> Callable[..., Any]:
