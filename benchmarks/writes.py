@@ -63,7 +63,7 @@ def main() -> None:
         wide = make_tiny_model(Path(folder) / "wide", n_layers=4, n_heads=8, n_kv_heads=8)
         with Fleet(wide, ("ours-16",)) as fleet:
             result = Result(
-                "decode-beside-turns",
+                "beside-turns",
                 "Tokens a second of two clients while a third has turns, kept and not kept.",
                 {"model": "tiny llama, 4 layers of 8 heads", "sides": fleet.flags},
                 folder=out,

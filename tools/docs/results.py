@@ -19,6 +19,7 @@ FIRST_TOKEN = (
 )
 """A row of a later one takes the place of the same row before."""
 TOGETHER = "nvidia-h200/together-synthetic-llama-3.1-8b"
+NEXT_TURNS = "nvidia-h200/together-turns-synthetic-llama-3.1-8b"
 DECODE = "nvidia-h200/decode-synthetic-llama-3.1-8b-k6v4"
 SHARED = "amd-epyc-cpu/shared-smollm2-float32"
 OURS = "ours"
@@ -112,12 +113,17 @@ def _mib(megabytes: float) -> str:
 
 
 def together() -> str:
-    """Return seconds to the first token of prompts that arrive together."""
+    """Return seconds to the first token of prompts that arrive together, and to replies' end."""
     commit = _commit(load(TOGETHER))
     rows = [
         f"| {what} | {side['stock']:.2f} | {side[OURS]:.2f} | {commit} |"
         for what, side in _together().items()
     ]
+    turns = {row["side"]: row for row in load(NEXT_TURNS)["rows"]}
+    for what, column in (("the first", "first token s"), ("the end", "total s")):
+        stock, ours = (turns[side][column] for side in ("stock", "ours-16"))
+        commit = _commit(load(NEXT_TURNS))
+        rows.append(f"| {what} of eight next turns | {stock:.2f} | {ours:.2f} | {commit} |")
     return _table("first token after, s", "stock", "with the plugin", "commit", rows=rows)
 
 
