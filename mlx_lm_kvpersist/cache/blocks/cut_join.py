@@ -50,7 +50,7 @@ _WINDOW_BYTES = 64 << 20
 """Bytes to evaluate together: enough to keep a device busy, little beside its memory."""
 
 _ROOM_BYTES = 16 << 20
-"""Bytes of buffers to make together: new memory takes a CPU up to a millisecond for one MB."""
+"""Bytes of buffers to make together: new memory takes a CPU up to two milliseconds a MiB."""
 
 _PIECES_AT_ONCE = 16
 """Number of pieces that are placed together on a GPU: their arrays exist twice for a moment."""

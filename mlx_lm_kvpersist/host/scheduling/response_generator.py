@@ -61,6 +61,7 @@ class RequestQueue(Queue[Any]):
                 raise self._error
             self._reply_queues.add(item[0])
             super().put(item, block, timeout)
+        ARRIVING.discard(threading.get_ident())
 
     @property
     def is_closed(self) -> bool:
@@ -283,6 +284,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         self.open_requests.begin(request)
         try:
             self._render_ahead(request, generation_args)
+            ARRIVING.add(threading.get_ident())
             context, tokens = super().generate(request, generation_args, *args, **kwargs)
         except BaseException:
             self._ended(request, [])

@@ -17,6 +17,7 @@ from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, TakenRequest
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
+from mlx_lm_kvpersist.host.scheduling.reply import ARRIVING
 from mlx_lm_kvpersist.host.scheduling.waiting import GAP_S, LARGE_S, WORK_S, Line
 from tests.support.host import plugged
 
@@ -323,6 +324,22 @@ def test_before_the_first_reply_all_restore_that_can_and_are_computed_together(
     assert [take(generator) for _ in range(4)] == [*names, None]
     assert works.asked.count("s") < 20
     assert [works.asked.count(name) for name in names] == [4, 4, 4]
+
+
+def test_the_first_waits_for_one_whose_thread_is_about_to_queue_it(generator: Any) -> None:
+    put(generator, "a1")
+
+    def arrive() -> None:
+        ARRIVING.add(threading.get_ident())
+        arriving.set()
+        time.sleep(0.1)
+        put(generator, "a2")
+
+    arriving = threading.Event()
+    threading.Thread(target=arrive).start()
+    assert arriving.wait(10)
+    assert [take(generator) for _ in range(3)] == ["a1", "a2", None]
+    assert not ARRIVING
 
 
 def test_one_that_restores_for_long_is_left_behind_before_the_first_reply(
