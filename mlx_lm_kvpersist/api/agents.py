@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message as Headers
 from functools import partial
@@ -150,6 +150,8 @@ class AgentsAPI:
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
                     n_prompt, n_cached = self._service.chat.prefill(handler, agent.beginning)
+                with suppress(RequestRefused):  # a slow disk is no reason to have no agent
+                    self._service.sessions().changed(lambda disk: None)  # it is on disk then
                 prefilled = {"tokens": n_prompt, "reused": n_cached}
             return 201, {**self._describe(agent), "prefilled": prefilled}
         except BaseException:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -72,8 +72,8 @@ def remember(
     root: Root,
     store: BlockStore,
     model: LoadedModel,
-) -> None:
-    """Remember a reply, unless text matching will find it. Any thread.
+) -> Collection[bytes]:
+    """Remember a reply, unless text matching will find it; return by what keys. Any thread.
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
     client was `sent` content, reasoning and tool calls; None if that is not known, or not yet. A
@@ -81,17 +81,17 @@ def remember(
     may have read less of it.
     """
     if model.text is None or not reply or not messages:
-        return
+        return ()
     has_ended = reply[-1] in model.tokenizer.eos_token_ids
     if has_ended and sent is None:
-        return  # it is looked for by what was sent alone
+        return ()  # it is looked for by what was sent alone
     if not model.text.covers((*prompt, *reply)):
-        return
+        return ()
     ids = list(reply[:-1] if has_ended else reply)
     if has_ended:
         text, content = model.text.decode(ids), (sent or {}).get("content") or ""
         if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
-            return
+            return ()
     *_, (key, key_begun) = _reply_keys([*messages, {**(sent or {}), "role": "assistant"}])
     keys = [key] if sent is not None else []
     keys += [] if has_ended else [key_begun]
@@ -100,6 +100,7 @@ def remember(
     made = _Reply(ids, has_ended, len(before), digest).to_bytes()
     replies = dict.fromkeys(keys, made)
     store.commit(Commit(root, (), replies=replies, messages=messages), [])
+    return keys
 
 
 def known_replies(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Event
@@ -85,7 +85,9 @@ class RequestState:
     is_saved: Event | None = field(default=None, repr=False)
     """Set when a reply that has ended was handed to the store; None for a prompt not served."""
     ended: RunningSequence | None = field(default=None, repr=False)
-    """What was handed to the store then."""
+    """The sequence that was handed to the store, until its client has the reply."""
+    remembered: frozenset[bytes] = field(default=frozenset(), repr=False)
+    """The keys that the ids of the reply are found by."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other ranks are told."""
@@ -274,7 +276,7 @@ class Serving:
         self.memory.held_bytes = 0
 
     def finish(self, state: RequestState) -> None:
-        """Have enough of a reply that was sent but for its last part on disk. HTTP thread.
+        """Wait until enough of a turn is on disk; its reply was sent but for the end. HTTP thread.
 
         A kill then loses at most a block of its prompt, and the last one of the reply.
         """
@@ -282,20 +284,28 @@ class Serving:
         if state.is_saved is not None:
             state.is_saved.wait(LAST_PART_S)
         self.remember(state)
-        if self._is_at_risk(state):
-            left_s = max(0.0, ends_s - time.monotonic())
-            self.store.writer.finish(lambda: not self._is_at_risk(state), left_s)
+        ended, state.ended = state.ended, None
+        parts = [one for one in (ended, ended.draft if ended else None) if one and one.chain]
 
-    def _is_at_risk(self, state: RequestState) -> bool:
-        """Say whether a kill would now lose more of a turn that has ended than it may."""
-        writer, sequence = self.store.writer, state.ended
-        if sequence is None or not sequence.chain:
-            return False
-        end = sequence.chain[-1]
+        def is_safe() -> bool:
+            unwritten = self.store.writer.unwritten()
+            return not any(self._is_at_risk(one, unwritten) for one in parts)
+
+        if parts and not is_safe():
+            self.store.writer.finish(is_safe, max(0.0, ends_s - time.monotonic()))
+
+    def _is_at_risk(self, sequence: RunningSequence, unwritten: Collection[bytes]) -> bool:
+        """Say whether a kill would lose more of a turn than it may."""
+        chain, n_prompt, are_ids_lost = sequence.chain, sequence.n_prompt, False
+        end = chain[-1]
+        if not sequence.is_draft:  # without its ids a reply is not found
+            are_ids_lost = not sequence.request.remembered.isdisjoint(unwritten)
         if not self.model.spec.any_prefix:  # without what is at its end none of it is of use
-            return any(one.leaf.key == end.key for one in writer.commits() if one.leaf)
-        start = next((one.start for one in sequence.chain if writer.will_write(one.key)), end.stop)
-        return sequence.n_prompt - start > BLOCK_TOKENS or end.stop - start >= 2 * BLOCK_TOKENS
+            return are_ids_lost or end.key in unwritten
+        start = next((one.start for one in chain if one.key in unwritten), end.stop)
+        start = min(start, n_prompt) if are_ids_lost else start
+        n_most = 2 * BLOCK_TOKENS if start < n_prompt else BLOCK_TOKENS
+        return n_prompt - start > BLOCK_TOKENS or end.stop - start >= n_most
 
     def remember(self, state: RequestState) -> None:
         """Remember a reply as soon as its ids are known, and again when it was sent. Any thread."""
@@ -305,7 +315,8 @@ class Serving:
             return
         if sent is not None:
             state.produced = None
-        remember(state.messages, *produced, sent, root, self.store, self.model)
+        keys = remember(state.messages, *produced, sent, root, self.store, self.model)
+        state.remembered |= frozenset(keys)
 
 
 class ServedRequest(TakenRequest):
@@ -452,8 +463,8 @@ class ServedRequest(TakenRequest):
         state, serving, sequence = self._state, self._serving, self._sequence
         if sequence is not None and serving.keeps(state):  # else no other request does
             serving.save(sequence, tokens, caches, cache_type)
+            state.ended = sequence if cache_type == REPLY else None
         if cache_type == REPLY and state.is_saved is not None:
-            state.ended = sequence
             state.is_saved.set()
 
     def guess(self, run: Sequence[int], n: int) -> Sequence[int]:

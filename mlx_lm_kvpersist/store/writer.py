@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from .records import Commit
 
@@ -155,6 +156,16 @@ class Writer:
         with self._changed:
             return any(key in task.sizes for task in self._commit_tasks())
 
+    def unwritten(self) -> set[bytes]:
+        """Return the keys of what is in RAM alone, and of ends of turns and replies, that wait."""
+        with self._changed:
+            tasks = self._commit_tasks()
+            found = set(chain.from_iterable(task.sizes for task in tasks))
+            for commit in (task.commit for task in tasks):
+                if commit is not None:
+                    found.update(commit.replies, (commit.leaf.key,) if commit.leaf else ())
+            return found
+
     def _commit_tasks(self) -> list[Task]:
         return [task for task in (self._running, *self._tasks) if task and task.commit]
 
@@ -271,9 +282,11 @@ class Writer:
 
     def _wait_for(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
         self._n_waiting += 1
-        self._changed.notify_all()
-        self._changed.wait_for(is_done, timeout_s)
-        self._n_waiting -= 1
+        try:
+            self._changed.notify_all()
+            self._changed.wait_for(is_done, timeout_s)
+        finally:
+            self._n_waiting -= 1
 
     def stepped(self, n_replies: int, step_s: float | None = None) -> None:
         """Replies that run made a step, or none runs any more. Generation thread.

@@ -14,8 +14,14 @@ import pytest
 
 from mlx_lm_kvpersist.block import Checkpoint
 from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.host.answers import REPLY
 from mlx_lm_kvpersist.request import serving as module
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence, Serving
+from mlx_lm_kvpersist.request.serving import (
+    RequestState,
+    RunningSequence,
+    ServedRequest,
+    Serving,
+)
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.records import Commit
 from tests.store.conftest import ROOT, chain
@@ -31,23 +37,46 @@ class Slow:
     def __init__(self, folder: Path) -> None:
         self.store: BlockStore = store_in(folder)
         self.may_write, self._holds = threading.Event(), threading.Event()
+        self.finishing: threading.Thread | None = None
 
     def _hold(self) -> None:
         self._holds.set()
         self.may_write.wait(LONG_S)
 
-    def saved(self, n_saved: int, n_prompt: int, n_all: int) -> RequestState:
+    def hold_again(self) -> None:
+        """Let the writer do nothing more once again."""
+        self.may_write.clear()
+        self._holds.clear()
+        self.store.writer.submit(self._hold)
+        assert self._holds.wait(LONG_S)
+
+    def finishes(self, serving: Serving, state: RequestState) -> bool:
+        """Say whether a client has the last part of its reply while the writer does nothing."""
+        with mock.patch.object(module, "LAST_PART_S", LONG_S):
+            self.finishing = threading.Thread(target=serving.finish, args=(state,))
+            self.finishing.start()
+            self.finishing.join(0.3)
+            if self.finishing.is_alive() and not self._is_waiting():
+                self.finishing.join(LONG_S)  # it has not come so far yet
+        assert not self.may_write.is_set()
+        return not self.finishing.is_alive()
+
+    def _is_waiting(self) -> bool:
+        return self.store.writer._n_waiting > 0
+
+    def saved(self, n_saved: int, n_prompt: int, n_all: int, first: int = 0) -> RequestState:
         """Return a turn that has ended, the first `n_saved` of whose blocks are on disk."""
         starts = range(0, n_all, BLOCK_TOKENS)
-        blocks = chain(*(list(range(n, min(n + BLOCK_TOKENS, n_all))) for n in starts))
+        ends = [min(start + BLOCK_TOKENS, n_all) for start in starts]
+        ids = [[first + n for n in range(*both)] for both in zip(starts, ends, strict=True)]
+        blocks = chain(*ids)
         new = [(block, {"0.k": mx.zeros((1, 1, block.n_tokens, 4))}) for block in blocks]
         mx.eval([arrays for _, arrays in new])
         if n_saved:
             self.store.commit(Commit(ROOT, tuple(blocks[:n_saved])), new[:n_saved])
             self.store.drain()
         if not self._holds.is_set():
-            self.store.writer.submit(self._hold)
-            assert self._holds.wait(LONG_S)
+            self.hold_again()
         state = RequestState(root=ROOT, is_saved=threading.Event())
         sequence = RunningSequence(state, n_prompt, chain=blocks)
         self.store.commit(Commit(ROOT, tuple(blocks), sequence.leaf(blocks)), new[n_saved:])
@@ -83,22 +112,25 @@ def serving_of(store: BlockStore, *, any_prefix: bool = True) -> Serving:
         (4, 1281, 1300, True),
         (4, 1100, 1540, True),
         (5, 1281, 1300, False),
+        (3, 500, 1020, False),
+        (3, 500, 1024, True),
+        (3, 500, 1030, True),
+        (3, 768, 1030, True),
+        (3, 769, 1030, False),
     ],
 )
 def test_a_client_waits_where_a_kill_would_lose_more_than_it_may(
     slow: Slow, n_saved: int, n_prompt: int, n_all: int, waits: bool
 ) -> None:
-    serving, state = serving_of(slow.store), slow.saved(n_saved, n_prompt, n_all)
-    with mock.patch.object(module, "LAST_PART_S", LONG_S if waits else 0.0):
-        finishing = threading.Thread(target=serving.finish, args=(state,))
-        finishing.start()
-        finishing.join(0.1 if waits else LONG_S)
-        assert finishing.is_alive() == waits
-        slow.may_write.set()
-        finishing.join(LONG_S)
-    assert not finishing.is_alive()
+    state = slow.saved(n_saved, n_prompt, n_all)
+    keys = [block.key for block in state.ended.chain]  # type: ignore[union-attr]
+    assert slow.finishes(serving_of(slow.store), state) != waits
+    slow.may_write.set()
+    assert slow.finishing is not None
+    slow.finishing.join(LONG_S)
+    assert not slow.finishing.is_alive() and state.ended is None
     if waits:
-        assert not any(slow.store.writer.will_write(block.key) for block in state.ended.chain)  # type: ignore[union-attr]
+        assert not slow.store.writer.unwritten().intersection(keys)
 
 
 def test_it_is_kept_waiting_for_a_limited_time(slow: Slow) -> None:
@@ -111,18 +143,56 @@ def test_it_is_kept_waiting_for_a_limited_time(slow: Slow) -> None:
 def test_other_conversations_are_not_waited_for(slow: Slow) -> None:
     state = slow.saved(0, 100, 110)
     slow.saved(0, 1000, 1010)
-    serving_of(slow.store).finish(state)
-    assert slow.store.writer.n_tasks
+    assert slow.finishes(serving_of(slow.store), state)
 
 
-def test_a_model_that_needs_its_checkpoint_has_it_before_the_last_part(slow: Slow) -> None:
-    serving, state = serving_of(slow.store, any_prefix=False), slow.saved(0, 10, 20)
-    assert serving._is_at_risk(state)
+@pytest.mark.parametrize(("n_all", "waits"), [(355, False), (356, True)])
+def test_a_long_reply_is_nothing_without_its_ids(slow: Slow, n_all: int, waits: bool) -> None:
+    """All of its blocks are on disk; by text they are not found."""
+    state = slow.saved(0, 100, n_all)
     slow.may_write.set()
-    serving.finish(state)
-    assert not slow.store.writer.n_tasks
-    last = state.ended.chain[-1]  # type: ignore[union-attr]
-    later = Commit(ROOT, (), checkpoints=(Checkpoint.at(last.key, "state", 0),))
-    slow.store.writer.postpone(last.key, mock.MagicMock(commit=later, sizes={}), has_ended=True)
-    assert not serving._is_at_risk(state)  # what is postponed may be lost
-    slow.store.writer.withdraw([last.key])
+    slow.store.drain()
+    slow.hold_again()
+    slow.store.commit(Commit(ROOT, (), replies={b"reply": b"ids"}), [])
+    slow.store.commit(Commit(ROOT, (), replies={b"another": b"ids"}), [])
+    state.remembered = frozenset((b"reply",))
+    assert slow.finishes(serving_of(slow.store), state) != waits
+
+
+def test_a_drafts_blocks_are_waited_for_too(slow: Slow) -> None:
+    ours = slow.saved(4, 1100, 1120)
+    theirs = slow.saved(0, 1101, 1121, first=7).ended
+    assert ours.ended is not None and theirs is not None
+    ours.ended.draft, theirs.is_draft = theirs, True
+    assert not slow.finishes(serving_of(slow.store), ours)
+
+
+@pytest.mark.parametrize("n_own", [0, 20])
+def test_a_model_that_needs_its_checkpoint_has_it_before_the_last_part(
+    slow: Slow, n_own: int
+) -> None:
+    """It waits for its own turn, and for no checkpoint that is postponed."""
+    serving, state = serving_of(slow.store, any_prefix=False), slow.saved(0, 10, 20)
+    if not n_own:
+        slow.may_write.set()
+        slow.store.drain()
+        slow.hold_again()
+        slow.saved(0, 1000, 1010)
+        last = state.ended.chain[-1]  # type: ignore[union-attr]
+        later = Commit(ROOT, (), checkpoints=(Checkpoint.at(last.key, "state", 0),))
+        slow.store.writer.postpone(last.key, mock.MagicMock(commit=later, sizes={}), has_ended=True)
+    assert slow.finishes(serving, state) == (not n_own)
+    slow.store.writer.withdraw([block.key for block in chain(list(range(20)))])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_not_kept_waits_for_nothing(slow: Slow, kept: bool) -> None:
+    """The request that ended says what was saved of it, and that it was."""
+    serving, state = serving_of(slow.store), slow.saved(0, 600, 610)
+    request = object.__new__(ServedRequest)
+    request._state, request._serving, request._sequence = state, serving, state.ended
+    state.is_kept, state.ended, state.is_saved = kept, None, threading.Event()
+    with mock.patch.object(serving, "save"):
+        request.insert([], [], REPLY)
+    assert state.is_saved.is_set() and (state.ended is not None) == kept
+    assert slow.finishes(serving, state) != kept

@@ -12,21 +12,13 @@ from tests.support import ServerProcess, wait_until
 
 def n_tokens(store: Path, session: str) -> int:
     """Return how many tokens of a session's longest branch are committed."""
-    return _asked(store, "SELECT max(n_tokens) FROM sessions WHERE name = ?", session)
-
-
-def n_blocks(store: Path) -> int:
-    """Return how many blocks are committed."""
-    return _asked(store, "SELECT count(*) FROM blocks")
-
-
-def _asked(store: Path, query: str, *values: str) -> int:
     path = store / "index.sqlite"
     if not path.exists():
         return 0
     db = sqlite3.connect(path, timeout=30)
     try:
-        return db.execute(query, values).fetchone()[0] or 0
+        rows = db.execute("SELECT max(n_tokens) FROM sessions WHERE name = ?", (session,))
+        return rows.fetchone()[0] or 0
     finally:
         db.close()
 

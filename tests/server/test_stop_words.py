@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import synthetic_text
 from tests.support.scripted import ScriptedServer, call
-
-from .stored import n_blocks, wait_for_writer
 
 REPLY = "One two. Tool said: nothing. " + "And then more of it. " * 20
 USER = [{"role": "user", "content": "Say it."}]
@@ -110,20 +106,3 @@ def test_the_next_turn_reuses_what_was_sent(scripted_server: ScriptedServer, str
     scripted_server.say("Yes.")
     more = scripted_server.process.chat(talk, max_tokens=5)
     assert more.cached_tokens >= first.prompt_tokens + 0.9 * first.completion_tokens - 8
-
-
-@STREAMS
-@pytest.mark.parametrize("seed", [None, 7], ids=["batched", "alone"])
-@pytest.mark.parametrize("stop", [["Tool said:"], []], ids=["stopped", "whole"])
-def test_all_but_a_block_of_a_prompt_is_on_disk_when_its_reply_has_been_read(
-    scripted_server: ScriptedServer, stop: list[str], seed: int | None, stream: bool
-) -> None:
-    extra = scripted_server.process.extra
-    store = Path(extra[extra.index("--kvpersist-dir") + 1])
-    scripted_server.process.chat(USER, max_tokens=1)  # the model is known
-    wait_for_writer(scripted_server.process)
-    text = f"{stop} {seed} {stream} {synthetic_text(2500, seed=len(stop))}"
-    given = {"messages": [{"role": "user", "content": text}], "seed": seed, "max_tokens": 60}
-    before = n_blocks(store)
-    ask(scripted_server, REPLY, stop, stream, **{k: v for k, v in given.items() if v is not None})
-    assert n_blocks(store) - before >= 2

@@ -120,11 +120,11 @@ def together() -> str:
         for what, side in _together().items()
     ]
     turns = {row["side"]: row for row in load(NEXT_TURNS)["rows"]}
-    for what, column in (("the first", "first token s"), ("the end", "total s")):
+    names = "the first of eight next turns, 16 bits", "all of these turns, to their ends"
+    for what, column in zip(names, ("first token s", "total s"), strict=True):
         stock, ours = (turns[side][column] for side in ("stock", "ours-16"))
-        commit = _commit(load(NEXT_TURNS))
-        rows.append(f"| {what} of eight next turns | {stock:.2f} | {ours:.2f} | {commit} |")
-    return _table("first token after, s", "stock", "with the plugin", "commit", rows=rows)
+        rows.append(f"| {what} | {stock:.2f} | {ours:.2f} | {_commit(load(NEXT_TURNS))} |")
+    return _table("until the first token of, s", "stock", "with the plugin", "commit", rows=rows)
 
 
 def _together() -> dict[str, dict[str, float]]:

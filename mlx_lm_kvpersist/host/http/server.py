@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from datetime import datetime, timezone
@@ -153,7 +154,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         try:
             super().handle_one_request()
         finally:
-            ARRIVING.discard(threading.get_ident())
+            ARRIVING.pop(threading.get_ident(), None)
 
     def parse_request(self) -> bool:
         self._begin_request()
@@ -161,7 +162,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.stops = None
         parsed: bool = super().parse_request()
         if parsed and self.command == "POST":
-            ARRIVING.add(threading.get_ident())
+            ARRIVING[threading.get_ident()] = time.perf_counter()
         # http.server looks up do_GET and the like on this object, then on its class.
         if parsed and (route := self._route()) is not None:
             self.__dict__[f"do_{self.command}"] = partial(self._answer, route)

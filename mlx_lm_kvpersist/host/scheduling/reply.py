@@ -17,8 +17,9 @@ WEIGH_EVERY = 32
 """Tokens of replies after which their memory is looked at, though none came or went."""
 ASK_EVERY = 8
 """Steps of replies after which several ranks ask what only rank 0 knows: they wait for that."""
-ARRIVING: set[int] = set()
-"""The HTTP threads, by their numbers, that read or tokenize a request: it is queued in a moment."""
+ARRIVING: dict[int, float] = {}
+"""The HTTP threads, by their numbers, that read or tokenize a request, and since when: it is queued
+in a moment."""
 LAST_BYTES_S = 0.2
 """How long after its last token a reply, or an error in its place, may take to be written."""
 

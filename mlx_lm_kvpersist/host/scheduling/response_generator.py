@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import copy
 import logging
+import math
 import signal
 import threading
 import time
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 else:
     Stock = object
 
+ARRIVING_S = 0.1
+"""What is read or tokenized for longer is not waited for."""
+LOOK_S = 0.005
+"""How often to look whether it still is."""
 LAST_ANSWERS_S = 5.0
 """How long the process waits until those whose replies were cut off have been told."""
 FAILED_S = 1.0
@@ -61,7 +66,7 @@ class RequestQueue(Queue[Any]):
                 raise self._error
             self._reply_queues.add(item[0])
             super().put(item, block, timeout)
-        ARRIVING.discard(threading.get_ident())
+        ARRIVING.pop(threading.get_ident(), None)
 
     @property
     def is_closed(self) -> bool:
@@ -165,8 +170,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return waiting.queued
 
     def _next_ready(self) -> Waiting | None:
-        while (queued := super()._next_request(self._wait_s())) is not None:
-            self._line.append(Waiting.of(queued))
+        wait_s = self._wait_s()
+        while (queued := super()._next_request(wait_s)) is not None or wait_s is not None:
+            if queued is not None:
+                self._line.append(Waiting.of(queued))
+            wait_s = self._wait_s()
         begin = self._begin if manager.is_implemented("take_request") else None
         quiet = not any(one.has_begun for one in self._replies)
         in_line = list(self._line)
@@ -188,10 +196,13 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _wait_s(self) -> float | None:
         """Return how long to wait for a request: for one that came with the first of a batch.
 
-        Its thread tokenizes it now. The first would be computed without it.
+        Its thread reads or tokenizes it now, or fails to. The first would be computed without it.
         """
-        is_one_coming = bool(ARRIVING) and not (self._has_stepped or self._ranks.are_several)
-        return self._line.left_s(QUIET_GAP_S) if is_one_coming else None
+        if self._has_stepped or self._ranks.are_several:
+            return None
+        since_s = max(list(ARRIVING.values()), default=-math.inf)
+        is_one_coming = time.perf_counter() - since_s < ARRIVING_S
+        return LOOK_S if is_one_coming and self._line.left_s(QUIET_GAP_S) > 0 else None
 
     def _is_asked(self) -> bool:
         """Tell whether a request has come, is ready to enter, or is of no use any more."""
@@ -283,8 +294,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         queued_s = time.perf_counter()
         self.open_requests.begin(request)
         try:
+            ARRIVING[threading.get_ident()] = queued_s
             self._render_ahead(request, generation_args)
-            ARRIVING.add(threading.get_ident())
             context, tokens = super().generate(request, generation_args, *args, **kwargs)
         except BaseException:
             self._ended(request, [])
@@ -303,8 +314,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         try:
             if self._is_loaded(args.model.model) and has_text_only(request.messages):
                 made = self._render(self.model_provider.tokenizer, request, args)
-                ARRIVING.discard(threading.get_ident())  # plugins may wait
+                ARRIVING.pop(threading.get_ident(), None)  # plugins may wait
                 manager.ask("prompt_rendered", request=made.request, prompt=made.prompt)
+                ARRIVING[threading.get_ident()] = time.perf_counter()
         except Exception:
             logger.debug("a prompt could not be made ahead", exc_info=True)
 

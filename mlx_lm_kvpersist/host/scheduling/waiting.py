@@ -83,15 +83,15 @@ class Waiting:
 class Line(deque[Waiting]):
     """The requests that have not entered yet, in the order in which they came.
 
-    Between two steps of the replies they may take about GAP_S, and one of them works; while no
-    reply has begun, QUIET_GAP_S, and all of them do. At least one of them gets on.
+    Between two steps of the replies they may take about GAP_S, and one of them works. While no
+    reply has begun they may take QUIET_GAP_S, and all of them work. At least one gets on.
     """
 
     _gap_began_s: float | None = None
     """When the last step of the replies had ended; None once the next may begin."""
     _n_gaps = 0
     _has_moved = False
-    """Whether a request has begun or entered since."""
+    """Whether a request has begun, worked or entered since."""
     _is_behind = False
     """Whether some were left for after the next step."""
 
@@ -114,8 +114,8 @@ class Line(deque[Waiting]):
         """
         gap_s = QUIET_GAP_S if quiet else GAP_S
         ready = self._ready(joins, begin, gap_s)
-        while ready is None and quiet and self.left_s(gap_s) > 0 and self._worked(gap_s):
-            ready = self._ready(joins, begin, gap_s)
+        if ready is None and quiet:
+            ready = self._finished(gap_s)
         if ready is None:
             self._gap_began_s = None
         return ready
@@ -144,16 +144,18 @@ class Line(deque[Waiting]):
                 return waiting
         return None
 
-    def _worked(self, gap_s: float) -> bool:
-        """Let each request work until it is ready or waits for something; tell whether one is."""
+    def _finished(self, gap_s: float) -> Waiting | None:
+        """Let each request work until it waits for something; remove the first that is ready."""
         for waiting in self._in_turn():
             while not waiting.is_ready and self.left_s(gap_s) > 0:
-                if waiting.advance() <= WORK_S:
+                has_worked = waiting.advance() > WORK_S
+                self._has_moved |= has_worked
+                if waiting.is_ready:
+                    self.remove(waiting)
+                    return waiting
+                if not has_worked:
                     break
-                self._has_moved = True
-            if waiting.is_ready:
-                return True
-        return False
+        return None
 
     def begin_batch(self) -> None:
         """Have the next look begin a gap of its own: no reply runs."""

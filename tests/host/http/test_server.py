@@ -92,9 +92,10 @@ def test_a_refused_generation_gets_no_header(
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+@pytest.mark.parametrize("stop", [[], ["never"]], ids=["", "stop words"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_is_told_once_and_before_its_last_part(
-    patched_server: ModuleType, stream: bool, monkeypatch: pytest.MonkeyPatch
+    patched_server: ModuleType, stream: bool, stop: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[bytes] = []
     write = ClientSocket.write
@@ -114,7 +115,9 @@ def test_a_reply_is_told_once_and_before_its_last_part(
             self.record("reply_sent", content, '"finish_reason": "length"' in sent)
 
     with plugged(notes := Notes()):
-        answered = answer(patched_server, completion({"prompt": "ping", "stream": stream}))
+        answered = answer(
+            patched_server, completion({"prompt": "ping", "stream": stream, "stop": stop})
+        )
     assert notes.calls == [["request_received", "s", stream], ["reply_sent", "pong", False]]
     assert answered.count('"finish_reason": "length"') == 1
     # Without streaming the headers wait for the reply, and can tell of it.

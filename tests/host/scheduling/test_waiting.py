@@ -323,16 +323,24 @@ def test_before_the_first_reply_all_restore_that_can_and_are_computed_together(
         put(generator, name)
     assert [take(generator) for _ in range(4)] == [*names, None]
     assert works.asked.count("s") < 20
-    assert [works.asked.count(name) for name in names] == [4, 4, 4]
+
+
+def test_one_that_is_ready_just_after_the_gap_enters_all_the_same(
+    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_lm_kvpersist.host.scheduling.waiting.QUIET_GAP_S", 1.0)
+    works.seconds, works.n_calls = {"w1": 0.4}, {"w1": 3}
+    put(generator, "w1")
+    assert take(generator) == "w1" and works.asked == ["w1"] * 3
 
 
 def test_the_first_waits_for_one_whose_thread_is_about_to_queue_it(generator: Any) -> None:
     put(generator, "a1")
 
     def arrive() -> None:
-        ARRIVING.add(threading.get_ident())
+        ARRIVING[threading.get_ident()] = time.perf_counter()
         arriving.set()
-        time.sleep(0.1)
+        time.sleep(0.05)
         put(generator, "a2")
 
     arriving = threading.Event()
@@ -340,6 +348,26 @@ def test_the_first_waits_for_one_whose_thread_is_about_to_queue_it(generator: An
     assert arriving.wait(10)
     assert [take(generator) for _ in range(3)] == ["a1", "a2", None]
     assert not ARRIVING
+
+
+def test_nobody_waits_for_one_that_is_not_queued_or_takes_long(
+    generator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its body may be long, or it asks for something else than a reply."""
+    module = sys.modules["mlx_lm_kvpersist.host.scheduling.response_generator"]
+    monkeypatch.setattr(module, "QUIET_GAP_S", 60.0)
+    monkeypatch.setattr(module, "ARRIVING_S", 30.0)
+    monkeypatch.setitem(ARRIVING, 1, time.perf_counter())
+    threading.Timer(0.05, ARRIVING.clear).start()
+    put(generator, "a1")
+    started = time.monotonic()
+    assert [take(generator) for _ in range(2)] == ["a1", None]
+    assert 0.05 <= time.monotonic() - started < 20
+    generator._set_serving(False)
+    generator._set_serving(True)
+    monkeypatch.setitem(ARRIVING, 1, time.perf_counter() - 31)
+    assert take(generator) is None
+    assert time.monotonic() - started < 20
 
 
 def test_one_that_restores_for_long_is_left_behind_before_the_first_reply(
