@@ -345,8 +345,8 @@ class Lookup:
         was read is not this model's, which then goes to quarantine. `lost` gets the keys of these
         blocks.
 
-        Yields after each block, and after some buffers that are made. in_steps: whether replies go on
-        between, so that no step may be long; otherwise what is in RAM anyway is joined at once,
+        Yields after each block, and after some buffers that are made. in_steps: whether replies go
+        on between, so that no step may be long; otherwise what is in RAM anyway is joined at once,
         which takes less time in all.
         """
         ids, store, together = self.found.prompt.ids, self._store, ranks()
