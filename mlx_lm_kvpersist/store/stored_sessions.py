@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -172,7 +172,7 @@ class StoredSessions:
         return self.changed(change)
 
     def changed(self, change: Callable[[DiskStore], Answer]) -> Answer:
-        """Have the writer change the disk; return what it returns."""
+        """Have the writer change the disk, at full speed; return what it returns."""
         future: Future[Answer] = Future()
 
         def run() -> None:
@@ -183,7 +183,8 @@ class StoredSessions:
                     future.set_exception(error)
 
         self._store.writer.submit(run)
-        if not wait([future], _TIMEOUT_S).done and future.cancel():
+        self._store.writer.finish(future.done, _TIMEOUT_S)
+        if not future.done() and future.cancel():
             why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing is changed; ask again"
             raise RequestRefused(why, 503)
         with _readable():
