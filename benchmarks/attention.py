@@ -24,17 +24,13 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import (
-    MAX_DEQUANTIZED_BYTES,
-    NEAR_BYTES,
     Mask,
     PackedKV,
     dequantized_attention,
     packed_attention,
     tiled_attention,
 )
-from mlx_lm_kvpersist.cache.measuring.calibration import calibrating
-from mlx_lm_kvpersist.cache.measuring.observe import AttentionShape
-from mlx_lm_kvpersist.cache.steps import completed
+from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, AttentionShape, rules_for
 
 from .report import Result
 
@@ -89,10 +85,8 @@ def main() -> None:
         for row in measured(SHAPES[name], precision, DTYPES[args.dtype], phases, args):
             result.add({"shape": name, **row})
             print(json.dumps(result.rows[-1]), flush=True)
-        start_s = time.perf_counter()
-        plan = completed(calibrating(SHAPES[name], precision, DTYPES[args.dtype]))
-        plans[name] = {**plan.describe(), "calibration_s": time.perf_counter() - start_s}
-        print(json.dumps({name: plans[name]}), flush=True)
+        rules = rules_for(SHAPES[name], precision.keys)
+        plans[name] = str(AttentionPlan(rules, can_take_packed=True))
     result.write()
     result.show()
 
@@ -173,8 +167,7 @@ class Layers:
         ours: dict[str, Callable[..., mx.array]] = {
             "dequantize": dequantized_attention,
             "packed": packed_attention,
-            "tiled, near": partial(tiled_attention, tile_bytes=NEAR_BYTES),
-            "tiled": partial(tiled_attention, tile_bytes=MAX_DEQUANTIZED_BYTES),
+            "tiled": tiled_attention,
         }
         return {
             FULL: self.full,

@@ -254,8 +254,8 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     add(
         "attention",
         "How layers attend over quantized keys: dequantize one layer at a time, read them "
-        "packed, or dequantize in tiles, where the model can (default: what is measured to be "
-        "quickest)",
+        "packed, or dequantize in tiles, if the model and the device can (default: a fixed "
+        "policy for each backend)",
         choices=("auto", "dequantize", "packed", "tiled"),
         default="auto",
     )

@@ -32,10 +32,10 @@ from .cache.geometry.spec import ModelCacheSpec
 from .cache.live.attention import Strategy
 from .cache.live.batch import PaddedBatch
 from .cache.live.packed import GRID
-from .cache.live.quantized import AttentionPlan, batch_of, forced_plan
+from .cache.live.policy import AttentionPlan, AttentionShape, Rule, forced_plan
+from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
-from .cache.measuring.calibration import packed_is_right
-from .cache.measuring.observe import AttentionShape
+from .cache.measuring.attention_check import checking_attention
 from .cache.steps import Steps, completed
 from .errors import SelfTestFailed
 from .host.answers import REPLY, ModelSupport, PrefillLimits, Prompt
@@ -99,8 +99,8 @@ def _checking(
 ) -> Steps[None]:
     """Check the live path, with this way of attention, and of computing prompts together.
 
-    With "auto" prefill dequantizes and decoding attends both packed and tiled, or tiled alone where
-    MLX's packed arithmetic is wrong. These need the patch of mlx-lm's attention.
+    With "auto" prefill dequantizes and decoding attends both packed and tiled. Packed attention is
+    left out if MLX's packed arithmetic is wrong here. These need the patch of mlx-lm's attention.
 
     Raises:
         SelfTestFailed: the live path is not taken, or its logits are not those of the reference.
@@ -114,7 +114,7 @@ def _checking(
     ]
     if precisions not in (allowed or [[None, None]]):
         raise SelfTestFailed(f"the tiny model's cache is {spec.layout}, expected {choice}")
-    plan = _plan(model, spec) if attention == "auto" else forced_plan(attention, True)
+    plan = yield from _plan(model, spec, attention)
     for cache in spec.template:
         cache.plan = plan  # which a KVCache does not look at
     limits = PrefillLimits(max_stall_s=1.0, most_tokens=lambda position: GRID * 2)
@@ -153,15 +153,23 @@ def _checking(
             )
 
 
-def _plan(model: Any, spec: ModelCacheSpec) -> AttentionPlan:
-    """Return the plan that attends in as many ways as are right on this device."""
+def _plan(
+    model: Any, spec: ModelCacheSpec, attention: Strategy | Literal["auto"]
+) -> Steps[AttentionPlan]:
+    """Return a plan that attends as asked, or in many ways, as far as these are right here."""
     args = model.args
     heads = AttentionShape(
         args.num_attention_heads, args.num_key_value_heads, args.head_dim, args.head_dim
     )
-    quantized = (group.precision for group in spec.full if group.precision is not None)
-    is_right = all(packed_is_right(heads, one, mx.float32) for one in quantized)
-    return AttentionPlan("dequantize", "packed" if is_right else "tiled", "tiled", True)
+    plan = AttentionPlan(
+        (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1)), True
+    )
+    if attention != "auto":
+        plan = forced_plan(attention, can_take_packed=True)
+    for group in spec.quantized:
+        assert group.precision is not None
+        plan = yield from checking_attention(plan, heads, group.precision, mx.float32)
+    return plan
 
 
 class _Generator(PluginBatchGenerator, BatchGenerator):  # type: ignore[misc]

@@ -131,7 +131,7 @@ def with_requirements(project: str, found: dict[str, Any]) -> str:
     oldest = text(min(mlx for each in served.values() for mlx in each))
     project = re.sub(r'"mlx-lm>=[^"]*"', f'"mlx-lm>={text(min(served))},<{major}.{minor}"', project)
     return re.sub(
-        r'"mlx(\[cpu\])?>=[^"]*"', lambda match: f'"mlx{match[1] or ""}>={oldest}"', project
+        r'"mlx(\[cpu\])?>=[^";]*"', lambda match: f'"mlx{match[1] or ""}>={oldest}"', project
     )
 
 

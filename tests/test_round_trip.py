@@ -161,7 +161,6 @@ QUANTIZED: dict[str, Fault] = {
     "offset": after(BATCH, "update_and_fetch", offset_one_on),
     "mask": after(BATCH, "make_mask", no_mask),
     "a whole block is not packed": never_packed,
-    "packed attention": after(attention, "packed_attention", head_swapped),
     "tiled attention": after(attention, "tiled_attention", head_swapped),
     "restore is one short": after(blocks.Joiner, "finish", one_token_less),
     "restore is one off": after(blocks.Joiner, "finish", tokens_one_on),

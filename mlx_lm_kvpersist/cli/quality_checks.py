@@ -20,7 +20,7 @@ from ..cache.geometry.precision import PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.live.packed import GRID
-from ..cache.measuring.calibration import planning
+from ..cache.measuring.attention_check import planning
 from ..cache.measuring.divergence import AT_ONCE, Predictions, compared
 from ..cache.measuring.texts import encode
 from ..cache.steps import completed
@@ -80,8 +80,8 @@ def served(
 ) -> ModelCacheSpec:
     """Return a model's spec as the server finds it, with its attention plans.
 
-    They are measured unless `attention` names a strategy. Raises ModelNotSupported where nothing of
-    the model is kept.
+    They follow the policy unless `attention` names a strategy. Raises ModelNotSupported if nothing
+    of the model is kept.
     """
     spec = ModelCacheSpec.probe(model, choice)
     return completed(planning(model, spec, attention))

@@ -39,7 +39,8 @@ from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.probe import probing
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
-from ..cache.measuring.calibration import device_key, planned, planning, read_plans
+from ..cache.live.policy import AttentionPlan
+from ..cache.measuring.attention_check import device_key, planned, planning
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, own_caches
 from ..cache.measuring.prefill_memory import PrefillMemory, measuring_prefill
 from ..cache.steps import Result, Steps, completed
@@ -60,7 +61,7 @@ _STAGES = (
     "its files are read",
     "the round trip of a tiny model is checked",
     "its caches are tried, alone and in a batch",
-    "its attention is measured",
+    "its attention is checked",
     "its caches are restored",
     "the memory of its prompts is measured",
 )
@@ -319,7 +320,8 @@ class Preparation:
             if its == json.loads(json.dumps(spec.describe())):
                 token_bytes, score_bytes, token_s = map(float, found["prefill"])
                 measured = token_bytes, score_bytes, token_s
-                return planned(spec, read_plans(found["plans"], spec)), measured
+                plans = found["plans"].items()
+                return planned(spec, {n: AttentionPlan.read(plan) for n, plan in plans}), measured
         except (KeyError, TypeError, ValueError):
             pass  # nothing was found, or what was is damaged
         return completed(shaped()), None
@@ -498,10 +500,7 @@ def places(store: BlockStore) -> str:
 
 def described(spec: ModelCacheSpec, verdict: Verdict | None = None) -> str:
     """Return how full layers are stored, batched and attended, for the log."""
-    plans = {
-        f"prefill {p.prefill}, decode {p.decode}, batches {p.batch_decode}"
-        for p in spec.plans.values()
-    }
+    plans = {str(plan) for plan in spec.plans.values()}
     attention = f"attention: {' or '.join(sorted(plans))}" if plans else "attention as in mlx-lm"
     found = f"{show_bytes(spec.bytes_per_token)} a token, {layout_in_words(spec.layout)}"
     if any(group.precision for group in spec.full):

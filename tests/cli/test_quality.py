@@ -17,7 +17,7 @@ from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
-from mlx_lm_kvpersist.cache.measuring import calibration, texts
+from mlx_lm_kvpersist.cache.measuring import texts
 from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import quality as command
@@ -36,10 +36,9 @@ SHORT = ("--context", "400")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few texts and precisions, short replies, and attention plans measured as short as can be."""
+    """Few texts and precisions and short replies."""
     few = {name: texts.all_parts()[name] for name in ("context", "English", "far copy")}
     monkeypatch.setattr(texts, "all_parts", lambda: few)
-    monkeypatch.setattr(calibration, "_PHASE_S", 0.0)
     monkeypatch.setattr(command, "_TOOL_TOKENS", 20)
     monkeypatch.setattr(command, "KV_BITS", {name: KV_BITS[name] for name in PRECISIONS})
 

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..live.packed import GRID, scale_dtype
-from ..live.quantized import AttentionPlan
+from ..live.policy import AttentionPlan
 from ..steps import completed
 from .kinds import GroupKind
 from .precision import KVPrecision, PrecisionChoice

@@ -42,9 +42,6 @@ MAX_DEQUANTIZED_BYTES = 256 << 20
 PADDED_TOKENS = 4096
 """Where each number of keys needs a kernel of its own, there are multiples of this many."""
 
-NEAR_BYTES = 16 << 20
-"""Bytes of a quick tile: they are still in a GPU's last-level cache when they are read again."""
-
 
 class _Span(NamedTuple):
     """Queries [start, stop), and the keys [first, last) that they see as they were computed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +14,8 @@ from ...ranks import ranks
 from ..geometry.kinds import slots_of
 from ..geometry.probe import logits_difference
 from ..live.attention import PackedKV
-from ..live.quantized import SequenceQuantizedKVCache, forced_plan
+from ..live.policy import AttentionShape, forced_plan
+from ..live.quantized import SequenceQuantizedKVCache
 from ..steps import Steps
 
 logger = logging.getLogger(__name__)
@@ -27,16 +27,6 @@ _TIMES_NOISE = 4
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 0.25, 0.8
 """Shares of the spread of logits. Rounding may send a token to another expert; a wrong read makes
 a larger difference."""
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """The geometry of a layer's attention: besides the number of tokens, it decides the time."""
-
-    n_q_heads: int
-    n_kv_heads: int
-    k_dim: int
-    v_dim: int
 
 
 @contextlib.contextmanager

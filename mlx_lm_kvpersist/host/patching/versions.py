@@ -7,6 +7,7 @@ one is tried: every patch checks the host before it is applied, and is tested af
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -20,6 +21,9 @@ CEILING: Version = (0, 33, 0)
 """The first mlx-lm that is refused."""
 NEWEST_MLX: Version = (0, 32, 4)
 # end bounds
+METAL_FLOOR: Version = (0, 32, 1)
+"""The oldest mlx on macOS. Before it a GPU error ends the process (mlx#3523), and products of
+packed keys are wrong for some heads and lengths (mlx#3497, #3631, #4250)."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,13 @@ class Pair:
     oldest_mlx: Version
     newest_mlx: Version = NEWEST_MLX
 
+    @property
+    def oldest_here(self) -> Version:
+        """The oldest mlx that this platform may serve with."""
+        return max(self.oldest_mlx, METAL_FLOOR) if sys.platform == "darwin" else self.oldest_mlx
+
     def __str__(self) -> str:
-        lm, oldest, newest = map(text, (self.mlx_lm, self.oldest_mlx, self.newest_mlx))
+        lm, oldest, newest = map(text, (self.mlx_lm, self.oldest_here, self.newest_mlx))
         return f"mlx-lm {lm} with mlx {oldest} to {newest}"
 
 
@@ -60,11 +69,13 @@ def check_pair(mlx_lm: str, mlx: str) -> None:
         )
     # An mlx-lm newer than all of these needs at least the mlx that the newest one needs.
     pair = [pair for pair in PAIRS if pair.mlx_lm <= found_lm][-1]
-    if found_mlx < pair.oldest_mlx:
+    if found_mlx < (oldest := pair.oldest_here):
+        why = "the pair does not serve"
+        if found_mlx >= pair.oldest_mlx:
+            why = "this mlx computes wrongly on some Macs and dies of GPU errors"
         raise UnsupportedVersion(
-            f"found mlx-lm {mlx_lm} with mlx {mlx}, expected mlx {text(pair.oldest_mlx)} or "
-            f"newer: the pair does not serve; install one: "
-            f"pip install 'mlx>={text(pair.oldest_mlx)}'"
+            f"found mlx-lm {mlx_lm} with mlx {mlx}, expected mlx {text(oldest)} or newer: {why}; "
+            f"install one: pip install 'mlx>={text(oldest)}'"
         )
 
 
@@ -80,7 +91,7 @@ def found_and_known() -> str:
 def is_known(mlx_lm: str, mlx: str) -> bool:
     """Tell whether this pair was measured; a version with a suffix (.dev1, rc1, +abc) was not."""
     return all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in (mlx_lm, mlx)) and any(
-        pair.mlx_lm == parse(mlx_lm) and pair.oldest_mlx <= parse(mlx) <= pair.newest_mlx
+        pair.mlx_lm == parse(mlx_lm) and pair.oldest_here <= parse(mlx) <= pair.newest_mlx
         for pair in PAIRS
     )
 

@@ -29,14 +29,12 @@ from mlx_lm_kvpersist.cache.live.attention import (
     packed_attention,
     tiled_attention,
 )
+from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, AttentionShape, forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import (
-    AttentionPlan,
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
-    forced_plan,
 )
 from mlx_lm_kvpersist.cache.measuring.observe import (
-    AttentionShape,
     observed_attention,
     probing_packed,
 )
@@ -452,51 +450,6 @@ def test_packed_attention_never_dequantizes(monkeypatch: pytest.MonkeyPatch) -> 
 
 PACKED = forced_plan("packed", can_take_packed=True)
 TILED = forced_plan("tiled", can_take_packed=True)
-
-
-@pytest.mark.parametrize(
-    ("n_queries", "n_keys", "n_rows", "expected"),
-    [
-        (1, 10, 1, "packed"),
-        (1, 10, 2, "packed"),
-        (1, 1000, 1, "packed"),
-        (1, 10, 3, "tiled"),
-        (1, 10, 8, "tiled"),
-        (2, 10, 1, "dequantize"),
-        (2, 10, 8, "dequantize"),
-        (2, 100, 1, "dequantize"),
-        (2, 101, 1, "tiled"),
-        (2, 26, 4, "tiled"),
-    ],
-)
-def test_a_plan_decides_by_size(n_queries: int, n_keys: int, n_rows: int, expected: str) -> None:
-    plan = AttentionPlan("dequantize", "packed", "tiled", True, max_dequantized_bytes=10_000)
-    assert plan.choose(n_queries, n_keys, n_rows, token_bytes=100) == expected
-
-
-def test_what_the_model_cannot_take_is_never_chosen() -> None:
-    plan = AttentionPlan(max_dequantized_bytes=1)
-    assert plan.choose(1, 1000, 8, 1000) == "dequantize"
-    assert forced_plan("packed", can_take_packed=False).choose(1, 9, 1, 9) == "dequantize"
-    with pytest.raises(ValueError, match="cannot take packed keys"):
-        AttentionPlan(decode="packed")
-    with pytest.raises(ValueError, match="expected one of"):
-        AttentionPlan(decode="fast")  # type: ignore[arg-type]
-
-
-def test_dequantize_when_asked_for_is_never_tiled() -> None:
-    plan = forced_plan("dequantize", can_take_packed=True)
-    assert plan.choose(2, 1 << 30, 8, 1000) == "dequantize"
-
-
-def test_a_plan_describes_itself() -> None:
-    plan = AttentionPlan(
-        decode="packed", can_take_packed=True, measured_ms={"decode": {"packed": 1.0}}
-    )
-    about = plan.describe()
-    assert about["decode"] == {"strategy": "packed", "ms": {"packed": 1.0}}
-    assert about["prefill"] == {"strategy": "dequantize", "ms": {}}
-    assert about["can_take_packed"] and about["max_dequantized_bytes"] > 0
 
 
 def cache_of(plan: AttentionPlan | None, n_tokens: int = 0) -> SequenceQuantizedKVCache:

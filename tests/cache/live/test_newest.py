@@ -21,12 +21,11 @@ from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.live import attention, quantized
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.newest import Newest
+from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, Rule, forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import (
-    AttentionPlan,
     BatchQuantizedKVCache,
     PackedCache,
     SequenceQuantizedKVCache,
-    forced_plan,
 )
 from tests.support.host import patched_attention
 
@@ -44,10 +43,8 @@ PLANS: dict[str, AttentionPlan | None] = {
     "arrays": None,
     "dequantize": forced_plan("dequantize", can_take_packed=True),
     "packed": forced_plan("packed", can_take_packed=True),
-    "tiles of heads": AttentionPlan("tiled", "tiled", "tiled", can_take_packed=True),
-    "tiles of keys": AttentionPlan(
-        "tiled", "tiled", "tiled", can_take_packed=True, tile_bytes=25 * 4 * 96
-    ),
+    "tiles of heads": forced_plan("tiled", can_take_packed=True),
+    "tiles of keys": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=25 * 4 * 96),
 }
 
 

@@ -13,11 +13,10 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
+from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, Rule, forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import (
-    AttentionPlan,
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
-    forced_plan,
 )
 from mlx_lm_kvpersist.cache.measuring.observe import observed_attention
 from tests.support.host import patched_attention
@@ -182,11 +181,12 @@ def patched() -> Iterator[None]:
         yield
 
 
+MIXED = (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1))
 PLANS = {
     "packed": forced_plan("packed", can_take_packed=True),
     # Tiles of one head of 6 keys: softmaxes of parts are put together all the time.
-    "tiled": AttentionPlan("tiled", "tiled", "tiled", can_take_packed=True, tile_bytes=3 << 10),
-    "mixed": AttentionPlan("dequantize", "packed", "tiled", can_take_packed=True),
+    "tiled": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=3 << 10),
+    "mixed": AttentionPlan(MIXED, can_take_packed=True),
 }
 
 

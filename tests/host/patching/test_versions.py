@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from mlx_lm_kvpersist.errors import UnsupportedVersion
 from mlx_lm_kvpersist.host.patching import versions
+
+
+@pytest.fixture(autouse=True)
+def linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
 
 
 @pytest.mark.parametrize(
@@ -89,3 +95,25 @@ def test_an_mlx_too_old_for_its_mlx_lm_is_refused(mlx_lm: str, mlx: str, oldest:
     with pytest.raises(UnsupportedVersion, match=f"found mlx-lm {mlx_lm} with mlx {mlx}") as caught:
         versions.check_pair(mlx_lm, mlx)
     assert f"expected mlx {oldest} or newer" in str(caught.value)
+
+
+@pytest.mark.parametrize("mlx", ["0.31.2", "0.32.0"])
+def test_an_mlx_that_is_wrong_on_macs_is_refused_there(
+    mlx: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions.check_pair("0.32.0", mlx)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not versions.is_known("0.32.0", mlx)
+    with pytest.raises(
+        UnsupportedVersion, match=r"expected mlx 0\.32\.1 or newer: this mlx"
+    ) as caught:
+        versions.check_pair("0.32.0", mlx)
+    assert str(caught.value).endswith("pip install 'mlx>=0.32.1'")
+    versions.check_pair("0.32.0", "0.32.1")
+    assert "mlx-lm 0.31.3 with mlx 0.32.1 to" in versions.found_and_known()
+
+
+def test_the_package_asks_for_the_same_mlx_on_macs() -> None:
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    floor = versions.text(versions.METAL_FLOOR)
+    assert f"\"mlx>={floor}; sys_platform == 'darwin'\"" in project

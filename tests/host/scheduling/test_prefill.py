@@ -17,7 +17,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import spec_with
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cache.live.quantized import batch_of, forced_plan
+from mlx_lm_kvpersist.cache.live.policy import forced_plan
+from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.answers import (

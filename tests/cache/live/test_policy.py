@@ -1,0 +1,84 @@
+"""The policy: which strategy each call takes, on each backend."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mlx_lm_kvpersist.cache.geometry.precision import Quantization
+from mlx_lm_kvpersist.cache.live.policy import (
+    POLICY,
+    AttentionPlan,
+    AttentionShape,
+    Backend,
+    Rule,
+    forced_plan,
+    rules_for,
+)
+
+LLAMA = AttentionShape(32, 8, 128, 128)
+MHA = AttentionShape(16, 16, 64, 64)
+PHI3 = AttentionShape(32, 32, 96, 96)
+GEMMA = AttentionShape(8, 4, 256, 256)
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape", "key_bits", "decode", "draft", "batch"),
+    [
+        ("cpu", LLAMA, 6, "packed", "dequantize", "packed"),
+        ("cuda", LLAMA, 6, "dequantize", "packed", "packed"),
+        ("metal", LLAMA, 8, "dequantize", "dequantize", "packed"),
+        ("metal", MHA, 8, "packed", "packed", "packed"),
+        ("metal", MHA, 6, "dequantize", "dequantize", "packed"),
+        ("metal", PHI3, 8, "dequantize", "dequantize", "packed"),
+        ("metal", GEMMA, 6, "packed", "packed", "packed"),
+    ],
+)
+def test_the_policy_decides_by_backend_heads_and_bits(
+    backend: Backend, shape: AttentionShape, key_bits: int, decode: str, draft: str, batch: str
+) -> None:
+    keys = Quantization(key_bits, 32).fitted(shape.k_dim)
+    plan = AttentionPlan(rules_for(shape, keys, backend), can_take_packed=True)
+    chosen = [plan.choose(n, 100, rows, 100) for n, rows in ((1, 1), (17, 1), (1, 8))]
+    assert chosen == [decode, draft, batch]
+    assert plan.choose(256, 100, 1, 100) == "dequantize"  # a chunk of a prompt
+    assert str(plan) == f"prefill dequantize, decode {decode}, batches {batch}"
+
+
+def test_each_row_of_the_policy_has_its_reason() -> None:
+    assert all(len(row.why) > 40 and row.why.endswith(".") for row in POLICY)
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys", "n_rows", "expected"),
+    [
+        (1, 10, 2, "packed"),
+        (1, 1000, 1, "packed"),
+        (1, 10, 3, "tiled"),
+        (2, 100, 1, "dequantize"),
+        (2, 101, 1, "tiled"),
+        (2, 26, 4, "tiled"),
+    ],
+)
+def test_a_plan_takes_the_first_rule_that_applies_and_keeps_its_limit(
+    n_queries: int, n_keys: int, n_rows: int, expected: str
+) -> None:
+    rules = (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1))
+    plan = AttentionPlan(rules, can_take_packed=True, max_dequantized_bytes=10_000)
+    assert plan.choose(n_queries, n_keys, n_rows, token_bytes=100) == expected
+    assert AttentionPlan.read(json.loads(json.dumps(plan.describe()))) == plan
+
+
+def test_a_model_that_takes_no_packed_keys_dequantizes_everything() -> None:
+    assert AttentionPlan(max_dequantized_bytes=1).choose(1, 1000, 8, 1000) == "dequantize"
+    assert forced_plan("packed", can_take_packed=False).choose(1, 9, 1, 9) == "dequantize"
+    with pytest.raises(ValueError, match="cannot take packed keys"):
+        AttentionPlan((Rule("packed"),))
+    with pytest.raises(ValueError, match="expected one of"):
+        AttentionPlan((Rule("fast"),), can_take_packed=True)  # type: ignore[arg-type]
+
+
+def test_dequantize_if_asked_for_is_never_tiled() -> None:
+    plan = forced_plan("dequantize", can_take_packed=True)
+    assert plan.choose(2, 1 << 30, 8, 1000) == "dequantize"
