@@ -86,6 +86,10 @@ class GenerationStopped(KVPersistError):
     status = 503
 
 
+class DeviceFailed(GenerationStopped):
+    """The device computes nothing any more; only a new process can."""
+
+
 class ClientGone(KVPersistError, ConnectionError):
     """The client closed its connection before its reply had ended."""
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, Route, TakenRequest
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
@@ -142,6 +144,23 @@ class Failing:
         self.fail("configure")
         if os.environ.get("FAIL_IN") == "generation":
             self.end_generation_at_a_top_k()
+        elif os.environ.get("FAIL_IN") == "device":
+            self.refuse_work_after_a_top_k()
+
+    def refuse_work_after_a_top_k(self) -> None:
+        """Make a device that refuses all work from the first request with top_k=13 on."""
+        server: Any = importlib.import_module("mlx_lm.server")
+        stock = server._make_sampler
+
+        def refuse(*arrays: Any) -> None:
+            raise RuntimeError("[METAL] Command buffer execution failed: Submissions Ignored")
+
+        def make(args: Any, tokenizer: Any) -> Any:
+            if args.sampling.top_k == 13:
+                mx.eval = mx.async_eval = refuse
+            return stock(args, tokenizer)
+
+        server._make_sampler = make
 
     def end_generation_at_a_top_k(self) -> None:
         """Make the generation thread raise where stock catches nothing, for top_k=13."""

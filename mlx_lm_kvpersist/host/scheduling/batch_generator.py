@@ -126,7 +126,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def _decode(self) -> tuple[list[Any], float]:
         """Make one step of all replies; return their tokens, and how long it took."""
-        assert self._limits is not None
+        assert self._caches is not None and self._limits is not None
         rows, batch, is_guessed = self._rows(), self._generation_batch, False
         self._n_steps += 1
         if self._n_steps % CLEAR_EVERY == 0:
@@ -144,6 +144,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         else:
             step_s = time.perf_counter() - started
             if replies:
+                self._caches.failures.succeeded()
                 self._count(generation_steps=1, generation_tokens=len(replies), decode_time=step_s)
         is_alone = not (is_guessed or len(self._prompt_batch))
         self._limits.stepped(len(rows) if replies else 0, step_s if is_alone else None)
@@ -374,8 +375,10 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         Several are put back, to be computed one by one: the one at fault ends alone, and where
         memory was short, one needs less. Their caches are lost, and what is stored is restored.
         """
+        assert self._caches is not None
         try:
             self._ended += act()
+            self._caches.failures.succeeded()
         except Exception as error:
             together = list(prefills)
             for prefill in together:
@@ -387,6 +390,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 self._put_back(prefill.uid, ids, prefill.tokens.taken, prefill.batch, None)
             if len(together) > 1:
                 logger.warning("prompts failed together and are tried by themselves: %r", error)
+            self._caches.failures.failed(error)
 
     def _fail(self, prefill: Prefill, error: Exception) -> None:
         """End the request of a prompt that is being computed."""
@@ -398,6 +402,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._generation_batch = type(self._generation_batch).empty(self.model, self.sampler)
         for uid, tokens in rows:
             self._end(uid, tokens, error)
+        if self._caches is not None:
+            self._caches.failures.failed(error)
 
     def _end(self, uid: int, tokens: Any, error: Exception) -> None:
         """End a request with an error; raise it where no plugin took the request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from .. import manager
 from ..answers import BatchMemory, ModelSupport, check_batch, check_caches
 from ..attachments import renders_images
 from .context_length import max_context
+from .step_failures import StepFailures
 from .wired import choose_wired_limit
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -41,6 +42,11 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     reads_images = False
     """Whether the loaded model, its processor and its chat template take images."""
     _n_logits: int | None = None
+
+    @cached_property
+    def failures(self) -> StepFailures:
+        """The failures of the steps of whatever model is loaded."""
+        return StepFailures()
 
     @property
     def n_logits(self) -> int:
@@ -77,7 +83,8 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             answers = list(manager.ask_each("model_loaded", provider=self))
             if answers:
                 plugin, support = answers[0]
-                self.model.make_cache = made = PluginCaches(self.model, plugin, support)
+                made = PluginCaches(self.model, plugin, support, self.failures)
+                self.model.make_cache = made
                 can_merge = all(hasattr(cache, "merge") for cache in made.make(raised=Exception))
                 self.is_batchable = self.draft_model is None and can_merge and support.batches
                 if self.draft_model is not None and support.draft is not None:
@@ -166,12 +173,19 @@ class PluginCaches(BatchMemory):
     raises here would end the generation thread: it is logged, and stock's own caches are made.
     """
 
-    def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
+    def __init__(
+        self,
+        model: Any,
+        plugin: str,
+        support: ModelSupport,
+        failures: StepFailures | None = None,
+    ) -> None:
         # The model must not hold itself, or its weights would stay until a garbage collection.
         self._model: Any = weakref.ref(model)
         self._plugin, self._support = plugin, support
         self._n_layers = len(self._stock())
         self.limits, self.guesses = support.limits, support.guesses
+        self.failures = failures or StepFailures()
 
     def __call__(self) -> list[Any]:
         caches = self.make()

@@ -49,6 +49,8 @@ class ReplyQueue:
         self.has_begun = False
         """Whether the reply has tokens."""
         self.is_over = False
+        self.error: Exception | None = None
+        """What ended the reply before its last token."""
 
     @property
     def is_gone(self) -> bool:
@@ -80,6 +82,7 @@ class ReplyQueue:
                 raise ClientGone
         elif not self.is_over:
             self.is_over = item is None or isinstance(item, Exception)
+            self.error = item if isinstance(item, Exception) else None
             self._queue.put(item)
 
     def _stop_together(self, several: Ranks, item: Any) -> None:

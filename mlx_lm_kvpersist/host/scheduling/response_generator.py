@@ -20,7 +20,7 @@ from queue import Queue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from ...errors import ClientGone, GenerationStopped, RequestRefused
+from ...errors import ClientGone, DeviceFailed, GenerationStopped, RequestRefused
 from ...ranks import Ranks, ranks
 from .. import manager
 from ..answers import ClientRequest, Prompt, frozen, has_text_only
@@ -357,6 +357,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             request[2].single = single
         super()._serve_single(request, *args)
         self.prompt_cache.single = None
+        if isinstance(reply, ReplyQueue):
+            if reply.error is not None:
+                self.model_provider.failures.failed(reply.error)
+            elif reply.has_begun:
+                self.model_provider.failures.succeeded()
 
     # Tokenizing.
 
@@ -543,10 +548,13 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         # A provider that is not ours, such as one of mlx-lm's tests, does not say so.
         if getattr(self.model_provider, "is_ready", True):
             self.model_provider.is_ready = False
-            logger.error("the generation thread ended", exc_info=error)
             delay_s = FAILED_S
-            what = f"its generation thread was stopped by {type(error).__name__}: {error}"
-            error = stopped = GenerationStopped(f"the server ends: {what}")
+            if isinstance(error, DeviceFailed):
+                stopped = error
+            else:
+                logger.error("the generation thread ended", exc_info=error)
+                what = f"its generation thread was stopped by {type(error).__name__}: {error}"
+                error = stopped = GenerationStopped(f"the server ends: {what}")
         self.model_provider.fatal_error = error
         self.requests.close(stopped)
         clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))

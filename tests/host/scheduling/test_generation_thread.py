@@ -76,6 +76,45 @@ def test_a_dead_generation_thread_ends_the_server(
     assert json.loads(record.read_text())[-1] == ["shutdown"]
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("more", [{}, {"seed": 3}], ids=["in a batch", "alone"])
+def test_a_device_that_refuses_all_work_ends_the_server(
+    environment: Environment, tiny_model: Path, tmp_path: Path, more: dict[str, int]
+) -> None:
+    """What was stored before is found by the next process."""
+    plugins = ("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"))
+    question = {"messages": [{"role": "user", "content": "Why? " * 300}], "max_tokens": 2}
+    with ServerProcess(
+        tiny_model,
+        *(*plugins, "--plugin", "failing"),
+        python=str(environment.python),
+        log_path=tmp_path / "server.log",
+        env={"FAIL_IN": "device"},
+    ) as server:
+        before = server.request("POST", CHAT, question)
+        waiting = InThread(lambda: server.request("POST", CHAT, LONG) if not more else None)
+        if not more:  # a request with a seed would wait for the end of this reply
+            wait_until(lambda: "17/17" in server.log, "a reply that runs")
+        last = server.request("POST", CHAT, {"messages": USER, "top_k": 13, **more})
+        waiting.join(5)
+        wait_until(lambda: server.request("GET", "/health")[0] == 503, "an unhealthy server")
+        status = server.wait(30)
+    assert before[0] == 200
+    for found in (last, waiting.result or last):
+        assert found[0] >= 500, found
+        assert "Submissions Ignored" in json.loads(found[2])["error"]["message"]
+    assert status == 1
+    assert server.log.splitlines()[-1] == (
+        "mlx_lm.server --plugin kvpersist --plugin failing: the server ends: its device computes "
+        "nothing any more (RuntimeError: [METAL] Command buffer execution failed: Submissions "
+        "Ignored)"
+    )
+    with ServerProcess(tiny_model, *plugins, python=str(environment.python)) as server:
+        again = server.request("POST", CHAT, question)
+    assert json.loads(again[2])["usage"]["prompt_tokens_details"]["cached_tokens"] > 250
+    assert json.loads(again[2])["choices"] == json.loads(before[2])["choices"]
+
+
 def test_whoever_waits_when_the_queue_closes_is_answered() -> None:
     requests = RequestQueue()
     waiting: Queue[Any] = Queue()

@@ -1,0 +1,58 @@
+"""Failures of the model's steps: the server ends when nothing can be computed any more.
+
+A step that fails ends its requests, and the next step may succeed. But after some errors a device
+refuses all work until the process ends: macOS does so after repeated time-outs of the GPU. Then
+only a new process helps, and a supervisor starts it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import mlx.core as mx
+
+from ...errors import ClientGone, DeviceFailed, RequestRefused
+
+MOST_IN_A_ROW = 8
+"""Failures without a success between them that end the server."""
+_N_TRIES = 3
+_PAUSE_S = 0.1
+"""Between two tries: the error of a step may be reported once more to the next one."""
+
+
+class StepFailures:
+    """Counts the failures of steps since the last success. Generation thread."""
+
+    def __init__(self) -> None:
+        self._n = 0
+
+    def succeeded(self) -> None:
+        """A step was computed."""
+        self._n = 0
+
+    def failed(self, error: Exception) -> None:
+        """A step failed; its clients were told.
+
+        Raises DeviceFailed if the device computes nothing, or too many steps failed in a row.
+        """
+        if isinstance(error, (ClientGone, RequestRefused)):
+            return
+        self._n += 1
+        why = f"{type(error).__name__}: {error}"
+        if not _computes():
+            raise DeviceFailed(f"the server ends: its device computes nothing any more ({why})")
+        if self._n >= MOST_IN_A_ROW:
+            raise DeviceFailed(f"the server ends: {self._n} steps in a row failed, at last: {why}")
+
+
+def _computes() -> bool:
+    """Say whether the device adds up a few numbers."""
+    for _ in range(_N_TRIES):
+        try:
+            total = mx.ones(8).sum()
+            mx.eval(total)
+            if total.item() == 8:
+                return True
+        except Exception:
+            time.sleep(_PAUSE_S)
+    return False

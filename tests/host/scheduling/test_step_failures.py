@@ -1,0 +1,57 @@
+"""Steps that fail one after another end the server; a few that fail do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed, RequestRefused
+from mlx_lm_kvpersist.host.scheduling import step_failures
+from mlx_lm_kvpersist.host.scheduling.step_failures import MOST_IN_A_ROW, StepFailures
+
+
+def fail(failures: StepFailures, n: int, error: Exception | None = None) -> None:
+    for _ in range(n):
+        failures.failed(error or RuntimeError("no memory"))
+
+
+def test_failures_in_a_row_end_the_server() -> None:
+    failures = StepFailures()
+    fail(failures, MOST_IN_A_ROW - 1)
+    with pytest.raises(DeviceFailed, match="8 steps in a row failed, at last: Run"):
+        fail(failures, 1)
+
+
+def test_a_step_that_succeeds_starts_the_count_again() -> None:
+    failures = StepFailures()
+    for _ in range(3):
+        fail(failures, MOST_IN_A_ROW - 1)
+        failures.succeeded()
+
+
+@pytest.mark.parametrize(
+    "error", [ClientGone(), RequestRefused("too long")], ids=["gone", "refused"]
+)
+def test_requests_that_end_for_another_reason_are_not_counted(error: Exception) -> None:
+    fail(StepFailures(), 3 * MOST_IN_A_ROW, error)
+
+
+@pytest.mark.parametrize("n_refused", [1, 2, 3])
+def test_a_device_is_tried_three_times(n_refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a step may be reported to the next one, too."""
+    left, evaluate = [True] * n_refused, mx.eval
+
+    def refuse(*arrays: Any) -> None:
+        if left:
+            left.pop()
+            raise RuntimeError("[METAL] Command buffer execution failed")
+        evaluate(*arrays)
+
+    monkeypatch.setattr(step_failures, "_PAUSE_S", 0)
+    monkeypatch.setattr(mx, "eval", refuse)
+    if n_refused < 3:
+        return fail(StepFailures(), 1)
+    with pytest.raises(DeviceFailed, match="computes nothing any more"):
+        fail(StepFailures(), 1)
