@@ -21,7 +21,7 @@ NOTES: dict[str, str] = {
     "or the plugin changed what it was given. The server goes on without it.",
     "plugin … failed in hook …; ignored": "For its author: the log has the traceback. The server "
     "goes on without it.",
-    "kvpersist: packed …: these layers dequantize": "MLX computes something else than plain "
+    "kvpersist: packed … on …: they dequantize": "MLX computes something else than plain "
     "arithmetic there. Replies are right; decoding is slower.",
     "the generation thread ended": "The process ends with status 1; a service starts it again. "
     + _REPORT,

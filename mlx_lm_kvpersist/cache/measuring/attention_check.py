@@ -8,7 +8,7 @@ for a model's own heads and dtype, on both sides of the numbers at which MLX tak
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
@@ -22,25 +22,28 @@ from ..geometry.precision import KVPrecision, Quantization
 from ..geometry.spec import ModelCacheSpec
 from ..live import packed as pk
 from ..live.attention import PackedKV, Strategy
-from ..live.policy import AttentionPlan, AttentionShape, backend, forced_plan, rules_for
+from ..live.policy import AttentionPlan, AttentionShape, Backend, backend, forced_plan, rules_for
 from ..steps import Steps
 from .observe import probing_packed
 
 logger = logging.getLogger(__name__)
 
-_GPU_CASES = {
-    (300, 0): (1, 2, 3, 4, 17, 32),
-    (1037, 243): (1, 2, 3, 4, 17, 32),
-    (33_000, 0): (1, 32),
+_CASES: Mapping[Backend, Mapping[tuple[int, int], Sequence[int]]] = {
+    "cpu": {(300, 0): (1, 4), (1037, 243): (1, 4)},
+    "cuda": {(300, 0): (1, 8, 16, 32), (1037, 243): (1, 8, 16, 32), (33_000, 0): (1,)},
+    "metal": {
+        (300, 0): (1, 2, 3, 4, 17, 32),
+        (1037, 243): (1, 2, 3, 4, 17, 32),
+        (33_000, 0): (1, 32),
+    },
 }
 """Queries of a sequence, by its keys and the spare room behind them.
 
-MLX 0.32 takes other kernels from 1,024 keys on, beyond 32,767, and if rows of scales are not a
-multiple of 16 bytes, as those of 300 keys in 16 bits. It also takes others from 4 rows of a product
-on, and from 6 to 33, which depends on the device: the queries of all heads of a key head."""
-
-_CPU_CASES = {(300, 0): (1, 4), (1037, 243): (1, 4)}
-"""The CPU backend has one kernel for all sizes."""
+The CPU backend has one kernel for all sizes. On Metal MLX 0.32 takes other kernels from 1,024 keys
+on, beyond 32,767, from 4 rows of a product on, and from 6 to 33, which depends on the device; the
+rows are the queries of all heads of a key head. On CUDA it takes others if the keys, here with
+their spare room, are a multiple of 4 or of 128, and for 16, 32, 64 and 128 rows. Each is compiled
+when it is first used, so these cases are few."""
 
 _TOLERANCE = 0.1
 """Most that the result of a query may differ from plain arithmetic, as a share of its norm."""
@@ -87,20 +90,20 @@ def checking_attention(
     run the kernels of dequantizing.
     """
     right: list[Strategy] = ["dequantize", "packed"]
-    for size, counts in (_CPU_CASES if backend() == "cpu" else _GPU_CASES).items():
+    for size, counts in _CASES[backend()].items():
         layer = _Layer(shape, precision, dtype, *size)
         for n_queries in counts:
             yield
             right = layer.agreeing(right, n_queries)
         del layer
         mx.clear_cache()
-    about = f"attention over {precision} keys is wrong in {dtype} on {device_key()}"
+    about = f"attention over {precision} keys is wrong in {dtype}"
     if not ranks().agree("dequantize" in right, "whether dequantizing is right"):
-        raise ModelNotSupported(f"dequantizing {about}")
+        raise ModelNotSupported(f"dequantizing {about} on {device_key()}")
     is_right = ranks().agree("packed" in right, "whether packed attention is right")
     kept = tuple(rule for rule in plan.rules if is_right or rule.strategy != "packed")
     if len(kept) < len(plan.rules):
-        logger.warning("kvpersist: packed %s: these layers dequantize", about)
+        logger.warning("kvpersist: packed %s on %s: they dequantize", about, device_key())
     return replace(plan, rules=kept)
 
 

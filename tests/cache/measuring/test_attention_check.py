@@ -46,7 +46,8 @@ def test_every_strategy_is_right_here(
     shape: AttentionShape, precision: KVPrecision, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_check, "backend", lambda: backend)
-    monkeypatch.setattr(attention_check, "_GPU_CASES", {(300, 0): (1, 3, 17), (1037, 243): (1, 32)})
+    cases = {backend: {(300, 0): (1, 3, 17), (1037, 243): (1, 32)}}
+    monkeypatch.setattr(attention_check, "_CASES", cases)
     given = precision.fitted(shape.k_dim, shape.v_dim)
     assert completed(checking_attention(PLAN, shape, given, mx.float32)) == PLAN
 
