@@ -16,11 +16,12 @@ from copy import copy
 from dataclasses import astuple
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
+from ..errors import IndexDamaged
 from ..match.tree import FEW, MAX_ALIKE, nearest
-from .database import Database
+from .database import Database, is_empty
 from .index_schema import RANK, faults, prepare
 from .records import (
     SESSION_COLUMNS,
@@ -40,13 +41,18 @@ from .worth import LRU, VALUE, going_on, mib_s
 __all__ = ["Forgotten", "Index", "Leaf", "Session"]
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
+_SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 _RANK = {LRU: "used", VALUE: RANK}
 _ORDER = {LRU: "used", VALUE: f"{RANK}, used"}
 _CLOCK = "eviction clock"
+_MOST_AT_ONCE = 400
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
+
+
+Value = TypeVar("Value")
 
 
 class Index:
@@ -79,17 +85,17 @@ class Index:
             with self.database.opening:
                 if create:
                     self.path.touch(mode=0o600)
-                elif not self.path.stat().st_size:
+                elif is_empty(self.path):
                     raise FileNotFoundError(self.path)
                 self.database.reopen()
                 db = self.database.connection
             prepare(db, self.path, whole=whole)
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
-            raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error
+            raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error
 
     def close(self) -> None:
-        """Answer no more, and close this thread's connection. Any thread."""
+        """Value no more, and close this thread's connection. Any thread."""
         self.database.close()
 
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
@@ -114,6 +120,18 @@ class Index:
             return []
         return [row for row in rows if all(map(isinstance, row, types))]
 
+    def ask_in(
+        self, sql: str, keys: Sequence[Any], *values: Any, types: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Return the rows that answer a question about any number of `keys`.
+
+        `sql` takes the `values` first, and the keys at `{}`.
+        """
+        rows: list[Any] = []
+        for some in _in_chunks(keys):
+            rows += self.ask(sql.format(",".join("?" * len(some))), *values, *some, types=types)
+        return rows
+
     def report(self, doing: str, error: Exception) -> None:
         """Raise an error, or say in a view what cannot be done."""
         if self._failed is None:
@@ -122,7 +140,7 @@ class Index:
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
-        """Answer a thread that comes and goes: one such thread at a time, then it is disconnected.
+        """Value a thread that comes and goes: one such thread at a time, then it is disconnected.
 
         SQLite keeps as many descriptors as connections were ever open at the same time.
         """
@@ -169,14 +187,14 @@ class Index:
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
         """Return, of these parents and a child of each, the parents that have another child."""
-        if not path:
-            return set()
-        rows = self.ask(
-            f"WITH step(parent, child) AS (VALUES {','.join(['(?, ?)'] * len(path))}) "
-            "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
-            "WHERE blocks.parent = step.parent AND blocks.key != step.child)",
-            *(key for step in path.items() for key in step),
-        )
+        rows: list[Any] = []
+        for steps in _in_chunks([*path.items()]):
+            rows += self.ask(
+                f"WITH step(parent, child) AS (VALUES {','.join(['(?, ?)'] * len(steps))}) "
+                "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
+                "WHERE blocks.parent = step.parent AND blocks.key != step.child)",
+                *(key for step in steps for key in step),
+            )
         return {parent for (parent,) in rows}
 
     def _nodes(self, where: str, *values: Any) -> list[Block]:
@@ -299,10 +317,10 @@ class Index:
     def checkpoints(self, blocks: Sequence[bytes]) -> list[tuple[Checkpoint, int]]:
         """Return the checkpoints of these blocks with the sizes of their files, in bytes."""
         hidden = set(self._hidden)  # as in `children`
-        rows = self.ask(
+        rows = self.ask_in(
             "SELECT key, block, kind, n_tokens, n_bytes FROM checkpoints "
-            f"WHERE block IN ({','.join('?' * len(blocks))}) ORDER BY block, kind, n_tokens",
-            *blocks,
+            "WHERE block IN ({}) ORDER BY block, kind, n_tokens",
+            blocks,
             types=(bytes, bytes, str, int, int),
         )
         found = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
@@ -321,7 +339,7 @@ class Index:
         return next(iter(self._sessions("id = ?", session_id)), None)
 
     def sessions_at(self, *leaves: bytes) -> list[Session]:
-        return self._sessions(f"leaf IN ({','.join('?' * len(leaves))})", *leaves)
+        return read_sessions(self.ask_in(f"{_SESSIONS} leaf IN ({{}})", leaves))
 
     def sessions_named(self, name: str) -> list[Session]:
         """Return the sessions with this name, of any root, the most recently used first."""
@@ -331,14 +349,12 @@ class Index:
         """Return the session that this leaf continues: the one whose end lies on its chain."""
         ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
         # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
-        where = f"+root = ? AND +name IS ? AND leaf IN ({','.join('?' * len(ends))})"
-        found = self._sessions(where, root.key, leaf.name, *ends)
+        query = f"{_SESSIONS} +root = ? AND +name IS ? AND leaf IN ({{}})"
+        found = read_sessions(self.ask_in(query, ends, root.key, leaf.name))
         return max(found, key=lambda session: session.n_tokens, default=None)
 
     def _sessions(self, where: str, *values: Any) -> list[Session]:
-        return read_sessions(
-            self.ask(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {where}", *values)
-        )
+        return read_sessions(self.ask(f"{_SESSIONS} {where}", *values))
 
     def pinned_blocks(self) -> set[bytes]:
         rows = self.ask(
@@ -499,9 +515,14 @@ class Index:
         return [key for key, _ in removed]
 
     def put_session(self, session: Session) -> None:
+        """Add a session, or change its row.
+
+        Raises sqlite3.IntegrityError, and changes nothing, if another session has its id.
+        """
         with self.database.transaction() as db:
-            # As in `add_blocks`.
-            db.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
+            # As in `_add`.
+            same = "id = ? AND root = ? AND name IS ? AND created = ?"
+            db.execute(f"DELETE FROM sessions WHERE {same}", session.identity)
             db.execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 session_row(session, self.sealing),
@@ -596,6 +617,12 @@ class Index:
             )
         ]
         return max([time.time(), *(math.nextafter(newest, _END) for (newest,) in used)])
+
+
+def _in_chunks(values: Sequence[Value]) -> Iterator[Sequence[Value]]:
+    """Yield the values in parts: SQLite bounds the variables of a statement, at 999 or more."""
+    for start in range(0, len(values), _MOST_AT_ONCE):
+        yield values[start : start + _MOST_AT_ONCE]
 
 
 def session_row(session: Session, sealing: Sealing) -> tuple[Any, ...]:

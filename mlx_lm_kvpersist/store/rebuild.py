@@ -11,16 +11,17 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from ..block import Block, Checkpoint
 from ..errors import BlockCorrupt, StoreFormatError
+from .database import is_empty
 from .files import read_record
 from .folder import make_private, move, own_files, remove
 from .index import Index, session_row
 from .index_schema import OTHER_TABLES, TABLES_OF_FILES, is_damage, recount, sound
-from .records import read_sidecar
+from .records import SESSION_COLUMNS, new_session_id, read_sessions, read_sidecar
 from .seal import PLAIN, Sealing
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
     where it still applies and can be read: sessions that have neither name nor pin, times of use
     and ranks, and all small state.
     """
-    if not path.exists() or path.stat().st_size == 0:
+    if is_empty(path):
         return False
     try:
         live = Index(path, sealing=sealing)
@@ -87,10 +88,19 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
                     f"FROM main.{table} AS old WHERE old.key = {table}.key) "
                     f"WHERE key IN (SELECT key FROM main.{table} WHERE {sound(db, table)})"
                 )
+            of_files = read_sessions(db.execute(f"SELECT {SESSION_COLUMNS} FROM fresh.sessions"))
+            owners = {session.id: session.identity for session in of_files}
+            sessions = [
+                session
+                if owners.get(session.id, session.identity) == session.identity
+                # A file that has this id belongs to another session.
+                else replace(session, id=new_session_id())
+                for session in live.sessions()
+            ]
             db.executemany(
                 "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "
                 "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",
-                map(partial(session_row, sealing=sealing), live.sessions()),
+                [session_row(session, sealing) for session in sessions],
             )
             for table in OTHER_TABLES:
                 db.execute(f"DELETE FROM main.{table} WHERE NOT ({sound(db, table)})")

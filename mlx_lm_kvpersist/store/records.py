@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from enum import Enum
@@ -113,6 +114,11 @@ class Gone(Enum):
     QUARANTINED = "quarantined"
 
 
+def new_session_id() -> str:
+    """Draw 64 random bits as 16 hexadecimal digits. Older sessions have ids of eight digits."""
+    return secrets.token_hex(8)
+
+
 @dataclass(frozen=True)
 class Session:
     """A conversation on disk. `created` and `used` are seconds since the epoch."""
@@ -125,6 +131,11 @@ class Session:
     pinned: bool
     created: float
     used: float
+
+    @property
+    def identity(self) -> tuple[str, bytes, str | None, float]:
+        """What never changes. Two sessions that were given the same id differ in it."""
+        return self.id, self.root, self.name, self.created
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Pace:
     """How long chunks take to compute, without the steps of replies between them.
 
     Cost grows with position: there is one linear fit, by least squares, for each power of two of
-    the position. Generation thread.
+    the position. The generation thread learns; any thread may ask.
     """
 
     _KEEP = 0.7
@@ -42,6 +42,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, ...]] = {}
+        """Never changed but replaced: other threads iterate over it."""
         self._sizes: set[int] = set()
 
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
@@ -56,7 +57,8 @@ class Pace:
             return
         new = 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
         old = self._sums.get(place, (0.0,) * len(new))
-        self._sums[place] = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
+        sums = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
+        self._sums = {**self._sums, place: sums}
 
     def tokens(self, position: int, seconds: float) -> int:
         """Return how many tokens can be computed in `seconds`; 0 while nothing is known.
@@ -65,11 +67,11 @@ class Pace:
         time, the result takes as long as the overhead: fewer tokens would hardly be quicker. An
         unknown place counts as twice as slow as the last known one before it.
         """
-        place = position.bit_length()
-        if not self._sums:
+        place, lines = position.bit_length(), self._lines()
+        if not lines:
             return 0
-        known = _nearest(place, self._sums)
-        n, s, overhead_s, token_s, is_told_apart = self._line(known)
+        known = _nearest(place, lines)
+        n, s, overhead_s, token_s, is_told_apart = lines[known]
         if not is_told_apart and n <= _SHORT and s > seconds:
             return int(2 * n)  # perhaps all overhead: one longer chunk will tell
         worth_it = (
@@ -85,7 +87,7 @@ class Pace:
         They are computed in chunks of the usual length, whatever the length of those measured.
         None while nothing is known; short chunks, which may be nothing but overhead, tell nothing.
         """
-        lines = {place: self._line(place) for place in self._sums}
+        lines = self._lines()
         known = [place for place, line in lines.items() if line.is_told_apart or line.n > _SHORT]
         if not known:
             return None
@@ -99,17 +101,22 @@ class Pace:
 
     def describe(self) -> dict[str, float]:
         """Return the tokens a second of recent chunks, by the first position of each place."""
-        lines = {1 << place >> 1: self._line(place) for place in sorted(self._sums)}
-        return {str(first): line.n / max(line.s, _LEAST_S) for first, line in lines.items()}
+        return {
+            str(1 << place >> 1): line.n / max(line.s, _LEAST_S)
+            for place, line in sorted(self._lines().items())
+        }
 
-    def _line(self, place: int) -> _Line:
-        weight, *sums = self._sums[place]
-        n, s, n_squared, n_s = (one / weight for one in sums)
-        token_s, variance = max(s, _LEAST_S) / n, n_squared - n * n
-        is_told_apart = variance > (n / 16) ** 2
-        if is_told_apart:
-            token_s = min(token_s, max(token_s / 16, (n_s - n * s) / variance))
-        return _Line(n, s, s - n * token_s, token_s, is_told_apart)
+    def _lines(self) -> dict[int, _Line]:
+        return {place: _fitted(*sums) for place, sums in self._sums.items()}
+
+
+def _fitted(weight: float, *sums: float) -> _Line:
+    n, s, n_squared, n_s = (one / weight for one in sums)
+    token_s, variance = max(s, _LEAST_S) / n, n_squared - n * n
+    is_told_apart = variance > (n / 16) ** 2
+    if is_told_apart:
+        token_s = min(token_s, max(token_s / 16, (n_s - n * s) / variance))
+    return _Line(n, s, s - n * token_s, token_s, is_told_apart)
 
 
 def _nearest(place: int, known: Collection[int]) -> int:
