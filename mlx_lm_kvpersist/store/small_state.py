@@ -105,6 +105,15 @@ class SmallState:
         with self._transaction() as db:
             db.execute("DELETE FROM state WHERE key = ?", (f"{_NOTE}{session_id}",))
 
+    def forget_lost_notes(self) -> None:
+        """Remove the notes of sessions that are gone: an index that is rebuilt may lack some."""
+        with self._transaction() as db:
+            db.execute(
+                "DELETE FROM state WHERE key GLOB ?1 || '*' "
+                "AND substr(key, length(?1) + 1) NOT IN (SELECT id FROM sessions)",
+                (_NOTE,),
+            )
+
     def saved(self) -> dict[str, float]:
         """Return the `tokens` that all requests reused, and the `seconds` to compute `timed` ones.
 
