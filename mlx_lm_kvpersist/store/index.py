@@ -520,9 +520,11 @@ class Index:
         Raises sqlite3.IntegrityError, and changes nothing, if another session has its id.
         """
         with self.database.transaction() as db:
-            # As in `_add`.
-            same = "id = ? AND root = ? AND name IS ? AND created = ?"
-            db.execute(f"DELETE FROM sessions WHERE {same}", session.identity)
+            # As in `_add`. Another session differs in more than its id.
+            db.execute(
+                "DELETE FROM sessions WHERE id = ? AND root = ? AND name IS ? AND created = ?",
+                (session.id, session.root, session.name, session.created),
+            )
             db.execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 session_row(session, self.sealing),

@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..block import Block, Checkpoint
@@ -21,7 +21,7 @@ from .files import read_record
 from .folder import make_private, move, own_files, remove
 from .index import Index, session_row
 from .index_schema import OTHER_TABLES, TABLES_OF_FILES, is_damage, recount, sound
-from .records import SESSION_COLUMNS, new_session_id, read_sessions, read_sidecar
+from .records import read_sidecar
 from .seal import PLAIN, Sealing
 
 logger = logging.getLogger(__name__)
@@ -88,19 +88,16 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
                     f"FROM main.{table} AS old WHERE old.key = {table}.key) "
                     f"WHERE key IN (SELECT key FROM main.{table} WHERE {sound(db, table)})"
                 )
-            of_files = read_sessions(db.execute(f"SELECT {SESSION_COLUMNS} FROM fresh.sessions"))
-            owners = {session.id: session.identity for session in of_files}
-            sessions = [
-                session
-                if owners.get(session.id, session.identity) == session.identity
+            db.execute(
                 # A file that has this id belongs to another session.
-                else replace(session, id=new_session_id())
-                for session in live.sessions()
-            ]
+                "UPDATE main.sessions AS old SET id = lower(hex(randomblob(8))) WHERE EXISTS "
+                "(SELECT 1 FROM fresh.sessions AS own WHERE own.id = old.id AND "
+                "(own.root, own.name, own.created) IS NOT (old.root, old.name, old.created))"
+            )
             db.executemany(
                 "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "
                 "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",
-                [session_row(session, sealing) for session in sessions],
+                map(partial(session_row, sealing=sealing), live.sessions()),
             )
             for table in OTHER_TABLES:
                 db.execute(f"DELETE FROM main.{table} WHERE NOT ({sound(db, table)})")

@@ -132,11 +132,6 @@ class Session:
     created: float
     used: float
 
-    @property
-    def identity(self) -> tuple[str, bytes, str | None, float]:
-        """What never changes. Two sessions that were given the same id differ in it."""
-        return self.id, self.root, self.name, self.created
-
 
 @dataclass(frozen=True)
 class Totals:
