@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import secrets
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
@@ -35,7 +36,7 @@ from .index import Index, Session
 from .index_schema import is_damage
 from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
-from .records import Commit, Gone, NewFile, StoreLimits, new_session_id, sidecar_path
+from .records import Commit, Gone, NewFile, StoreLimits, sidecar_path
 from .seal import PLAIN, Sealing
 from .stored_files import StoredFiles
 
@@ -272,9 +273,9 @@ class DiskStore:
         return session
 
     def _free_id(self) -> str:
-        """Draw an id that neither a row nor a sidecar of another session has. Under the lock."""
+        """Draw an id of 64 bits that no other session's row or sidecar has. Under the lock."""
         while True:
-            drawn = new_session_id()
+            drawn = secrets.token_hex(8)
             has_row = self.index.ask("SELECT 1 FROM sessions WHERE id = ?", drawn)
             if not has_row and not os.path.lexists(sidecar_path(self.folder, drawn)):
                 return drawn

@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import astuple
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
 from ..errors import IndexDamaged
@@ -50,9 +50,6 @@ _CLOCK = "eviction clock"
 _MOST_AT_ONCE = 400
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
-
-
-Value = TypeVar("Value")
 
 
 class Index:
@@ -95,7 +92,7 @@ class Index:
             raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error
 
     def close(self) -> None:
-        """Value no more, and close this thread's connection. Any thread."""
+        """Answer no more, and close this thread's connection. Any thread."""
         self.database.close()
 
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
@@ -140,7 +137,7 @@ class Index:
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
-        """Value a thread that comes and goes: one such thread at a time, then it is disconnected.
+        """Answer a thread that comes and goes: one such thread at a time, then it is disconnected.
 
         SQLite keeps as many descriptors as connections were ever open at the same time.
         """
@@ -621,7 +618,7 @@ class Index:
         return max([time.time(), *(math.nextafter(newest, _END) for (newest,) in used)])
 
 
-def _in_chunks(values: Sequence[Value]) -> Iterator[Sequence[Value]]:
+def _in_chunks(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """Yield the values in parts: SQLite bounds the variables of a statement, at 999 or more."""
     for start in range(0, len(values), _MOST_AT_ONCE):
         yield values[start : start + _MOST_AT_ONCE]

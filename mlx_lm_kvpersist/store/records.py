@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from enum import Enum
@@ -112,11 +111,6 @@ class Gone(Enum):
 
     EVICTED = "evicted"
     QUARANTINED = "quarantined"
-
-
-def new_session_id() -> str:
-    """Draw 64 random bits as 16 hexadecimal digits. Older sessions have ids of eight digits."""
-    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def named(store: BlockStore, name: str | None) -> Session:
 def draw(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
     """Let these ids be drawn first, and the last of them from then on."""
     drawn = chained(ids, iter(lambda: ids[-1], None))
-    monkeypatch.setattr("mlx_lm_kvpersist.store.disk.new_session_id", lambda: next(drawn))
+    monkeypatch.setattr("mlx_lm_kvpersist.store.disk.secrets.token_hex", lambda _: next(drawn))
 
 
 def with_old_id(store: BlockStore, name: str | None) -> Session:

@@ -42,7 +42,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, ...]] = {}
-        """Never changed but replaced: other threads iterate over it."""
+        """Replaced, never changed: other threads iterate over it."""
         self._sizes: set[int] = set()
 
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
@@ -67,11 +67,11 @@ class Pace:
         time, the result takes as long as the overhead: fewer tokens would hardly be quicker. An
         unknown place counts as twice as slow as the last known one before it.
         """
-        place, lines = position.bit_length(), self._lines()
-        if not lines:
+        place = position.bit_length()
+        if not self._sums:
             return 0
-        known = _nearest(place, lines)
-        n, s, overhead_s, token_s, is_told_apart = lines[known]
+        known = _nearest(place, self._sums)
+        n, s, overhead_s, token_s, is_told_apart = self._line(known)
         if not is_told_apart and n <= _SHORT and s > seconds:
             return int(2 * n)  # perhaps all overhead: one longer chunk will tell
         worth_it = (
@@ -87,7 +87,7 @@ class Pace:
         They are computed in chunks of the usual length, whatever the length of those measured.
         None while nothing is known; short chunks, which may be nothing but overhead, tell nothing.
         """
-        lines = self._lines()
+        lines = {place: self._line(place) for place in self._sums}
         known = [place for place, line in lines.items() if line.is_told_apart or line.n > _SHORT]
         if not known:
             return None
@@ -101,22 +101,17 @@ class Pace:
 
     def describe(self) -> dict[str, float]:
         """Return the tokens a second of recent chunks, by the first position of each place."""
-        return {
-            str(1 << place >> 1): line.n / max(line.s, _LEAST_S)
-            for place, line in sorted(self._lines().items())
-        }
+        lines = {1 << place >> 1: self._line(place) for place in sorted(self._sums)}
+        return {str(first): line.n / max(line.s, _LEAST_S) for first, line in lines.items()}
 
-    def _lines(self) -> dict[int, _Line]:
-        return {place: _fitted(*sums) for place, sums in self._sums.items()}
-
-
-def _fitted(weight: float, *sums: float) -> _Line:
-    n, s, n_squared, n_s = (one / weight for one in sums)
-    token_s, variance = max(s, _LEAST_S) / n, n_squared - n * n
-    is_told_apart = variance > (n / 16) ** 2
-    if is_told_apart:
-        token_s = min(token_s, max(token_s / 16, (n_s - n * s) / variance))
-    return _Line(n, s, s - n * token_s, token_s, is_told_apart)
+    def _line(self, place: int) -> _Line:
+        weight, *sums = self._sums[place]
+        n, s, n_squared, n_s = (one / weight for one in sums)
+        token_s, variance = max(s, _LEAST_S) / n, n_squared - n * n
+        is_told_apart = variance > (n / 16) ** 2
+        if is_told_apart:
+            token_s = min(token_s, max(token_s / 16, (n_s - n * s) / variance))
+        return _Line(n, s, s - n * token_s, token_s, is_told_apart)
 
 
 def _nearest(place: int, known: Collection[int]) -> int:
