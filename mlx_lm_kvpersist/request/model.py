@@ -77,7 +77,7 @@ class Speed:
             self.rates = {**self.rates, tier: known + _WEIGHT * (measured - known)}
 
     def compute_s(self, position: int, n_tokens: int) -> float:
-        """Return about how long tokens after `position` others take to compute."""
+        """Return about how many seconds `n_tokens` after the first `position` take to compute."""
         seconds = self.pace.seconds(position, n_tokens)
         return n_tokens * self.supposed_token_s if seconds is None else seconds
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import astuple
+from itertools import chain, islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -118,16 +119,19 @@ class Index:
         return [row for row in rows if all(map(isinstance, row, types))]
 
     def ask_in(
-        self, sql: str, keys: Sequence[Any], *values: Any, types: Sequence[Any] = ()
+        self, sql: str, given: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
     ) -> list[Any]:
-        """Return the rows that answer a question about any number of `keys`.
+        """Return the rows that answer a question about any number of `given` rows.
 
-        `sql` takes the `values` first, and the keys at `{}`.
+        `sql` takes the `values` first, and then `VALUES {}`. SQLite bounds the variables of a
+        statement, at 999 or more.
         """
-        rows: list[Any] = []
-        for some in _in_chunks(keys):
-            rows += self.ask(sql.format(",".join("?" * len(some))), *values, *some, types=types)
-        return rows
+        found: list[Any] = []
+        left = iter(given)
+        while some := list(islice(left, _MOST_AT_ONCE)):
+            rows = ", ".join(f"({', '.join('?' * len(row))})" for row in some)
+            found += self.ask(sql.format(rows), *values, *chain.from_iterable(some), types=types)
+        return found
 
     def report(self, doing: str, error: Exception) -> None:
         """Raise an error, or say in a view what cannot be done."""
@@ -184,14 +188,12 @@ class Index:
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
         """Return, of these parents and a child of each, the parents that have another child."""
-        rows: list[Any] = []
-        for steps in _in_chunks([*path.items()]):
-            rows += self.ask(
-                f"WITH step(parent, child) AS (VALUES {','.join(['(?, ?)'] * len(steps))}) "
-                "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
-                "WHERE blocks.parent = step.parent AND blocks.key != step.child)",
-                *(key for step in steps for key in step),
-            )
+        rows = self.ask_in(
+            "WITH step(parent, child) AS (VALUES {}) "
+            "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
+            "WHERE blocks.parent = step.parent AND blocks.key != step.child)",
+            path.items(),
+        )
         return {parent for (parent,) in rows}
 
     def _nodes(self, where: str, *values: Any) -> list[Block]:
@@ -316,8 +318,8 @@ class Index:
         hidden = set(self._hidden)  # as in `children`
         rows = self.ask_in(
             "SELECT key, block, kind, n_tokens, n_bytes FROM checkpoints "
-            "WHERE block IN ({}) ORDER BY block, kind, n_tokens",
-            blocks,
+            "WHERE block IN (VALUES {}) ORDER BY block, kind, n_tokens",
+            zip(blocks),
             types=(bytes, bytes, str, int, int),
         )
         found = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
@@ -336,7 +338,7 @@ class Index:
         return next(iter(self._sessions("id = ?", session_id)), None)
 
     def sessions_at(self, *leaves: bytes) -> list[Session]:
-        return read_sessions(self.ask_in(f"{_SESSIONS} leaf IN ({{}})", leaves))
+        return read_sessions(self.ask_in(f"{_SESSIONS} leaf IN (VALUES {{}})", zip(leaves)))
 
     def sessions_named(self, name: str) -> list[Session]:
         """Return the sessions with this name, of any root, the most recently used first."""
@@ -346,8 +348,8 @@ class Index:
         """Return the session that this leaf continues: the one whose end lies on its chain."""
         ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
         # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
-        query = f"{_SESSIONS} +root = ? AND +name IS ? AND leaf IN ({{}})"
-        found = read_sessions(self.ask_in(query, ends, root.key, leaf.name))
+        query = f"{_SESSIONS} +root = ? AND +name IS ? AND leaf IN (VALUES {{}})"
+        found = read_sessions(self.ask_in(query, zip(ends), root.key, leaf.name))
         return max(found, key=lambda session: session.n_tokens, default=None)
 
     def _sessions(self, where: str, *values: Any) -> list[Session]:
@@ -616,12 +618,6 @@ class Index:
             )
         ]
         return max([time.time(), *(math.nextafter(newest, _END) for (newest,) in used)])
-
-
-def _in_chunks(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Yield the values in parts: SQLite bounds the variables of a statement, at 999 or more."""
-    for start in range(0, len(values), _MOST_AT_ONCE):
-        yield values[start : start + _MOST_AT_ONCE]
 
 
 def session_row(session: Session, sealing: Sealing) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ class Plain:
     """Objects and files as they are, named by their keys."""
 
     mark = ""
-    """By it a store's folder knows the key that it was made with; nothing tells the key from it."""
+    """Tells in a store's folder which key it was made with. The key cannot be found from it."""
     index_key = ""
     """The key of the index, as SQLCipher takes it; empty for SQLite's own files."""
 

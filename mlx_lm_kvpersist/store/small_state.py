@@ -48,8 +48,8 @@ class SmallState:
         They go into a prompt as they are, so they have a checksum. Of other ids that the index has,
         keys and files of blocks tell whether they are damaged.
         """
-        query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN ({})"
-        rows = self._ask_in(query, digests, root, types=(bytes, bytes))
+        query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
+        rows = self._ask_in(query, zip(digests), root, types=(bytes, bytes))
         return {
             digest: sealed[:-_SEAL_BYTES]
             for digest, sealed in rows
