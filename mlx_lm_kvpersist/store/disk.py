@@ -274,11 +274,12 @@ class DiskStore:
 
     def _free_id(self) -> str:
         """Draw an id of 64 bits that no other session's row or sidecar has. Under the lock."""
-        while True:
+        for _ in range(100):
             drawn = secrets.token_hex(8)
             has_row = self.index.ask("SELECT 1 FROM sessions WHERE id = ?", drawn)
             if not has_row and not os.path.lexists(sidecar_path(self.folder, drawn)):
                 return drawn
+        raise StoreError("a hundred ids were drawn for a session, and other sessions have them all")
 
     def follow_folder(self) -> None:
         """Use the index that is in the folder now, and a folder that was removed under us."""

@@ -76,6 +76,20 @@ def test_an_id_that_is_taken_is_drawn_again(
     assert store.index.faults() == [] and find_problems(store.folder, store.index) == []
 
 
+def test_a_turn_that_draws_nothing_but_one_taken_id_is_not_saved(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw(monkeypatch, "a" * 16)
+    save_turn(store, chain([1], [2]), "a name")
+    before = named(store, "a name")
+    save_turn(store, chain([5], [6]), "another name")
+    assert "cannot save a turn" in caplog.text and store.turns_not_saved == 1
+    assert store.index.sessions() == [before] and find_problems(store.folder, store.index) == []
+    monkeypatch.undo()
+    save_turn(store, chain([5], [6]), "another name")
+    assert len(store.index.sessions()) == 2
+
+
 def test_an_id_of_which_only_a_file_is_left_is_drawn_again(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
