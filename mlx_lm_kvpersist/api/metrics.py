@@ -50,6 +50,7 @@ class Metrics:
         self._requests = counter("requests", "Requests, by what they reused.", "outcome")
         self._prefilled = counter("prefilled_tokens", "Prompt tokens that were computed.")
         self._errors = counter("store_errors", "Failures of the store's disk or index.", "kind")
+        self._errors.labels("save a turn: disk")  # so that there is a sample before any failure
         self._first_token = histogram(
             "first_token_seconds", "From queueing a request to its first token.", _FIRST_TOKEN_S
         )

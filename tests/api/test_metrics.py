@@ -16,6 +16,9 @@ def test_a_reply_that_did_not_begin_has_no_times() -> None:
 
 def test_failures_of_the_store_are_counted_by_kind() -> None:
     metrics = Metrics(lambda: None)
+    assert (
+        'kvpersist_store_errors_total{kind="save a turn: disk"} 0.0' in metrics.exposed().decode()
+    )
     for kind in ("save a turn: disk", "save a turn: limit", "save a turn: disk"):
         metrics.count_error(kind)
     text = metrics.exposed().decode()
