@@ -14,12 +14,15 @@ KVPersistError
 ├── RequestRefused              a request cannot be served (its HTTP status: 400, or another)
 ├── GenerationStopped           the generation thread has ended (HTTP status 503)
 ├── ClientGone                  a client closed its connection before its reply had ended
+├── IndexDamaged                SQLite can read the index, and its content is wrong
 └── StoreError
     ├── StoreFormatError        the store was written by another version
     ├── PoolFull                what must stay in RAM leaves no room for more
     └── BlockCorrupt            the file of a block is not what its name promises
         └── SealBroken          what is encrypted was altered, moved, or has another key
 """
+
+import sqlite3
 
 
 class KVPersistError(Exception):
@@ -92,6 +95,10 @@ class DeviceFailed(GenerationStopped):
 
 class ClientGone(KVPersistError, ConnectionError):
     """The client closed its connection before its reply had ended."""
+
+
+class IndexDamaged(KVPersistError, sqlite3.DatabaseError):
+    """SQLite can read the index of a store, but its content cannot be right."""
 
 
 class StoreError(KVPersistError):

@@ -108,6 +108,7 @@ class KVPersistPlugin:
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
         self._store.token_s = self._token_s
+        self._store.on_failure = self._metrics.count_error
         if manager.is_implemented("eviction_score"):
             self._store.score = _score
         self._sessions = StoredSessions(self._store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import asdict
 from itertools import count
@@ -25,19 +26,19 @@ class RequestLog:
         self._with_text = with_text
         self._records: dict[str, dict[str, Any]] = {}
         self._numbers = count(1)
-        self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
+        self._server = secrets.token_hex(8)  # several may record requests in one store
         self._lock = Lock()
 
     def name(self, state: RequestState) -> str:
         """Return the id of a request; it is given one when that is asked for, or it is added."""
         with self._lock:
-            state.id = state.id or f"kvp-{self._start}-{next(self._numbers)}"
+            state.id = state.id or f"kvp-{self._server}-{next(self._numbers)}"
             return state.id
 
     def add(
         self, state: RequestState, model: str, outcome: Outcome, precision: str | None = None
     ) -> dict[str, Any]:
-        """Add a record and return it. Ids are unique and growing.
+        """Add a record and return it. Ids are unique.
 
         `received` is in seconds since the epoch. A request that is not kept is not quoted.
         """

@@ -132,7 +132,7 @@ class AgentsAPI:
     def _create(self, handler: Any, body: Body) -> Answer:
         check_site(handler.headers, self._service.key)
         agent = Agent(
-            body.get("id", f"agent-{uuid.uuid4().hex[:12]}"),
+            body.get("id", f"agent-{uuid.uuid4().hex}"),
             self._service.namespace(handler.headers),
             int(time.time()),
             _beginning(body),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..config import default_folder, sealing_of
 from ..errors import StoreError
+from ..store.database import is_empty
 from ..store.disk import DiskStore
 from ..store.folder import RANK_FOLDER, check_store
 from ..store.index import Index
@@ -59,7 +60,7 @@ def reading(args: argparse.Namespace, *, whole: bool = False) -> Iterator[Index]
     folder, sealing = existing(args)
     path = folder / "index.sqlite"
     advice = "mlx-lm-kvpersist store rebuild makes it anew from the files"
-    if not path.exists() or path.stat().st_size == 0:
+    if is_empty(path):
         raise StoreError(f"{path} is missing; {advice}")
     if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import sys
 import threading
 import time
@@ -15,43 +14,25 @@ import mlx.core as mx
 
 LOOK_S = 1.0
 """How often the pressure is looked at."""
-RAISED_S = 10.0
 NORMAL, WARNING, CRITICAL = 1, 2, 4
 """Levels of pressure, as macOS numbers them."""
 
 
 class Pressure:
-    """How much memory the rest of the machine leaves: macOS's level of pressure.
-
-    A thread of its own looks at it. `raised` is for tests: it says for a while that it is critical.
-    """
+    """How much memory the rest of the machine leaves: macOS's level of pressure."""
 
     def __init__(self) -> None:
         self.level = NORMAL
-        self._raised_until_s = 0.0
 
     def watch(self) -> None:
-        """Begin to look, and take SIGUSR2 for critical pressure. Main thread."""
-        if hasattr(signal, "SIGUSR2") and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR2, self.raised)
+        """Begin to look, in a thread, if the system tells its pressure."""
         if sys.platform == "darwin":
             threading.Thread(target=self._watch, name="kvpersist-pressure", daemon=True).start()
 
-    def raised(self, *received: object) -> None:
-        """Take the pressure for critical for some seconds."""
-        self._raised_until_s, self.level = time.monotonic() + RAISED_S, CRITICAL
-        clock = threading.Timer(RAISED_S, self._look)
-        clock.daemon = True
-        clock.start()
-
     def _watch(self) -> None:
         while True:
-            self._look()
+            self.level = _system_level()
             time.sleep(LOOK_S)
-
-    def _look(self) -> None:
-        is_raised = time.monotonic() < self._raised_until_s
-        self.level = CRITICAL if is_raised else _system_level()
 
 
 def _system_level() -> int:

@@ -30,7 +30,9 @@ _WEIGHT = 0.2
 
 @dataclass
 class Speed:
-    """How quickly a model's prompts are computed and restored on this device. Generation thread.
+    """How quickly a model's prompts are computed and restored on this device.
+
+    The generation thread learns; any thread may ask.
 
     Everything is learned while serving, from time of working alone: chunks without the steps of
     replies between them, reads in their own threads, joins without the pauses between their steps.
@@ -39,7 +41,7 @@ class Speed:
 
     `pace` learns from the chunks of prompts. `rates` has the bytes per second of each tier, as a
     running average: for RAM those of joining, which every restored byte needs, for the others those
-    of reading.
+    of reading. The rates are replaced, never changed: other threads iterate over them.
     """
 
     memory: PrefillMemory | None = None
@@ -72,14 +74,11 @@ class Speed:
         if n_bytes >= MIN_RESTORE_BYTES and seconds > 0:
             measured = n_bytes / seconds
             known = self.rates.get(tier, measured)
-            self.rates[tier] = known + _WEIGHT * (measured - known)
+            self.rates = {**self.rates, tier: known + _WEIGHT * (measured - known)}
 
     def compute_s(self, position: int, n_tokens: int) -> float:
-        """Return about how long tokens after `position` others take to compute. Any thread."""
-        try:
-            seconds = self.pace.seconds(position, n_tokens)
-        except RuntimeError:  # the generation thread learns meanwhile
-            seconds = None
+        """Return about how many seconds `n_tokens` after the first `position` take to compute."""
+        seconds = self.pace.seconds(position, n_tokens)
         return n_tokens * self.supposed_token_s if seconds is None else seconds
 
     def token_s(self) -> float | None:

@@ -129,10 +129,13 @@ class DiskTier:
 
     def sweep(self) -> None:
         """Remove what an interrupted run left, by an index that is whole. Writer thread."""
-        self.disk.check_index()
-        with self.disk.lock.held():
-            self.disk.follow_folder()  # or files that only a newer index knows would be removed
-            n_swept = self.disk.files.sweep()
+        try:
+            self.disk.check_index()
+            with self.disk.lock.held():
+                self.disk.follow_folder()  # or files that only a newer index knows would be removed
+                n_swept = self.disk.files.sweep()
+        except (OSError, StoreError, sqlite3.Error) as error:
+            return self._failed("check what is stored", error)
         if n_swept:
             logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
 
@@ -180,6 +183,8 @@ class BlockStore:
         """By how much more than others a block is worth keeping. Asked by the writer thread."""
         self._failures: set[str] = set()
         """What keeps commits from being saved right now; each is logged once."""
+        self.on_failure: Callable[[str], None] = lambda kind: None
+        """Called for each failure with its kind, which says what cannot be done. Any thread."""
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
@@ -514,6 +519,7 @@ class BlockStore:
         """Say once what does not work, until something works again."""
         # A full disk fails here with one error and there with another.
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
+        self.on_failure(kind)
         if kind not in self._failures:
             self._failures.add(kind)
             logger.error("cannot %s: %s; serving goes on from memory", what, error)

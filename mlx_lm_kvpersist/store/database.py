@@ -58,11 +58,11 @@ def sqlcipher() -> Any:
             "an encrypted store needs the package sqlcipher3: "
             "pip install 'mlx-lm-kvpersist[encrypt]'"
         ) from error
-    # Whoever catches an error of sqlite3's catches the same one of SQLCipher's.
-    for name in ("DatabaseError", "OperationalError", "IntegrityError", "ProgrammingError"):
-        kind, same = getattr(dbapi2, name), getattr(sqlite3, name)
-        if not issubclass(kind, same):
-            kind.__bases__ = (*kind.__bases__, same)
+    # Code that catches an error of sqlite3 catches the same error of SQLCipher.
+    for name, kind in vars(dbapi2).items():
+        if isinstance(kind, type) and issubclass(kind, dbapi2.Error) and kind is not dbapi2.Error:
+            if not issubclass(kind, same := getattr(sqlite3, name)):
+                kind.__bases__ = (*kind.__bases__, same)
     return dbapi2
 
 
@@ -77,6 +77,11 @@ def connect(path: Path, sealing: Sealing) -> sqlite3.Connection:
         db.execute("PRAGMA cipher_log_level = NONE")  # it would write to stderr by itself
         db.execute(f'PRAGMA key = "{sealing.index_key}"')
     return db
+
+
+def is_empty(path: Path) -> bool:
+    """Say whether SQLite would take a file for a new database. It ignores a single byte."""
+    return not path.exists() or path.stat().st_size <= 1
 
 
 def is_locked(error: BaseException) -> bool:
@@ -127,7 +132,7 @@ class Database:
         db = connect(self.path, self.sealing)
         try:
             db.text_factory = _text
-            if not self.path.stat().st_size:  # else this would write
+            if is_empty(self.path):  # else this would write
                 db.execute(f"PRAGMA auto_vacuum = {INCREMENTAL}")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")

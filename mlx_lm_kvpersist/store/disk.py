@@ -17,8 +17,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import secrets
 import sqlite3
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -29,14 +29,14 @@ from typing import TypeVar
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import StoreError
 from ..units import show_bytes
-from .database import is_locked
+from .database import is_empty, is_locked
 from .files import Arrays, content_of, file_bytes, metadata_of, write_block
 from .folder import move, remove, take_into_use
 from .index import Index, Session
 from .index_schema import is_damage
 from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
-from .records import Commit, Gone, NewFile, StoreLimits
+from .records import Commit, Gone, NewFile, StoreLimits, sidecar_path
 from .seal import PLAIN, Sealing
 from .stored_files import StoredFiles
 
@@ -97,8 +97,7 @@ class DiskStore:
                 raise
         with self.lock.held():
             # An empty file counts as missing: by an empty index, a sweep would remove all blocks.
-            missing = not path.exists() or path.stat().st_size == 0
-            if missing and (self.folder / "blocks").exists():
+            if is_empty(path) and (self.folder / "blocks").exists():
                 rebuild_index(self.folder, self.sealing)
             try:
                 return open_index()
@@ -267,12 +266,20 @@ class DiskStore:
         now, leaf = self.index.now(), commit.leaf
         session = self.index.session_at(commit.root, leaf)
         if session is None:
-            session = Session(
-                uuid.uuid4().hex[:8], commit.root.key, leaf.name, leaf.key, 0, False, now, now
-            )
+            session_id = self._free_id()
+            session = Session(session_id, commit.root.key, leaf.name, leaf.key, 0, False, now, now)
         session = replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
         self.files.write_sidecar(session)
         return session
+
+    def _free_id(self) -> str:
+        """Draw an id of 64 bits that no other session's row or sidecar has. Under the lock."""
+        for _ in range(100):
+            drawn = secrets.token_hex(8)
+            has_row = self.index.ask("SELECT 1 FROM sessions WHERE id = ?", drawn)
+            if not has_row and not os.path.lexists(sidecar_path(self.folder, drawn)):
+                return drawn
+        raise StoreError("a hundred ids were drawn for a session, and other sessions have them all")
 
     def follow_folder(self) -> None:
         """Use the index that is in the folder now, and a folder that was removed under us."""

@@ -36,14 +36,12 @@ FORMAT = 1
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library reads (huggingface/safetensors, MAX_HEADER_SIZE)."""
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
 _NUMPY = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
-    "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "C64": "<c8",
+    "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
+    "C64": "<c8",
 }  # fmt: skip
+_DTYPE_BYTES = {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors that a malformed header raises when it is read."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO)
@@ -303,7 +301,7 @@ def read_header(source: BinaryIO) -> Mapping[str, str]:
         shape = tuple(entry["shape"])
         if any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"{name} has the shape {shape}")
-        n_array_bytes = math.prod(shape) * DTYPE_BYTES[entry["dtype"]]
+        n_array_bytes = math.prod(shape) * _DTYPE_BYTES[entry["dtype"]]
         placed.append((entry["data_offsets"], n_array_bytes, name))
     end = 0
     for offsets, n_array_bytes, name in sorted(placed):

@@ -29,7 +29,7 @@ INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 _FOLDERS = ("blocks", "checkpoints", "sessions", "quarantine", "writing")
 _FORMS = re.compile(
     r"(?:blocks|checkpoints)/([0-9a-f]{2})/\1[0-9a-f]{30}\.safetensors"
-    r"|sessions/[0-9a-f]{8}\.(?:json|[0-9a-f]+\.tmp)"
+    r"|sessions/[0-9a-f]{8}(?:[0-9a-f]{8})?\.(?:json|[0-9a-f]+\.tmp)"
     r"|quarantine/[0-9a-f]{32}-\d+\.(?:safetensors|json)"
     r"|quarantine/(?:index|rebuild)-\d+\.sqlite(?:-wal|-shm)?"
     r"|writing/[0-9a-f]{8}(?:\.lock|-[0-9a-f]{32}\.safetensors)"

@@ -14,13 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import astuple
+from itertools import chain, islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
+from ..errors import IndexDamaged
 from ..match.tree import FEW, MAX_ALIKE, nearest
-from .database import Database
+from .database import Database, is_empty
 from .index_schema import RANK, faults, prepare
 from .records import (
     SESSION_COLUMNS,
@@ -40,11 +42,13 @@ from .worth import LRU, VALUE, going_on, mib_s
 __all__ = ["Forgotten", "Index", "Leaf", "Session"]
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
+_SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 _RANK = {LRU: "used", VALUE: RANK}
 _ORDER = {LRU: "used", VALUE: f"{RANK}, used"}
 _CLOCK = "eviction clock"
+_MOST_AT_ONCE = 400
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
 
@@ -79,14 +83,14 @@ class Index:
             with self.database.opening:
                 if create:
                     self.path.touch(mode=0o600)
-                elif not self.path.stat().st_size:
+                elif is_empty(self.path):
                     raise FileNotFoundError(self.path)
                 self.database.reopen()
                 db = self.database.connection
             prepare(db, self.path, whole=whole)
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
-            raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error
+            raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error
 
     def close(self) -> None:
         """Answer no more, and close this thread's connection. Any thread."""
@@ -113,6 +117,21 @@ class Index:
             self.report("read the index", error)
             return []
         return [row for row in rows if all(map(isinstance, row, types))]
+
+    def ask_in(
+        self, sql: str, given: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Return the rows that answer a question about any number of `given` rows.
+
+        `sql` takes the `values` first, and then `VALUES {}`. SQLite bounds the variables of a
+        statement, at 999 or more.
+        """
+        found: list[Any] = []
+        left = iter(given)
+        while some := list(islice(left, _MOST_AT_ONCE)):
+            rows = ", ".join(f"({', '.join('?' * len(row))})" for row in some)
+            found += self.ask(sql.format(rows), *values, *chain.from_iterable(some), types=types)
+        return found
 
     def report(self, doing: str, error: Exception) -> None:
         """Raise an error, or say in a view what cannot be done."""
@@ -169,13 +188,11 @@ class Index:
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
         """Return, of these parents and a child of each, the parents that have another child."""
-        if not path:
-            return set()
-        rows = self.ask(
-            f"WITH step(parent, child) AS (VALUES {','.join(['(?, ?)'] * len(path))}) "
+        rows = self.ask_in(
+            "WITH step(parent, child) AS (VALUES {}) "
             "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
             "WHERE blocks.parent = step.parent AND blocks.key != step.child)",
-            *(key for step in path.items() for key in step),
+            path.items(),
         )
         return {parent for (parent,) in rows}
 
@@ -299,10 +316,10 @@ class Index:
     def checkpoints(self, blocks: Sequence[bytes]) -> list[tuple[Checkpoint, int]]:
         """Return the checkpoints of these blocks with the sizes of their files, in bytes."""
         hidden = set(self._hidden)  # as in `children`
-        rows = self.ask(
+        rows = self.ask_in(
             "SELECT key, block, kind, n_tokens, n_bytes FROM checkpoints "
-            f"WHERE block IN ({','.join('?' * len(blocks))}) ORDER BY block, kind, n_tokens",
-            *blocks,
+            "WHERE block IN (VALUES {}) ORDER BY block, kind, n_tokens",
+            zip(blocks),
             types=(bytes, bytes, str, int, int),
         )
         found = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
@@ -321,7 +338,7 @@ class Index:
         return next(iter(self._sessions("id = ?", session_id)), None)
 
     def sessions_at(self, *leaves: bytes) -> list[Session]:
-        return self._sessions(f"leaf IN ({','.join('?' * len(leaves))})", *leaves)
+        return read_sessions(self.ask_in(f"{_SESSIONS} leaf IN (VALUES {{}})", zip(leaves)))
 
     def sessions_named(self, name: str) -> list[Session]:
         """Return the sessions with this name, of any root, the most recently used first."""
@@ -331,14 +348,12 @@ class Index:
         """Return the session that this leaf continues: the one whose end lies on its chain."""
         ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
         # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
-        where = f"+root = ? AND +name IS ? AND leaf IN ({','.join('?' * len(ends))})"
-        found = self._sessions(where, root.key, leaf.name, *ends)
+        query = f"{_SESSIONS} +root = ? AND +name IS ? AND leaf IN (VALUES {{}})"
+        found = read_sessions(self.ask_in(query, zip(ends), root.key, leaf.name))
         return max(found, key=lambda session: session.n_tokens, default=None)
 
     def _sessions(self, where: str, *values: Any) -> list[Session]:
-        return read_sessions(
-            self.ask(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {where}", *values)
-        )
+        return read_sessions(self.ask(f"{_SESSIONS} {where}", *values))
 
     def pinned_blocks(self) -> set[bytes]:
         rows = self.ask(
@@ -499,9 +514,16 @@ class Index:
         return [key for key, _ in removed]
 
     def put_session(self, session: Session) -> None:
+        """Add a session, or change its row.
+
+        Raises sqlite3.IntegrityError, and changes nothing, if another session has its id.
+        """
         with self.database.transaction() as db:
-            # As in `add_blocks`.
-            db.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
+            # As in `_add`. Another session differs in more than its id.
+            db.execute(
+                "DELETE FROM sessions WHERE id = ? AND root = ? AND name IS ? AND created = ?",
+                (session.id, session.root, session.name, session.created),
+            )
             db.execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 session_row(session, self.sealing),

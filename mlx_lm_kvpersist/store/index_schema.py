@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from ..errors import StoreFormatError
+from ..errors import IndexDamaged, StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_sessions
 from .worth import MOST_BRANCHES
 
@@ -15,8 +16,14 @@ INDEX_FORMAT = 6
 APPLICATION_ID = 0x6B767000
 """Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
 
-_NOT_DAMAGE = ("locked", "unable to open", "readonly", "I/O error", "is full", "interrupted")
-"""Words of errors that a full disk or another process causes (Python 3.10 has no error codes)."""
+_ERROR, _CORRUPT, _NOT_A_DATABASE = 1, 11, 26
+"""Primary result codes of SQLite (https://www.sqlite.org/rescode.html)."""
+_DAMAGE = re.compile(
+    "database disk image is malformed|malformed database schema .*|unsupported file format"
+    "|file is (encrypted or is )?not a database",
+    re.DOTALL,
+)
+"""Messages of damage: Python 3.10 knows no codes, and a wrong file format has a general code."""
 
 RANK = f"base + worth * min({MOST_BRANCHES}, n_branches)"
 """The order of eviction by value; see `worth`."""
@@ -182,9 +189,7 @@ def prepare(db: sqlite3.Connection, path: Path, *, whole: bool) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (made_for,) = db.execute("PRAGMA application_id").fetchone()
     if version != INDEX_FORMAT and made_for == APPLICATION_ID + INDEX_FORMAT:
-        raise sqlite3.DatabaseError(
-            f"an index of format {INDEX_FORMAT} that claims to be {version}"
-        )
+        raise IndexDamaged(f"an index of format {INDEX_FORMAT} that claims to be {version}")
     if version not in (0, INDEX_FORMAT):
         age = "newer" if version > INDEX_FORMAT else "older"
         raise StoreFormatError(
@@ -195,11 +200,11 @@ def prepare(db: sqlite3.Connection, path: Path, *, whole: bool) -> None:
     if whole:
         (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
-            raise sqlite3.DatabaseError(verdict)
+            raise IndexDamaged(verdict)
     if version == 0:
         _make_tables(db)
     if not _as_made().items() <= _statements(db).items():
-        raise sqlite3.DatabaseError("its tables are not as they were made")
+        raise IndexDamaged("its tables are not as they were made")
 
 
 def _make_tables(db: sqlite3.Connection) -> None:
@@ -271,7 +276,11 @@ def _statements(db: sqlite3.Connection) -> dict[tuple[str, str], str]:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Say whether an error means that the index is damaged, not that the disk or a lock fails."""
-    if not isinstance(error, sqlite3.OperationalError):
-        return isinstance(error, sqlite3.DatabaseError)
-    return not any(words in str(error) for words in _NOT_DAMAGE)
+    """Say whether an error means that the index is damaged.
+
+    Any other error says nothing about the file: a lock, a full disk, a wrong statement.
+    """
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None or code == _ERROR:
+        return isinstance(error, IndexDamaged) or bool(_DAMAGE.fullmatch(str(error)))
+    return code & 0xFF in (_CORRUPT, _NOT_A_DATABASE)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..block import Block, Checkpoint
 from ..errors import BlockCorrupt, StoreFormatError
+from .database import is_empty
 from .files import read_record
 from .folder import make_private, move, own_files, remove
 from .index import Index, session_row
@@ -72,7 +73,7 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
     where it still applies and can be read: sessions that have neither name nor pin, times of use
     and ranks, and all small state.
     """
-    if not path.exists() or path.stat().st_size == 0:
+    if is_empty(path):
         return False
     try:
         live = Index(path, sealing=sealing)
@@ -87,6 +88,12 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
                     f"FROM main.{table} AS old WHERE old.key = {table}.key) "
                     f"WHERE key IN (SELECT key FROM main.{table} WHERE {sound(db, table)})"
                 )
+            db.execute(
+                # A file that has this id belongs to another session.
+                "UPDATE main.sessions AS old SET id = lower(hex(randomblob(8))) WHERE EXISTS "
+                "(SELECT 1 FROM fresh.sessions AS own WHERE own.id = old.id AND "
+                "(own.root, own.name, own.created) IS NOT (old.root, old.name, old.created))"
+            )
             db.executemany(
                 "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "
                 "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",

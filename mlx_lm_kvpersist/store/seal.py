@@ -19,7 +19,6 @@ import hmac
 import os
 import secrets
 from pathlib import Path
-from typing import Protocol
 
 from ..errors import ConfigError, SealBroken
 
@@ -32,29 +31,13 @@ SEAL_BYTES = len(SEAL_MAGIC) + _NONCE_BYTES + _TAG_BYTES
 """A sealed object is so much larger than its content."""
 
 
-class Sealing(Protocol):
-    """How objects and files are sealed and named; see `Seal`."""
-
-    mark: str
-    """By it a store's folder knows the key that it was made with; nothing tells the key from it."""
-    index_key: str
-    """The key of the index, as SQLCipher takes it; empty for SQLite's own files."""
-
-    def seal(self, data: bytes, name: bytes) -> bytes: ...
-
-    def open(self, sealed: bytes, name: bytes) -> bytes: ...
-
-    def name(self, key: bytes) -> str: ...
-
-    def file_name(self, key: bytes) -> str: ...
-
-    def key_of(self, file_name: str) -> bytes: ...
-
-
 class Plain:
     """Objects and files as they are, named by their keys."""
 
-    mark = index_key = ""
+    mark = ""
+    """Tells in a store's folder which key it was made with. The key cannot be found from it."""
+    index_key = ""
+    """The key of the index, as SQLCipher takes it; empty for SQLite's own files."""
 
     def seal(self, data: bytes, name: bytes) -> bytes:
         return data
@@ -65,16 +48,19 @@ class Plain:
     def name(self, key: bytes) -> str:
         return key.hex()
 
-    file_name = name
+    def file_name(self, key: bytes) -> str:
+        return key.hex()
 
     def key_of(self, file_name: str) -> bytes:
         return bytes.fromhex(file_name)
 
 
 PLAIN = Plain()
+Sealing = Plain
+"""How objects and files are sealed and named: `PLAIN`, or a `Seal`."""
 
 
-class Seal:
+class Seal(Plain):
     """Seals and opens objects, and names them. Any thread may use it; both release the GIL.
 
     key: 32 bytes, of which the keys that are used are derived.

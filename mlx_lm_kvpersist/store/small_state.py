@@ -38,7 +38,7 @@ class SmallState:
     """Rows of the index that no block needs. Any thread may read; changes need the store's lock."""
 
     def __init__(self, index: Index) -> None:
-        self._ask, self._report = index.ask, index.report
+        self._ask, self._ask_in, self._report = index.ask, index.ask_in, index.report
         self._transaction = index.database.transaction
         self._sealing = index.sealing
 
@@ -48,9 +48,8 @@ class SmallState:
         They go into a prompt as they are, so they have a checksum. Of other ids that the index has,
         keys and files of blocks tell whether they are damaged.
         """
-        where = f"root = ? AND digest IN ({','.join('?' * len(digests))})"
-        query = f"SELECT digest, ids FROM replies WHERE {where}"
-        rows = self._ask(query, root, *digests, types=(bytes, bytes))
+        query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
+        rows = self._ask_in(query, zip(digests), root, types=(bytes, bytes))
         return {
             digest: sealed[:-_SEAL_BYTES]
             for digest, sealed in rows
@@ -105,6 +104,15 @@ class SmallState:
     def forget_note(self, session_id: str) -> None:
         with self._transaction() as db:
             db.execute("DELETE FROM state WHERE key = ?", (f"{_NOTE}{session_id}",))
+
+    def forget_lost_notes(self) -> None:
+        """Remove the notes of sessions that are gone: an index that is rebuilt may lack some."""
+        with self._transaction() as db:
+            db.execute(
+                "DELETE FROM state WHERE key GLOB ?1 || '*' "
+                "AND substr(key, length(?1) + 1) NOT IN (SELECT id FROM sessions)",
+                (_NOTE,),
+            )
 
     def saved(self) -> dict[str, float]:
         """Return the `tokens` that all requests reused, and the `seconds` to compute `timed` ones.

@@ -272,6 +272,7 @@ class StoredFiles:
             for key in self.index.unreachable():
                 self.forget(key)
                 n_swept += 1
+            self.index.state.forget_lost_notes()
             sessions = {f"{session.id}.json" for session in self.index.sessions()}
             for path in own_files(self.folder, "sessions"):
                 if path.name not in sessions:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mlx_lm_kvpersist.request import machine
-from mlx_lm_kvpersist.request.machine import Pressure, cgroup_bytes
+from mlx_lm_kvpersist.request.machine import CRITICAL, NORMAL, WARNING, Pressure, cgroup_bytes
 
 
-def test_a_signal_raises_the_pressure_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "RAISED_S", 0.05)
-    pressure = Pressure()
-    pressure.raised()
-    assert pressure.level == 4
-    for _ in range(100):
-        if pressure.level == 1:
-            return
-        time.sleep(0.05)
-    raise AssertionError(pressure.level)
+def test_the_pressure_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    pressure, seen = Pressure(), list[int]()
+    levels = iter([CRITICAL, CRITICAL, WARNING])
+    clock = SimpleNamespace(sleep=lambda seconds: seen.append(pressure.level))
+    monkeypatch.setattr(machine, "_system_level", lambda: next(levels))
+    monkeypatch.setattr(machine, "time", clock)
+    assert pressure.level == NORMAL
+    with pytest.raises(StopIteration):
+        pressure._watch()
+    assert seen == [CRITICAL, CRITICAL, WARNING]
 
 
 def test_limits_of_control_groups_count(tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
 import pytest
 
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
@@ -46,3 +50,59 @@ def test_the_server_computes_at_the_pace_that_is_learned_and_within_the_memory()
         "prefill_tokens_per_s": {"0": 512.0},
         "restore_bytes_per_s": {RAM: None, DISK: None},
     }
+
+
+class Filling(dict[Any, Any]):
+    """A dict that calls `fill` while it is iterated over, as another thread may come to learn."""
+
+    def __init__(self, content: dict[Any, Any], fill: Callable[[], object]) -> None:
+        super().__init__(content)
+        self._fill = fill
+        self._is_filling = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for key in dict.keys(self):
+            if not self._is_filling:
+                self._is_filling = True
+                self._fill()
+                self._is_filling = False
+            yield key
+
+    def keys(self) -> Any:
+        return iter(self)
+
+    def values(self) -> Any:
+        return (self[key] for key in self)
+
+    def items(self) -> Any:
+        return ((key, self[key]) for key in self)
+
+
+ASKED: dict[str, Callable[[Speed], object]] = {
+    "token_s": Speed.token_s,
+    "compute_s": lambda speed: speed.compute_s(0, 5000),
+    "describe": Speed.describe,
+    "tokens": lambda speed: speed.pace.tokens(5000, 1.0),
+    "seconds": lambda speed: speed.pace.seconds(0, 5000),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_the_generation_thread_may_learn_while_another_asks(ask: Callable[[Speed], object]) -> None:
+    speed, numbers = Speed(), count(1)
+
+    def learn_pace() -> None:
+        speed.pace.learn(1 << next(numbers), 512, 1.0)
+
+    def learn_rate() -> None:
+        speed.learn(f"tier {next(numbers)}", 100 * MB, 1.0)
+
+    learn_pace()
+    learn_pace()  # the first chunk of a size may not count
+    learn_rate()
+    expected = ask(speed)
+    speed.pace._sums = Filling(speed.pace._sums, learn_pace)
+    speed.rates = Filling(speed.rates, learn_rate)
+    before = next(numbers)
+    assert ask(speed) == expected
+    assert next(numbers) > before + 1  # it has learned

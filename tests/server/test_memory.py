@@ -50,6 +50,34 @@ LEFT_BYTES = 128 * MIB
 """What a process may have more than the account says."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
 """Else glibc keeps what a CPU's arrays leave, as much again as the budget; see operations.md."""
+LAUNCHER = """
+import signal
+import sys
+import time
+from threading import Thread
+
+from mlx_lm_kvpersist._startup import serve
+from mlx_lm_kvpersist.request import machine
+
+raised_until_s = 0.0
+
+
+def raise_it(*received):
+    global raised_until_s
+    raised_until_s = time.monotonic() + 10
+
+
+def watch(pressure):
+    signal.signal(signal.SIGUSR2, raise_it)
+    Thread(target=pressure._watch, daemon=True).start()
+
+
+machine.LOOK_S = 0.1
+machine._system_level = lambda: 4 if time.monotonic() < raised_until_s else 1
+machine.Pressure.watch = watch
+serve(sys.argv[1:])
+"""
+"""A server that takes SIGUSR2 for critical pressure on the machine's memory, for ten seconds."""
 PARTS = ("caches", "restored", "pool", "held", "records")
 
 
@@ -151,7 +179,11 @@ def test_the_sum_stays_within_the_budget(
     plain.stop()
     print(f"\n{family}: alone {time.monotonic() - began_s:.0f} s")
     more = "--kvpersist-memory", str(talks.budget(N_FIT + 0.3))
-    server = start_server.with_plugin(talks.model, *options, *more, env=GIVES_BACK)
+    launcher = tmp_path / "pressed.py"
+    launcher.write_text(LAUNCHER, encoding="utf-8")
+    server = start_server.with_plugin(
+        talks.model, *options, *more, env=GIVES_BACK, launcher=(str(launcher),)
+    )
     log = Path(server.log_path)
     n_parked = 0
     middle = n_turns // 2 + 1

@@ -312,6 +312,28 @@ def test_the_oldest_remembered_replies_go_first(
     index.close()
 
 
+def test_questions_about_a_very_long_conversation_are_answered(store: BlockStore) -> None:
+    """SQLite takes at most 999 or 32,766 variables a statement, as it was built."""
+    nodes = chain(*([number] for number in range(1, 40_000)))
+    keys = [node.key for node in nodes]
+    path = {node.parent: node.key for node in nodes}
+    save_turn(store, nodes[:3], "s", [state(nodes[2])])
+    (branch,) = chain([7], parent=nodes[1].key)
+    index = store.index
+    index.add_blocks(ROOT, [(branch, 1)])
+    index.state.add_replies(ROOT.key, {keys[-1]: b"ids", keys[0]: b"more"}, 1.0)
+    db = index.database.connection
+    if hasattr(db, "setlimit"):  # as SQLite before 3.32
+        db.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999)
+    assert index.branches(path) == {nodes[1].key}
+    assert [one for one, _ in index.checkpoints(keys)] == [state(nodes[2])]
+    assert [session.name for session in index.sessions_at(*keys)] == ["s"]
+    found = index.session_at(ROOT, Leaf("s", keys[-1], nodes[-1].stop, tuple(keys)))
+    assert found == index.sessions()[0]
+    assert index.state.replies(ROOT.key, keys) == {keys[-1]: b"ids", keys[0]: b"more"}
+    assert not index.branches({}) and not index.checkpoints([]) and not index.sessions_at()
+
+
 def test_the_bytes_of_checkpoints_count_too(store: BlockStore) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s")

@@ -83,7 +83,7 @@ def test_a_save_asks_no_more_of_the_disk_beside_many_named_sessions(
             with disk.index.database.transaction():
                 for number in range(n_sessions):
                     (first, *_) = disk.index.sessions_named("s")
-                    other = replace(first, id=f"{number:08x}", name=f"other {number}")
+                    other = replace(first, id=f"{turn}{number:07x}", name=f"other {number}")
                     disk.files.write_sidecar(other)
                     disk.index.put_session(other)
             nodes = chain([1], [2 + turn])

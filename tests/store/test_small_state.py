@@ -99,6 +99,23 @@ def test_a_rebuild_keeps_what_was_chosen(folder: Path, damage: Callable[[Path], 
     assert choices(folder) == {"a": {"bits": [5, 8.5]}, "b": None}
 
 
+def test_no_note_of_a_session_outlives_it(store: BlockStore) -> None:
+    """A session without a name or a pin is lost when a damaged index is rebuilt."""
+    for number, name in enumerate(["kept", None]):
+        save_turn(store, chain([number]), name, note={"words": "what its user said first"})
+    store.index.state.put("choice", 5)
+    (kept,) = store.index.sessions_named("kept")
+    store.close()
+    _lose_a_table(store.folder / "index.sqlite")
+    with closing(DiskStore(store.folder, store.limits)) as disk:
+        assert disk.index.sessions() == [kept]
+        disk.files.sweep()
+        notes = disk.index.ask("SELECT key FROM state WHERE key LIKE 'session %'")
+        assert notes == [(f"session {kept.id}",)]
+        assert disk.index.state.note(kept.id) == {"words": "what its user said first"}
+        assert disk.index.state.get("choice") == 5
+
+
 @pytest.mark.parametrize("left", [b"", b"no database " * 1000])
 def test_an_index_that_says_nothing_has_no_choices(folder: Path, left: bytes) -> None:
     for suffix in ("-wal", "-shm"):

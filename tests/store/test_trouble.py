@@ -6,19 +6,22 @@ import errno
 import os
 import resource
 import shutil
+import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.block import Record
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.errors import BlockCorrupt
+from mlx_lm_kvpersist.errors import BlockCorrupt, StoreError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, read_file, write_block
 from mlx_lm_kvpersist.store.index import Index
@@ -267,6 +270,33 @@ def test_d_a_failure_is_logged_again_after_something_worked(
         assert len(said) == n_failures
         save_turn(store, chain([n_failures], [7]))
         assert not store._failures
+
+
+def test_every_failure_is_counted_by_its_kind(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_turn(store, chain([1]))
+    counted: Counter[str] = Counter()
+    store.on_failure = lambda kind: counted.update([kind])
+    errors = [
+        sqlite3.OperationalError("disk I/O error"),
+        StoreError("no room"),
+        OSError(28, "full"),
+    ]
+    for error in errors:
+        monkeypatch.setattr(store.disk, "save", Mock(side_effect=error))
+        save_turn(store, chain([2]))
+    monkeypatch.setattr(store.disk, "check_index", Mock(side_effect=errors[0]))
+    store.writer.submit(store.disk_tier.sweep)
+    store.drain()
+    store.index.close()
+    assert store.view.sessions() == []
+    assert counted == {
+        "save a turn: disk": 2,
+        "save a turn: limit": 1,
+        "check what is stored: disk": 1,
+        "read the index: disk": 1,
+    }
 
 
 def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> None:

@@ -34,7 +34,7 @@ class Pace:
     """How long chunks take to compute, without the steps of replies between them.
 
     Cost grows with position: there is one linear fit, by least squares, for each power of two of
-    the position. Generation thread.
+    the position. The generation thread learns; any thread may ask.
     """
 
     _KEEP = 0.7
@@ -42,6 +42,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, ...]] = {}
+        """Replaced, never changed: other threads iterate over it."""
         self._sizes: set[int] = set()
 
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
@@ -56,7 +57,8 @@ class Pace:
             return
         new = 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
         old = self._sums.get(place, (0.0,) * len(new))
-        self._sums[place] = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
+        sums = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
+        self._sums = {**self._sums, place: sums}
 
     def tokens(self, position: int, seconds: float) -> int:
         """Return how many tokens can be computed in `seconds`; 0 while nothing is known.

@@ -1,0 +1,197 @@
+"""Ids of sessions: no session takes the place of another, whatever its id."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from itertools import chain as chained
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.folder import own_files
+from mlx_lm_kvpersist.store.lock import StoreLock
+from mlx_lm_kvpersist.store.rebuild import rebuild_index
+from mlx_lm_kvpersist.store.records import Session, read_sidecar, sidecar_path
+from mlx_lm_kvpersist.store.verify import find_problems
+
+from .conftest import ROOT, chain, save_turn
+
+OLD_ID = "0012ab34"
+"""An id as older versions drew them."""
+
+
+def named(store: BlockStore, name: str | None) -> Session:
+    (found,) = (one for one in store.index.sessions() if one.name == name)
+    return found
+
+
+def draw(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
+    """Let these ids be drawn first, and the last of them from then on."""
+    drawn = chained(ids, iter(lambda: ids[-1], None))
+    monkeypatch.setattr("mlx_lm_kvpersist.store.disk.secrets.token_hex", lambda _: next(drawn))
+
+
+def with_old_id(store: BlockStore, name: str | None) -> Session:
+    """Let a stored session have an id as older versions drew them, its file too."""
+    with store.disk.lock.held():
+        session = named(store, name)
+        store.index.remove_session(session.id)
+        store.disk.files.remove_sidecar(session.id)
+        old = replace(session, id=OLD_ID)
+        store.disk.files.write_sidecar(old)
+        store.index.put_session(old)
+    return old
+
+
+def test_an_id_has_64_bits(store: BlockStore) -> None:
+    for number in range(20):
+        save_turn(store, chain([number]), f"talk {number}")
+    ids = {session.id for session in store.index.sessions()}
+    assert len(ids) == 20 and all(re.fullmatch("[0-9a-f]{16,}", one) for one in ids)
+    # Each digit takes many values: none of them is a mark of a version.
+    assert min(len(set(digits)) for digits in zip(*ids, strict=True)) > 4
+
+
+@pytest.mark.parametrize("first", ["a name", None])
+@pytest.mark.parametrize("second", ["another name", None])
+def test_an_id_that_is_taken_is_drawn_again(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, first: str | None, second: str | None
+) -> None:
+    draw(monkeypatch, "a" * 16, "a" * 16, "b" * 16)
+    save_turn(store, chain([1], [2]), first)
+    before = named(store, first)
+    save_turn(store, chain([5], [6]), second)
+    assert {session.id: session.leaf for session in store.index.sessions()} == {
+        "a" * 16: before.leaf,
+        "b" * 16: chain([5], [6])[-1].key,
+    }
+    if first is not None:
+        assert read_sidecar(sidecar_path(store.folder, before.id)) == before
+    assert store.index.faults() == [] and find_problems(store.folder, store.index) == []
+
+
+def test_a_turn_that_draws_nothing_but_one_taken_id_is_not_saved(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw(monkeypatch, "a" * 16)
+    save_turn(store, chain([1], [2]), "a name")
+    before = named(store, "a name")
+    save_turn(store, chain([5], [6]), "another name")
+    assert "cannot save a turn" in caplog.text and store.turns_not_saved == 1
+    assert store.index.sessions() == [before] and find_problems(store.folder, store.index) == []
+    monkeypatch.undo()
+    save_turn(store, chain([5], [6]), "another name")
+    assert len(store.index.sessions()) == 2
+
+
+def test_an_id_of_which_only_a_file_is_left_is_drawn_again(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = sidecar_path(store.folder, "a" * 16)
+    store.drain()  # its sweep would remove the file
+    path.parent.mkdir()
+    path.write_bytes(b"the name of another session")
+    draw(monkeypatch, "a" * 16, "b" * 16)
+    save_turn(store, chain([1]), "a name")
+    assert named(store, "a name").id == "b" * 16
+    assert path.read_bytes() == b"the name of another session"
+
+
+@pytest.mark.parametrize("name", ["a name", "another name", None])
+def test_the_index_refuses_a_session_whose_id_another_one_has(
+    store: BlockStore, name: str | None
+) -> None:
+    save_turn(store, chain([1], [2]), "a name")
+    before = named(store, "a name")
+    other = replace(before, name=name, leaf=chain([5])[0].key, created=before.created + 1)
+    with pytest.raises(sqlite3.IntegrityError):
+        store.index.put_session(other)
+    assert store.index.sessions() == [before] and store.index.faults() == []
+    changed = replace(before, pinned=True, used=before.used + 1)
+    store.index.put_session(changed)
+    assert store.index.sessions() == [changed] and store.index.faults() == []
+
+
+def test_a_turn_whose_id_is_taken_at_the_last_moment_is_not_saved_and_takes_nothing(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_turn(store, chain([1], [2]), "a name")
+    before = named(store, "a name")
+    monkeypatch.setattr(store.disk, "_free_id", lambda: before.id)
+    save_turn(store, chain([5], [6]), "another name")
+    assert "cannot save a turn" in caplog.text and store.turns_not_saved == 1
+    assert store.index.sessions() == [before]
+    assert read_sidecar(sidecar_path(store.folder, before.id)) == before
+    monkeypatch.undo()
+    save_turn(store, chain([5], [6]), "another name")
+    assert len(store.index.sessions()) == 2 and store.index.faults() == []
+
+
+def test_a_rebuild_keeps_two_sessions_that_had_the_same_id(store: BlockStore) -> None:
+    """Older versions let a session without a name take the row of another, whose file stayed."""
+    save_turn(store, chain([1], [2]), "a name")
+    save_turn(store, chain([5], [6]))
+    owner, unnamed = named(store, "a name"), named(store, None)
+    with store.index.database.transaction() as db:
+        db.execute("DELETE FROM sessions WHERE id = ?", (owner.id,))
+        db.execute("UPDATE sessions SET id = ? WHERE id = ?", (owner.id, unnamed.id))
+    with StoreLock(store.folder / "lock").held():
+        rebuild_index(store.folder)
+    found = {session.name: session for session in store.index.sessions()}
+    assert found["a name"] == owner
+    assert found[None] == replace(unnamed, id=found[None].id) and found[None].id != owner.id
+    assert store.index.faults() == []
+
+
+# Ids of older versions.
+
+
+def test_a_session_with_a_short_id_goes_on(store: BlockStore) -> None:
+    save_turn(store, chain([1], [2]), "old")
+    old = with_old_id(store, "old")
+    save_turn(store, chain([1], [2], [3]), "old")
+    grown = named(store, "old")
+    assert grown.id == OLD_ID and grown.n_tokens > old.n_tokens
+    assert read_sidecar(sidecar_path(store.folder, OLD_ID)) == grown
+    assert store.disk.files.set_pinned(grown, True).id == OLD_ID
+    with StoreLock(store.folder / "lock").held():
+        rebuild_index(store.folder)
+    assert named(store, "old").pinned and find_problems(store.folder, store.index) == []
+    assert store.disk.files.sweep() == 0
+    store.disk.files.remove_session(named(store, "old"))
+    assert not list((store.folder / "sessions").iterdir())
+
+
+def test_commands_find_short_and_long_ids(
+    tmp_path: Path, limits: StoreLimits, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        save_turn(store, chain([1], [2]), "old")
+        save_turn(store, chain([5], [6]), "new")
+        with_old_id(store, "old")
+        new = named(store, "new")
+    at = ["--kvpersist-dir", str(tmp_path / "store")]
+    for wanted, name in (
+        (OLD_ID, "old"),
+        (OLD_ID[:5], "old"),
+        (new.id, "new"),
+        (new.id[:9], "new"),
+    ):
+        capsys.readouterr()
+        assert cli.main(["sessions", "show", *at, wanted]) == 0
+        assert name in capsys.readouterr().out
+    exported = tmp_path / "exported"
+    assert cli.main(["sessions", "export", *at, OLD_ID, str(exported)]) == 0
+    assert cli.main(["sessions", "rm", *at, OLD_ID, new.id]) == 0
+    assert cli.main(["sessions", "import", *at, str(exported)]) == 0
+    with closing(DiskStore(tmp_path / "store", limits)) as disk:
+        (session,) = disk.index.sessions()
+        assert session.name == "old" and len(session.id) == 16
+        assert [path.stem for path in own_files(disk.folder, "sessions")] == [session.id]
+        assert ROOT.key == session.root
