@@ -114,6 +114,10 @@ class Ranks:
         """Return the value of rank 0."""
         return self.first(lambda: value, what)
 
+    def same(self, value: object, what: str) -> bool:
+        """Tell whether all ranks have an equal value."""
+        return self.agree(self.told(value, what) == value, what)
+
     def _exchange(self, value: int, inline: bytes, what: str) -> list[tuple[int, bytes]]:
         if self._is_deciding:  # the others wait for a decision
             end(f"rank {self.rank} asks within a decision ({what}); please report it")

@@ -20,7 +20,6 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Literal
-from zlib import crc32
 
 import mlx.core as mx
 
@@ -174,12 +173,11 @@ class Preparation:
     def _of_rank(self, provider: Any, together: Ranks) -> str:
         """Return the fingerprint of the model's files, and of the part of it that a rank computes.
 
-        Raises ModelNotSupported where another rank has other files.
+        Raises ModelNotSupported if another rank has other files.
         """
         while not (fingerprint := self._files.fingerprint):
             self._files.read()
-        numbers = together.all_of(crc32(fingerprint.encode()), "the model's files")
-        if len(set(numbers)) > 1:
+        if not together.same(fingerprint, "the model's files"):
             raise ModelNotSupported("the ranks have different files of the model")
         return f"{fingerprint} {part_of_model(provider, together)}"
 
@@ -387,12 +385,12 @@ class _OneCallAtATime:
 
 
 def _check_equal_layers(spec: ModelCacheSpec, together: Ranks) -> None:
-    """Raise ModelNotSupported where ranks have caches of other kinds.
+    """Raise ModelNotSupported if ranks have caches of other kinds.
 
     They could go on from other places, and would be tried in other ways.
     """
     kinds = [(group.kind.name, group.precision is not None) for group in spec.groups]
-    if len(set(together.all_of(crc32(repr(kinds).encode()), "the kinds of layers"))) > 1:
+    if not together.same(kinds, "the kinds of layers"):
         raise ModelNotSupported(
             "the ranks have layers of different kinds; divide the model evenly, or by tensors"
         )
