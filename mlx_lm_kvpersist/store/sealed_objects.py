@@ -14,7 +14,8 @@ from ..block import Root
 from ..errors import BlockCorrupt, SealBroken, StoreFormatError
 from .conversation import DAMAGED, MAX_BYTES, Conversation, conversation_key, layout_key
 from .files import read_content
-from .objects import FOLDER, Objects
+from .folder import OBJECTS
+from .objects import Objects
 from .pool import KVBlock
 from .seal import Sealing
 from .tier import SHARED
@@ -76,7 +77,7 @@ class SealedObjects:
     def path(self, key: bytes) -> str:
         """Return the name of an object. All but its hash is the same in every store."""
         name = self._sealing.name(key)
-        return f"{FOLDER}/{name[:2]}/{name}"
+        return f"{OBJECTS}/{name[:2]}/{name}"
 
     # Get.
 
