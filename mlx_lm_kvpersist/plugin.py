@@ -325,7 +325,9 @@ class KVPersistPlugin:
             return ServedRequest(serving, request, prompt)
         state = RequestState.of(request)
         state.n_prompt = len(prompt.ids)
-        return None if state.is_kept else TakenRequest(prompt)  # stock would keep the prompt
+        # Stock would keep the prompt, and let all tenants find it.
+        has_tenants = bool(state.namespace) or self._config.isolate_sessions
+        return TakenRequest(prompt) if has_tenants or not state.is_kept else None
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
@@ -433,7 +435,8 @@ class KVPersistPlugin:
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
         store = self._store  # the server may end meanwhile
-        return store.stats(all_files=all_files) if store else None
+        stats = store.stats(all_files=all_files) if store else None
+        return stats and {**stats, "failed": {**stats["failed"], **manager.failures.counts}}
 
     def _stored_sessions(self) -> StoredSessions:
         if self._sessions is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import asdict
-from itertools import count
 from threading import Lock
 from typing import Any
 
@@ -24,20 +24,20 @@ class RequestLog:
     def __init__(self, *, with_text: bool = True) -> None:
         self._with_text = with_text
         self._records: dict[str, dict[str, Any]] = {}
-        self._numbers = count(1)
         self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
         self._lock = Lock()
 
     def name(self, state: RequestState) -> str:
         """Return the id of a request; it is given one when that is asked for, or it is added."""
         with self._lock:
-            state.id = state.id or f"kvp-{self._start}-{next(self._numbers)}"
+            # A client may not learn how many requests others send.
+            state.id = state.id or f"kvp-{self._start}-{secrets.randbelow(10**9)}"
             return state.id
 
     def add(
         self, state: RequestState, model: str, outcome: Outcome, precision: str | None = None
     ) -> dict[str, Any]:
-        """Add a record and return it. Ids are unique and growing.
+        """Add a record and return it.
 
         `received` is in seconds since the epoch. A request that is not kept is not quoted.
         """

@@ -112,3 +112,7 @@ class Metrics:
             (CounterMetricFamily, found["blocks_quarantined"], "quarantined", "Failed a check."),
         ):
             yield make(f"kvpersist_{name}", about, value=value)
+        failed = CounterMetricFamily("kvpersist_failed", "Failures so far.", labels=["kind"])
+        for kind, n_failed in found["failed"].items():
+            failed.add_metric([kind], n_failed)
+        yield failed

@@ -23,6 +23,7 @@ from typing import Any
 import pluggy
 
 from ..errors import ClientGone, PluginFault, PluginNotFound, RequestRefused
+from ..failures import Failures
 from . import hookspecs
 from .answers import (
     CHECKS,
@@ -88,14 +89,15 @@ def installed_plugins() -> list[str]:
 
 _current = make_manager()
 """The manager whose plugins the server asks."""
-_logged: set[tuple[str, str, type[Exception]]] = set()
+failures = Failures(logger)
+"""What its plugins failed with."""
 
 
 def set_current(manager: pluggy.PluginManager) -> None:
     """Make the server ask the plugins of `manager`."""
     global _current
     _current = manager
-    _logged.clear()
+    failures.clear()
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def safely(
 ) -> Any:
     """Return what a plugin's function returns; None, and a line in the log, if it fails.
 
-    The first failure of a kind is logged with its traceback, the same kind again at DEBUG only.
+    The first failure of a kind is logged with its traceback; see `Failures`.
     check: raises PluginFault for an answer that cannot be used. raised: what reaches the caller.
     """
     try:
@@ -160,14 +162,15 @@ def safely(
             raise PluginFault(f"plugin {plugin} in hook {hook} {error}") from error
         raise
     except Exception as error:
-        kind = (plugin, hook, type(error))
-        if kind in _logged:
-            logger.debug("plugin %s failed in hook %s", plugin, hook, exc_info=True)
-        elif isinstance(error, PluginFault):
-            logger.error("plugin %s in hook %s %s; ignored", plugin, hook, error)
-        else:
-            logger.exception("plugin %s failed in hook %s; ignored", plugin, hook)
-        _logged.add(kind)
+        is_answer = isinstance(error, PluginFault)
+        said = (
+            "plugin %s in hook %s %s; ignored"
+            if is_answer
+            else "plugin %s failed in hook %s; ignored"
+        )
+        args = (plugin, hook, error) if is_answer else (plugin, hook)
+        kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
+        failures.add(kind, said, *args, level=logging.ERROR, exc_info=not is_answer)
         return None
 
 

@@ -26,6 +26,7 @@ from ..host.answers import Prompt
 from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
 from ..ranks import ranks
 from ..store.block_store import BlockStore, KVBlock, Prefetch
+from ..store.records import Gone
 from ..store.tier import RAM
 from .model import LoadedModel
 from .outcome import COLD, Kind, Outcome, Reason, divergence_at, why_not_stored
@@ -128,7 +129,8 @@ class Lookup:
         self._reuse: Reuse | None = None
         self._closed = False
         self._spent_s = 0.0
-        self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
+        self._needed: set[bytes] = set()
+        """Keys of what was to be restored; a prefetch may find it damaged, too."""
         self.found = Found(prompt, NO_MATCH)
         """What `restore` will use, as far as nothing is stored or lost meanwhile."""
         try:
@@ -188,6 +190,7 @@ class Lookup:
                 return None
             n_tokens = before_image(found.prompt.ids, point.n_tokens)
             if n_tokens == point.n_tokens:
+                self._needed.update(one.record.key for one in point.needed)
                 return point
 
     def _common_point(self, lost: Collection[bytes]) -> RestorePoint | None:
@@ -449,7 +452,8 @@ class Lookup:
             kind = Kind.DIVERGE
         reason: Reason | None = None
         detail = ""
-        if self._store.blocks_quarantined > self._n_quarantined:
+        gone = self._store.disk.files.gone
+        if any(gone.get(key) is Gone.QUARANTINED for key in self._needed):
             reason = Reason.DAMAGED
         elif n_reused // granule < before_image(ids, n_wanted // granule * granule) // granule:
             missing = self.model.saver.missing

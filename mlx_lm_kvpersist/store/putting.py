@@ -1,6 +1,7 @@
 """Put what was written to disk into a shared store, by a thread of its own.
 
-Each object is put once: whether it is there is asked before. What waits is on disk, not in RAM.
+Each object is put once: whether it is there is asked before. What waits is on disk, not in RAM. An
+object that cannot be put keeps no other one waiting, and is left out after some attempts.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt
 from .conversation import Conversation, conversation_key, layout_key, opening_of
 from .objects import surplus
+from .recent import Recent
 from .records import Commit
 from .sealed_objects import SealedObjects
 
@@ -28,6 +30,12 @@ PROBE_S = 10.0
 """How often a store that failed is tried in the background."""
 PRUNE_S = 600.0
 """How often a server that puts something looks whether all servers have put too much."""
+MOST_ATTEMPTS = 3
+"""How often an object is tried while the store answers."""
+_MOST_IN_A_ROW = 3
+"""After so many failures nothing is tried until the next time."""
+CLOSING_S = 2.0
+"""What takes longer when the server ends is not waited for."""
 _N_TURNS = 256
 """Conversations whose newest chain is remembered, so that later checkpoints are added to it."""
 
@@ -45,6 +53,14 @@ class _Turn:
     messages: Sequence[Mapping[str, Any]]
     chain: tuple[Block, ...] = ()
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """What is to be put, and how many attempts have failed."""
+
+    what: Record | _Turn
+    n_failed: int = 0
 
 
 class Putting:
@@ -66,8 +82,10 @@ class Putting:
         self._store, self._content_of = store, content_of
         self._checkpoints_of, self._replies_of = checkpoints_of, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
-        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
-        self._waiting: deque[Record | _Turn] = deque()
+        self._turns = Recent[bytes, _Turn](_N_TURNS)
+        self._waiting: deque[_Waiting] = deque()
+        self._since_s = 0.0
+        """When what is being put was begun."""
         self._changed = threading.Condition()
         self._is_closing = self._is_busy = False
         self._thread = threading.Thread(target=self._run, name="kvpersist-put", daemon=True)
@@ -91,7 +109,7 @@ class Putting:
             if len(self._waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
                 return None
-            self._waiting += new
+            self._waiting += map(_Waiting, new)
             self._changed.notify_all()
         return commit
 
@@ -103,9 +121,6 @@ class Putting:
             opening = opening_of(messages, commit.blocks[0].packed_ids)
             turn = _Turn(commit.root, opening, messages, commit.blocks)
             self._turns[commit.leaf.key] = turn
-            self._turns.move_to_end(commit.leaf.key)
-            while len(self._turns) > _N_TURNS:
-                self._turns.popitem(last=False)
             new.append(turn)
         else:
             ends = dict.fromkeys(one.block for one in commit.checkpoints)
@@ -122,8 +137,9 @@ class Putting:
                 self._changed.notify_all()
                 if self._has_done_all() and self._is_closing:
                     return
-                if self._has_done_all():
-                    self._changed.wait(PROBE_S)
+                self._changed.wait_for(
+                    lambda: self._is_closing or not self._has_done_all(), PROBE_S
+                )
                 self._is_busy = bool(self._waiting or self._store.failed_with)
             if self._is_busy:
                 self._work()
@@ -134,24 +150,40 @@ class Putting:
 
     def _work(self) -> None:
         """Try a store that failed; put what waits for as long as that works."""
-        store = self._store
-        try:
-            store.try_again()
-        except Exception as error:
-            store.reads.failed(error)
+        store, self._since_s = self._store, time.monotonic()
+        if store.reads.failed_with and not store.answers():
             return
-        try:
-            self._prune()
-            while self._waiting:
-                one = self._waiting[0]
-                if isinstance(one, _Turn):
-                    self._put_turn(one)
+        self._prune()
+        n_before, n_in_a_row = store.counts["written"], 0
+        while self._waiting and n_in_a_row < _MOST_IN_A_ROW:
+            one, self._since_s = self._waiting[0], time.monotonic()
+            try:
+                if isinstance(one.what, _Turn):
+                    self._put_turn(one.what)
                 else:
-                    self._put(one)
-                self._waiting.popleft()
+                    self._put(one.what)
+                n_in_a_row = 0
+            except Exception as error:
+                if not store.answers():
+                    return
+                n_in_a_row += 1
+                self._failed(one, error)
+                failed_with = error
+            self._waiting.popleft()
+        if store.counts["written"] > n_before:
             store.writes.worked()
-        except Exception as error:
-            store.writes.failed(error)
+        elif self._waiting:
+            store.writes.failed(failed_with)
+
+    def _failed(self, one: _Waiting, error: Exception) -> None:
+        """Have an object tried again after the others, or leave it out."""
+        one.n_failed += 1
+        if one.n_failed < MOST_ATTEMPTS:
+            self._waiting.append(one)
+            return
+        self._store.counts["not_written"] += 1
+        kind, reason = "an object is not shared", str(error) or repr(error)
+        self._store.failures.add(kind, "%s: %d attempts failed: %s", kind, one.n_failed, reason)
 
     def _put(self, record: Record) -> None:
         if not self._store.lacks(record.key):
@@ -181,12 +213,13 @@ class Putting:
         if self._max_bytes is None or time.monotonic() < self._prune_at_s:
             return
         self._prune_at_s = time.monotonic() + PRUNE_S
-        objects = self._store.objects
         try:
-            old = surplus(objects.list(), None, self._max_bytes)
-            objects.delete([one.name for one in old])
-        except OSError as error:  # listing may be forbidden where putting is not
-            logger.warning("the shared store's size cannot be kept: %s", error)
+            old = surplus(self._store.list(), None, self._max_bytes)
+            self._store.delete([one.name for one in old])
+        except Exception as error:  # listing may be forbidden where putting is not
+            if not self._store.hangs:  # which was said
+                kind = "the shared store's size cannot be kept"
+                self._store.failures.add(kind, "%s: %s", kind, error)
             return
         if old:
             logger.info("%d objects beyond the shared store's size were removed", len(old))
@@ -203,6 +236,11 @@ class Putting:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        ends_s = time.monotonic() + timeout_s
+        while self._thread.is_alive() and not self._store.hangs:
+            now_s = time.monotonic()
+            if now_s > ends_s or (self._is_busy and now_s > self._since_s + CLOSING_S):
+                break
+            self._thread.join(0.02)
         if self._waiting:
             logger.warning("%d objects were not put into the shared store", len(self._waiting))

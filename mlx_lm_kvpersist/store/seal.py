@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Protocol
 
@@ -149,13 +150,16 @@ def read_key(path: Path) -> Seal:
     """
     make = f"make one with: mlx-lm-kvpersist key {path}"
     try:
-        with path.open("rb") as file:
+        # Else a pipe would be waited for.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(2 * _KEY_BYTES + 3)
+            text = file.read(2 * _KEY_BYTES + 3) if stat.S_ISREG(mode) else b""
     except FileNotFoundError as error:
         raise ConfigError(f"there is no key file {path}; {make}") from error
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is no regular file, so it is no key file; {make}")
     if mode & 0o077:
         raise ConfigError(
             f"others may read the key file {path} (mode {mode & 0o777:o}); run: chmod 600 {path}"

@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
 
-from ..block import Root
-from ..errors import BlockCorrupt, SealBroken, StoreFormatError
+from ..block import KEY_BYTES, Root
+from ..errors import BlockCorrupt, StoreError, StoreFormatError
+from ..failures import Failures
 from .conversation import DAMAGED, MAX_BYTES, Conversation, conversation_key, layout_key
 from .files import read_content
 from .folder import OBJECTS
-from .objects import Objects
+from .objects import ListedObject, Objects
 from .pool import KVBlock
+from .reading import Threads
+from .recent import Recent
 from .seal import Sealing
 from .tier import SHARED
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +37,16 @@ ASK_AGAIN_S = 86400.0
 """What is known to be there is asked for again after a day: others prune."""
 RENEW_S = 3 * 86400.0
 """What is used and was put so long ago is put again, so that pruning removes what is not used."""
+ANSWER_S = 9.0
+"""How long a store may take for one operation. Nothing else ends one in a folder that hangs."""
 _MAX_LAYOUT_BYTES = 1 << 16
+_MAX_SEEN, _MAX_BAD = 50_000, 10_000
+_N_THREADS = 8
+"""One for each that may ask: those that fetch, the one that puts, and one more."""
+_AT_ONCE = 500
+"""Objects that are listed or removed in one operation."""
+_NOWHERE = bytes(KEY_BYTES)
+"""The key of no object."""
 
 
 @dataclass
@@ -34,15 +54,18 @@ class Breaker:
     """Whether a store may be asked. What it fails with is said once, until it works again."""
 
     what: str
+    failures: Failures
     failed_with: str = ""
+    _is_said: bool = False
 
     def failed(self, error: object) -> None:
         if not self.failed_with:
-            logger.warning("the shared store cannot be %s: %s; serving goes on", self.what, error)
+            kind = f"the shared store cannot be {self.what}"
+            self._is_said = self.failures.add(kind, "%s: %s; serving goes on", kind, error)
         self.failed_with = str(error) or repr(error)
 
     def worked(self) -> None:
-        if self.failed_with:
+        if self.failed_with and self._is_said:
             logger.info("the shared store is %s again", self.what)
         self.failed_with = ""
 
@@ -50,20 +73,76 @@ class Breaker:
 class SealedObjects:
     """What one server gets from a shared store and puts there.
 
-    Raises what `Objects` does: FileNotFoundError never, OSError where the store fails.
+    Raises what `Objects` does: FileNotFoundError never, OSError where the store fails or does not
+    answer in time. Of what it has seen or refused it remembers a limited number of keys.
     """
 
-    def __init__(self, objects: Objects, sealing: Sealing) -> None:
-        self.objects, self._sealing = objects, sealing
+    def __init__(self, objects: Objects, sealing: Sealing, failures: Failures) -> None:
+        self.objects, self._sealing, self.failures = objects, sealing, failures
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
         )
         """What happened so far; "refused": objects that failed a check."""
-        self.reads, self.writes = Breaker("read"), Breaker("written")
-        self._seen_s: dict[bytes, float] = {}
+        self.reads = Breaker("read", self.failures)
+        self.writes = Breaker("written", self.failures)
+        self._seen_s = Recent[bytes, float](_MAX_SEEN)
         """When objects were last known to be there, by the monotonic clock."""
-        self._bad: set[bytes] = set()
+        self._bad = Recent[bytes, None](_MAX_BAD)
         """Keys of objects that must be replaced."""
+        self._threads = Threads(_N_THREADS, "kvpersist-objects")
+        self._hanging: Future[Any] | None = None
+        """The operation that was given up last."""
+
+    def close(self) -> None:
+        """Stop. An operation that hangs is not waited for."""
+        self._threads.close(0)
+
+    # Ask.
+
+    @property
+    def hangs(self) -> bool:
+        """Whether an operation does not end."""
+        return self._hanging is not None and not self._hanging.done()
+
+    def _ask(self, operation: Callable[..., Answer], *args: object) -> Answer:
+        """Return what an operation of the store does. It is given up after `ANSWER_S`."""
+        if self.hangs:
+            raise OSError(self.reads.failed_with or "it does not answer")
+        return self._answer(partial(operation, *args))
+
+    def _answer(self, operation: Callable[[], Answer]) -> Answer:
+        future = self._threads.submit(operation)
+        try:
+            return future.result(ANSWER_S)
+        except TooLate:
+            if future.done():  # the operation has raised it
+                raise
+            future.cancel()
+            self._hanging = future
+            error = OSError(f"it has not answered for {ANSWER_S:.0f} s")
+            self.reads.failed(error)
+            raise error from None
+
+    def answers(self) -> bool:
+        """Ask for an object that is nowhere; say whether the store answers."""
+        try:
+            self._answer(partial(self.objects.age_s, self.path(_NOWHERE)))
+        except Exception as error:
+            self.reads.failed(error)
+            return False
+        self._hanging = None
+        self.reads.worked()
+        return True
+
+    def list(self) -> Iterator[ListedObject]:
+        """Yield all objects that are there, of all servers."""
+        found = iter(self._ask(self.objects.list))
+        while some := self._ask(lambda: [*islice(found, _AT_ONCE)]):
+            yield from some
+
+    def delete(self, names: Sequence[str]) -> None:
+        for first in range(0, len(names), _AT_ONCE):
+            self._ask(self.objects.delete, names[first : first + _AT_ONCE])
 
     @property
     def failed_with(self) -> str:
@@ -120,15 +199,17 @@ class SealedObjects:
 
     def _get(self, key: bytes, max_bytes: int) -> bytes | None:
         try:
-            return self._sealing.open(self.objects.get(self.path(key), max_bytes), key)
+            sealed = self._ask(self.objects.get, self.path(key), max_bytes)
+            return self._sealing.open(sealed, key)
         except FileNotFoundError:
             return None
-        except (SealBroken, ValueError) as error:
+        except (StoreError, ValueError) as error:
             self._refuse(key, error)
             return None
 
     def _refuse(self, key: bytes, error: Exception) -> None:
-        logger.warning("the shared store has a damaged object: %s", error)
+        kind = "the shared store has a damaged object"
+        self.failures.add(kind, "%s: %s", kind, error)
         self.counts["refused"] += 1
         self.forget(key, is_bad=True)
 
@@ -136,7 +217,7 @@ class SealedObjects:
         """Take an object for missing; one that `is_bad` is replaced, although it is there."""
         self._seen_s.pop(key, None)
         if is_bad:
-            self._bad.add(key)
+            self._bad[key] = None
 
     # Put.
 
@@ -151,21 +232,15 @@ class SealedObjects:
         """Ask whether an object should be put: it is missing, damaged or was put long ago."""
         if self.is_seen(key):
             return False
-        age_s = None if key in self._bad else self.objects.age_s(self.path(key))
+        age_s = None if key in self._bad else self._ask(self.objects.age_s, self.path(key))
         if age_s is None or age_s > RENEW_S:
             return True
         self.saw(key)
         return False
 
     def put(self, key: bytes, content: bytes) -> None:
-        self.objects.put(self.path(key), self._sealing.seal(content, key))
+        self._ask(self.objects.put, self.path(key), self._sealing.seal(content, key))
         self.counts["written"] += 1
         self.counts["written_bytes"] += len(content)
-        self._bad.discard(key)
+        self._bad.pop(key, None)
         self.saw(key)
-
-    def try_again(self) -> None:
-        """Read something of a store that could not be read. Raises what that raises."""
-        if self.reads.failed_with:
-            self.objects.age_s(self.path(b"probe"))
-            self.reads.worked()

@@ -16,12 +16,10 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record
 from .fetching import N_AHEAD, Fetching, Wanted
-from .objects import Objects
 from .pool import BlockPool, KVBlock
 from .putting import Putting, RepliesOf
 from .reading import Threads
 from .records import Commit
-from .seal import Sealing
 from .sealed_objects import SealedObjects
 from .tier import SHARED
 
@@ -43,8 +41,7 @@ class SharedTier:
 
     def __init__(
         self,
-        objects: Objects,
-        sealing: Sealing,
+        objects: SealedObjects,
         content_of: Callable[[Record], bytes],
         checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
         land: Callable[[Commit, list[KVBlock]], None],
@@ -53,7 +50,7 @@ class SharedTier:
         max_bytes: int | None = None,
     ) -> None:
         self._land, self._pool = land, pool
-        self.objects = SealedObjects(objects, sealing)
+        self.objects = objects
         self.putting = Putting(self.objects, content_of, checkpoints_of, replies_of, max_bytes)
         self._threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
@@ -126,4 +123,5 @@ class SharedTier:
     def close(self, timeout_s: float) -> None:
         """Put what waits, for at most `timeout_s` seconds, and stop."""
         self.putting.close(timeout_s)
+        self.objects.close()
         self._threads.close(0)
