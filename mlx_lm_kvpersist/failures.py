@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from threading import Lock
+from typing import Any
 
 LOG_AGAIN_S = 3600.0
 """How long a kind of failure is not logged after it was."""
@@ -14,43 +16,29 @@ LOG_AGAIN_S = 3600.0
 class Failures:
     """Counts failures by kind, and logs the first of a kind, then at most one an hour. Any thread.
 
-    A kind is a few words for people and metrics: never an id, so that there are few of them.
+    A kind is some words for people and metrics, never an id: there are few of them.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._lock = Lock()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all failures. The next one of each kind is logged."""
-        with self._lock:
-            self.counts: Counter[str] = Counter()
-            """Failures so far, by kind."""
-            self._logged: dict[str, tuple[float, int]] = {}
-            """When a kind was logged last, by the monotonic clock, and its count then."""
+        self.counts: Counter[str] = Counter()
+        self._logger, self._lock = logger, Lock()
+        self._logged: dict[str, tuple[float, int]] = {}
+        """When a kind was logged last, by the monotonic clock, and its count then."""
 
     def add(
-        self,
-        kind: str,
-        message: str,
-        *args: object,
-        level: int = logging.WARNING,
-        exc_info: bool = False,
-    ) -> bool:
-        """Count a failure; say whether it is logged. One that is not is logged at DEBUG.
+        self, kind: str, message: str, *args: object, level: int = logging.WARNING, **how: bool
+    ) -> None:
+        """Count a failure and log it, at DEBUG if its kind was logged within the last hour.
 
-        `message` and `args` are as `logging` takes them. The line says how many of the kind came
-        since the last one.
+        The rest is for `Logger.log`. A line says how many of its kind were not logged before it.
         """
         with self._lock:
             self.counts[kind] += 1
-            n_failed, now_s = self.counts[kind], time.monotonic()
-            since_s, n_before = self._logged.get(kind, (now_s - LOG_AGAIN_S, n_failed - 1))
-            is_due = now_s - since_s >= LOG_AGAIN_S
-            if is_due:
-                self._logged[kind] = now_s, n_failed
-        if n_more := n_failed - n_before - 1:
-            message += f" ({n_more:,} more like this since the last such line)"
-        self._logger.log(level if is_due else logging.DEBUG, message, *args, exc_info=exc_info)
-        return is_due
+            count, now_s = self.counts[kind], time.monotonic()
+            logged_s, n_logged = self._logged.get(kind, (-math.inf, count - 1))
+            if is_due := now_s >= logged_s + LOG_AGAIN_S:
+                self._logged[kind] = now_s, count
+        if is_due and count > n_logged + 1:
+            message += f" ({count - n_logged - 1} more like this since the last such line)"
+        how_logged: Any = {"stacklevel": 2, **how}
+        self._logger.log(level if is_due else logging.DEBUG, message, *args, **how_logged)

@@ -95,9 +95,8 @@ failures = Failures(logger)
 
 def set_current(manager: pluggy.PluginManager) -> None:
     """Make the server ask the plugins of `manager`."""
-    global _current
-    _current = manager
-    failures.clear()
+    global _current, failures
+    _current, failures = manager, Failures(logger)
 
 
 @contextmanager
@@ -162,15 +161,14 @@ def safely(
             raise PluginFault(f"plugin {plugin} in hook {hook} {error}") from error
         raise
     except Exception as error:
-        is_answer = isinstance(error, PluginFault)
-        said = (
-            "plugin %s in hook %s %s; ignored"
-            if is_answer
-            else "plugin %s failed in hook %s; ignored"
+        is_fault = isinstance(error, PluginFault)
+        what = (
+            f"plugin {plugin} in hook {hook} {error}"
+            if is_fault
+            else f"plugin {plugin} failed in hook {hook}"
         )
-        args = (plugin, hook, error) if is_answer else (plugin, hook)
         kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
-        failures.add(kind, said, *args, level=logging.ERROR, exc_info=not is_answer)
+        failures.add(kind, "%s; ignored", what, level=logging.ERROR, exc_info=not is_fault)
         return None
 
 

@@ -27,7 +27,7 @@ from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
 from ..ranks import ranks
 from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.records import Gone
-from ..store.tier import RAM
+from ..store.tier import RAM, SHARED
 from .model import LoadedModel
 from .outcome import COLD, Kind, Outcome, Reason, divergence_at, why_not_stored
 from .saver import RestorePoint
@@ -435,7 +435,8 @@ class Lookup:
         yield
         for tier, n in n_bytes.items():
             self.model.speed.learn(tier, n, seconds[tier])
-        slowest = [tier.name for tier in store.tiers if tier.name in n_bytes][-1]
+        names = [*(tier.name for tier in store.tiers), SHARED]
+        slowest = [name for name in names if name in n_bytes][-1]
         return _Restored(point.n_tokens, caches, max(n_read.values(), default=0), slowest)
 
     def _outcome(self, found: Found, restored: _Restored, n_wanted: int) -> Outcome:

@@ -187,14 +187,17 @@ def why_not_stored(
         return Reason.DIVERGED, ""
     if text:
         own = [one for one, _ in store.view.roots(_MAX_ROOTS, root) if one.key != root.key]
-        for other in sorted(own, key=lambda other: len(_differences(root, other))):
-            if _begins_alike(other, text, store):
-                reason = _differences(root, other)[0]
-                if reason is not Reason.OTHER_PRECISION:
-                    return reason, ""
-                stored, live = map(layout_in_words, (other.layout, root.layout))
-                stored += ", in an older form or other groups" if stored == live else ""
-                return reason, f"{reason.text}: {stored}; now {live}"
+        for other in sorted(own, key=lambda one: one.fingerprint != root.fingerprint):
+            if not _begins_alike(other, text, store):
+                continue
+            if other.fingerprint != root.fingerprint:
+                return Reason.OTHER_MODEL, ""
+            if other.layout == root.layout:
+                break
+            stored, live = map(layout_in_words, (other.layout, root.layout))
+            stored += ", in an older form or other groups" if stored == live else ""
+            reason = Reason.OTHER_PRECISION
+            return reason, f"{reason.text}: {stored}; now {live}"
         for other, _ in store.view.roots(_MAX_ROOTS):
             if not other.shares_tenant(root) and _begins_alike(other, text, store):
                 return Reason.OTHER_NAMESPACE, ""
@@ -208,13 +211,3 @@ def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
         if block.text and common_prefix(block.text, text, 0) >= n_alike:
             return True
     return False
-
-
-def _differences(root: Root, other: Root) -> list[Reason]:
-    """Return every difference of a tenant's roots that has a name, or NOTHING_ALIKE."""
-    found = []
-    if other.fingerprint != root.fingerprint:
-        found.append(Reason.OTHER_MODEL)
-    if other.layout != root.layout:
-        found.append(Reason.OTHER_PRECISION)
-    return found or [Reason.NOTHING_ALIKE]

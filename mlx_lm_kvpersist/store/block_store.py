@@ -217,7 +217,6 @@ class BlockStore:
         above = self.disk.content_of, self.disk_tier.checkpoints, self._land, self.pool
         own = SealedObjects(objects, sealing, self.failures)
         self.shared = SharedTier(own, *above, replies_of, max_bytes)
-        self.tiers = (*self.tiers, self.shared)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
         """Put what was fetched into RAM, and have it written to disk in the background."""
@@ -427,7 +426,7 @@ class BlockStore:
         found: dict[str, dict[str, Any]]
         found = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
-            for tier in self.tiers
+            for tier in (*self.tiers, *((self.shared,) if self.shared else ()))
         }
         with self.index.asked_once() as index:
             last_hour_bytes = index.state.written_last_hour()

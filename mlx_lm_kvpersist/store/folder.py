@@ -16,7 +16,7 @@ import re
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,6 +42,9 @@ _FORMS = re.compile(
     rf"|{OBJECTS}/([0-9a-f]{{2}})/\2(?:[0-9a-f]{{30}}|[0-9a-f]{{62}})",
     re.ASCII,
 )
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+_LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
+"""The error numbers of following a link, or anything else that is no folder."""
 _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"} | {
     ".TemporaryItems",
     "lost+found",
@@ -187,27 +190,22 @@ def _own(folder: Path, path: Path, *, may_be_missing: bool = False) -> Iterator[
     not_own = StoreError(f"{path} is no file of the store's, or behind a link; move it away")
     if not has_own_name(relative.as_posix()):
         raise not_own
-    with ExitStack() as opened:
-        parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        opened.callback(os.close, parent)
-        try:
-            for name in relative.parts[:-1]:
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-                parent = os.open(name, flags, dir_fd=parent)
-                opened.callback(os.close, parent)
-        except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EMLINK):
-                raise not_own from error
-            raise
-        try:
+    parent, mode = os.open(folder, _FOLDER), 0
+    try:
+        for name in relative.parts[:-1]:
+            above, parent = parent, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+            os.close(above)
+        with suppress(FileNotFoundError) if may_be_missing else nullcontext():
             mode = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode
-        except FileNotFoundError:
-            if not may_be_missing:
-                raise
-        else:
-            if not stat.S_ISREG(mode):
-                raise not_own
+        if mode and not stat.S_ISREG(mode):
+            raise not_own
         yield parent
+    except OSError as error:
+        if error.errno in _LINKS:
+            raise not_own from error
+        raise
+    finally:
+        os.close(parent)
 
 
 # Making files.

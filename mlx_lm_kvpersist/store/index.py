@@ -354,7 +354,8 @@ class Index:
         about = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
-            "JOIN roots ON key = totals.root WHERE instr(about, ?) ORDER BY block_bytes DESC LIMIT ?",
+            "JOIN roots ON key = totals.root WHERE instr(about, ?) "
+            "ORDER BY block_bytes DESC LIMIT ?",
             about,
             limit,
         )

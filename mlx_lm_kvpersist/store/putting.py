@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt
 from .conversation import Conversation, conversation_key, layout_key, opening_of
 from .objects import surplus
-from .recent import Recent
 from .records import Commit
 from .sealed_objects import SealedObjects
 
@@ -31,9 +30,7 @@ PROBE_S = 10.0
 PRUNE_S = 600.0
 """How often a server that puts something looks whether all servers have put too much."""
 MOST_ATTEMPTS = 3
-"""How often an object is tried while the store answers."""
-_MOST_IN_A_ROW = 3
-"""After so many failures nothing is tried until the next time."""
+"""How often an object is tried while the store answers, and how many may fail in a row."""
 CLOSING_S = 2.0
 """What takes longer when the server ends is not waited for."""
 _N_TURNS = 256
@@ -55,14 +52,6 @@ class _Turn:
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """What is to be put, and how many attempts have failed."""
-
-    what: Record | _Turn
-    n_failed: int = 0
-
-
 class Putting:
     """Puts blocks, checkpoints and conversations.
 
@@ -82,8 +71,9 @@ class Putting:
         self._store, self._content_of = store, content_of
         self._checkpoints_of, self._replies_of = checkpoints_of, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
-        self._turns = Recent[bytes, _Turn](_N_TURNS)
-        self._waiting: deque[_Waiting] = deque()
+        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
+        self._waiting: deque[tuple[Record | _Turn, int]] = deque()
+        """With the number of attempts that have failed."""
         self._since_s = 0.0
         """When what is being put was begun."""
         self._changed = threading.Condition()
@@ -109,7 +99,7 @@ class Putting:
             if len(self._waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
                 return None
-            self._waiting += map(_Waiting, new)
+            self._waiting += ((one, 0) for one in new)
             self._changed.notify_all()
         return commit
 
@@ -121,6 +111,9 @@ class Putting:
             opening = opening_of(messages, commit.blocks[0].packed_ids)
             turn = _Turn(commit.root, opening, messages, commit.blocks)
             self._turns[commit.leaf.key] = turn
+            self._turns.move_to_end(commit.leaf.key)
+            while len(self._turns) > _N_TURNS:
+                self._turns.popitem(last=False)
             new.append(turn)
         else:
             ends = dict.fromkeys(one.block for one in commit.checkpoints)
@@ -155,35 +148,26 @@ class Putting:
             return
         self._prune()
         n_before, n_in_a_row = store.counts["written"], 0
-        while self._waiting and n_in_a_row < _MOST_IN_A_ROW:
-            one, self._since_s = self._waiting[0], time.monotonic()
+        while self._waiting and n_in_a_row < MOST_ATTEMPTS:
+            (one, n_failed), self._since_s = self._waiting[0], time.monotonic()
             try:
-                if isinstance(one.what, _Turn):
-                    self._put_turn(one.what)
-                else:
-                    self._put(one.what)
+                self._put_turn(one) if isinstance(one, _Turn) else self._put(one)
                 n_in_a_row = 0
             except Exception as error:
                 if not store.answers():
                     return
-                n_in_a_row += 1
-                self._failed(one, error)
-                failed_with = error
+                n_in_a_row, n_failed, failed_with = n_in_a_row + 1, n_failed + 1, error
+                if n_failed < MOST_ATTEMPTS:
+                    self._waiting.append((one, n_failed))
+                else:
+                    store.counts["not_written"] += 1
+                    kind = "an object cannot be put into the shared store"
+                    store.failures.add(kind, "%s: %s", kind, error or repr(error))
             self._waiting.popleft()
         if store.counts["written"] > n_before:
             store.writes.worked()
         elif self._waiting:
             store.writes.failed(failed_with)
-
-    def _failed(self, one: _Waiting, error: Exception) -> None:
-        """Have an object tried again after the others, or leave it out."""
-        one.n_failed += 1
-        if one.n_failed < MOST_ATTEMPTS:
-            self._waiting.append(one)
-            return
-        self._store.counts["not_written"] += 1
-        kind, reason = "an object is not shared", str(error) or repr(error)
-        self._store.failures.add(kind, "%s: %d attempts failed: %s", kind, one.n_failed, reason)
 
     def _put(self, record: Record) -> None:
         if not self._store.lacks(record.key):
@@ -217,7 +201,7 @@ class Putting:
             old = surplus(self._store.list(), None, self._max_bytes)
             self._store.delete([one.name for one in old])
         except Exception as error:  # listing may be forbidden where putting is not
-            if not self._store.hangs:  # which was said
+            if self._store.answers():
                 kind = "the shared store's size cannot be kept"
                 self._store.failures.add(kind, "%s: %s", kind, error)
             return
@@ -237,10 +221,9 @@ class Putting:
             self._is_closing = True
             self._changed.notify_all()
         ends_s = time.monotonic() + timeout_s
-        while self._thread.is_alive() and not self._store.hangs:
-            now_s = time.monotonic()
-            if now_s > ends_s or (self._is_busy and now_s > self._since_s + CLOSING_S):
-                break
+        while self._thread.is_alive() and time.monotonic() < ends_s:
             self._thread.join(0.02)
+            if self._is_busy and time.monotonic() > self._since_s + CLOSING_S:
+                break
         if self._waiting:
             logger.warning("%d objects were not put into the shared store", len(self._waiting))

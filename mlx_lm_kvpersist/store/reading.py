@@ -78,12 +78,12 @@ class Reader:
         pool: BlockPool,
         tiers: Sequence[LowerTier],
         on_bad: Callable[[Sequence[LowerTier], Record, str | None], None],
-        failures: Failures,
+        failures: Failures | None = None,
     ) -> None:
         self.pool = pool
         self.tiers = tiers
         self._on_bad = on_bad
-        self._failures = failures
+        self._failures = failures or Failures(logger)
         self._workers = Threads(_N_THREADS, "kvpersist-reader")
         self._prefetcher = Threads(1, "kvpersist-prefetch")
         self._prefetches: set[Prefetch] = set()

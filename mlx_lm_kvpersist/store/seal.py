@@ -20,7 +20,7 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from ..errors import ConfigError, SealBroken
 
@@ -31,25 +31,6 @@ _TAG_BYTES = 16
 _KEY_BYTES = 32
 SEAL_BYTES = len(SEAL_MAGIC) + _NONCE_BYTES + _TAG_BYTES
 """A sealed object is so much larger than its content."""
-
-
-class Sealing(Protocol):
-    """How objects and files are sealed and named; see `Seal`."""
-
-    mark: str
-    """By it a store's folder knows the key that it was made with; nothing tells the key from it."""
-    index_key: str
-    """The key of the index, as SQLCipher takes it; empty for SQLite's own files."""
-
-    def seal(self, data: bytes, name: bytes) -> bytes: ...
-
-    def open(self, sealed: bytes, name: bytes) -> bytes: ...
-
-    def name(self, key: bytes) -> str: ...
-
-    def file_name(self, key: bytes) -> str: ...
-
-    def key_of(self, file_name: str) -> bytes: ...
 
 
 class Plain:
@@ -105,7 +86,9 @@ class Seal:
         self._file_names = Cipher(AES(derived(b"file name")), ECB())
         self._invalid = InvalidTag
         self.mark = self.name(b"store")
+        """By it a store's folder knows the key that it was made with, and tells nobody the key."""
         self.index_key = f"x'{derived(b'index').hex()}'"
+        """The key of the index, as SQLCipher takes it; empty for SQLite's own files."""
 
     def seal(self, data: bytes | bytearray | memoryview, name: bytes) -> bytes:
         """Return `data` sealed under a name: SEAL_BYTES longer. Sealed twice, it differs."""
@@ -141,6 +124,10 @@ class Seal:
     def key_of(self, file_name: str) -> bytes:
         """Return the key that `file_name` made a name of."""
         return bytes(self._file_names.decryptor().update(bytes.fromhex(file_name)))
+
+
+Sealing: TypeAlias = Plain | Seal
+"""How objects and files are sealed and named."""
 
 
 def read_key(path: Path) -> Seal:

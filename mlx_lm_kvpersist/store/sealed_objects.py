@@ -25,7 +25,6 @@ from .folder import OBJECTS
 from .objects import ListedObject, Objects
 from .pool import KVBlock
 from .reading import Threads
-from .recent import Recent
 from .seal import Sealing
 from .tier import SHARED
 
@@ -40,7 +39,8 @@ RENEW_S = 3 * 86400.0
 ANSWER_S = 9.0
 """How long a store may take for one operation. Nothing else ends one in a folder that hangs."""
 _MAX_LAYOUT_BYTES = 1 << 16
-_MAX_SEEN, _MAX_BAD = 50_000, 10_000
+_MAX_KEYS = 50_000
+"""Keys that are remembered in a table, at most; then it begins again."""
 _N_THREADS = 8
 """One for each that may ask: those that fetch, the one that puts, and one more."""
 _AT_ONCE = 500
@@ -56,16 +56,15 @@ class Breaker:
     what: str
     failures: Failures
     failed_with: str = ""
-    _is_said: bool = False
 
     def failed(self, error: object) -> None:
         if not self.failed_with:
             kind = f"the shared store cannot be {self.what}"
-            self._is_said = self.failures.add(kind, "%s: %s; serving goes on", kind, error)
+            self.failures.add(kind, "%s: %s; serving goes on", kind, error)
         self.failed_with = str(error) or repr(error)
 
     def worked(self) -> None:
-        if self.failed_with and self._is_said:
+        if self.failed_with:
             logger.info("the shared store is %s again", self.what)
         self.failed_with = ""
 
@@ -85,9 +84,9 @@ class SealedObjects:
         """What happened so far; "refused": objects that failed a check."""
         self.reads = Breaker("read", self.failures)
         self.writes = Breaker("written", self.failures)
-        self._seen_s = Recent[bytes, float](_MAX_SEEN)
+        self._seen_s: dict[bytes, float] = {}
         """When objects were last known to be there, by the monotonic clock."""
-        self._bad = Recent[bytes, None](_MAX_BAD)
+        self._bad: set[bytes] = set()
         """Keys of objects that must be replaced."""
         self._threads = Threads(_N_THREADS, "kvpersist-objects")
         self._hanging: Future[Any] | None = None
@@ -97,21 +96,11 @@ class SealedObjects:
         """Stop. An operation that hangs is not waited for."""
         self._threads.close(0)
 
-    # Ask.
-
-    @property
-    def hangs(self) -> bool:
-        """Whether an operation does not end."""
-        return self._hanging is not None and not self._hanging.done()
-
     def _ask(self, operation: Callable[..., Answer], *args: object) -> Answer:
-        """Return what an operation of the store does. It is given up after `ANSWER_S`."""
-        if self.hangs:
-            raise OSError(self.reads.failed_with or "it does not answer")
-        return self._answer(partial(operation, *args))
-
-    def _answer(self, operation: Callable[[], Answer]) -> Answer:
-        future = self._threads.submit(operation)
+        """Return what an operation of the store does. Raises OSError after `ANSWER_S`, too."""
+        if self._hanging is not None and not self._hanging.done():
+            raise OSError(self.failed_with)
+        future = self._threads.submit(partial(operation, *args))
         try:
             return future.result(ANSWER_S)
         except TooLate:
@@ -119,18 +108,17 @@ class SealedObjects:
                 raise
             future.cancel()
             self._hanging = future
-            error = OSError(f"it has not answered for {ANSWER_S:.0f} s")
-            self.reads.failed(error)
-            raise error from None
+            self.reads.failed(late := f"it has not answered for {ANSWER_S:.0f} s")
+            raise OSError(late) from None
 
     def answers(self) -> bool:
-        """Ask for an object that is nowhere; say whether the store answers."""
+        """Ask for an object that is nowhere, even where another one hangs; say if that works."""
+        self._hanging = None
         try:
-            self._answer(partial(self.objects.age_s, self.path(_NOWHERE)))
+            self._ask(self.objects.age_s, self.path(_NOWHERE))
         except Exception as error:
             self.reads.failed(error)
             return False
-        self._hanging = None
         self.reads.worked()
         return True
 
@@ -217,11 +205,15 @@ class SealedObjects:
         """Take an object for missing; one that `is_bad` is replaced, although it is there."""
         self._seen_s.pop(key, None)
         if is_bad:
-            self._bad[key] = None
+            if len(self._bad) >= _MAX_KEYS:
+                self._bad.clear()  # they are refused again
+            self._bad.add(key)
 
     # Put.
 
     def saw(self, key: bytes) -> None:
+        if len(self._seen_s) >= _MAX_KEYS:
+            self._seen_s.clear()  # they are asked for again
         self._seen_s[key] = time.monotonic()
 
     def is_seen(self, key: bytes) -> bool:
@@ -242,5 +234,5 @@ class SealedObjects:
         self._ask(self.objects.put, self.path(key), self._sealing.seal(content, key))
         self.counts["written"] += 1
         self.counts["written_bytes"] += len(content)
-        self._bad.pop(key, None)
+        self._bad.discard(key)
         self.saw(key)

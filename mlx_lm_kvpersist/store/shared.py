@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
-from ..block import Block, Checkpoint, Record
+from ..block import Checkpoint, Record
 from .fetching import N_AHEAD, Fetching, Wanted
 from .pool import BlockPool, KVBlock
 from .putting import Putting, RepliesOf
@@ -56,19 +56,6 @@ class SharedTier:
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
         """How long a store that was slower than computing is left alone, until when, and by prompts
         that may lose how much: a longer one may be worth it."""
-
-    # Nothing is found here by a lookup: what it needs was fetched before.
-
-    def children(
-        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
-    ) -> list[Block]:
-        return []
-
-    def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
-        return []
-
-    def __contains__(self, key: bytes) -> bool:
-        return False
 
     def stats(self) -> dict[str, Any]:
         """Return what was put and fetched, and why nothing is now, if so."""

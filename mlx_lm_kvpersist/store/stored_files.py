@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from .folder import (
 from .index import Forgotten, Index, Session
 from .lock import StoreLock, staged_bytes, sweep_staged
 from .rebuild import rebuild_index
-from .recent import Recent
 from .records import Gone, StoreLimits, sidecar, sidecar_path
 from .worth import VALUE
 
@@ -56,7 +55,7 @@ class StoredFiles:
         """Called with the keys of blocks and checkpoints that are no longer on disk."""
         self.asked_again_tokens = 0
         """Tokens of evicted blocks that were written anew."""
-        self.gone = Recent[bytes, Gone](_MAX_GONE)
+        self.gone: OrderedDict[bytes, Gone] = OrderedDict()
         """Why blocks and checkpoints went that this process removed lately. Any thread."""
 
     def path_of(self, key: bytes, name: str = Block.folder) -> Path:
@@ -96,6 +95,8 @@ class StoredFiles:
                 remove(self.folder, self.path_of(one, Checkpoint.folder))
                 if why is not None:
                     self.gone[one] = why
+            while len(self.gone) > _MAX_GONE:
+                self.gone.popitem(last=False)
             return went
 
     def forget_missing(self, key: bytes) -> None:
