@@ -92,7 +92,7 @@ class Objects:
         except (obstore.exceptions.BaseError, OSError, ValueError, ArgumentTypeError) as error:
             about = str(error).partition("\n")[0]
             raise ConfigError(
-                f"the shared store {url!r} cannot be used: {about}; give a folder, or a URL such "
+                f"the shared store {url} cannot be used: {about}; give a folder, or a URL such "
                 "as s3://bucket/prefix"
             ) from error
 
