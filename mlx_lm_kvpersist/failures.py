@@ -16,7 +16,7 @@ LOG_AGAIN_S = 3600.0
 class Failures:
     """Counts failures by kind, and logs the first of a kind, then at most one an hour. Any thread.
 
-    A kind is some words for people and metrics, never an id: there are few of them.
+    The kind is the message without its values, unless it is given. There must be few of them.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -25,13 +25,13 @@ class Failures:
         self._logged: dict[str, tuple[float, int]] = {}
         """When a kind was logged last, by the monotonic clock, and its count then."""
 
-    def add(
-        self, kind: str, message: str, *args: object, level: int = logging.WARNING, **how: bool
-    ) -> None:
+    def add(self, message: str, *args: object, kind: str = "", **how: Any) -> None:
         """Count a failure and log it, at DEBUG if its kind was logged within the last hour.
 
-        The rest is for `Logger.log`. A line says how many of its kind were not logged before it.
+        `how` has a `level`, else it is a warning, and what else `Logger.log` takes. A line says how
+        many of its kind were not logged before it.
         """
+        kind, level = kind or message.replace("%s", "…"), how.pop("level", logging.WARNING)
         with self._lock:
             self.counts[kind] += 1
             count, now_s = self.counts[kind], time.monotonic()
@@ -40,5 +40,4 @@ class Failures:
                 self._logged[kind] = now_s, count
         if is_due and count > n_logged + 1:
             message += f" ({count - n_logged - 1} more like this since the last such line)"
-        how_logged: Any = {"stacklevel": 2, **how}
-        self._logger.log(level if is_due else logging.DEBUG, message, *args, **how_logged)
+        self._logger.log(level if is_due else logging.DEBUG, message, *args, stacklevel=2, **how)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import pytest
 
-from mlx_lm_kvpersist import failures
 from mlx_lm_kvpersist.failures import LOG_AGAIN_S, Failures
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now_s = [5.0]
-    monkeypatch.setattr(failures.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     return now_s
 
 
@@ -26,9 +26,9 @@ def test_each_kind_is_logged_once_an_hour_with_the_number_of_those_that_were_not
     for hour in range(3):
         clock[0] = 5.0 + hour * LOG_AGAIN_S
         for n in range(4):
-            failed.add("full", "no room for %s: 100%%", f"turn {n}", level=logging.ERROR)
-            failed.add("damaged", "block %d", n)
-    assert failed.counts == {"full": 12, "damaged": 12}
+            failed.add("no room for %s: 100%%", f"turn {n}", kind="full", level=logging.ERROR)
+            failed.add("block %s", n)
+    assert failed.counts == {"full": 12, "block …": 12}
     more = " (3 more like this since the last such line)"
     said = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
     first = ["no room for turn 0: 100%", "block 0"]
@@ -39,12 +39,14 @@ def test_each_kind_is_logged_once_an_hour_with_the_number_of_those_that_were_not
 
 def test_no_failure_of_several_threads_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     failed = Failures(logging.getLogger("a test"))
-    threads = [
-        threading.Thread(target=lambda: [failed.add("kind", "said") for _ in range(500)])
-        for _ in range(4)
-    ]
+
+    def fail() -> None:
+        for _ in range(500):
+            failed.add("said")
+
+    threads = [threading.Thread(target=fail) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert failed.counts["kind"] == 2000 and len(caplog.records) == 1
+    assert failed.counts["said"] == 2000 and len(caplog.records) == 1

@@ -161,14 +161,15 @@ def safely(
             raise PluginFault(f"plugin {plugin} in hook {hook} {error}") from error
         raise
     except Exception as error:
-        is_fault = isinstance(error, PluginFault)
-        what = (
-            f"plugin {plugin} in hook {hook} {error}"
-            if is_fault
-            else f"plugin {plugin} failed in hook {hook}"
-        )
-        kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
-        failures.add(kind, "%s; ignored", what, level=logging.ERROR, exc_info=not is_fault)
+        how: Any = {
+            "kind": f"plugin {plugin} in {hook}: {type(error).__name__}",
+            "level": logging.ERROR,
+        }
+        if isinstance(error, PluginFault):
+            failures.add("plugin %s in hook %s %s; ignored", plugin, hook, error, **how)
+        else:
+            said = "plugin %s failed in hook %s; ignored"
+            failures.add(said, plugin, hook, exc_info=True, **how)
         return None
 
 

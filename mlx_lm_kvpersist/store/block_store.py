@@ -286,7 +286,7 @@ class BlockStore:
 
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
         if reason is not None:
-            self.failures.add("quarantine", "%s goes to quarantine: %s", block, reason)
+            self.failures.add("%s goes to quarantine: %s", block, reason)
             self.disk.files.gone[block.key] = Gone.QUARANTINED
             self.blocks_quarantined += 1
             self.pool.drop(block.key)
@@ -521,7 +521,7 @@ class BlockStore:
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
         self._failures.add(kind)
         said = "cannot %s: %s; serving goes on from memory"
-        self.failures.add(kind, said, what, error, level=logging.ERROR)
+        self.failures.add(said, what, error, kind=kind, level=logging.ERROR)
 
 
 def _queue_bytes(max_ram_bytes: int) -> int:

@@ -161,8 +161,8 @@ class Putting:
                     self._waiting.append((one, n_failed))
                 else:
                     store.counts["not_written"] += 1
-                    kind = "an object cannot be put into the shared store"
-                    store.failures.add(kind, "%s: %s", kind, error or repr(error))
+                    said = "an object cannot be put into the shared store: %s"
+                    store.failures.add(said, str(error) or repr(error))
             self._waiting.popleft()
         if store.counts["written"] > n_before:
             store.writes.worked()
@@ -202,8 +202,7 @@ class Putting:
             self._store.delete([one.name for one in old])
         except Exception as error:  # listing may be forbidden where putting is not
             if self._store.answers():
-                kind = "the shared store's size cannot be kept"
-                self._store.failures.add(kind, "%s: %s", kind, error)
+                self._store.failures.add("the shared store's size cannot be kept: %s", error)
             return
         if old:
             logger.info("%d objects beyond the shared store's size were removed", len(old))

@@ -175,14 +175,13 @@ class Reader:
                 arrays = tier.read(block, root)
             except FileNotFoundError:
                 if block.key in tier:
-                    self._failures.add("missing", "%s is no longer on %s", block, tier.name)
+                    self._failures.add("%s is no longer on %s", block, tier.name)
                     self._on_bad([tier], block, None)
             except BlockCorrupt as error:
                 self._on_bad([tier], block, str(error))
             except (OSError, MemoryError, StoreFormatError) as error:
                 # It says nothing of the file: the next read tries again, or a newer version.
-                said = "%s cannot be read now: %s"
-                self._failures.add("unreadable", said, block, error or "no memory")
+                self._failures.add("%s cannot be read now: %s", block, error or "no memory")
             else:
                 entry = KVBlock.of(block, arrays)
                 entry.is_stored, entry.tier = True, tier.name

@@ -26,6 +26,8 @@ from ..errors import ConfigError, SealBroken
 
 SEAL_MAGIC = b"kvp-seal\x01"
 """A magic, and the version of what follows."""
+_NO_WAIT = os.O_NONBLOCK
+"""Else opening a pipe would wait for its writer."""
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _KEY_BYTES = 32
@@ -137,8 +139,7 @@ def read_key(path: Path) -> Seal:
     """
     make = f"make one with: mlx-lm-kvpersist key {path}"
     try:
-        # Else a pipe would be waited for.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | _NO_WAIT)) as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(2 * _KEY_BYTES + 3) if stat.S_ISREG(mode) else b""
     except FileNotFoundError as error:

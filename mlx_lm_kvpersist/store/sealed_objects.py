@@ -59,8 +59,8 @@ class Breaker:
 
     def failed(self, error: object) -> None:
         if not self.failed_with:
-            kind = f"the shared store cannot be {self.what}"
-            self.failures.add(kind, "%s: %s; serving goes on", kind, error)
+            said = "the shared store cannot be %s: %s; serving goes on"
+            self.failures.add(said, self.what, error, kind=said.replace("%s", self.what, 1))
         self.failed_with = str(error) or repr(error)
 
     def worked(self) -> None:
@@ -196,8 +196,7 @@ class SealedObjects:
             return None
 
     def _refuse(self, key: bytes, error: Exception) -> None:
-        kind = "the shared store has a damaged object"
-        self.failures.add(kind, "%s: %s", kind, error)
+        self.failures.add("the shared store has a damaged object: %s", error)
         self.counts["refused"] += 1
         self.forget(key, is_bad=True)
 

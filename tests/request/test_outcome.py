@@ -217,8 +217,8 @@ def test_the_least_different_place_is_named(store: BlockStore) -> None:
 @pytest.mark.parametrize("own", [{}, {"fingerprint": "another"}, {"layout": "8b64"}])
 def test_a_reply_says_the_same_whatever_other_tenants_have_stored(
     store: BlockStore,
-    theirs: dict[str, str],
-    own: dict[str, str],
+    theirs: dict[str, Any],
+    own: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if others have stored more, and in more places than are looked at."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ PROMPTS = {
     "long": SECRET + synthetic_text(700, seed=31),
 }
 """Alice's. A block has 256 tokens."""
-GUESSES = {
+GUESSES: dict[str, Callable[[str], str]] = {
     "right": lambda text: text,
     "wrong": lambda text: text.replace("4711", "4712"),
     "beginning": lambda text: text[: len(text) * 2 // 3],
@@ -72,7 +72,7 @@ class Tenants:
 
     def guess(self, who: str, *lengths: str) -> dict[tuple[str, ...], tuple[int, Any, str]]:
         """Return the replies to guesses at prompts, each by a tenant that is new."""
-        found = {}
+        found: dict[tuple[str, ...], tuple[int, Any, str]] = {}
         for length in lengths:
             for how in GUESSES if len(lengths) > 1 else ("right", "beginning"):
                 secret, guess = PROMPTS[length], GUESSES[how]

@@ -812,7 +812,7 @@ def test_a_damaged_object_is_one_line_of_many(
         tier_of(other).fetch(wanted())
     assert len(caplog.records) == 1 and "has a damaged object" in caplog.text
     failed = other.stats()["failed"]
-    assert failed == {"the shared store has a damaged object": counts(other)["refused"]}
+    assert failed == {"the shared store has a damaged object: …": counts(other)["refused"]}
     assert counts(other)["refused"] > 3
 
 
