@@ -48,7 +48,7 @@ class Root:
 
     @property
     def tenant_json(self) -> str:
-        """What `to_json` has of the tenant and session, and has of no other one."""
+        """The part of `to_json` that names tenant and session."""
         return json.dumps({"namespace": self.namespace, "session": self.session})[1:-1]
 
     def to_json(self) -> str:

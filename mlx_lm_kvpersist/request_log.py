@@ -30,7 +30,7 @@ class RequestLog:
     def name(self, state: RequestState) -> str:
         """Return the id of a request; it is given one when that is asked for, or it is added."""
         with self._lock:
-            # A client may not learn how many requests others send.
+            # A number that grows would tell clients how many requests the server gets.
             state.id = state.id or f"kvp-{self._start}-{secrets.randbelow(10**9)}"
             return state.id
 

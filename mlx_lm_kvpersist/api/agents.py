@@ -29,7 +29,7 @@ AGENTS_PATH = "/v1/agents"
 AGENT_PATH = f"{AGENTS_PATH}/{{id}}"
 OPENAPI_PATH = "/v1/kvpersist/openapi.json"
 MAX_AGENTS, MAX_ALL_AGENTS = 1000, 10_000
-"""Of one namespace, and of all."""
+"""The limits for one namespace, and for all together."""
 
 _OPENAPI = Path(__file__).with_name("openapi.json")
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "TRACE", "QUERY")

@@ -90,7 +90,7 @@ def installed_plugins() -> list[str]:
 _current = make_manager()
 """The manager whose plugins the server asks."""
 failures = Failures(logger)
-"""What its plugins failed with."""
+"""Failures of its plugins."""
 
 
 def set_current(manager: pluggy.PluginManager) -> None:

@@ -171,8 +171,8 @@ def why_not_stored(
 ) -> tuple[Reason, str]:
     """Return why what follows a match is not stored: removed, elsewhere, or never saved.
 
-    With the reason comes a text that says more than the reason's own, or "". What the tenant has
-    stored goes first, so that the word for a reply does not depend on other tenants.
+    With the reason comes a text that says more than the reason's own, or "". The tenant's own
+    blocks are compared first, so that the word in a reply does not depend on other tenants.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
     whole = [block for block in used if block.n_tokens == BLOCK_TOKENS]

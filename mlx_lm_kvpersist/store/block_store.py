@@ -119,7 +119,7 @@ class DiskTier:
 
     def use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
         """Have the index told that a chain, given by its end, and these checkpoints are used."""
-        self._writer.submit(partial(self._use, end, checkpoints))
+        self._writer.submit(partial(self._use, end, checkpoints), is_note=True)
 
     def _use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
         try:
@@ -181,9 +181,9 @@ class BlockStore:
         self.score: Callable[[Root, Block], float] | None = None
         """By how much more than others a block is worth keeping. Asked by the writer thread."""
         self._failures: set[str] = set()
-        """What keeps commits from being saved right now."""
+        """The kinds of failure that keep commits from being saved right now."""
         self.failures = Failures(logger)
-        """All that has failed in the store since it was opened."""
+        """All failures of the store since it was opened."""
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
@@ -400,7 +400,7 @@ class BlockStore:
             except (OSError, StoreError, sqlite3.Error) as error:
                 self._failed(what, error)
 
-        self.writer.submit(run)
+        self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
         """Mark a chain, given by the keys of its blocks, and these checkpoints as used.

@@ -1,10 +1,10 @@
 """The folder of a store, and the only module that moves or removes files.
 
-`_own` decides which files these are, in a store's folder and in a shared one. A file is the
+`_own` decides which files these are, in a store's folder and in a shared folder. A file is the
 plugin's own if its name has exactly a form that the plugin gives, if it is a regular file, and if
-no link leads to it from the folder. Nothing else is moved, removed or counted. The folder itself
-may be reached through a link. A file with several hard links is a regular file: what is removed is
-one of its names, and its content stays under the others.
+no link leads to it from the folder. All other files are neither moved, removed nor counted. The
+folder itself may be reached through a link. A file with several hard links is a regular file: its
+content stays under its other names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FORMS = re.compile(
 )
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
-"""The error numbers of following a link, or anything else that is no folder."""
+"""The error numbers of opening a link, or another file, as a folder."""
 _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"} | {
     ".TemporaryItems",
     "lost+found",
@@ -182,9 +182,9 @@ def check_place(folder: Path, path: Path) -> None:
 def _own(folder: Path, path: Path, *, may_be_missing: bool = False) -> Iterator[int]:
     """Open the folder that a file of the plugin's own is in, and yield its descriptor.
 
-    Names below `folder` are followed one by one, so a link that somebody puts there afterwards
-    leads nowhere. Raises StoreError for all that is not the plugin's own, and FileNotFoundError if
-    a folder is missing, or the file that must not be.
+    Each folder on the way is opened in the one before it, so a link that appears afterwards is not
+    followed. Raises StoreError if the file is not the plugin's own, and FileNotFoundError if a
+    folder is missing, or the file and it may not be.
     """
     relative = path.relative_to(folder) if path.is_relative_to(folder) else Path()
     not_own = StoreError(f"{path} is no file of the store's, or behind a link; move it away")

@@ -350,7 +350,7 @@ class Index:
     # Roots and totals.
 
     def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
-        """Return the roots with most in them, with what they have; those of one tenant's root."""
+        """Return the largest roots, of all tenants or of the tenant of a root, with totals."""
         about = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "

@@ -54,7 +54,7 @@ def surplus(
 def _folder_of(url: str) -> Path | None:
     """Return the folder that a URL or a path names, absolute; None for a bucket.
 
-    Raises ValueError or ArgumentTypeError where it names none.
+    Raises ValueError or ArgumentTypeError if the URL cannot name a folder of this machine.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("", "file"):
@@ -70,10 +70,10 @@ def _folder_of(url: str) -> Path | None:
 class Objects:
     """Objects in one place. Any thread; what fails raises FileNotFoundError or OSError.
 
-    In a folder, whatever is not an object of the plugin's own is left alone (`folder`). At the
-    place of an object, it raises StoreError.
+    Files of a folder that are not the plugin's own are left alone; see `folder`. An operation on
+    such a file, in the place of an object, raises StoreError.
 
-    Raises ConfigError where obstore is missing or the URL cannot be used.
+    Raises ConfigError if obstore is missing or the URL cannot be used.
     """
 
     def __init__(self, url: str) -> None:
@@ -85,7 +85,6 @@ class Objects:
                 "a shared store needs the package obstore: pip install 'mlx-lm-kvpersist[shared]'"
             ) from error
         self._obstore: Any = obstore
-        self._folder: Path | None = None
         try:
             self._folder = _folder_of(url)
             self._store = self._opened(url)
@@ -97,11 +96,10 @@ class Objects:
             ) from error
 
     def _opened(self, url: str) -> Any:
-        store = self._obstore.store
         if self._folder is not None:
-            return store.LocalStore(self._folder, mkdir=True)
+            return self._obstore.store.LocalStore(self._folder, mkdir=True)
         times = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
-        return store.from_url(
+        return self._obstore.store.from_url(
             url, client_options={**times, "allow_http": True}, retry_config={"max_retries": 0}
         )
 

@@ -1,7 +1,7 @@
 """Put what was written to disk into a shared store, by a thread of its own.
 
-Each object is put once: whether it is there is asked before. What waits is on disk, not in RAM. An
-object that cannot be put keeps no other one waiting, and is left out after some attempts.
+The thread asks for an object before it puts the object, so that each is put once. Waiting objects
+are on disk, not in RAM. An object that cannot be put is skipped after some attempts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRUNE_S = 600.0
 MOST_ATTEMPTS = 3
 """How often an object is tried while the store answers, and how many may fail in a row."""
 CLOSING_S = 2.0
-"""What takes longer when the server ends is not waited for."""
+"""When the server ends, an object that takes longer to be put is not waited for."""
 _N_TURNS = 256
 """Conversations whose newest chain is remembered, so that later checkpoints are added to it."""
 

@@ -88,7 +88,7 @@ class Seal:
         self._file_names = Cipher(AES(derived(b"file name")), ECB())
         self._invalid = InvalidTag
         self.mark = self.name(b"store")
-        """By it a store's folder knows the key that it was made with, and tells nobody the key."""
+        """A store's folder keeps this mark of its key. The key cannot be derived from it."""
         self.index_key = f"x'{derived(b'index').hex()}'"
         """The key of the index, as SQLCipher takes it; empty for SQLite's own files."""
 

@@ -42,11 +42,9 @@ _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
 """Keys that are remembered in a table, at most; then it begins again."""
 _N_THREADS = 8
-"""One for each that may ask: those that fetch, the one that puts, and one more."""
+"""The six threads that fetch, the thread that puts, and a spare may each wait for an operation."""
 _AT_ONCE = 500
 """Objects that are listed or removed in one operation."""
-_NOWHERE = bytes(KEY_BYTES)
-"""The key of no object."""
 
 
 @dataclass
@@ -72,8 +70,8 @@ class Breaker:
 class SealedObjects:
     """What one server gets from a shared store and puts there.
 
-    Raises what `Objects` does: FileNotFoundError never, OSError where the store fails or does not
-    answer in time. Of what it has seen or refused it remembers a limited number of keys.
+    Raises what `Objects` does, but no FileNotFoundError. OSError also means that the store did not
+    answer in time. The tables of keys are bounded.
     """
 
     def __init__(self, objects: Objects, sealing: Sealing, failures: Failures) -> None:
@@ -88,19 +86,15 @@ class SealedObjects:
         """When objects were last known to be there, by the monotonic clock."""
         self._bad: set[bytes] = set()
         """Keys of objects that must be replaced."""
-        self._threads = Threads(_N_THREADS, "kvpersist-objects")
+        self.threads = Threads(_N_THREADS, "kvpersist-objects")
         self._hanging: Future[Any] | None = None
         """The operation that was given up last."""
-
-    def close(self) -> None:
-        """Stop. An operation that hangs is not waited for."""
-        self._threads.close(0)
 
     def _ask(self, operation: Callable[..., Answer], *args: object) -> Answer:
         """Return what an operation of the store does. Raises OSError after `ANSWER_S`, too."""
         if self._hanging is not None and not self._hanging.done():
             raise OSError(self.failed_with)
-        future = self._threads.submit(partial(operation, *args))
+        future = self.threads.submit(partial(operation, *args))
         try:
             return future.result(ANSWER_S)
         except TooLate:
@@ -112,10 +106,10 @@ class SealedObjects:
             raise OSError(late) from None
 
     def answers(self) -> bool:
-        """Ask for an object that is nowhere, even where another one hangs; say if that works."""
+        """Ask for the age of no object, even if another operation hangs; say if that works."""
         self._hanging = None
         try:
-            self._ask(self.objects.age_s, self.path(_NOWHERE))
+            self._ask(self.objects.age_s, self.path(bytes(KEY_BYTES)))
         except Exception as error:
             self.reads.failed(error)
             return False
@@ -123,7 +117,7 @@ class SealedObjects:
         return True
 
     def list(self) -> Iterator[ListedObject]:
-        """Yield all objects that are there, of all servers."""
+        """Yield the objects of all servers."""
         found = iter(self._ask(self.objects.list))
         while some := self._ask(lambda: [*islice(found, _AT_ONCE)]):
             yield from some

@@ -110,5 +110,5 @@ class SharedTier:
     def close(self, timeout_s: float) -> None:
         """Put what waits, for at most `timeout_s` seconds, and stop."""
         self.putting.close(timeout_s)
-        self.objects.close()
+        self.objects.threads.close(0)
         self._threads.close(0)
