@@ -129,8 +129,9 @@ class Lookup:
         self._reuse: Reuse | None = None
         self._closed = False
         self._spent_s = 0.0
+        self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
         self._needed: set[bytes] = set()
-        """Keys of what was to be restored; a prefetch may find it damaged, too."""
+        """Keys of blocks and checkpoints that were to be restored."""
         self.found = Found(prompt, NO_MATCH)
         """What `restore` will use, as far as nothing is stored or lost meanwhile."""
         try:
@@ -453,8 +454,9 @@ class Lookup:
             kind = Kind.DIVERGE
         reason: Reason | None = None
         detail = ""
+        has_damage = self._store.blocks_quarantined > self._n_quarantined
         gone = self._store.disk.files.gone
-        if any(gone.get(key) is Gone.QUARANTINED for key in self._needed):
+        if has_damage and any(gone.get(key) is Gone.QUARANTINED for key in self._needed):
             reason = Reason.DAMAGED
         elif n_reused // granule < before_image(ids, n_wanted // granule * granule) // granule:
             missing = self.model.saver.missing

@@ -186,14 +186,12 @@ def why_not_stored(
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
         return Reason.DIVERGED, ""
     if text:
-        own = [one for one, _ in store.view.roots(_MAX_ROOTS, root) if one.key != root.key]
+        own = [one for one, _ in store.view.roots(_MAX_ROOTS, root) if one.with_text]
         for other in sorted(own, key=lambda one: one.fingerprint != root.fingerprint):
-            if not _begins_alike(other, text, store):
+            if other.key == root.key or not _begins_alike(other, text, store):
                 continue
             if other.fingerprint != root.fingerprint:
                 return Reason.OTHER_MODEL, ""
-            if other.layout == root.layout:
-                break
             stored, live = map(layout_in_words, (other.layout, root.layout))
             stored += ", in an older form or other groups" if stored == live else ""
             reason = Reason.OTHER_PRECISION

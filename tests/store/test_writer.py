@@ -598,11 +598,15 @@ def test_notes_that_wait_are_bounded_and_nothing_else_is_left_out(
     """Another process may hold the store's lock for hours."""
     monkeypatch.setattr(writer_module, "MOST_TASKS", 10)
     goes_on, done = threading.Event(), list[str]()
+
+    def note(name: str, index: object) -> None:
+        done.append(name)
+
     with closing(BlockStore(tmp_path / "store", StoreLimits(4 << 20, 4 << 20))) as store:
         store.drain()
         store.writer.submit(goes_on.wait)
         for n in range(100):
-            store.change_index("note", lambda index, n=n: done.append(f"note {n}"))
+            store.change_index("note", partial(note, f"note {n}"))
             store.touch([chain([1])[0].key])
         assert store.writer.n_tasks <= 11
         store.writer.submit(lambda: done.append("a task"))
