@@ -377,7 +377,7 @@ class KVPersistPlugin:
     def early_headers(self, request: ClientRequest) -> list[tuple[str, str]]:
         state = RequestState.of(request)
         said = PENDING + ("" if state.is_kept else "; kept=no")
-        return [("X-KVPersist", said), ("X-KVPersist-Request", self._log.name(state))]
+        return [("X-KVPersist", said), ("X-KVPersist-Request", state.id)]
 
     @hookimpl
     def response_headers(self, request: ClientRequest) -> list[tuple[str, str]]:

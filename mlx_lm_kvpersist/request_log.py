@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import asdict
 from threading import Lock
@@ -24,15 +23,7 @@ class RequestLog:
     def __init__(self, *, with_text: bool = True) -> None:
         self._with_text = with_text
         self._records: dict[str, dict[str, Any]] = {}
-        self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
         self._lock = Lock()
-
-    def name(self, state: RequestState) -> str:
-        """Return the id of a request; it is given one when that is asked for, or it is added."""
-        with self._lock:
-            # A number that grows would tell clients how many requests the server gets.
-            state.id = state.id or f"kvp-{self._start}-{secrets.randbelow(10**9)}"
-            return state.id
 
     def add(
         self, state: RequestState, model: str, outcome: Outcome, precision: str | None = None
@@ -43,7 +34,7 @@ class RequestLog:
         """
         divergence = asdict(outcome.divergence) if outcome.divergence else None
         record: dict[str, Any] = {
-            "id": self.name(state),
+            "id": state.id,
             "received": time.time(),
             "session": state.session,
             "client": state.note.get("client"),

@@ -57,8 +57,9 @@ class Breaker:
 
     def failed(self, error: object) -> None:
         if not self.failed_with:
+            kind = f"the shared store cannot be {self.what}: …"
             said = "the shared store cannot be %s: %s; serving goes on"
-            self.failures.add(said, self.what, error, kind=said.replace("%s", self.what, 1))
+            self.failures.add(said, self.what, error, kind=kind)
         self.failed_with = str(error) or repr(error)
 
     def worked(self) -> None:

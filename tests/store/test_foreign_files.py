@@ -8,6 +8,7 @@ import os
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,20 @@ def test_a_link_in_place_of_a_block_is_left_alone(folder: Path, tmp_path: Path) 
     disk = DiskStore(folder, StoreLimits(0, 1 << 40))
     assert key not in disk.index
     disk.close()
+
+
+def test_a_link_in_place_of_a_sessions_file_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    with closing(DiskStore(folder, StoreLimits(0, 1 << 40))) as disk:
+        session = disk.index.sessions()[0]
+        path, secret = folder / "sessions" / f"{session.id}.json", tmp_path / "secret"
+        secret.write_text("secret")
+        path.unlink(missing_ok=True)
+        path.symlink_to(secret)
+        with pytest.raises(StoreError, match="move it away"):
+            disk.files.set_pinned(session, True)
+        assert path.is_symlink() and secret.read_text() == "secret"
+        again = disk.index.session(session.id)
+        assert again is not None and not again.pinned
 
 
 def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
