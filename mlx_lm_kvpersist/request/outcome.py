@@ -204,8 +204,7 @@ def why_not_stored(
 
 def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
     """Say whether something below a root begins as a text does, beyond a template's words."""
-    for block in store.children(root.key, text):
-        n_alike = min(MIN_ALIKE_CHARS, len(block.text))
-        if block.text and common_prefix(block.text, text, 0) >= n_alike:
-            return True
-    return False
+    return any(
+        block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
+        for block in store.children(root.key, text)
+    )

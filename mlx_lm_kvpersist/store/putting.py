@@ -128,11 +128,11 @@ class Putting:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                if self._has_done_all() and self._is_closing:
-                    return
                 self._changed.wait_for(
                     lambda: self._is_closing or not self._has_done_all(), PROBE_S
                 )
+                if self._has_done_all() and self._is_closing:
+                    return
                 self._is_busy = bool(self._waiting or self._store.failed_with)
             if self._is_busy:
                 self._work()
@@ -166,7 +166,7 @@ class Putting:
             self._waiting.popleft()
         if store.counts["written"] > n_before:
             store.writes.worked()
-        elif self._waiting:
+        elif self._waiting and n_in_a_row == MOST_ATTEMPTS:
             store.writes.failed(failed_with)
 
     def _put(self, record: Record) -> None:
