@@ -187,7 +187,7 @@ def _own(folder: Path, path: Path, *, may_be_missing: bool = False) -> Iterator[
     folder is missing, or the file and it may not be.
     """
     relative = path.relative_to(folder) if path.is_relative_to(folder) else Path()
-    not_own = StoreError(f"{path} is no file of the store's, or behind a link; move it away")
+    not_own = StoreError(f"{path} is behind a link or is no file of the store's; move it away")
     if not has_own_name(relative.as_posix()):
         raise not_own
     parent, mode = os.open(folder, _FOLDER), 0
