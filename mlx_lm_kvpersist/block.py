@@ -46,6 +46,11 @@ class Root:
             digest.update(encoded)
         return digest.digest()
 
+    @property
+    def tenant_json(self) -> str:
+        """The part of `to_json` that names tenant and session."""
+        return json.dumps({"namespace": self.namespace, "session": self.session})[1:-1]
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 

@@ -108,7 +108,6 @@ class KVPersistPlugin:
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
         self._store.token_s = self._token_s
-        self._store.on_failure = self._metrics.count_error
         if manager.is_implemented("eviction_score"):
             self._store.score = _score
         self._sessions = StoredSessions(self._store)
@@ -326,7 +325,9 @@ class KVPersistPlugin:
             return ServedRequest(serving, request, prompt)
         state = RequestState.of(request)
         state.n_prompt = len(prompt.ids)
-        return None if state.is_kept else TakenRequest(prompt)  # stock would keep the prompt
+        # Stock would keep the prompt, and let all tenants find it.
+        has_tenants = bool(state.namespace) or self._config.isolate_sessions
+        return TakenRequest(prompt) if has_tenants or not state.is_kept else None
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
@@ -376,7 +377,7 @@ class KVPersistPlugin:
     def early_headers(self, request: ClientRequest) -> list[tuple[str, str]]:
         state = RequestState.of(request)
         said = PENDING + ("" if state.is_kept else "; kept=no")
-        return [("X-KVPersist", said), ("X-KVPersist-Request", self._log.name(state))]
+        return [("X-KVPersist", said), ("X-KVPersist-Request", state.id)]
 
     @hookimpl
     def response_headers(self, request: ClientRequest) -> list[tuple[str, str]]:
@@ -434,7 +435,8 @@ class KVPersistPlugin:
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
         store = self._store  # the server may end meanwhile
-        return store.stats(all_files=all_files) if store else None
+        stats = store.stats(all_files=all_files) if store else None
+        return stats and {**stats, "failed": {**stats["failed"], **manager.failures.counts}}
 
     def _stored_sessions(self) -> StoredSessions:
         if self._sessions is None:

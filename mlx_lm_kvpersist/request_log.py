@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import asdict
-from itertools import count
 from threading import Lock
 from typing import Any
 
@@ -25,26 +23,18 @@ class RequestLog:
     def __init__(self, *, with_text: bool = True) -> None:
         self._with_text = with_text
         self._records: dict[str, dict[str, Any]] = {}
-        self._numbers = count(1)
-        self._server = secrets.token_hex(8)  # several may record requests in one store
         self._lock = Lock()
-
-    def name(self, state: RequestState) -> str:
-        """Return the id of a request; it is given one when that is asked for, or it is added."""
-        with self._lock:
-            state.id = state.id or f"kvp-{self._server}-{next(self._numbers)}"
-            return state.id
 
     def add(
         self, state: RequestState, model: str, outcome: Outcome, precision: str | None = None
     ) -> dict[str, Any]:
-        """Add a record and return it. Ids are unique.
+        """Add a record and return it.
 
         `received` is in seconds since the epoch. A request that is not kept is not quoted.
         """
         divergence = asdict(outcome.divergence) if outcome.divergence else None
         record: dict[str, Any] = {
-            "id": self.name(state),
+            "id": state.id,
             "received": time.time(),
             "session": state.session,
             "client": state.note.get("client"),

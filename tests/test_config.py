@@ -44,6 +44,9 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
         (("--kvpersist-shared-plain",), "need --kvpersist-shared URL"),
         (("--kvpersist-shared", "bucket"), "--kvpersist-shared needs a key"),
         (("--kvpersist-shared", "x://y", "--kvpersist-shared-plain"), "x://y cannot be used"),
+        (("--kvpersist-shared", "", "--kvpersist-shared-plain"), "name one, or leave the option"),
+        (("--kvpersist-shared", "~none/x", "--kvpersist-shared-plain"), "give a folder"),
+        (("--kvpersist-shared", "file://nas/x", "--kvpersist-shared-plain"), "mount the share"),
     ],
 )
 def test_options_of_a_shared_store_that_do_not_fit(

@@ -28,7 +28,8 @@ from .session_keys import names_namespace, namespace
 AGENTS_PATH = "/v1/agents"
 AGENT_PATH = f"{AGENTS_PATH}/{{id}}"
 OPENAPI_PATH = "/v1/kvpersist/openapi.json"
-MAX_AGENTS = 1000
+MAX_AGENTS, MAX_ALL_AGENTS = 1000, 10_000
+"""The limits for one namespace, and for all together."""
 
 _OPENAPI = Path(__file__).with_name("openapi.json")
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "TRACE", "QUERY")
@@ -142,8 +143,10 @@ class AgentsAPI:
         with self._lock:
             if (agent.namespace, agent.id) in self._agents:
                 raise RequestRefused(f"an agent {agent.id} is there; delete it first", 409)
-            if len(self._agents) >= MAX_AGENTS:
+            if sum(name == agent.namespace for name, _ in self._agents) >= MAX_AGENTS:
                 raise RequestRefused(f"there are {MAX_AGENTS} agents; delete one first", 429)
+            if len(self._agents) >= MAX_ALL_AGENTS:
+                raise RequestRefused("the server can take no more agents now", 503)
             self._agents[agent.namespace, agent.id] = agent
         try:
             prefilled = None

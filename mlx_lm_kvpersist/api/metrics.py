@@ -49,8 +49,6 @@ class Metrics:
 
         self._requests = counter("requests", "Requests, by what they reused.", "outcome")
         self._prefilled = counter("prefilled_tokens", "Prompt tokens that were computed.")
-        self._errors = counter("store_errors", "Failures of the store's disk or index.", "kind")
-        self._errors.labels("save a turn: disk")  # so that there is a sample before any failure
         self._first_token = histogram(
             "first_token_seconds", "From queueing a request to its first token.", _FIRST_TOKEN_S
         )
@@ -63,10 +61,6 @@ class Metrics:
         """Count a request by its outcome, and its prompt's tokens that were computed."""
         self._requests.labels(outcome).inc()
         self._prefilled.inc(n_prefilled)
-
-    def count_error(self, kind: str) -> None:
-        """Count a failure of the store; `kind` says what could not be done."""
-        self._errors.labels(kind).inc()
 
     def observe(self, outcome: str, times_s: Sequence[float]) -> None:
         """Take the times of a reply's tokens, in seconds since its request was queued."""
@@ -118,3 +112,8 @@ class Metrics:
             (CounterMetricFamily, found["blocks_quarantined"], "quarantined", "Failed a check."),
         ):
             yield make(f"kvpersist_{name}", about, value=value)
+        failed = CounterMetricFamily("kvpersist_failed", "Failures so far.", labels=["kind"])
+        # Prometheus cannot tell that a counter grows which begins with its first failure.
+        for kind, n_failed in {"save a turn: disk": 0, **found["failed"]}.items():
+            failed.add_metric([kind], n_failed)
+        yield failed

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import limits_of
 from ..errors import StoreError
-from ..store.folder import own_bytes
+from ..store.folder import INDEX_FILES, own_bytes
 from ..store.index import Index
 from ..store.index_schema import INDEX_FORMAT
 from ..store.lock import StoreLock
@@ -40,8 +40,7 @@ def stats(args: argparse.Namespace) -> int:
             for root, totals in index.roots()
         ]
         held, is_encrypted = index.totals(), index.sealing is not PLAIN
-        files = [path for path in folder.glob("index.sqlite*") if path.exists()]
-        n_bytes = {"index": sum(path.stat().st_size for path in files)}
+        n_bytes = {"index": own_bytes(folder, *INDEX_FILES)}
     for kind in ("blocks", "checkpoints", "sessions", "quarantine"):
         n_bytes[kind] = own_bytes(folder, kind)
     n_bytes["all"] = sum(n_bytes.values())

@@ -23,6 +23,7 @@ from typing import Any
 import pluggy
 
 from ..errors import ClientGone, PluginFault, PluginNotFound, RequestRefused
+from ..failures import Failures
 from . import hookspecs
 from .answers import (
     CHECKS,
@@ -88,14 +89,14 @@ def installed_plugins() -> list[str]:
 
 _current = make_manager()
 """The manager whose plugins the server asks."""
-_logged: set[tuple[str, str, type[Exception]]] = set()
+failures = Failures(logger)
+"""Failures of its plugins."""
 
 
 def set_current(manager: pluggy.PluginManager) -> None:
     """Make the server ask the plugins of `manager`."""
-    global _current
-    _current = manager
-    _logged.clear()
+    global _current, failures
+    _current, failures = manager, Failures(logger)
 
 
 @contextmanager
@@ -147,7 +148,7 @@ def safely(
 ) -> Any:
     """Return what a plugin's function returns; None, and a line in the log, if it fails.
 
-    The first failure of a kind is logged with its traceback, the same kind again at DEBUG only.
+    The first failure of a kind is logged with its traceback; see `Failures`.
     check: raises PluginFault for an answer that cannot be used. raised: what reaches the caller.
     """
     try:
@@ -160,14 +161,15 @@ def safely(
             raise PluginFault(f"plugin {plugin} in hook {hook} {error}") from error
         raise
     except Exception as error:
-        kind = (plugin, hook, type(error))
-        if kind in _logged:
-            logger.debug("plugin %s failed in hook %s", plugin, hook, exc_info=True)
-        elif isinstance(error, PluginFault):
-            logger.error("plugin %s in hook %s %s; ignored", plugin, hook, error)
+        how: Any = {
+            "kind": f"plugin {plugin} in {hook}: {type(error).__name__}",
+            "level": logging.ERROR,
+        }
+        if isinstance(error, PluginFault):
+            failures.add("plugin %s in hook %s %s; ignored", plugin, hook, error, **how)
         else:
-            logger.exception("plugin %s failed in hook %s; ignored", plugin, hook)
-        _logged.add(kind)
+            said = "plugin %s failed in hook %s; ignored"
+            failures.add(said, plugin, hook, exc_info=True, **how)
         return None
 
 

@@ -26,7 +26,8 @@ from ..host.answers import Prompt
 from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
 from ..ranks import ranks
 from ..store.block_store import BlockStore, KVBlock, Prefetch
-from ..store.tier import RAM
+from ..store.records import Gone
+from ..store.tier import RAM, SHARED
 from .model import LoadedModel
 from .outcome import COLD, Kind, Outcome, Reason, divergence_at, why_not_stored
 from .saver import RestorePoint
@@ -129,6 +130,8 @@ class Lookup:
         self._closed = False
         self._spent_s = 0.0
         self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
+        self._needed: set[bytes] = set()
+        """Keys of blocks and checkpoints that were to be restored."""
         self.found = Found(prompt, NO_MATCH)
         """What `restore` will use, as far as nothing is stored or lost meanwhile."""
         try:
@@ -188,6 +191,7 @@ class Lookup:
                 return None
             n_tokens = before_image(found.prompt.ids, point.n_tokens)
             if n_tokens == point.n_tokens:
+                self._needed.update(one.record.key for one in point.needed)
                 return point
 
     def _common_point(self, lost: Collection[bytes]) -> RestorePoint | None:
@@ -432,7 +436,8 @@ class Lookup:
         yield
         for tier, n in n_bytes.items():
             self.model.speed.learn(tier, n, seconds[tier])
-        slowest = [tier.name for tier in store.tiers if tier.name in n_bytes][-1]
+        names = [*(tier.name for tier in store.tiers), SHARED]
+        slowest = [name for name in names if name in n_bytes][-1]
         return _Restored(point.n_tokens, caches, max(n_read.values(), default=0), slowest)
 
     def _outcome(self, found: Found, restored: _Restored, n_wanted: int) -> Outcome:
@@ -449,7 +454,9 @@ class Lookup:
             kind = Kind.DIVERGE
         reason: Reason | None = None
         detail = ""
-        if self._store.blocks_quarantined > self._n_quarantined:
+        has_damage = self._store.blocks_quarantined > self._n_quarantined
+        gone = self._store.disk.files.gone
+        if has_damage and any(gone.get(key) is Gone.QUARANTINED for key in self._needed):
             reason = Reason.DAMAGED
         elif n_reused // granule < before_image(ids, n_wanted // granule * granule) // granule:
             missing = self.model.saver.missing

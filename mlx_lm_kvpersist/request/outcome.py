@@ -50,7 +50,8 @@ class Reason(Enum):
     DIVERGED = "diverged", "the prompt diverges from what is stored"
     OTHER_MODEL = "other-model", "stored for another model"
     OTHER_PRECISION = "other-precision", "stored in another KV precision"
-    OTHER_NAMESPACE = "other-namespace", "stored in another namespace or session"
+    OTHER_NAMESPACE = "new", "stored in another namespace or session"
+    """For the operator alone: a reply has the word of `NOTHING_ALIKE`."""
     EVICTED = "evicted", "evicted to keep to the budget"
     DAMAGED = "damaged", "a stored file failed its check and is in quarantine"
     NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"
@@ -170,7 +171,8 @@ def why_not_stored(
 ) -> tuple[Reason, str]:
     """Return why what follows a match is not stored: removed, elsewhere, or never saved.
 
-    With the reason comes a text that says more than the reason's own, or "".
+    With the reason comes a text that says more than the reason's own, or "". The tenant's own
+    blocks are compared first, so that the word in a reply does not depend on other tenants.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
     whole = [block for block in used if block.n_tokens == BLOCK_TOKENS]
@@ -184,27 +186,25 @@ def why_not_stored(
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
         return Reason.DIVERGED, ""
     if text:
-        others = [other for other, _ in store.view.roots(_MAX_ROOTS) if other.key != root.key]
-        for other in sorted(others, key=lambda other: len(_differences(root, other))):
-            for block in store.children(other.key, text):
-                n_alike = min(MIN_ALIKE_CHARS, len(block.text))
-                if block.text and common_prefix(block.text, text, 0) >= n_alike:
-                    reason = _differences(root, other)[0]
-                    if reason is not Reason.OTHER_PRECISION:
-                        return reason, ""
-                    stored, live = map(layout_in_words, (other.layout, root.layout))
-                    stored += ", in an older form or other groups" if stored == live else ""
-                    return reason, f"{reason.text}: {stored}; now {live}"
+        own = [one for one, _ in store.view.roots(_MAX_ROOTS, root) if one.with_text]
+        for other in sorted(own, key=lambda one: one.fingerprint != root.fingerprint):
+            if other.key == root.key or not _begins_alike(other, text, store):
+                continue
+            if other.fingerprint != root.fingerprint:
+                return Reason.OTHER_MODEL, ""
+            stored, live = map(layout_in_words, (other.layout, root.layout))
+            stored += ", in an older form or other groups" if stored == live else ""
+            reason = Reason.OTHER_PRECISION
+            return reason, f"{reason.text}: {stored}; now {live}"
+        for other, _ in store.view.roots(_MAX_ROOTS):
+            if not other.shares_tenant(root) and _begins_alike(other, text, store):
+                return Reason.OTHER_NAMESPACE, ""
     return Reason.NOTHING_ALIKE, ""
 
 
-def _differences(root: Root, other: Root) -> list[Reason]:
-    """Return every difference of two roots that has a name; NOTHING_ALIKE if there is none."""
-    found = []
-    if (other.namespace, other.session) != (root.namespace, root.session):
-        found.append(Reason.OTHER_NAMESPACE)
-    if other.fingerprint != root.fingerprint:
-        found.append(Reason.OTHER_MODEL)
-    if other.layout != root.layout:
-        found.append(Reason.OTHER_PRECISION)
-    return found or [Reason.NOTHING_ALIKE]
+def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
+    """Say whether something below a root begins as a text does, beyond a template's words."""
+    return any(
+        block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
+        for block in store.children(root.key, text)
+    )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from secrets import token_hex
 from threading import Event
 from typing import Any
 
@@ -52,8 +53,8 @@ logger = logging.getLogger(__name__)
 class RequestState:
     """One request, from its HTTP thread to the generation thread and back.
 
-    `session`, `namespace` and `is_kept` are set once, before the request is queued. `id` and
-    `outcome` are set before its reply begins, `id` by the request log alone.
+    `session`, `namespace` and `is_kept` are set once, before the request is queued, and `outcome`
+    before its reply begins.
     """
 
     session: str | None = None
@@ -62,7 +63,8 @@ class RequestState:
     """For people: the `client`, and the first `words` of its user."""
     is_kept: bool = True
     """Whether anything of it may be stored, on disk or in RAM."""
-    id: str = ""
+    id: str = field(default_factory=lambda: f"kvp-{token_hex(8)}")
+    """Random: a number that grows would tell how many requests the server gets."""
     outcome: Outcome | None = None
     saved_s: float | None = None
     """How long the tokens that it reused take to compute, where that is known."""

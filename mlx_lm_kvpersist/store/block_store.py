@@ -15,6 +15,7 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError
+from ..failures import Failures
 from ..match.tree import AHEAD
 from ..units import show_bytes
 from .disk import DiskStore
@@ -24,8 +25,9 @@ from .objects import Objects
 from .pool import BlockPool, KVBlock
 from .putting import RepliesOf
 from .reading import Prefetch, Reader
-from .records import Commit, StoreLimits
+from .records import Commit, Gone, StoreLimits
 from .seal import PLAIN, Sealing
+from .sealed_objects import SealedObjects
 from .shared import SharedTier
 from .stored_runs import StoredRuns
 from .tier import DISK, LowerTier, Tier
@@ -117,7 +119,7 @@ class DiskTier:
 
     def use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
         """Have the index told that a chain, given by its end, and these checkpoints are used."""
-        self._writer.submit(partial(self._use, end, checkpoints))
+        self._writer.submit(partial(self._use, end, checkpoints), is_note=True)
 
     def _use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
         try:
@@ -182,9 +184,9 @@ class BlockStore:
         self.score: Callable[[Root, Block], float] | None = None
         """By how much more than others a block is worth keeping. Asked by the writer thread."""
         self._failures: set[str] = set()
-        """What keeps commits from being saved right now; each is logged once."""
-        self.on_failure: Callable[[str], None] = lambda kind: None
-        """Called for each failure with its kind, which says what cannot be done. Any thread."""
+        """The kinds of failure that keep commits from being saved right now."""
+        self.failures = Failures(logger)
+        """All failures of the store since it was opened."""
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
@@ -201,7 +203,7 @@ class BlockStore:
         """The tiers below RAM, in the order in which they are read."""
         self.tiers: tuple[Tier, ...] = (self.pool, *self.below)
         self.shared: SharedTier | None = None
-        self.reader = Reader(self.pool, self.below, self._lose_from)
+        self.reader = Reader(self.pool, self.below, self._lose_from, self.failures)
         self.writer.submit(self.disk_tier.sweep)
 
     def share(
@@ -216,8 +218,8 @@ class BlockStore:
         All servers put at most `max_bytes` there; for `replies_of` see `Putting`.
         """
         above = self.disk.content_of, self.disk_tier.checkpoints, self._land, self.pool
-        self.shared = SharedTier(objects, sealing, *above, replies_of, max_bytes)
-        self.tiers = (*self.tiers, self.shared)
+        own = SealedObjects(objects, sealing, self.failures)
+        self.shared = SharedTier(own, *above, replies_of, max_bytes)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
         """Put what was fetched into RAM, and have it written to disk in the background."""
@@ -287,7 +289,8 @@ class BlockStore:
 
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
         if reason is not None:
-            logger.warning("%s goes to quarantine: %s", block, reason)
+            self.failures.add("%s goes to quarantine: %s", block, reason)
+            self.disk.files.gone[block.key] = Gone.QUARANTINED
             self.blocks_quarantined += 1
             self.pool.drop(block.key)
         self.n_changes += 1
@@ -397,10 +400,10 @@ class BlockStore:
             try:
                 with self.disk.lock.held():
                     change(self.index)
-            except (OSError, sqlite3.Error) as error:
+            except (OSError, StoreError, sqlite3.Error) as error:
                 self._failed(what, error)
 
-        self.writer.submit(run)
+        self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
         """Mark a chain, given by the keys of its blocks, and these checkpoints as used.
@@ -426,7 +429,7 @@ class BlockStore:
         found: dict[str, dict[str, Any]]
         found = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
-            for tier in self.tiers
+            for tier in (*self.tiers, *((self.shared,) if self.shared else ()))
         }
         with self.index.asked_once() as index:
             last_hour_bytes = index.state.written_last_hour()
@@ -448,6 +451,7 @@ class BlockStore:
             "turns_not_saved": self.turns_not_saved,
             "blocks_quarantined": self.blocks_quarantined,
             "failures": sorted(self._failures),
+            "failed": dict(self.failures.counts),
         }
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -516,13 +520,11 @@ class BlockStore:
         self.pool.unpin(pinned)
 
     def _failed(self, what: str, error: Exception) -> None:
-        """Say once what does not work, until something works again."""
         # A full disk fails here with one error and there with another.
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
-        self.on_failure(kind)
-        if kind not in self._failures:
-            self._failures.add(kind)
-            logger.error("cannot %s: %s; serving goes on from memory", what, error)
+        self._failures.add(kind)
+        said = "cannot %s: %s; serving goes on from memory"
+        self.failures.add(said, what, error, kind=kind, level=logging.ERROR)
 
 
 def _queue_bytes(max_ram_bytes: int) -> int:

@@ -44,8 +44,8 @@ _NUMPY = {
 _DTYPE_BYTES = {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors that a malformed header raises when it is read."""
-_IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO)
-"""The error numbers of opening a link or a socket."""
+_IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""The error numbers of opening a link or a socket, the last two on macOS."""
 
 Arrays = Mapping[str, mx.array]
 FOLDERS = (Block.folder, Checkpoint.folder)

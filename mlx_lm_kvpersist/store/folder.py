@@ -1,19 +1,22 @@
 """The folder of a store, and the only module that moves or removes files.
 
-A file is the store's own if its name has exactly a form that the store makes, if it is a regular
-file, and if no link leads to it from the store's folder. Nothing else is moved, removed or counted,
-whatever folder the store is given. The folder itself may be reached through a link.
+`_own` decides which files these are, in a store's folder and in a shared folder. A file is the
+plugin's own if its name has exactly a form that the plugin gives, if it is a regular file, and if
+no link leads to it from the folder. All other files are neither moved, removed nor counted. The
+folder itself may be reached through a link. A file with several hard links is a regular file: its
+content stays under its other names.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +29,8 @@ MARKER = "kvpersist-store"
 """A file that says: this folder is a store. Of its content only the key's mark counts."""
 _ENCRYPTED = "It is encrypted; the mark of its key is"
 INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
+OBJECTS = "kvpersist"
+"""The objects of a shared store are in this folder, or have this prefix in a bucket."""
 _FOLDERS = ("blocks", "checkpoints", "sessions", "quarantine", "writing")
 _FORMS = re.compile(
     r"(?:blocks|checkpoints)/([0-9a-f]{2})/\1[0-9a-f]{30}\.safetensors"
@@ -34,7 +39,12 @@ _FORMS = re.compile(
     r"|quarantine/(?:index|rebuild)-\d+\.sqlite(?:-wal|-shm)?"
     r"|writing/[0-9a-f]{8}(?:\.lock|-[0-9a-f]{32}\.safetensors)"
     r"|index\.sqlite(?:-wal|-shm)?"
+    rf"|{OBJECTS}/([0-9a-f]{{2}})/\2(?:[0-9a-f]{{30}}|[0-9a-f]{{62}})",
+    re.ASCII,
 )
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+_LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
+"""The error numbers of opening a link, or another file, as a folder."""
 _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"} | {
     ".TemporaryItems",
     "lost+found",
@@ -104,8 +114,13 @@ def _mark_line(sealing: Sealing) -> str:
     return f"{_ENCRYPTED} {sealing.mark}" if sealing.mark else ""
 
 
+def has_own_name(name: str) -> bool:
+    """Say whether a name below a folder, or of a bucket's object, has a form that we give."""
+    return _FORMS.fullmatch(name) is not None
+
+
 def own_files(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the store's own files in one of its folders, in no order.
+    """Yield the plugin's own files in one of its folders, in no order.
 
     Raises OSError where a folder that is there cannot be read: no file may seem to be missing.
     """
@@ -113,13 +128,13 @@ def own_files(folder: Path, name: str) -> Iterator[Path]:
         return
     try:
         entries = list(os.scandir(folder / name))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     for entry in entries:
         if "/" not in name and re.fullmatch("[0-9a-f]{2}", entry.name):
             if entry.is_dir(follow_symlinks=False):
                 yield from own_files(folder, f"{name}/{entry.name}")
-        elif _FORMS.fullmatch(f"{name}/{entry.name}") and entry.is_file(follow_symlinks=False):
+        elif has_own_name(f"{name}/{entry.name}") and entry.is_file(follow_symlinks=False):
             yield Path(entry.path)
 
 
@@ -137,10 +152,12 @@ def own_bytes(folder: Path, *names: str) -> int:
 
 
 def remove(folder: Path, path: Path) -> bool:
-    """Remove a file of the store's own; say whether it was one, and there."""
-    if not _is_own(folder, path):
+    """Remove a file of the plugin's own; say whether it was one, and there."""
+    try:
+        with _own(folder, path) as parent:
+            os.unlink(path.name, dir_fd=parent)
+    except (FileNotFoundError, StoreError):
         return False
-    path.unlink(missing_ok=True)
     return True
 
 
@@ -149,28 +166,46 @@ def move(folder: Path, source: Path, target: Path) -> None:
 
     Raises FileNotFoundError where it is not there, and StoreError where either is not the store's.
     """
-    if not _is_own(folder, source):
-        source.lstat()
-        raise StoreError(f"{source} is no file of the store's; move it away")
-    make_private(target.parent)
-    if not _may_stand(folder, target) or (os.path.lexists(target) and not _is_own(folder, target)):
-        raise StoreError(f"{target} is no file of the store's; move it away")
-    os.replace(source, target)
+    with _own(folder, source) as here:
+        make_private(target.parent)
+        with _own(folder, target, may_be_missing=True) as there:
+            os.replace(source.name, target.name, src_dir_fd=here, dst_dir_fd=there)
 
 
-def _is_own(folder: Path, path: Path) -> bool:
-    try:
-        return _may_stand(folder, path) and stat.S_ISREG(path.lstat().st_mode)
-    except FileNotFoundError:
-        return False
+def check_place(folder: Path, path: Path) -> None:
+    """Raise StoreError unless an own file is at `path`, or nothing is and one may be put there."""
+    with suppress(FileNotFoundError), _own(folder, path, may_be_missing=True):
+        pass
 
 
-def _may_stand(folder: Path, path: Path) -> bool:
-    """Say whether a path has the form of a store's file, and leads through no link."""
+@contextmanager
+def _own(folder: Path, path: Path, *, may_be_missing: bool = False) -> Iterator[int]:
+    """Open the folder that a file of the plugin's own is in, and yield its descriptor.
+
+    Each folder on the way is opened in the one before it, so a link that appears afterwards is not
+    followed. Raises StoreError if the file is not the plugin's own, and FileNotFoundError if a
+    folder is missing, or the file and it may not be.
+    """
     relative = path.relative_to(folder) if path.is_relative_to(folder) else Path()
-    if not _FORMS.fullmatch(relative.as_posix()):
-        return False
-    return not any((folder / parent).is_symlink() for parent in list(relative.parents)[:-1])
+    not_own = StoreError(f"{path} is behind a link or is no file of the store's; move it away")
+    if not has_own_name(relative.as_posix()):
+        raise not_own
+    parent, mode = os.open(folder, _FOLDER), 0
+    try:
+        for name in relative.parts[:-1]:
+            above, parent = parent, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+            os.close(above)
+        with suppress(FileNotFoundError) if may_be_missing else nullcontext():
+            mode = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode
+        if mode and not stat.S_ISREG(mode):
+            raise not_own
+        yield parent
+    except OSError as error:
+        if error.errno in _LINKS:
+            raise not_own from error
+        raise
+    finally:
+        os.close(parent)
 
 
 # Making files.

@@ -364,11 +364,14 @@ class Index:
 
     # Roots and totals.
 
-    def roots(self, limit: int = -1) -> list[tuple[Root, Totals]]:
-        """Return the roots with most in them, with what they have."""
+    def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
+        """Return the largest roots, of all tenants or of the tenant of a root, with totals."""
+        about = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
-            "JOIN roots ON key = totals.root ORDER BY block_bytes DESC LIMIT ?",
+            "JOIN roots ON key = totals.root WHERE instr(about, ?) "
+            "ORDER BY block_bytes DESC LIMIT ?",
+            about,
             limit,
         )
         read = ((read_root(key, about), Totals(*numbers)) for key, about, *numbers in rows)

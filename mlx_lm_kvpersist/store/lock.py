@@ -77,13 +77,17 @@ class StoreLock:
                     os.close(self._descriptor)
 
     def _wait(self, descriptor: int) -> None:
-        deadline_s = time.monotonic() + _WAIT_S
+        deadline_s, folder = time.monotonic() + _WAIT_S, self._path.parent
         while time.monotonic() < deadline_s:
             try:
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 time.sleep(_LOOK_AGAIN_S)
-        folder = self._path.parent
+            except OSError as error:
+                raise StoreError(
+                    f"the volume of {folder} cannot lock files ({error.strerror}); choose a folder "
+                    "on another one, such as this machine's own disk, with --kvpersist-dir"
+                ) from error
         holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
         if not self.is_patient:
             raise StoreError(

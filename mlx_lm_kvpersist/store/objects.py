@@ -8,19 +8,19 @@ of SMB or NFS. Credentials come from the environment, as each service's own tool
 from __future__ import annotations
 
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError
+from ..units import parse_folder
+from .folder import OBJECTS, check_place, has_own_name, own_files, remove
 
 TIMEOUT_S, CONNECT_S = 10, 2
 """Of one request, and of its connection. Nothing is tried twice."""
-
-FOLDER = "kvpersist"
-"""All objects are in there; what else is in a bucket or folder is nobody's business."""
 
 _MOST_DELETED = 1000
 """Objects that S3 deletes in one request."""
@@ -51,10 +51,29 @@ def surplus(
     return in_order
 
 
+def _folder_of(url: str) -> Path | None:
+    """Return the folder that a URL or a path names, absolute; None for a bucket.
+
+    Raises ValueError or ArgumentTypeError if the URL cannot name a folder of this machine.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("", "file"):
+        return None
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError(
+            f"it names the machine {parts.netloc}, and only folders of this one can be used: "
+            "mount the share, and name the folder where it is mounted"
+        )
+    return parse_folder(unquote(parts.path) if parts.scheme else url)
+
+
 class Objects:
     """Objects in one place. Any thread; what fails raises FileNotFoundError or OSError.
 
-    Raises ConfigError where obstore is missing or the URL cannot be used.
+    Files of a folder that are not the plugin's own are left alone; see `folder`. An operation on
+    such a file, in the place of an object, raises StoreError.
+
+    Raises ConfigError if obstore is missing or the URL cannot be used.
     """
 
     def __init__(self, url: str) -> None:
@@ -67,27 +86,28 @@ class Objects:
             ) from error
         self._obstore: Any = obstore
         try:
+            self._folder = _folder_of(url)
             self._store = self._opened(url)
-        except (obstore.exceptions.BaseError, OSError, ValueError) as error:
+        except (obstore.exceptions.BaseError, OSError, ValueError, ArgumentTypeError) as error:
             about = str(error).partition("\n")[0]
             raise ConfigError(
-                f"the shared store {url} cannot be used: {about}; give a folder, or a URL such as "
-                "s3://bucket/prefix"
+                f"the shared store {url} cannot be used: {about}; give a folder, or a URL such "
+                "as s3://bucket/prefix"
             ) from error
 
     def _opened(self, url: str) -> Any:
-        store, scheme = self._obstore.store, urlsplit(url).scheme
-        if scheme in ("", "file"):
-            folder = Path(urlsplit(url).path if scheme else url).expanduser()
-            return store.LocalStore(folder.absolute(), mkdir=True)
+        if self._folder is not None:
+            return self._obstore.store.LocalStore(self._folder, mkdir=True)
         times = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
-        return store.from_url(
+        return self._obstore.store.from_url(
             url, client_options={**times, "allow_http": True}, retry_config={"max_retries": 0}
         )
 
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:
         try:
+            if self._folder is not None and has_own_name(name):
+                check_place(self._folder, self._folder / name)  # obstore follows links
             yield
         except FileNotFoundError as error:
             raise FileNotFoundError(name) from error
@@ -123,16 +143,27 @@ class Objects:
 
     def list(self) -> Iterator[ListedObject]:
         """Yield the objects of shared tiers that are there."""
+        if self._folder is not None:
+            for path in own_files(self._folder, OBJECTS):
+                with suppress(FileNotFoundError):  # removed since
+                    about = path.lstat()
+                    name = path.relative_to(self._folder).as_posix()
+                    yield ListedObject(name, about.st_size, about.st_mtime)
+            return
         with self._failures(self.url):
-            for found in self._obstore.list(self._store, FOLDER):
+            for found in self._obstore.list(self._store, OBJECTS):
                 for one in found:
-                    yield ListedObject(one["path"], one["size"], one["last_modified"].timestamp())
+                    if has_own_name(one["path"]):
+                        put_s = one["last_modified"].timestamp()
+                        yield ListedObject(one["path"], one["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects. Where another server removes them, too, some may be left."""
-        for first in range(0, len(names), _MOST_DELETED):
-            try:
-                with self._failures(self.url):
-                    self._obstore.delete(self._store, list(names[first : first + _MOST_DELETED]))
-            except FileNotFoundError:
-                pass  # so a folder says; the next time all that is left goes
+        if self._folder is not None:
+            for name in names:
+                remove(self._folder, self._folder / name)
+            return
+        own = [name for name in names if has_own_name(name)]
+        for first in range(0, len(own), _MOST_DELETED):
+            with suppress(FileNotFoundError), self._failures(self.url):
+                self._obstore.delete(self._store, own[first : first + _MOST_DELETED])

@@ -1,6 +1,7 @@
 """Put what was written to disk into a shared store, by a thread of its own.
 
-Each object is put once: whether it is there is asked before. What waits is on disk, not in RAM.
+The thread asks for an object before it puts the object, so that each is put once. Waiting objects
+are on disk, not in RAM. An object that cannot be put is skipped after some attempts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ PROBE_S = 10.0
 """How often a store that failed is tried in the background."""
 PRUNE_S = 600.0
 """How often a server that puts something looks whether all servers have put too much."""
+MOST_ATTEMPTS = 3
+"""How often an object is tried while the store answers, and how many may fail in a row."""
+CLOSING_S = 2.0
+"""When the server ends, an object that takes longer to be put is not waited for."""
 _N_TURNS = 256
 """Conversations whose newest chain is remembered, so that later checkpoints are added to it."""
 
@@ -67,7 +72,10 @@ class Putting:
         self._checkpoints_of, self._replies_of = checkpoints_of, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
-        self._waiting: deque[Record | _Turn] = deque()
+        self._waiting: deque[tuple[Record | _Turn, int]] = deque()
+        """With the number of attempts that have failed."""
+        self._since_s = 0.0
+        """When what is being put was begun."""
         self._changed = threading.Condition()
         self._is_closing = self._is_busy = False
         self._thread = threading.Thread(target=self._run, name="kvpersist-put", daemon=True)
@@ -91,7 +99,7 @@ class Putting:
             if len(self._waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
                 return None
-            self._waiting += new
+            self._waiting += ((one, 0) for one in new)
             self._changed.notify_all()
         return commit
 
@@ -120,10 +128,11 @@ class Putting:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._is_closing or not self._has_done_all(), PROBE_S
+                )
                 if self._has_done_all() and self._is_closing:
                     return
-                if self._has_done_all():
-                    self._changed.wait(PROBE_S)
                 self._is_busy = bool(self._waiting or self._store.failed_with)
             if self._is_busy:
                 self._work()
@@ -134,24 +143,31 @@ class Putting:
 
     def _work(self) -> None:
         """Try a store that failed; put what waits for as long as that works."""
-        store = self._store
-        try:
-            store.try_again()
-        except Exception as error:
-            store.reads.failed(error)
+        store, self._since_s = self._store, time.monotonic()
+        if store.reads.failed_with and not store.answers():
             return
-        try:
-            self._prune()
-            while self._waiting:
-                one = self._waiting[0]
-                if isinstance(one, _Turn):
-                    self._put_turn(one)
+        self._prune()
+        n_before, n_in_a_row = store.counts["written"], 0
+        while self._waiting and n_in_a_row < MOST_ATTEMPTS:
+            (one, n_failed), self._since_s = self._waiting[0], time.monotonic()
+            try:
+                self._put_turn(one) if isinstance(one, _Turn) else self._put(one)
+                n_in_a_row = 0
+            except Exception as error:
+                if not store.answers():
+                    return
+                n_in_a_row, n_failed, failed_with = n_in_a_row + 1, n_failed + 1, error
+                if n_failed < MOST_ATTEMPTS:
+                    self._waiting.append((one, n_failed))
                 else:
-                    self._put(one)
-                self._waiting.popleft()
+                    store.counts["not_written"] += 1
+                    said = "an object cannot be put into the shared store: %s"
+                    store.failures.add(said, str(error) or repr(error))
+            self._waiting.popleft()
+        if store.counts["written"] > n_before:
             store.writes.worked()
-        except Exception as error:
-            store.writes.failed(error)
+        elif self._waiting and n_in_a_row == MOST_ATTEMPTS:
+            store.writes.failed(failed_with)
 
     def _put(self, record: Record) -> None:
         if not self._store.lacks(record.key):
@@ -181,12 +197,12 @@ class Putting:
         if self._max_bytes is None or time.monotonic() < self._prune_at_s:
             return
         self._prune_at_s = time.monotonic() + PRUNE_S
-        objects = self._store.objects
         try:
-            old = surplus(objects.list(), None, self._max_bytes)
-            objects.delete([one.name for one in old])
-        except OSError as error:  # listing may be forbidden where putting is not
-            logger.warning("the shared store's size cannot be kept: %s", error)
+            old = surplus(self._store.list(), None, self._max_bytes)
+            self._store.delete([one.name for one in old])
+        except Exception as error:  # listing may be forbidden where putting is not
+            if self._store.answers():
+                self._store.failures.add("the shared store's size cannot be kept: %s", error)
             return
         if old:
             logger.info("%d objects beyond the shared store's size were removed", len(old))
@@ -203,6 +219,10 @@ class Putting:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        ends_s = time.monotonic() + timeout_s
+        while self._thread.is_alive() and time.monotonic() < ends_s:
+            self._thread.join(0.02)
+            if self._is_busy and time.monotonic() > self._since_s + CLOSING_S:
+                break
         if self._waiting:
             logger.warning("%d objects were not put into the shared store", len(self._waiting))

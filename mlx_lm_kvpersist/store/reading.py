@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from ..block import Record, Root
 from ..errors import BlockCorrupt, PoolFull, StoreFormatError
+from ..failures import Failures
 from .pool import BlockPool, KVBlock
 from .tier import LowerTier
 
@@ -77,11 +78,12 @@ class Reader:
         pool: BlockPool,
         tiers: Sequence[LowerTier],
         on_bad: Callable[[Sequence[LowerTier], Record, str | None], None],
+        failures: Failures | None = None,
     ) -> None:
         self.pool = pool
         self.tiers = tiers
         self._on_bad = on_bad
-        self._can_read = True
+        self._failures = failures or Failures(logger)
         self._workers = Threads(_N_THREADS, "kvpersist-reader")
         self._prefetcher = Threads(1, "kvpersist-prefetch")
         self._prefetches: set[Prefetch] = set()
@@ -173,17 +175,14 @@ class Reader:
                 arrays = tier.read(block, root)
             except FileNotFoundError:
                 if block.key in tier:
-                    logger.warning("%s is no longer on %s", block, tier.name)
+                    self._failures.add("%s is no longer on %s", block, tier.name)
                     self._on_bad([tier], block, None)
             except BlockCorrupt as error:
                 self._on_bad([tier], block, str(error))
             except (OSError, MemoryError, StoreFormatError) as error:
                 # It says nothing of the file: the next read tries again, or a newer version.
-                if self._can_read:
-                    logger.warning("%s cannot be read now: %s", block, error or "no memory")
-                self._can_read = False
+                self._failures.add("%s cannot be read now: %s", block, error or "no memory")
             else:
-                self._can_read = True
                 entry = KVBlock.of(block, arrays)
                 entry.is_stored, entry.tier = True, tier.name
                 entry.read_s = time.perf_counter() - started

@@ -118,7 +118,7 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
 def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> None:
     """Add all that the files of a folder say to an empty index, in one transaction."""
     paths = [path for name in ("blocks", "checkpoints") for path in sorted(own_files(folder, name))]
-    sealing = index.sealing
+    sealing, bad = index.sealing, list[str]()
     with index.database.transaction():
         for number, path in enumerate(paths):
             try:
@@ -126,7 +126,7 @@ def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> No
             except StoreFormatError as error:
                 raise StoreFormatError(f"{path}: {error}") from error
             except (BlockCorrupt, FileNotFoundError) as error:
-                logger.warning("not taken into the index: %s: %s", path.name, error)
+                bad.append(f"{path.name}: {error}")
             else:
                 known = index.block(record.block) if isinstance(record, Checkpoint) else None
                 if isinstance(record, Block) or (known is not None and known[1] == root.key):
@@ -138,7 +138,9 @@ def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> No
             try:
                 session = read_sidecar(path, sealing)
             except (ValueError, TypeError, KeyError) as error:
-                logger.warning("not taken into the index: %s: %s", path.name, error)
+                bad.append(f"{path.name}: {error}")
                 continue
             if session.leaf in index:
                 index.put_session(session)
+    if bad:
+        logger.warning("%d files are not taken into the index, such as %s", len(bad), bad[0])

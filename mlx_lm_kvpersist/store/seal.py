@@ -18,12 +18,16 @@ import hashlib
 import hmac
 import os
 import secrets
+import stat
 from pathlib import Path
+from typing import TypeAlias
 
 from ..errors import ConfigError, SealBroken
 
 SEAL_MAGIC = b"kvp-seal\x01"
 """A magic, and the version of what follows."""
+_NO_WAIT = os.O_NONBLOCK
+"""Else opening a pipe would wait for its writer."""
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _KEY_BYTES = 32
@@ -90,7 +94,9 @@ class Seal(Plain):
         self._file_names = Cipher(AES(derived(b"file name")), ECB())
         self._invalid = InvalidTag
         self.mark = self.name(b"store")
+        """A store's folder keeps this mark of its key. The key cannot be derived from it."""
         self.index_key = f"x'{derived(b'index').hex()}'"
+        """The key of the index, as SQLCipher takes it; empty for SQLite's own files."""
 
     def seal(self, data: bytes | bytearray | memoryview, name: bytes) -> bytes:
         """Return `data` sealed under a name: SEAL_BYTES longer. Sealed twice, it differs."""
@@ -128,6 +134,10 @@ class Seal(Plain):
         return bytes(self._file_names.decryptor().update(bytes.fromhex(file_name)))
 
 
+Sealing: TypeAlias = Plain | Seal
+"""How objects and files are sealed and named."""
+
+
 def read_key(path: Path) -> Seal:
     """Return the seal of a key file: 64 hexadecimal digits, for its owner alone.
 
@@ -135,13 +145,15 @@ def read_key(path: Path) -> Seal:
     """
     make = f"make one with: mlx-lm-kvpersist key {path}"
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | _NO_WAIT)) as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(2 * _KEY_BYTES + 3)
+            text = file.read(2 * _KEY_BYTES + 3) if stat.S_ISREG(mode) else b""
     except FileNotFoundError as error:
         raise ConfigError(f"there is no key file {path}; {make}") from error
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is no regular file, so it is no key file; {make}")
     if mode & 0o077:
         raise ConfigError(
             f"others may read the key file {path} (mode {mode & 0o777:o}); run: chmod 600 {path}"

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
 
-from ..block import Root
-from ..errors import BlockCorrupt, SealBroken, StoreFormatError
+from ..block import KEY_BYTES, Root
+from ..errors import BlockCorrupt, StoreError, StoreFormatError
+from ..failures import Failures
 from .conversation import DAMAGED, MAX_BYTES, Conversation, conversation_key, layout_key
 from .files import read_content
-from .objects import FOLDER, Objects
+from .folder import OBJECTS
+from .objects import ListedObject, Objects
 from .pool import KVBlock
+from .reading import Threads
 from .seal import Sealing
 from .tier import SHARED
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +36,15 @@ ASK_AGAIN_S = 86400.0
 """What is known to be there is asked for again after a day: others prune."""
 RENEW_S = 3 * 86400.0
 """What is used and was put so long ago is put again, so that pruning removes what is not used."""
+ANSWER_S = 9.0
+"""How long a store may take for one operation. Nothing else ends one in a folder that hangs."""
 _MAX_LAYOUT_BYTES = 1 << 16
+_MAX_KEYS = 50_000
+"""Keys that are remembered in a table, at most; then it begins again."""
+_N_THREADS = 8
+"""The six threads that fetch, the thread that puts, and a spare may each wait for an operation."""
+_AT_ONCE = 500
+"""Objects that are listed or removed in one operation."""
 
 
 @dataclass
@@ -33,11 +52,14 @@ class Breaker:
     """Whether a store may be asked. What it fails with is said once, until it works again."""
 
     what: str
+    failures: Failures
     failed_with: str = ""
 
     def failed(self, error: object) -> None:
         if not self.failed_with:
-            logger.warning("the shared store cannot be %s: %s; serving goes on", self.what, error)
+            kind = f"the shared store cannot be {self.what}: …"
+            said = "the shared store cannot be %s: %s; serving goes on"
+            self.failures.add(said, self.what, error, kind=kind)
         self.failed_with = str(error) or repr(error)
 
     def worked(self) -> None:
@@ -49,20 +71,61 @@ class Breaker:
 class SealedObjects:
     """What one server gets from a shared store and puts there.
 
-    Raises what `Objects` does: FileNotFoundError never, OSError where the store fails.
+    Raises what `Objects` does, but no FileNotFoundError. OSError also means that the store did not
+    answer in time. The tables of keys are bounded.
     """
 
-    def __init__(self, objects: Objects, sealing: Sealing) -> None:
-        self.objects, self._sealing = objects, sealing
+    def __init__(self, objects: Objects, sealing: Sealing, failures: Failures) -> None:
+        self.objects, self._sealing, self.failures = objects, sealing, failures
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
         )
         """What happened so far; "refused": objects that failed a check."""
-        self.reads, self.writes = Breaker("read"), Breaker("written")
+        self.reads = Breaker("read", self.failures)
+        self.writes = Breaker("written", self.failures)
         self._seen_s: dict[bytes, float] = {}
         """When objects were last known to be there, by the monotonic clock."""
         self._bad: set[bytes] = set()
         """Keys of objects that must be replaced."""
+        self.threads = Threads(_N_THREADS, "kvpersist-objects")
+        self._hanging: Future[Any] | None = None
+        """The operation that was given up last."""
+
+    def _ask(self, operation: Callable[..., Answer], *args: object) -> Answer:
+        """Return what an operation of the store does. Raises OSError after `ANSWER_S`, too."""
+        if self._hanging is not None and not self._hanging.done():
+            raise OSError(self.failed_with)
+        future = self.threads.submit(partial(operation, *args))
+        try:
+            return future.result(ANSWER_S)
+        except TooLate:
+            if future.done():  # the operation has raised it
+                raise
+            future.cancel()
+            self._hanging = future
+            self.reads.failed(late := f"it has not answered for {ANSWER_S:.0f} s")
+            raise OSError(late) from None
+
+    def answers(self) -> bool:
+        """Ask for the age of no object, even if another operation hangs; say if that works."""
+        self._hanging = None
+        try:
+            self._ask(self.objects.age_s, self.path(bytes(KEY_BYTES)))
+        except Exception as error:
+            self.reads.failed(error)
+            return False
+        self.reads.worked()
+        return True
+
+    def list(self) -> Iterator[ListedObject]:
+        """Yield the objects of all servers."""
+        found = iter(self._ask(self.objects.list))
+        while some := self._ask(lambda: [*islice(found, _AT_ONCE)]):
+            yield from some
+
+    def delete(self, names: Sequence[str]) -> None:
+        for first in range(0, len(names), _AT_ONCE):
+            self._ask(self.objects.delete, names[first : first + _AT_ONCE])
 
     @property
     def failed_with(self) -> str:
@@ -76,7 +139,7 @@ class SealedObjects:
     def path(self, key: bytes) -> str:
         """Return the name of an object. All but its hash is the same in every store."""
         name = self._sealing.name(key)
-        return f"{FOLDER}/{name[:2]}/{name}"
+        return f"{OBJECTS}/{name[:2]}/{name}"
 
     # Get.
 
@@ -119,15 +182,16 @@ class SealedObjects:
 
     def _get(self, key: bytes, max_bytes: int) -> bytes | None:
         try:
-            return self._sealing.open(self.objects.get(self.path(key), max_bytes), key)
+            sealed = self._ask(self.objects.get, self.path(key), max_bytes)
+            return self._sealing.open(sealed, key)
         except FileNotFoundError:
             return None
-        except (SealBroken, ValueError) as error:
+        except (StoreError, ValueError) as error:
             self._refuse(key, error)
             return None
 
     def _refuse(self, key: bytes, error: Exception) -> None:
-        logger.warning("the shared store has a damaged object: %s", error)
+        self.failures.add("the shared store has a damaged object: %s", error)
         self.counts["refused"] += 1
         self.forget(key, is_bad=True)
 
@@ -135,11 +199,15 @@ class SealedObjects:
         """Take an object for missing; one that `is_bad` is replaced, although it is there."""
         self._seen_s.pop(key, None)
         if is_bad:
+            if len(self._bad) >= _MAX_KEYS:
+                self._bad.clear()  # they are refused again
             self._bad.add(key)
 
     # Put.
 
     def saw(self, key: bytes) -> None:
+        if len(self._seen_s) >= _MAX_KEYS:
+            self._seen_s.clear()  # they are asked for again
         self._seen_s[key] = time.monotonic()
 
     def is_seen(self, key: bytes) -> bool:
@@ -150,21 +218,15 @@ class SealedObjects:
         """Ask whether an object should be put: it is missing, damaged or was put long ago."""
         if self.is_seen(key):
             return False
-        age_s = None if key in self._bad else self.objects.age_s(self.path(key))
+        age_s = None if key in self._bad else self._ask(self.objects.age_s, self.path(key))
         if age_s is None or age_s > RENEW_S:
             return True
         self.saw(key)
         return False
 
     def put(self, key: bytes, content: bytes) -> None:
-        self.objects.put(self.path(key), self._sealing.seal(content, key))
+        self._ask(self.objects.put, self.path(key), self._sealing.seal(content, key))
         self.counts["written"] += 1
         self.counts["written_bytes"] += len(content)
         self._bad.discard(key)
         self.saw(key)
-
-    def try_again(self) -> None:
-        """Read something of a store that could not be read. Raises what that raises."""
-        if self.reads.failed_with:
-            self.objects.age_s(self.path(b"probe"))
-            self.reads.worked()

@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
-from ..block import Block, Checkpoint, Record
+from ..block import Checkpoint, Record
 from .fetching import N_AHEAD, Fetching, Wanted
-from .objects import Objects
 from .pool import BlockPool, KVBlock
 from .putting import Putting, RepliesOf
 from .reading import Threads
 from .records import Commit
-from .seal import Sealing
 from .sealed_objects import SealedObjects
 from .tier import SHARED
 
@@ -43,8 +41,7 @@ class SharedTier:
 
     def __init__(
         self,
-        objects: Objects,
-        sealing: Sealing,
+        objects: SealedObjects,
         content_of: Callable[[Record], bytes],
         checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
         land: Callable[[Commit, list[KVBlock]], None],
@@ -53,25 +50,12 @@ class SharedTier:
         max_bytes: int | None = None,
     ) -> None:
         self._land, self._pool = land, pool
-        self.objects = SealedObjects(objects, sealing)
+        self.objects = objects
         self.putting = Putting(self.objects, content_of, checkpoints_of, replies_of, max_bytes)
         self._threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
         """How long a store that was slower than computing is left alone, until when, and by prompts
         that may lose how much: a longer one may be worth it."""
-
-    # Nothing is found here by a lookup: what it needs was fetched before.
-
-    def children(
-        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
-    ) -> list[Block]:
-        return []
-
-    def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
-        return []
-
-    def __contains__(self, key: bytes) -> bool:
-        return False
 
     def stats(self) -> dict[str, Any]:
         """Return what was put and fetched, and why nothing is now, if so."""
@@ -126,4 +110,5 @@ class SharedTier:
     def close(self, timeout_s: float) -> None:
         """Put what waits, for at most `timeout_s` seconds, and stop."""
         self.putting.close(timeout_s)
+        self.objects.threads.close(0)
         self._threads.close(0)

@@ -17,6 +17,7 @@ from ..units import show_bytes
 from .files import FOLDERS, block_path
 from .folder import (
     INDEX_FILES,
+    check_place,
     make_private,
     move,
     new_file,
@@ -283,6 +284,7 @@ class StoredFiles:
         if content := sidecar(session, self.sealing):
             path = sidecar_path(self.folder, session.id)
             make_private(path.parent)
+            check_place(self.folder, path)
             with whole_file(path) as file:
                 file.write(content)
 

@@ -29,6 +29,8 @@ MAX_AGE_S = 5.0
 """While a commit that is this old waits or is being written, the writer does not rest."""
 POSTPONE_S = 30.0
 """A conversation has rested when it has not gone on for so long after a reply."""
+MOST_TASKS = 10_000
+"""Notes are left out while more tasks wait."""
 ABANDON_S = 300.0
 """A prompt was given up when no reply has ended for so long: what is postponed there is written."""
 
@@ -169,9 +171,11 @@ class Writer:
     def _commit_tasks(self) -> list[Task]:
         return [task for task in (self._running, *self._tasks) if task and task.commit]
 
-    def submit(self, run: Callable[[], object]) -> None:
+    def submit(self, run: Callable[[], object], *, is_note: bool = False) -> None:
+        """Have something done. A note is left out if too many tasks wait, as for a held lock."""
         with self._changed:
-            self._tasks.append(Task(run))
+            if not is_note or len(self._tasks) < MOST_TASKS:
+                self._tasks.append(Task(run))
             self._changed.notify_all()
 
     def submit_commit(self, newest: Task) -> int:

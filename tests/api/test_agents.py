@@ -64,9 +64,12 @@ class Service:
         self.api = AgentsAPI(service, lambda name: None)
         self.handle = {(method, path): handle for method, path, handle in self.api.routes()}
 
-    def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    def call(
+        self, method: str, path: str, body: Any = None, namespace: str = ""
+    ) -> tuple[int, Any]:
         """Return the status and the content of an answer."""
         headers = Message()
+        headers["X-KVPersist-Namespace"] = namespace
         headers["Host"], headers["X-Session-ID"] = "localhost", "another's"
         sent: list[int] = []
         handler = SimpleNamespace(
@@ -118,6 +121,16 @@ def test_an_agents_session_is_its_own_whatever_a_client_says(service: Service) -
     asked = {"messages": [{"role": "user", "content": "x"}]}
     assert service.call("POST", "/v1/agents/a/generate", asked)[0] == 200
     assert service.chat.sessions == [["agent:a"]]
+
+
+def test_how_many_there_are_is_counted_for_each_namespace(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "MAX_AGENTS", 2)
+    monkeypatch.setattr(agents, "MAX_ALL_AGENTS", 3)
+    asked = [(who, name) for who in ("Alice", "Bob") for name in "abc"]
+    made = [service.call("POST", "/v1/agents", {"id": name}, who) for who, name in asked]
+    assert [status for status, _ in made] == [201, 201, 429, 201, 503, 503]
 
 
 def test_there_are_only_so_many(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,3 @@ def test_a_reply_that_did_not_begin_has_no_times() -> None:
     text = metrics.exposed().decode()
     assert 'kvpersist_first_token_seconds_count{outcome="MISS"} 2.0' in text
     assert 'kvpersist_inter_token_seconds_count{outcome="MISS"} 2.0' in text
-
-
-def test_failures_of_the_store_are_counted_by_kind() -> None:
-    metrics = Metrics(lambda: None)
-    assert (
-        'kvpersist_store_errors_total{kind="save a turn: disk"} 0.0' in metrics.exposed().decode()
-    )
-    for kind in ("save a turn: disk", "save a turn: limit", "save a turn: disk"):
-        metrics.count_error(kind)
-    text = metrics.exposed().decode()
-    assert 'kvpersist_store_errors_total{kind="save a turn: disk"} 2.0' in text
-    assert 'kvpersist_store_errors_total{kind="save a turn: limit"} 1.0' in text

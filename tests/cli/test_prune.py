@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlx_lm_kvpersist.cli.main import main
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.objects import Objects
+
+from ..store.conftest import chain, save_turn
+
+
+def name(n: int, n_digits: int = 32) -> str:
+    """Return the name of an object, of a store that is encrypted where it has 64 digits."""
+    return f"kvpersist/aa/aa{n:0{n_digits - 2}x}"
 
 
 @pytest.fixture
@@ -19,9 +29,9 @@ def bucket(tmp_path: Path) -> Path:
     folder = tmp_path / "bucket"
     objects = Objects(str(folder))
     for n in range(3):
-        objects.put(f"kvpersist/aa/{n}", bytes(1024))
+        objects.put(name(n, 64 if n == 1 else 32), bytes(1024))
         then_s = time.time() - n * 10 * 86400
-        os.utime(folder / f"kvpersist/aa/{n}", (then_s, then_s))
+        os.utime(folder / name(n, 64 if n == 1 else 32), (then_s, then_s))
     (folder / "letter.txt").write_bytes(bytes(4096))
     return folder
 
@@ -35,21 +45,140 @@ def prune(bucket: Path, capsys: pytest.CaptureFixture[str], *options: str) -> di
 @pytest.mark.parametrize(
     ("options", "left"),
     [
-        ((), {"0", "1", "2"}),
-        (("--older", "14d"), {"0", "1"}),
-        (("--older", "36h"), {"0"}),
-        (("--size", "2K"), {"0", "1"}),
-        (("--older", "14d", "--size", "1K"), {"0"}),
+        ((), {0, 1, 2}),
+        (("--older", "14d"), {0, 1}),
+        (("--older", "36h"), {0}),
+        (("--size", "2K"), {0, 1}),
+        (("--older", "14d", "--size", "1K"), {0}),
         (("--size", "0"), set()),
     ],
 )
 def test_the_first_go(
-    bucket: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], left: set[str]
+    bucket: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], left: set[int]
 ) -> None:
     said = {"removed": 3 - len(left), "removed_bytes": 1024 * (3 - len(left))}
     expected = {**said, "left_bytes": 1024 * len(left)}
     assert prune(bucket, capsys, "--dry-run", *options) == expected
     assert len(list((bucket / "kvpersist/aa").iterdir())) == 3
     assert prune(bucket, capsys, *options) == expected
-    assert {path.name for path in (bucket / "kvpersist/aa").iterdir()} == left
+    assert {int(path.name[2:], 16) for path in (bucket / "kvpersist/aa").iterdir()} == left
     assert (bucket / "letter.txt").exists()
+
+
+def almost_own_names(bucket: Path) -> None:
+    digits = "aa" + 30 * "0"
+    for each in (
+        f"aa/{digits[:-1]}",
+        f"aa/{digits}0",
+        f"aa/{digits[:-1]}A",
+        f"aa/{digits[:-1]}g",
+        f"aa/{digits[:-1]}\u0661",
+        f"aa/.{digits}",
+        f"aa/{digits}.tmp",
+        f"aa/{digits}#1",
+        f"aa/{digits}.safetensors",
+        f"aa/{digits}\n",
+        f"aa/{2 * digits}00",
+        f"aa/ab{digits[2:]}",
+        f"ab/{digits}",
+        f"AA/AA{digits[2:]}",
+        f"a/{digits}",
+        digits,
+        f"aa/aa/{digits}",
+        "index.sqlite",
+        "notes.txt",
+    ):
+        path = bucket / "kvpersist" / each
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(4096))
+
+
+def a_link_to_a_folder(bucket: Path) -> None:
+    elsewhere = bucket.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / f"bb{7:030x}").write_bytes(bytes(4096))
+    (bucket / "kvpersist/bb").symlink_to(elsewhere)
+
+
+def a_link_to_a_file(bucket: Path) -> None:
+    (bucket.parent / "letter").write_bytes(bytes(4096))
+    (bucket / name(7)).symlink_to(bucket.parent / "letter")
+    (bucket / name(8)).symlink_to(bucket.parent / "nothing")
+
+
+def pipes_and_sockets_and_folders(bucket: Path) -> None:
+    os.mkfifo(bucket / name(7))
+    (bucket / name(8) / "letter").mkdir(parents=True)
+    here = os.getcwd()
+    os.chdir(bucket / "kvpersist/aa")  # a socket's name must be short
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(Path(name(9)).name)
+    finally:
+        os.chdir(here)
+
+
+def a_store_in_the_same_place(bucket: Path) -> None:
+    folder = bucket.parent / "store"
+    store = BlockStore(folder, StoreLimits(4 << 20, 64 << 20))
+    save_turn(store, chain([1], [2]), "s")
+    store.close()
+    (bucket / "kvpersist/aa").rename(bucket.parent / "aa")
+    (bucket / "kvpersist").rmdir()
+    folder.rename(bucket / "kvpersist")
+    (bucket.parent / "aa").rename(bucket / "kvpersist/aa")
+
+
+def everything(folder: Path) -> dict[str, bytes | str | int]:
+    """Return what is in and beside a folder, but for the objects: links as such."""
+    found: dict[str, bytes | str | int] = {}
+    for path in folder.parent.rglob("*"):
+        if path.name in {Path(name(n, 64 if n == 1 else 32)).name for n in range(3)}:
+            continue
+        is_plain = path.is_file() and not path.is_symlink()
+        content = path.read_bytes() if is_plain else path.lstat().st_mode
+        found[str(path)] = os.readlink(path) if path.is_symlink() else content
+    return found
+
+
+FOREIGN = [
+    almost_own_names,
+    a_link_to_a_folder,
+    a_link_to_a_file,
+    pipes_and_sockets_and_folders,
+    a_store_in_the_same_place,
+]
+
+
+@pytest.mark.parametrize("put", FOREIGN, ids=lambda put: put.__name__)
+def test_foreign_files_are_neither_counted_nor_removed(
+    bucket: Path, capsys: pytest.CaptureFixture[str], put: Callable[[Path], None]
+) -> None:
+    put(bucket)
+    before = everything(bucket)
+    assert prune(bucket, capsys) == {"removed": 0, "removed_bytes": 0, "left_bytes": 3072}
+    expected = {"removed": 3, "removed_bytes": 3072, "left_bytes": 0}
+    assert prune(bucket, capsys, "--size", "0") == expected
+    assert everything(bucket) == before and len(before) > 1
+
+
+def test_nothing_goes_if_the_folder_of_objects_is_a_link(
+    bucket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bucket / "kvpersist").rename(bucket.parent / "elsewhere")
+    (bucket / "kvpersist").symlink_to(bucket.parent / "elsewhere")
+    assert prune(bucket, capsys, "--size", "0")["removed"] == 0
+    assert len(list((bucket.parent / "elsewhere/aa").iterdir())) == 3
+
+
+def test_the_place_itself_may_be_a_link(bucket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bucket.parent / "link").symlink_to(bucket)
+    assert prune(bucket.parent / "link", capsys, "--size", "0")["removed"] == 3
+
+
+def test_an_object_with_another_hard_link_loses_one_name(
+    bucket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bucket.parent / "copy").hardlink_to(bucket / name(0))
+    assert prune(bucket, capsys, "--size", "0")["removed"] == 3
+    assert (bucket.parent / "copy").read_bytes() == bytes(1024)

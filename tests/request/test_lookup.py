@@ -18,10 +18,11 @@ from mlx_lm_kvpersist import block as block_module
 from mlx_lm_kvpersist.block import Block, block_key
 from mlx_lm_kvpersist.cache.blocks.cut_join import _Buffers
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.host.answers import REPLY
+from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import model as model_module
 from mlx_lm_kvpersist.request import saver as saver_module
+from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel, Speed
 from mlx_lm_kvpersist.request.outcome import Kind, Reason
 from mlx_lm_kvpersist.request.saver import insert
@@ -317,6 +318,20 @@ def test_after_a_failed_check_an_intact_block_is_found(talk: Conversations, dama
     found_damage = talk.store.blocks_quarantined == 1
     assert (outcome.reason is Reason.DAMAGED) == found_damage
     assert ("reason=damaged" in outcome.header) == found_damage
+
+
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+def test_damage_of_another_tenants_blocks_is_not_said(talk: Conversations) -> None:
+    """Something else is found damaged while a prompt is looked up."""
+    ids = sampled_turn(talk.loaded, 300)
+    talk.remember(ids, n_prompt=200)
+    talk.store.drain()
+    lookup = Lookup(Prompt(ids, [ids], ["user"]), talk.root, talk.store, talk.loaded)
+    other = replace(talk.root, namespace="them")
+    theirs = Block(block_key(other.key, b"abcd"), other.key, 0, b"abcd", "")
+    talk.store.lose(theirs, "a test")
+    assert talk.store.blocks_quarantined == 1
+    assert "damaged" not in lookup.restore().outcome.header
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)

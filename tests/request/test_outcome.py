@@ -206,11 +206,34 @@ def test_a_short_block_elsewhere_must_match_as_a_whole(store: BlockStore) -> Non
 def test_the_least_different_place_is_named(store: BlockStore) -> None:
     others = (
         replace(ROOT, layout="8b64", fingerprint="another"),
-        replace(ROOT, namespace="them"),
+        replace(ROOT, layout="8b64"),
     )
     for other in others:
         save(store, other, block_of(other, SAID))
-    assert why_not_stored([1], SAID, NO_MATCH, ROOT, store)[0] is Reason.OTHER_NAMESPACE
+    assert why_not_stored([1], SAID, NO_MATCH, ROOT, store)[0] is Reason.OTHER_PRECISION
+
+
+@pytest.mark.parametrize("theirs", [{"namespace": "them"}, {"session": "theirs"}])
+@pytest.mark.parametrize("own", [{}, {"fingerprint": "another"}, {"layout": "8b64"}])
+def test_a_reply_says_the_same_whatever_other_tenants_have_stored(
+    store: BlockStore,
+    theirs: dict[str, Any],
+    own: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if others have stored more, and in more places than are looked at."""
+    monkeypatch.setattr("mlx_lm_kvpersist.request.outcome._MAX_ROOTS", 2)
+    if own:
+        other = replace(ROOT, **own)
+        save(store, other, block_of(other, SAID))
+    said = why_not_stored([1], SAID, NO_MATCH, ROOT, store)
+    for n in range(3):
+        other = replace(ROOT, fingerprint=f"fingerprint{n or ''}", **theirs)
+        longer = Block(block_key(other.key, b"abcd"), other.key, 0, b"abcd", SAID + "More.")
+        save(store, other, block_of(other, SAID), longer)
+        now = why_not_stored([1], SAID, NO_MATCH, ROOT, store)
+        assert (now[0].word, now[1]) == (said[0].word, said[1])
+    assert own or now[0] is Reason.OTHER_NAMESPACE, "the operator's why does not name it"
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def test_what_a_turn_takes_the_place_of_goes_in_its_transaction(
         raise OSError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", killed)
+        patch.setattr(os, "unlink", killed)
         checkpoints, superseded = [state(longer[1])], [state(head)]
         replaced = ((tail.key, longer[1].key),)
         save_turn(store, longer, "s", checkpoints, superseded, replaced=replaced)

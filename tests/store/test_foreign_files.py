@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,11 @@ import pytest
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.errors import ConfigError, StoreError
+from mlx_lm_kvpersist.errors import BlockCorrupt, ConfigError, StoreError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import block_path, checkpoint_path
-from mlx_lm_kvpersist.store.folder import move, remove
+from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, open_regular
+from mlx_lm_kvpersist.store.folder import has_own_name, move, remove
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
 from tests.test_config import options, parsed
 
@@ -332,6 +334,20 @@ def test_a_link_in_place_of_a_block_is_left_alone(folder: Path, tmp_path: Path) 
     disk.close()
 
 
+def test_a_link_in_place_of_a_sessions_file_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    with closing(DiskStore(folder, StoreLimits(0, 1 << 40))) as disk:
+        session = disk.index.sessions()[0]
+        path, secret = folder / "sessions" / f"{session.id}.json", tmp_path / "secret"
+        secret.write_text("secret")
+        path.unlink(missing_ok=True)
+        path.symlink_to(secret)
+        with pytest.raises(StoreError, match="move it away"):
+            disk.files.set_pinned(session, True)
+        assert path.is_symlink() and secret.read_text() == "secret"
+        again = disk.index.session(session.id)
+        assert again is not None and not again.pinned
+
+
 def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(folder)
@@ -412,6 +428,20 @@ def test_a_pipe_in_place_of_a_block_freezes_nothing(folder: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("number", [errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP])
+def test_a_socket_is_no_regular_file_on_any_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Linux opens none with ENXIO, macOS with another number."""
+
+    def refuse(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(BlockCorrupt, match="is no regular file"):
+        open_regular(tmp_path / "socket")
+
+
 def test_import_of_a_pipe_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -442,6 +472,58 @@ def test_a_loose_mode_is_mentioned_once(folder: Path, caplog: pytest.LogCaptureF
         f"others may look into the store {folder} (mode 755): chmod 700 it"
     ]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+
+
+def test_a_link_that_comes_between_the_check_and_the_removal_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    path = block_path(store, bytes(16))
+    for folder in (path.parent, elsewhere):
+        folder.mkdir(parents=True)
+        (folder / path.name).write_text(folder.name)
+    unlink = os.unlink
+
+    def swapped(*args: Any, **kwargs: Any) -> None:
+        path.parent.rename(store / "was here")
+        path.parent.symlink_to(elsewhere)
+        unlink(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", swapped)
+        assert remove(store, path)
+    assert (elsewhere / path.name).read_text() == "elsewhere"
+    assert not (store / "was here" / path.name).exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"blocks/00/{'00' * 16}.safetensors\n",
+        f"blocks/00/{'00' * 15}0g.safetensors",
+        f"blocks/01/{'00' * 16}.safetensors",
+        f"blocks/{'00' * 16}.safetensors",
+        f"Blocks/00/{'00' * 16}.safetensors",
+        f"blocks/00/{'00' * 16}.safetensors.tmp",
+        f"blocks/00/.{'00' * 16}.safetensors",
+        f"quarantine/{'00' * 16}-\u0661.safetensors",
+        "kvpersist-store",
+        "index.sqlite3",
+    ],
+)
+def test_a_name_that_is_almost_the_stores_is_foreign(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).touch()
+    assert not has_own_name(name) and not remove(tmp_path, tmp_path / name)
+    assert (tmp_path / name).exists()
+
+
+def test_a_block_with_another_hard_link_loses_one_name(folder: Path, tmp_path: Path) -> None:
+    path = block_path(folder, chain([9])[0].key)
+    content = path.read_bytes()
+    (tmp_path / "copy").hardlink_to(path)
+    evict_everything(folder)
+    assert not path.exists() and (tmp_path / "copy").read_bytes() == content
 
 
 def test_nothing_is_removed_or_moved_through_a_link(tmp_path: Path) -> None:

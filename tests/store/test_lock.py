@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -32,6 +35,44 @@ def test_opening_takes_no_lock(folder: Path, limits: StoreLimits) -> None:
         disk = DiskStore(folder, limits)
         assert disk.index.totals().n_blocks == 2
         disk.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_volume_without_locks_is_refused_with_a_remedy(
+    tmp_path: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StoreError, match=r"cannot lock files.*with --kvpersist-dir"):
+        DiskStore(tmp_path / "store", limits)
+
+
+def test_a_store_that_comes_to_a_volume_without_locks_says_so_once(
+    folder: Path,
+    limits: StoreLimits,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is stored there is read, and requests are served."""
+
+    def flock(*args: object) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    store = BlockStore(folder, limits)
+    for n in range(3):
+        save_turn(store, chain([n + 5], [2]), "s")
+        store.change_index("remember something", lambda index: None)
+        store.touch([chain([1])[0].key])
+    store.drain()
+    assert store.reader.load(chain([1])[0], ROOT) is not None
+    said = [record.getMessage() for record in caplog.records]
+    assert all("cannot lock files" in (record.exc_text or record.getMessage())
+               for record in caplog.records)  # fmt: skip
+    assert len([one for one in said if "save a turn" in one]) == 1 and len(said) <= 4
+    store.close()
 
 
 def test_a_change_stops_with_the_name_of_the_holder(folder: Path, limits: StoreLimits) -> None:

@@ -99,6 +99,13 @@ def test_another_file_is_no_key(tmp_path: Path, content: str) -> None:
         read_key(path)
 
 
+def test_a_pipe_or_a_device_is_no_key_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=r"is no regular file.*mlx-lm-kvpersist key"):
+            read_key(path)
+
+
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("0" * 64)

@@ -23,6 +23,7 @@ from mlx_lm_kvpersist.store.fetching import Plan, Wanted
 from mlx_lm_kvpersist.store.objects import ListedObject, Objects, surplus
 from mlx_lm_kvpersist.store.seal import Plain, Seal, Sealing
 from mlx_lm_kvpersist.store.shared import SharedTier
+from tests.support import wait_until
 
 from . import conftest
 from .conftest import ROOT, chain, save_turn, state
@@ -570,3 +571,258 @@ def test_options_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'mlx-lm-kvpersist\[shared\]'"):
         Objects(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("", "names no folder (is a variable unset?)"),
+        ("  ", "names no folder (is a variable unset?)"),
+        ("file://", "names no folder (is a variable unset?)"),
+        ("file://nas/x", "it names the machine nas, and only folders of this one can be used"),
+        ("//nas/x", "it names the machine nas, and only folders of this one can be used"),
+        ("~nobody-of-that-name/x", "home directory"),
+        ("file:~nobody-of-that-name/x", "home directory"),
+    ],
+)
+def test_a_place_that_is_no_folder_of_this_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="give a folder, or a URL such as s3://") as told:
+        Objects(url)
+    assert said in str(told.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_of_a_file_names_the_folder_that_it_says(tmp_path: Path) -> None:
+    folder = tmp_path / "a b#c"
+    for url in (f"file://{tmp_path}/a%20b%23c", f"file://localhost{tmp_path}/a%20b%23c"):
+        Objects(url).put("kvpersist/00/x", b"content")
+        assert (folder / "kvpersist/00/x").read_bytes() == b"content"
+
+
+def test_of_a_bucket_only_own_names_are_listed_and_removed() -> None:
+    objects = Objects("memory:///")
+    own, foreign = f"kvpersist/ab/ab{'0' * 30}", f"kvpersist/ab/ab{'0' * 30}.tmp"
+    others = [foreign, f"kvpersist/AB/AB{'0' * 30}", "kvpersist/index.sqlite", f"ab/ab{'0' * 30}"]
+    for name in (own, *others):
+        objects.put(name, b"content")
+    assert [one.name for one in objects.list()] == [own]
+    objects.delete([own, *others])
+    assert not list(objects.list())
+    for name in others:
+        assert objects.get(name, 100) == b"content"
+
+
+FOREIGN: dict[str, Callable[[Path, Path], object]] = {
+    "a link to a file": lambda path, outside: path.symlink_to(outside / "letter"),
+    "a link to nothing": lambda path, outside: path.symlink_to(outside / "nothing"),
+    "a pipe": lambda path, outside: os.mkfifo(path),
+    "a folder": lambda path, outside: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("put_foreign", FOREIGN.values(), ids=list(FOREIGN))
+def test_what_is_foreign_in_the_place_of_an_object_stays_and_is_a_miss(
+    opened: Open, tmp_path: Path, put_foreign: Callable[[Path, Path], object]
+) -> None:
+    """A pipe is not waited for, either."""
+    put(opened())
+    (tmp_path / "letter").write_bytes(b"letter")
+    other = opened()
+    path = tmp_path / "bucket" / tier_of(other).objects.path(NODES[0].key)
+    path.unlink()
+    put_foreign(path, tmp_path)
+    before = path.lstat()
+    assert tier_of(other).fetch(wanted()) == "" and NODES[0].key not in other
+    put(other)
+    assert path.lstat() == before and (tmp_path / "letter").read_bytes() == b"letter"
+    assert not (tmp_path / "nothing").exists()
+    assert counts(other)["not_written"] == 1 and tier_of(other).stats()["waiting"] == 0
+
+
+def test_nothing_is_put_behind_a_link(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    store = opened()
+    (tmp_path / "bucket" / "kvpersist").symlink_to(tmp_path / "elsewhere")
+    put(store)
+    assert not list((tmp_path / "elsewhere").iterdir()) and not counts(store)["written"]
+    assert "is behind a link or is no file" in caplog.text
+
+
+class Faulty(Hampered):
+    """Objects of which one cannot be put."""
+
+    bad = ""
+    n_tried = 0
+
+    def put(self, name: str, content: bytes) -> None:
+        if name == self.bad:
+            self.n_tried += 1
+            raise OSError("403 Forbidden")
+        super().put(name, content)
+
+
+@pytest.mark.parametrize("bad", range(5), ids=[*(f"block {n}" for n in range(4)), "conversation"])
+def test_an_object_that_cannot_be_put_is_left_out_and_keeps_no_other_one_waiting(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: int
+) -> None:
+    store = opened(objects=(faulty := Faulty(tmp_path / "bucket")))
+    keys = [*(node.key for node in NODES), conversation_key(ROOT, opening_of(MESSAGES))]
+    faulty.bad = tier_of(store).objects.path(keys[bad])
+    put(store)
+    put(store, chain([8] * 256))
+    stats = tier_of(store).stats()
+    assert stats["waiting"] == 0 and stats["failed_with"] == ""
+    assert len(objects_in(tmp_path)) >= 5
+    assert faulty.n_tried % putting.MOST_ATTEMPTS == 0 and stats["not_written"] >= 1
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["an object cannot be put into the shared store: 403 Forbidden"]
+
+
+def test_nothing_is_left_out_while_a_store_does_not_answer(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(putting, "PROBE_S", 0.01)
+    dead = Hampered(tmp_path / "bucket")
+    dead.fails = OSError("connection refused")
+    store = opened(objects=dead)
+    save_turn(store, NODES, "s", messages=MESSAGES)
+    wait_until(lambda: dead.n_asked > 20, "attempts")
+    assert tier_of(store).stats()["waiting"] == 5 and counts(store)["not_written"] == 0
+    assert len(caplog.records) == 1
+    dead.fails = None
+    wait_until(lambda: not tier_of(store).stats()["waiting"], "all is put")
+    assert counts(store)["written"] == 6
+
+
+class Hanging(Hampered):
+    """Objects of a folder that hangs, as one of NFS does: an operation does not come back."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.hangs_at: str | None = None
+        """The one name that hangs; None: all do."""
+
+    def _wait(self, n_bytes: int) -> None:
+        super()._wait(n_bytes)
+        if self.hangs_at is None:
+            self.goes_on.wait()
+
+    def put(self, name: str, content: bytes) -> None:
+        if name == self.hangs_at:
+            self.goes_on.wait()
+        super().put(name, content)
+
+    def list(self) -> Iterator[ListedObject]:
+        self.goes_on.wait()
+        return super().list()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    monkeypatch.setattr(sealed_objects, "ANSWER_S", 0.2)
+    monkeypatch.setattr(putting, "PROBE_S", 0.02)
+    objects = Hanging(tmp_path / "bucket")
+    yield objects
+    objects.goes_on.set()
+
+
+def hang(store: BlockStore, how: str) -> None:
+    """Have an operation begun that does not end."""
+    if how == "get":
+        tier_of(store).fetch(wanted())
+    else:
+        save_turn(store, NODES, "s", messages=MESSAGES)
+
+
+@pytest.mark.parametrize("max_bytes", [None, 1 << 30], ids=["", "size"])
+@pytest.mark.parametrize("how", ["get", "put"])
+def test_a_folder_that_hangs_is_noticed_said_once_and_delays_no_shutdown(
+    opened: Open,
+    hanging: Hanging,
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+    max_bytes: int | None,
+) -> None:
+    assert sealed_objects.ANSWER_S < 10
+    put(opened())
+    store = opened(objects=hanging, max_bytes=max_bytes)
+    hanging.goes_on.clear()
+    hang(store, how)
+    wait_until(lambda: bool(tier_of(store).stats()["failed_with"]), "it is noticed")
+    n_threads = threading.active_count()
+    for _ in range(20):
+        assert "has not answered" in tier_of(store).fetch(wanted())
+    time.sleep(1)  # some attempts of the thread that puts
+    assert threading.active_count() <= n_threads
+    said = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
+    assert len([one for one in said if "has not answered" in one]) == 1
+    started_s = time.monotonic()
+    store.close()
+    assert time.monotonic() - started_s < putting.CLOSING_S + 2
+
+
+def test_a_folder_that_has_just_begun_to_hang_delays_no_shutdown_either(
+    opened: Open, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_objects, "ANSWER_S", 60.0)
+    monkeypatch.setattr(putting, "CLOSING_S", 0.1)
+    store = opened(objects=hanging)
+    hanging.goes_on.clear()
+    hang(store, "put")
+    started_s = time.monotonic()
+    store.close()
+    assert time.monotonic() - started_s < 5
+
+
+def test_a_folder_that_hung_is_used_again(opened: Open, hanging: Hanging) -> None:
+    store = opened(objects=hanging)
+    hanging.goes_on.clear()
+    hang(store, "put")
+    wait_until(lambda: bool(tier_of(store).stats()["failed_with"]), "it is noticed")
+    hanging.goes_on.set()
+    wait_until(lambda: not tier_of(store).stats()["waiting"], "all is put")
+    assert tier_of(store).stats()["failed_with"] == "" and counts(store)["not_written"] == 0
+    assert tier_of(opened()).fetch(wanted()) == ""
+
+
+def test_an_object_that_hangs_keeps_no_other_one_waiting(opened: Open, hanging: Hanging) -> None:
+    store = opened(objects=hanging)
+    hanging.hangs_at = tier_of(store).objects.path(NODES[1].key)
+    hanging.goes_on.clear()
+    save_turn(store, NODES, "s", messages=MESSAGES)
+    wait_until(lambda: not tier_of(store).stats()["waiting"], "all others are put")
+    assert counts(store)["not_written"] == 1 and tier_of(store).stats()["failed_with"] == ""
+
+
+def test_a_damaged_object_is_one_line_of_many(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(opened())
+    for path in objects_in(tmp_path):
+        path.write_bytes(b"damaged")
+    other = opened()
+    for _ in range(3):
+        tier_of(other).fetch(wanted())
+    assert len(caplog.records) == 1 and "has a damaged object" in caplog.text
+    failed = other.stats()["failed"]
+    assert failed == {"the shared store has a damaged object: …": counts(other)["refused"]}
+    assert counts(other)["refused"] > 3
+
+
+def test_what_is_remembered_of_objects_is_bounded(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_objects, "_MAX_KEYS", 10)
+    objects = tier_of(opened()).objects
+    for n in range(100):
+        objects.saw(n.to_bytes(16))
+        objects.forget((1000 + n).to_bytes(16), is_bad=True)
+        assert objects.is_seen(n.to_bytes(16))
+        assert len(objects._bad) <= 10 and objects.n_seen <= 10

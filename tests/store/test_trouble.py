@@ -8,7 +8,7 @@ import resource
 import shutil
 import sqlite3
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import mlx.core as mx
 import pytest
 
+from mlx_lm_kvpersist import failures
 from mlx_lm_kvpersist.block import Record
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import BlockCorrupt, StoreError
@@ -146,7 +147,9 @@ def test_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -> N
         assert stored.reader.load(what, ROOT) is not None
 
 
-def test_trouble_is_mentioned_once(stored: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_trouble_that_comes_and_goes_is_mentioned_once(
+    stored: BlockStore, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
         with TROUBLES["EMFILE"]():
             for node in NODES * 3:
@@ -156,7 +159,8 @@ def test_trouble_is_mentioned_once(stored: BlockStore, caplog: pytest.LogCapture
     assert [r.getMessage() for r in caplog.records if "cannot be read now" in r.getMessage()] == [
         f"block {NODES[0].key.hex()} cannot be read now: [Errno 24] Too many open files: "
         f"'{block_path(stored.folder, NODES[0].key)}'"
-    ] * 2
+    ]
+    assert stored.stats()["failed"]["… cannot be read now: …"] > 2
 
 
 def test_a_file_that_is_back_keeps_its_row(stored: BlockStore) -> None:
@@ -254,30 +258,34 @@ def test_what_was_written_anew_does_not_go_to_quarantine(stored: BlockStore) -> 
     assert not (stored.folder / "quarantine").exists()
 
 
-def test_d_a_failure_is_logged_again_after_something_worked(
+def test_d_a_failure_that_comes_and_goes_is_logged_once_an_hour(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    for n_failures in (1, 2):
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    for n_failures, n_lines in ((1, 1), (2, 1), (3, 2)):
+        now_s[0] += failures.LOG_AGAIN_S / 2
         with monkeypatch.context() as patch:
             patch.setattr(store.disk, "save", fail)
             for number in range(3):
                 save_turn(store, chain([n_failures], [number]))
         assert len(store._failures) == 1
         said = [r for r in caplog.records if "cannot save a turn" in r.getMessage()]
-        assert len(said) == n_failures
+        assert (
+            len(said) == n_lines and store.stats()["failed"]["save a turn: disk"] == 3 * n_failures
+        )
         save_turn(store, chain([n_failures], [7]))
         assert not store._failures
+    assert "(5 more like this since" in said[-1].getMessage()
 
 
 def test_every_failure_is_counted_by_its_kind(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_turn(store, chain([1]))
-    counted: Counter[str] = Counter()
-    store.on_failure = lambda kind: counted.update([kind])
     errors = [
         sqlite3.OperationalError("disk I/O error"),
         StoreError("no room"),
@@ -291,7 +299,7 @@ def test_every_failure_is_counted_by_its_kind(
     store.drain()
     store.index.close()
     assert store.view.sessions() == []
-    assert counted == {
+    assert store.stats()["failed"] == {
         "save a turn: disk": 2,
         "save a turn: limit": 1,
         "check what is stored: disk": 1,

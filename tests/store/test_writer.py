@@ -590,3 +590,26 @@ def test_an_idle_writer_does_not_hold_the_last_turn(writer: Writer) -> None:
     writer.drain()
     del held
     wait_until(lambda: is_freed() is None, "the writer to let go of what it has done")
+
+
+def test_notes_that_wait_are_bounded_and_nothing_else_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may hold the store's lock for hours."""
+    monkeypatch.setattr(writer_module, "MOST_TASKS", 10)
+    goes_on, done = threading.Event(), list[str]()
+
+    def note(name: str, index: object) -> None:
+        done.append(name)
+
+    with closing(BlockStore(tmp_path / "store", StoreLimits(4 << 20, 4 << 20))) as store:
+        store.drain()
+        store.writer.submit(goes_on.wait)
+        for n in range(100):
+            store.change_index("note", partial(note, f"note {n}"))
+            store.touch([chain([1])[0].key])
+        assert store.writer.n_tasks <= 11
+        store.writer.submit(lambda: done.append("a task"))
+        goes_on.set()
+        store.drain()
+    assert done == [*(f"note {n}" for n in range(5)), "a task"]

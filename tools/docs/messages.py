@@ -76,7 +76,8 @@ def _in_file(name: str, source: str) -> Iterator[Said]:
         if not isinstance(call, ast.Call) or not call.args:
             continue
         function = ast.unparse(call.func)
-        if function.startswith("logger.") and function[7:] in _LOGS:
+        is_counted = function.endswith("failures.add")
+        if is_counted or (function.startswith("logger.") and function[7:] in _LOGS):
             section: str | None = "The server's log"
         elif isinstance(node, ast.Raise) or function == "ConfigError":
             section = _section(name, function)

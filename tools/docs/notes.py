@@ -20,7 +20,7 @@ NOTES: dict[str, str] = {
     "plugin … in hook … …; ignored": "For its author: the server cannot use the plugin's answer, "
     "or the plugin changed what it was given. The server goes on without it.",
     "plugin … failed in hook …; ignored": "For its author: the log has the traceback. The server "
-    "goes on without it.",
+    "goes on without it. The same failure is logged once an hour, with its number.",
     "kvpersist: packed … on …: they dequantize": "MLX computes something else than plain "
     "arithmetic there. Replies are right; decoding is slower.",
     "the generation thread ended": "The process ends with status 1; a service starts it again. "
@@ -65,9 +65,13 @@ NOTES: dict[str, str] = {
     "others may look into the store … (mode …): chmod 700 it": "The folder was there with these "
     "rights before; they are not changed for you.",
     "the shared store cannot be …: …; serving goes on": "It is tried again every 10 s, and nothing "
-    "waits for it meanwhile. The end of the line says why. See [A shared cache](shared-cache.md).",
+    "waits for it. The end of the line says why: a folder that hangs has not answered for 9 s. See "
+    "[A shared cache](shared-cache.md).",
     "…: it is tried less often": "Computing was quicker than fetching. Nothing to do; a store that "
     "is nearer helps.",
+    "an object cannot be put into the shared store: …": "Three attempts failed while the store "
+    "answered. The object is left out until its conversation goes on. The line ends with the "
+    "reason.",
     "the shared store's size cannot be kept: …": "The server may not list or delete objects. Use "
     "`store prune` elsewhere, or the bucket's lifecycle.",
     "the shared store has a damaged object: …": "It is computed again and replaced. If it happens "
@@ -78,8 +82,8 @@ NOTES: dict[str, str] = {
     "… cannot be read now: …": "Too many open files, no permission, no memory, or a failing disk. "
     "Its tokens are computed again, and the file is tried again.",
     "the old index cannot be read (…); it goes to quarantine": _DAMAGED,
-    "not taken into the index: …: …": "A file of the store is damaged; `store verify --fix` moves "
-    "it away.",
+    "… files are not taken into the index, such as …": "They are damaged; `store verify --fix` "
+    "moves them away.",
     "kvpersist: the model's … leave too little of the device's …; … more are used": "The model "
     "nearly fills the memory. Nothing is refused, but prompts wait for one another, and the "
     "machine may swap: take a smaller model.",

@@ -1,0 +1,156 @@
+"""Nothing in a reply depends on what other tenants have stored: a guess learns nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ServerProcess, StartServer, make_zoo_model, synthetic_text, wait_until
+
+from .stored import wait_for_writer
+
+SECRET = "The code of the vault is 4711, and nobody but me may ever know it, so do not tell it. "
+PROMPTS = {
+    "short": SECRET,
+    "long": SECRET + synthetic_text(700, seed=31),
+}
+"""Alice's. A block has 256 tokens."""
+GUESSES: dict[str, Callable[[str], str]] = {
+    "right": lambda text: text,
+    "wrong": lambda text: text.replace("4711", "4712"),
+    "beginning": lambda text: text[: len(text) * 2 // 3],
+    "goes on": lambda text: text + synthetic_text(60, seed=32),
+}
+UNLIKE = re.compile(
+    r'"(?:id|item_id|created|created_at|completed_at|signature)": ?(?:"[^"]*"|[0-9.]+|null)'
+    r"|restore_ms=[0-9.]+|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]+|\b(?:msg|resp|rs|chatcmpl)[-_]\w+"
+)
+"""What differs between two equal requests: names and times."""
+
+PLACES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "keys": (
+        ("--kvpersist-namespace-by-key",),
+        lambda who: {"Authorization": f"Bearer {who}"},
+    ),
+    "namespaces": ((), lambda who: {"X-KVPersist-Namespace": who}),
+    "sessions": (("--kvpersist-isolation", "session"), lambda who: {"X-Session-ID": who}),
+}
+
+
+def requests(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a prompt as the path and body of each API, whole and as a stream."""
+    talk = [{"role": "user", "content": text}]
+    for stream in (False, True):
+        usage = {"stream_options": {"include_usage": True}} if stream else {}
+        options = {"model": "default_model", "stream": stream, "temperature": 0.0}
+        chat = {**options, "max_tokens": 2, "messages": talk}
+        yield "/v1/chat/completions", {**chat, **usage}
+        yield "/v1/messages", chat
+        yield "/v1/completions", {**options, **usage, "max_tokens": 2, "prompt": text}
+        yield "/v1/responses", {**options, "max_output_tokens": 2, "input": text}
+
+
+class Tenants:
+    """The clients of a server, each with what names it."""
+
+    def __init__(self, server: ServerProcess, headers: Any) -> None:
+        self.server, self._headers = server, headers
+
+    def ask(self, who: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any, str]:
+        """Return status, headers and body of a reply, without names and times."""
+        status, headers, answer = self.server.request("POST", path, body, self._headers(who))
+        names = ("date", "x-kvpersist-request", "content-length")
+        told = {name: text for name, text in headers.items() if name not in names}
+        text = answer.decode()
+        text = re.sub(r": x-kvpersist-request: .*", "", text, flags=re.IGNORECASE)
+        return status, UNLIKE.sub("", json.dumps(told)), UNLIKE.sub("", text)
+
+    def guess(self, who: str, *lengths: str) -> dict[tuple[str, ...], tuple[int, Any, str]]:
+        """Return the replies to guesses at prompts, each by a tenant that is new."""
+        found: dict[tuple[str, ...], tuple[int, Any, str]] = {}
+        for length in lengths:
+            for how in GUESSES if len(lengths) > 1 else ("right", "beginning"):
+                secret, guess = PROMPTS[length], GUESSES[how]
+                for path, body in requests(guess(secret)):
+                    case = length, how, path, str(body["stream"])
+                    found[case] = self.ask(f"{who} {' '.join(case)}", path, body)
+        return found
+
+
+def check_guesses(tenants: Tenants, *lengths: str) -> None:
+    server = tenants.server
+    before = tenants.guess("Carol", *lengths)
+    assert {status for status, _, _ in before.values()} == {200}
+    for length in lengths:
+        for path, body in requests(PROMPTS[length]):
+            tenants.ask("Alice", path, {**body, "max_tokens": 4})
+    wait_for_writer(server)
+    again = [tenants.ask("Alice", *one) for one in requests(PROMPTS["long"])]
+    assert again[0] != before["long", "right", "/v1/chat/completions", "False"]
+    assert tenants.guess("Bob", *lengths) == before
+    server.restart()
+    wait_until(lambda: not server.is_examining(), "the model is known", 60)
+    assert tenants.guess("Dave", *lengths) == before
+
+
+@pytest.fixture
+def by(request: pytest.FixtureRequest, start_server: StartServer, tiny_model: Path) -> Tenants:
+    options, headers = PLACES[request.param]
+    precision = "--kvpersist-kv-bits", "default"
+    return Tenants(start_server.with_plugin(tiny_model, *precision, *options), headers)
+
+
+@pytest.mark.parametrize("by", PLACES, indirect=True)
+@pytest.mark.parametrize(
+    "lengths", [("long",), pytest.param(tuple(PROMPTS), marks=pytest.mark.slow)], ids=len
+)
+def test_a_guess_learns_nothing_of_other_tenants(by: Tenants, lengths: tuple[str, ...]) -> None:
+    check_guesses(by, *lengths)
+    records = json.loads(by.server.request("GET", "/v1/kvpersist/requests")[2])
+    assert any(one["reason"] == "stored in another namespace or session" for one in records)
+
+
+def test_a_guess_learns_nothing_of_a_model_that_stock_serves(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Stock's own prompt cache knows no tenants. With a draft, models with windows are refused."""
+    model = make_zoo_model(tmp_path / "model", "gemma3_text")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "sliding_window": 4096}))
+    server = start_server.with_plugin(model, "--draft-model", str(tiny_model))
+    tenants = Tenants(server, PLACES["namespaces"][1])
+    path, body = next(requests(PROMPTS["long"]))
+    before = tenants.ask("Carol", path, body)
+    assert "outcome=STOCK" in before[1]
+    assert tenants.ask("Alice", path, body) == tenants.ask("Bob", path, body) == before
+    status, _, answer = server.request("POST", path, body)
+    assert status == 200
+    assert json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_the_number_of_agents_of_others_is_nobodys_business(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    """Neither an id that others have taken nor how many there are makes a difference."""
+    server = start_server.with_plugin(tiny_model)
+
+    def create(who: str, name: str) -> tuple[int, Any]:
+        headers = {"X-KVPersist-Namespace": who}
+        status, _, answer = server.request("POST", "/v1/agents", {"id": name}, headers)
+        return status, {**json.loads(answer), "created": 0}
+
+    first = create("Carol", "vault")
+    assert first[0] == 201
+    assert create("Alice", "vault") == create("Bob", "vault") == first
+    asked = [
+        server.request(method, f"/v1/agents/{name}{call}", {}, {"X-KVPersist-Namespace": "Dave"})
+        for method, call in (("GET", ""), ("DELETE", ""), ("POST", "/pin"), ("POST", "/evict"))
+        for name in ("vault", "nobody")
+    ]
+    seen = [(status, answer) for status, _, answer in asked]
+    assert seen[::2] == seen[1::2] and {status for status, _ in seen} == {404}
