@@ -28,7 +28,8 @@ _FEW_ROWS = 2
 _FEW_QUERIES = 32
 """Fewer are sooner attended packed than the fused kernel is built, where it must be."""
 _MOST_TAKEN_BACK = 32
-"""A draft's tokens that are taken back are no more, so far after the end of a block."""
+"""Tokens that a draft model computes one by one and takes back, at most. The block before the last
+one is kept as computed until the last one is longer."""
 
 
 @dataclass(frozen=True)
