@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from importlib import import_module
-from types import SimpleNamespace
+from itertools import count
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,11 +19,15 @@ from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoi
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache, batch_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
-from mlx_lm_kvpersist.host.answers import TakenRequest
+from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
+from mlx_lm_kvpersist.host.patching.probes import ProbeModel
 from mlx_lm_kvpersist.host.scheduling import guesses
 from mlx_lm_kvpersist.host.scheduling.guesses import Guesses
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from models_check.build import build
+
+from .test_prefill import Counting, Plugin, Saving, Serving, right_answer
 
 stock: Any = import_module("mlx_lm.generate")
 WORDS = 40
@@ -85,7 +90,9 @@ def batch_of_rows(
         model=model,
         uids=list(range(7, 7 + n)),
         inputs=mx.array([prompt[-1] for prompt in prompts]),
-        prompt_cache=[batch_of(layer) or layer[0].merge(layer) for layer in zip(*rows, strict=True)],
+        prompt_cache=[
+            batch_of(layer) or layer[0].merge(layer) for layer in zip(*rows, strict=True)
+        ],
         tokens=[list(prompt[:-1]) for prompt in prompts],
         samplers=[None] * n,
         fallback_sampler=lambda logprobs: mx.argmax(logprobs, axis=-1),
@@ -134,7 +141,9 @@ def test_a_reply_is_that_of_one_token_at_a_time(
     )
 
 
-def test_what_repeats_takes_fewer_calls_of_the_model() -> None:
+def test_what_repeats_takes_fewer_calls_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
+    monkeypatch.setattr(guesses, "time", clock)
     script = [*range(1, 31), *range(1, 31), *range(1, 31)]
     model, made = Scripted(script), Guesses(most_taken_back)
     batch = begun(model, 36, 50, False, None)
@@ -184,7 +193,7 @@ def test_only_a_single_reply_without_processors_is_guessed(change: str) -> None:
 @pytest.mark.parametrize("choice", [PrecisionChoice(16, 16), PrecisionChoice(6, 4, rotated=True)])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) -> None:
-    """Over lines of the grid, where guessed tokens are taken back into the block before."""
+    """Over the ends of blocks, where drafts are shortened."""
     model = build(family)
     end_on_grid(model)
     with server_attention():
@@ -204,6 +213,80 @@ def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) 
         made._seen = seen
         told = all_of(batch, lambda one: made.next(one)[0])
     assert [one.token for one in told] == said
+
+
+def test_a_sampler_is_asked_for_one_token_at_a_time() -> None:
+    """XTC throws one coin in a call, and in older versions compares all rows of it."""
+    script, shapes = [1, 2, 3, 4, 5] * 40, set()
+    batch, made = begun(Scripted(script), 20, 30, False, None), Guesses(most_taken_back)
+
+    def sample(logprobs: mx.array) -> mx.array:
+        shapes.add(logprobs.shape)
+        return mx.argmax(logprobs, axis=-1)
+
+    batch.samplers = [sample]
+    told = all_of(batch, lambda one: made.next(one)[0])
+    assert shapes == {(1, WORDS)} and [one.token for one in told] == script[20:50]
+
+
+class Counted(Saving):
+    """A request whose plugin knows what follows: the next numbers, and then a wrong one."""
+
+    def guess(self, run: Sequence[int], n: int) -> list[int]:
+        return [*range(run[-1] + 1, run[-1] + n), 7]
+
+
+@pytest.mark.parametrize("place", ["model", "end"])
+def test_a_draft_that_fails_half_way_ends_its_reply_and_leaves_nothing(
+    place: str, patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the model, whose caches then have the draft's tokens, or at the end inside a draft."""
+
+    class Failing(Counting):
+        def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+            logits = super().__call__(ids, cache)
+            if place == "model" and 1 < ids.shape[1] < 18 and int(ids[0, 0]) >= 1020:
+                raise RuntimeError("bad luck")
+            return logits
+
+    monkeypatch.setattr("tests.host.scheduling.test_prefill.Saving", Counted)
+    plugin, model = Plugin(PrefillLimits(1.0, lambda position: 64)), Failing()
+    support = ModelSupport(list, batch_of, limits=plugin.limits, most_taken_back=most_taken_back)
+    model.make_cache = PluginCaches(model, "saves", support)
+    generator = patched_server.BatchGenerator(model, stream=mx.default_stream(mx.cpu))
+    serving = Serving(generator, plugin, model)
+    client = serving.ask(1000, 20, 9)
+    while not client.answer:
+        serving.step()
+    if place == "end":
+
+        def extract_cache(batch: Any, place: int) -> Any:
+            raise RuntimeError("bad luck")
+
+        monkeypatch.setattr(stock.GenerationBatch, "extract_cache", extract_cache)
+    while not client.context._should_stop:
+        serving.step()
+    monkeypatch.undo()
+    assert "bad luck" in str(client.error)
+    assert all(tokens == client.ids[: len(tokens)] == keys for *_, tokens, keys in plugin.saved)
+    serving.run(again := serving.ask(500, 20))
+    assert again.answer == right_answer(again)
+    generator.close()
+
+
+@pytest.mark.parametrize("answer", [None, "many", RuntimeError("bug")])
+def test_a_plugin_that_cannot_tell_its_room_gets_no_drafts(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def room(caches: Sequence[Any]) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    model = ProbeModel()
+    support = ModelSupport(list, most_taken_back=room)
+    assert PluginCaches(model, "fails", support).most_taken_back([KVCache()]) == 0
+    assert "plugin fails failed in hook model_loaded" in caplog.text
 
 
 class Stored(TakenRequest):
