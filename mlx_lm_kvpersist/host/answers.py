@@ -186,10 +186,9 @@ class ModelSupport:
     Layers of one attribute `kind` share a mask: prompts join where these caches are of one class.
     `batches` says whether sequences may be served together at all. Without `limits` prompts are
     computed as in stock, and nothing is weighed. `draft` has the caches and limits of the draft
-    model, if one was loaded. `most_taken_back(caches)` returns how many tokens one call of the
-    model may append to a batch's caches, one for each layer, so that `trim` can remove any number
-    of them. A single reply that repeats what is known (`TakenRequest.guess`) is computed up to this
-    number of tokens at a time. By default it is computed token by token.
+    model, if one was loaded. A single reply that repeats what is known (`TakenRequest.guess`) is
+    computed several tokens at a time, as many as `most_taken_back(caches)` says that one call may
+    append to a batch's caches so that `trim` can remove any number of them; by default none.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]

@@ -1,8 +1,8 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
-To support another class, add it to `KINDS`. If its last tokens can be taken back, add it and its
-batch to `_TAKEN_BACK`. This module alone knows the internals of mlx-lm's
-caches. A CacheList is taken apart: its leaves, in order, are the slots. Generation thread.
+To support another class, add it to `KINDS`, and to `_most_taken_back` if it can forget its last
+tokens. This module alone knows the internals of mlx-lm's caches. A CacheList is taken apart: its
+leaves, in order, are the slots. Generation thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
 
 from ..live import packed as pk
 from ..live.batch import FullPrecisionBatchKVCache
-from ..live.quantized import BatchQuantizedKVCache, SequenceQuantizedKVCache
+from ..live.quantized import PackedCache, SequenceQuantizedKVCache
 
 Fields = tuple[mx.array, ...]
 """Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""
@@ -140,34 +140,23 @@ REFUSED = {
 """Classes that no known model makes, and why they are not supported."""
 
 
-def _room_in_block(cache: Any) -> int:
-    # The tokens of a block are packed when the next block begins.
-    return int(min(pk.GRID - n % pk.GRID for n in cache.lengths))
-
-
-def _room_in_ring(cache: Any) -> int:
-    # A full ring overwrites one token for each that is appended.
-    return int(cache.max_size - 1 - cache.size())
-
-
-_TAKEN_BACK: dict[type, Callable[[Any], int]] = {
-    **dict.fromkeys((KVCache, BatchKVCache, FullPrecisionBatchKVCache), lambda cache: pk.GRID),
-    **dict.fromkeys((SequenceQuantizedKVCache, BatchQuantizedKVCache), _room_in_block),
-    **dict.fromkeys((RotatingKVCache, BatchRotatingKVCache), _room_in_ring),
-    ChunkedKVCache: lambda cache: cache.chunk_size - (cache.offset - cache.start_position),
-}
-
-
 def most_taken_back(caches: Sequence[Any]) -> int:
     """Return how many tokens a call of the model may append so that `trim` can remove any of them.
 
-    The caches are of a sequence or of a batch, before that call. After `trim` they hold what they
-    would hold if the call had appended only the other tokens. mlx-lm's `is_trimmable` does not
+    The caches are of a sequence or of a batch, before that call. mlx-lm's `is_trimmable` does not
     answer this: a window is trimmable right before the call that fills it, and not after. The
-    answer is 0 for states, full windows and unknown classes, and `pk.GRID` at most.
+    answer is `pk.GRID` at most, and 0 for states, full windows and all other classes.
     """
-    rooms = (_TAKEN_BACK.get(type(slot), lambda cache: 0)(slot) for slot in slots_of(caches))
-    return max(0, min(rooms, default=0))
+    return max(0, min(map(_most_taken_back, slots_of(caches)), default=0))
+
+
+def _most_taken_back(slot: Any) -> int:
+    cls = type(slot)
+    if issubclass(cls, PackedCache):  # a block is packed when the next block begins
+        return int(min(pk.GRID - n % pk.GRID for n in slot.lengths))
+    if cls in (RotatingKVCache, BatchRotatingKVCache):  # a full ring drops a token for each new one
+        return int(slot.max_size - 1 - slot.size())
+    return pk.GRID if cls in (KVCache, BatchKVCache, FullPrecisionBatchKVCache) else 0
 
 
 def kind_of(cache: Any) -> CacheKind:

@@ -28,8 +28,7 @@ _FEW_ROWS = 2
 _FEW_QUERIES = 32
 """Fewer are sooner attended packed than the fused kernel is built, where it must be."""
 _MOST_TAKEN_BACK = 32
-"""Tokens that a draft model computes one by one and takes back, at most. The block before the last
-one is kept as computed until the last one is longer."""
+"""Tokens of a draft model that are taken back one by one, at most, over the end of a block."""
 
 
 @dataclass(frozen=True)
@@ -327,12 +326,10 @@ class SequenceQuantizedKVCache(PackedCache):
 
     def trim(self, n: int) -> int:
         """As above. Taken back over the end of a block, its tokens are as they were computed."""
-        before, self._before = self._before, None
-        if before is None or self.offset - n >= before[0]:
-            self._before = before
+        if self._before is None or self.offset - n >= self._before[0]:
             return super().trim(n)
-        (end, newest), n_after = before, self.offset - before[0]
-        super().trim(n_after)
+        (end, newest), self._before = self._before, None
+        n_after = super().trim(self.offset - end)
         self.newest = newest
         self._clear(end)
         return n_after + super().trim(n - n_after)

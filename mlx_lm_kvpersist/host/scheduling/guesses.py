@@ -59,41 +59,36 @@ class _Occurrences:
 class Guesses:
     """Makes the steps of a single reply, some of several tokens. Generation thread.
 
-    Guesses may lose little where they are wrong, or where several tokens take a device as long as
-    one by one: what they win and lose, in steps, is added up, and while it is below zero nothing is
-    guessed. What they lose is then a step or two, and `PAID_OFF` of the time, beyond what they won.
-
-    `most_taken_back(caches)` returns how many tokens one call of the model may append to the
-    batch's caches, so that each number of them can be taken back.
+    Wins and losses are added up in steps, and nothing is guessed while the sum is below zero. So
+    wrong guesses cost a step or two, and `PAID_OFF` of the time, beyond what right ones have won.
+    A call of the model gets as many tokens as `most_taken_back` says of the caches, at most.
     """
 
     def __init__(self, most_taken_back: Callable[[Sequence[Any]], int]) -> None:
         self._most_taken_back = most_taken_back
         self._seen: _Occurrences | None = None
-        self._step_s: float | None = None
+        self._step_s = 0.0
         self._won = 0.0
         self._n_ids = N_LAST
 
     def next(self, batch: Any) -> tuple[list[Any], bool]:
         """Make a step of stock's batch; return its responses, and whether ids were guessed.
 
-        Guesses have several responses, in order, none behind one that ends the reply. They are made
-        for a single reply, whose samples depend on logits alone: processors see one token at a
-        time.
+        Guesses are made for a single reply without processors, which see one token at a time. Such
+        a step has several responses, in order, and none follows the end of the reply.
         """
         if len(batch) != 1 or any(batch.logits_processors):
             return batch.next(), False
         started = time.perf_counter()
-        ids = self._ids(batch) if self._step_s is not None and self._won >= 0 else []
+        ids = self._ids(batch) if self._step_s and self._won >= 0 else []
         told = _checked(batch, ids) if ids else batch.next()
         seconds = time.perf_counter() - started
         if ids:
-            assert self._step_s is not None
             self._won = min(self._won + len(told) - seconds / self._step_s, MOST_CREDIT)
             self._n_ids = self._length(len(ids) - 1, len(told) - 1)
         else:
             # Slow steps are others' work, or the first of a shape.
-            step_s = seconds if self._step_s is None else self._step_s
+            step_s = self._step_s or seconds
             self._step_s = 0.9 * step_s + 0.1 * min(seconds, 2 * step_s)
             if self._won < 0:
                 self._won = min(self._won + PAID_OFF, 0.0)
