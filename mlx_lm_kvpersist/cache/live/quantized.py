@@ -28,7 +28,7 @@ _FEW_ROWS = 2
 _FEW_QUERIES = 32
 """Fewer are sooner attended packed than the fused kernel is built, where it must be."""
 _MOST_TAKEN_BACK = 32
-"""Tokens of a draft model that are taken back one by one, at most, over the end of a block."""
+"""A draft model computes this number of tokens ahead, at most (host: `MOST_DRAFTED`)."""
 
 
 @dataclass(frozen=True)
