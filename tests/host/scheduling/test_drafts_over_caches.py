@@ -195,7 +195,7 @@ def windowed(name: str, window: int) -> Any:
     return build(name, config={"sliding_window": window})
 
 
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))]
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 16))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
