@@ -24,6 +24,7 @@ from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import is_kept, namespace, note, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .block import Block, Root
+from .cache.geometry.kinds import most_taken_back
 from .cache.geometry.precision import PrecisionChoice
 from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
@@ -190,7 +191,7 @@ class KVPersistPlugin:
             model.speed.limits(asked.max_stall_s, store.writer.stepped),
             memory,
             draft,
-            asked.guesses,
+            lambda caches: most_taken_back(caches) if asked.guesses else 0,
         )
 
     def _make_caches(self, serving: Serving, *, of_draft: bool = False) -> list[Any] | None:

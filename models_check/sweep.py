@@ -20,9 +20,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_lm_kvpersist.cache.blocks.canary import warm_up
+from mlx_lm_kvpersist.cache.blocks.canary import warming_up
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.steps import completed
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from .build import build
@@ -83,9 +84,8 @@ def sweep(name: str, seed: int = 0) -> Finding:
         finding.stock_batches_right = batches_right(model)
         try:
             spec = ModelCacheSpec.probe(model)
-            warm_up(model, spec)
-            if spec.reads_arrays:
-                end_on_grid(model)
+            completed(warming_up(model, spec))
+            end_on_grid(model)
         except ModelNotSupported as error:
             finding.result, finding.reason = "refused", str(error)
             return finding

@@ -186,9 +186,9 @@ class ModelSupport:
     Layers of one attribute `kind` share a mask: prompts join where these caches are of one class.
     `batches` says whether sequences may be served together at all. Without `limits` prompts are
     computed as in stock, and nothing is weighed. `draft` has the caches and limits of the draft
-    model, if one was loaded. `guesses`: whether a single reply may be computed several tokens at a
-    time, where it repeats what is known (`TakenRequest.guess`); its caches are asked whether they
-    can be trimmed.
+    model, if one was loaded. A single reply that repeats what is known (`TakenRequest.guess`) is
+    computed several tokens at a time, as many as `most_taken_back(caches)` says that one call may
+    append to a batch's caches so that `trim` can remove any number of them; by default none.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
@@ -198,7 +198,7 @@ class ModelSupport:
     limits: PrefillLimits | None = None
     memory: BatchMemory = field(default_factory=BatchMemory)
     draft: ModelSupport | None = None
-    guesses: bool = False
+    most_taken_back: Callable[[Sequence[Any]], int] = lambda caches: 0
 
 
 @dataclass(frozen=True)
@@ -287,9 +287,9 @@ class TakenRequest:
 
 def check_support(answer: Any) -> None:
     expect(isinstance(answer, ModelSupport), answer, "a ModelSupport")
-    expect(callable(answer.make_caches), answer.make_caches, "make_caches to be a function")
-    expect(callable(answer.merge), answer.merge, "merge to be a function")
-    expect(callable(answer.together), answer.together, "together to be a function")
+    for name in ("make_caches", "merge", "together", "most_taken_back"):
+        function = getattr(answer, name)
+        expect(callable(function), function, f"{name} to be a function")
     expect(isinstance(answer.memory, BatchMemory), answer.memory, "memory to be a BatchMemory")
     if answer.draft is not None:
         check_support(answer.draft)

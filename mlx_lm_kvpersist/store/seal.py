@@ -20,7 +20,6 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import TypeAlias
 
 from ..errors import ConfigError, SealBroken
 
@@ -132,10 +131,6 @@ class Seal(Plain):
     def key_of(self, file_name: str) -> bytes:
         """Return the key that `file_name` made a name of."""
         return bytes(self._file_names.decryptor().update(bytes.fromhex(file_name)))
-
-
-Sealing: TypeAlias = Plain | Seal
-"""How objects and files are sealed and named."""
 
 
 def read_key(path: Path) -> Seal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import guesses
+from mlx_lm_kvpersist.cache.geometry.kinds import most_taken_back
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.host.scheduling.guesses import Guesses
 
@@ -21,13 +22,13 @@ def test_each_reply_is_decoded_plainly_and_with_guesses(tmp_path: Path) -> None:
 def test_a_reply_that_repeats_takes_fewer_steps(tmp_path: Path) -> None:
     prompt, reply = [*range(1, 60)], [*range(10, 50)]
     model, make_caches = guesses.loaded("synthetic:tiny")
-    made = Guesses()
+    made = Guesses(most_taken_back)
     made._won = 1e9
     with server_attention():
         stored = guesses.Stored([])
         *_, n_steps = guesses.decode(model, make_caches(), prompt, reply, made, stored)
         assert n_steps < len(reply) // 2
-        made, stored = Guesses(), guesses.Stored([[*range(200, 240)]])
+        made, stored = Guesses(most_taken_back), guesses.Stored([[*range(200, 240)]])
         made._won = 1e9
         *_, n_steps = guesses.decode(
             model, make_caches(), [*range(190, 206)], [*range(206, 236)], made, stored

@@ -1,10 +1,17 @@
-"""A reply that another conversation has had takes fewer steps, after a restart, too."""
+"""A reply that another conversation has had takes fewer steps, after a restart, too.
+
+Wrong drafts change neither a reply nor what is stored of it.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from tests.support import StartServer, synthetic_text
+import pytest
+
+from tests.support import StartServer, make_zoo_model, synthetic_text
 
 from .stored import wait_for_commit
 
@@ -65,3 +72,59 @@ def test_what_another_session_was_told_is_guessed(tiny_model: Path, tmp_path: Pa
         assert n_guessed() > by_itself + 100
     finally:
         start.close()
+
+
+WRONG = """
+import random, sys
+
+from mlx_lm_kvpersist.host.scheduling import guesses
+
+rng = random.Random(3)
+guesses.MOST_CREDIT = 1e9
+guesses.Guesses._won = property(lambda self: 1e9, lambda self, won: None)
+guesses.Guesses._n_ids = property(lambda self: rng.randrange(1, 17), lambda self, n: None)
+after = guesses.Guesses._after
+
+
+def wrong(self, last, n):
+    found = after(self, last, rng.randrange(n + 1))
+    return [*found, *(rng.randrange(300, 500) for _ in range(n - len(found)))]
+
+
+guesses.Guesses._after = wrong
+from mlx_lm_kvpersist._startup import serve
+
+serve(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3", "llama"])
+def test_wrong_drafts_change_neither_a_reply_nor_what_is_stored(
+    family: str, start_server: StartServer, tmp_path: Path
+) -> None:
+    """Replies go over the end of a window of 64, or of a block; each turn after a kill."""
+    model, launcher = make_zoo_model(tmp_path / "model", family), tmp_path / "wrong.py"
+    config = json.loads((model / "config.json").read_text())
+    if "sliding_window" in config:
+        (model / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
+    launcher.write_text(WRONG, encoding="utf-8")
+    shipped = ("--kvpersist-kv-bits", "default", "--kvpersist-kv-rotate", "on")
+    stores = [("--kvpersist-dir", str(tmp_path / name), *shipped) for name in ("wrong", "none")]
+    servers = [
+        start_server.with_plugin(model, *stores[0], launcher=(str(launcher),)),
+        start_server.with_plugin(model, *stores[1], "--kvpersist-draft", "off"),
+    ]
+    text = synthetic_text(40 if "sliding_window" in config else 560, seed=11)
+    for _ in range(3):
+        params: dict[str, Any] = {"max_tokens": 50, "temperature": 0.0, "logprobs": True}
+        both = [server.complete(text, "mine", **params) for server in servers]
+        said, expected = (one.raw["choices"][0]["logprobs"]["content"] for one in both)
+        assert both[0].text == both[1].text
+        logprobs = [one["logprob"] for one in expected]
+        assert [one["logprob"] for one in said] == pytest.approx(logprobs, abs=2e-2)
+        for server, store, reply in zip(servers, stores, both, strict=True):
+            n_tokens = reply.prompt_tokens + reply.completion_tokens
+            wait_for_commit(Path(store[1]), "mine", n_tokens)
+            server.restart(kill=True)
+        text += both[0].text + synthetic_text(12, seed=12)

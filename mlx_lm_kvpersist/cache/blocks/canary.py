@@ -18,7 +18,7 @@ from ..geometry.kinds import Fields, kind_of, slots_of
 from ..geometry.spec import LayerGroup, ModelCacheSpec
 from ..live import packed as pk
 from ..live.packed import GRID, headroom
-from ..steps import Steps, completed
+from ..steps import Steps
 from .cut_join import (
     Joiner,
     Piece,
@@ -110,11 +110,6 @@ def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> 
         tuple(concatenated(arrays, axis=0) for arrays in zip(*part, strict=True))
         for part in zip(*by_slot, strict=True)
     ]
-
-
-def warm_up(model: Any, spec: ModelCacheSpec) -> None:
-    """Do all of `warming_up` at once."""
-    completed(warming_up(model, spec))
 
 
 def warming_up(model: Any, spec: ModelCacheSpec) -> Steps[None]:

@@ -1,7 +1,8 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
-To support another class, add it to `KINDS`. This module alone knows the internals of mlx-lm's
-caches. A CacheList is taken apart: its leaves, in order, are the slots. Generation thread.
+To support another class, add it to `KINDS`, and to `_most_taken_back` if it can forget its last
+tokens. This module alone knows the internals of mlx-lm's caches. A CacheList is taken apart: its
+leaves, in order, are the slots. Generation thread.
 """
 
 from __future__ import annotations
@@ -13,10 +14,19 @@ from enum import Enum
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+)
 
 from ..live import packed as pk
-from ..live.quantized import SequenceQuantizedKVCache
+from ..live.batch import FullPrecisionBatchKVCache
+from ..live.quantized import PackedCache, SequenceQuantizedKVCache
 
 Fields = tuple[mx.array, ...]
 """Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""
@@ -128,6 +138,25 @@ REFUSED = {
     "QuantizedKVCache": "it has no form for a batch; the plugin quantizes KVCache itself",
 }
 """Classes that no known model makes, and why they are not supported."""
+
+
+def most_taken_back(caches: Sequence[Any]) -> int:
+    """Return how many tokens a call of the model may append so that `trim` can remove any of them.
+
+    The caches are of a sequence or of a batch, before that call. mlx-lm's `is_trimmable` does not
+    answer this: a window is trimmable right before the call that fills it, and not after. The
+    answer is `pk.GRID` at most, and 0 for states, full windows and all other classes.
+    """
+    return max(0, min(map(_most_taken_back, slots_of(caches)), default=0))
+
+
+def _most_taken_back(slot: Any) -> int:
+    cls = type(slot)
+    if issubclass(cls, PackedCache):  # a block is packed when the next block begins
+        return int(min(pk.GRID - n % pk.GRID for n in slot.lengths))
+    if cls in (RotatingKVCache, BatchRotatingKVCache):  # a full ring drops a token for each new one
+        return int(slot.max_size - 1 - slot.size())
+    return pk.GRID if cls in (KVCache, BatchKVCache, FullPrecisionBatchKVCache) else 0
 
 
 def kind_of(cache: Any) -> CacheKind:

@@ -171,12 +171,6 @@ class ModelCacheSpec:
         groups = as_computed(self.full) if self.is_unfinished(n_tokens) else self.full
         return token_arrays(groups, n_tokens)
 
-    @property
-    def reads_arrays(self) -> bool:
-        """Whether attention of quantized groups gets arrays, the same in all queries of a call."""
-        plans = (self.plans.get(group.name) for group in self.quantized)
-        return not all(plan is not None and plan.can_take_packed for plan in plans)
-
     @cached_property
     def sliding(self) -> dict[int, tuple[LayerGroup, ...]]:
         """Sliding groups by their window, in tokens."""

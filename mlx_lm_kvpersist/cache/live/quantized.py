@@ -18,7 +18,7 @@ from .newest import Newest
 from .policy import AttentionPlan
 
 _MOST_TAKEN_BACK = 32
-"""A draft's tokens that are taken back are no more, so far after the end of a block."""
+"""A draft model computes this number of tokens ahead, at most (host: `MOST_DRAFTED`)."""
 
 
 class PackedCache(Buffers):
@@ -244,12 +244,10 @@ class SequenceQuantizedKVCache(PackedCache):
 
     def trim(self, n: int) -> int:
         """As above. Taken back over the end of a block, its tokens are as they were computed."""
-        before, self._before = self._before, None
-        if before is None or self.offset - n >= before[0]:
-            self._before = before
+        if self._before is None or self.offset - n >= self._before[0]:
             return super().trim(n)
-        (end, newest), n_after = before, self.offset - before[0]
-        super().trim(n_after)
+        (end, newest), self._before = self._before, None
+        n_after = super().trim(self.offset - end)
         self.newest = newest
         self._clear(end)
         return n_after + super().trim(n - n_after)

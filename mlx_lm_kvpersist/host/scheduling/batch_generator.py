@@ -22,7 +22,7 @@ from ...errors import ClientGone
 from ...ranks import ranks
 from ..answers import PARKED, PREFILL, REPLY, BatchMemory, PrefillLimits, Prompt
 from ..manager import Taken, TakenTokens
-from .guesses import Guesses, can_guess
+from .guesses import Guesses
 from .model_provider import PluginCaches
 from .prefill import Prefill, Prefills
 from .reply import WEIGH_EVERY
@@ -68,7 +68,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._response = type(self._prompt_batch).Response
         if self._caches is not None and self._limits is not None:
             self._prompt_batch = Prefills(model, self._caches, self._limits, self.prefill_step_size)
-        self._guesses = Guesses() if self._caches is not None and self._caches.guesses else None
+        self._guesses = Guesses(self._caches.most_taken_back) if self._caches is not None else None
         self._memory: BatchMemory = self._caches or BatchMemory()
         self._weighed: tuple[int, ...] = ()
         """What ran when its memory was looked at last."""
@@ -133,11 +133,11 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             mx.clear_cache()
         started = time.perf_counter()
         try:
-            if self._guesses is None or len(self._prompt_batch) or not can_guess(batch):
+            if self._guesses is None or len(self._prompt_batch):
                 replies = batch.next()
             else:
                 replies, is_guessed = self._guesses.next(batch)
-                self._n_steps += len(replies) - 1
+                self._n_steps += len(replies) - 1 if is_guessed else 0
         except Exception as error:
             self._fail_replies(rows, error)
             replies, step_s = [], 0.0

@@ -11,7 +11,7 @@ No second model is needed: https://github.com/apoorvumang/prompt-lookup-decoding
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -59,34 +59,36 @@ class _Occurrences:
 class Guesses:
     """Makes the steps of a single reply, some of several tokens. Generation thread.
 
-    Guesses may lose little where they are wrong, or where several tokens take a device as long as
-    one by one: what they win and lose, in steps, is added up, and while it is below zero nothing is
-    guessed. What they lose is then a step or two, and `PAID_OFF` of the time, beyond what they won.
+    Wins and losses are added up in steps, and nothing is guessed while the sum is below zero. So
+    wrong guesses cost a step or two, and `PAID_OFF` of the time, beyond what right ones have won.
+    A call of the model gets as many tokens as `most_taken_back` says of the caches, at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_taken_back: Callable[[Sequence[Any]], int]) -> None:
+        self._most_taken_back = most_taken_back
         self._seen: _Occurrences | None = None
-        self._step_s: float | None = None
+        self._step_s = 0.0
         self._won = 0.0
         self._n_ids = N_LAST
 
     def next(self, batch: Any) -> tuple[list[Any], bool]:
-        """Make a step of stock's batch of one reply; return its responses.
+        """Make a step of stock's batch; return its responses, and whether ids were guessed.
 
-        And whether ids were guessed: then there may be several responses, in order, none behind one
-        that ends the reply.
+        Guesses are made for a single reply without processors, which see one token at a time. Such
+        a step has several responses, in order, and none follows the end of the reply.
         """
+        if len(batch) != 1 or any(batch.logits_processors):
+            return batch.next(), False
         started = time.perf_counter()
-        ids = self._ids(batch) if self._step_s is not None and self._won >= 0 else []
+        ids = self._ids(batch) if self._step_s and self._won >= 0 else []
         told = _checked(batch, ids) if ids else batch.next()
         seconds = time.perf_counter() - started
         if ids:
-            assert self._step_s is not None
             self._won = min(self._won + len(told) - seconds / self._step_s, MOST_CREDIT)
             self._n_ids = self._length(len(ids) - 1, len(told) - 1)
         else:
             # Slow steps are others' work, or the first of a shape.
-            step_s = seconds if self._step_s is None else self._step_s
+            step_s = self._step_s or seconds
             self._step_s = 0.9 * step_s + 0.1 * min(seconds, 2 * step_s)
             if self._won < 0:
                 self._won = min(self._won + PAID_OFF, 0.0)
@@ -106,11 +108,14 @@ class Guesses:
         The device may still be at work on that token. It is waited for only if it can be guessed.
         """
         (uid,), (ids,), n_left = batch.uids, batch.tokens, batch.max_tokens[0]
+        n_room = self._most_taken_back(batch.prompt_cache) - 1  # the token that is due stays
+        n_ids = min(self._n_ids, n_left - batch._num_tokens[0] - 1, n_room)
+        if n_ids < 1:
+            return []
         if self._seen is None or self._seen.uid != uid:
             self._seen = _Occurrences(uid, ids)
         self._seen.update()
-        n_ids = min(self._n_ids, n_left - batch._num_tokens[0] - 1)
-        guessed = self._after(ids, n_ids + 1) if n_ids > 0 else []
+        guessed = self._after(ids, n_ids + 1)
         if not guessed:
             return []
         due = batch._next_tokens.item()
@@ -127,24 +132,13 @@ class Guesses:
         return found if found or taken is None else list(taken.guess(last[-N_SHOWN:], n))
 
 
-def can_guess(batch: Any) -> bool:
-    """Say whether stock's batch is of one reply whose last tokens can be taken back.
-
-    Its samples must depend on logits alone: processors see one token at a time.
-    """
-    return (
-        len(batch) == 1
-        and not any(batch.logits_processors)
-        and all(cache.is_trimmable() for cache in batch.prompt_cache)
-    )
-
-
 def _checked(batch: Any, ids: list[int]) -> list[Any]:
     """Give the model the token that is due and guessed ones; return responses to the right ones."""
     logits = batch.model(mx.array([ids]), cache=batch.prompt_cache)[0]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     sampler = (batch.samplers[0] if batch.samplers else None) or batch.fallback_sampler
-    sampled = sampler(logprobs)
+    # Row by row: a sampler may make one random choice for all rows of a call.
+    sampled: Any = mx.concatenate([sampler(row) for row in mx.split(logprobs, len(ids))])
     mx.eval(sampled, logprobs)
     pairs = zip(ids[1:], sampled.tolist(), strict=False)
     n_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -184,7 +184,7 @@ class PluginCaches(BatchMemory):
         self._model: Any = weakref.ref(model)
         self._plugin, self._support = plugin, support
         self._n_layers = len(self._stock())
-        self.limits, self.guesses = support.limits, support.guesses
+        self.limits = support.limits
         self.failures = failures or StepFailures()
 
     def __call__(self) -> list[Any]:
@@ -210,6 +210,11 @@ class PluginCaches(BatchMemory):
     def together(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> Any:
         """Return one cache for one layer of several prompts, None if they have to be apart."""
         return self._safely(self._support.together, tuple(caches), tuple(n_tokens))
+
+    def most_taken_back(self, caches: Sequence[Any]) -> int:
+        """Return how many tokens a call may append to a batch's caches and remove again."""
+        count = self._safely(lambda: int(self._support.most_taken_back(caches)))
+        return count or 0
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
         fits = self._safely(self._support.memory.weigh, replies, prompts, n_bytes)

@@ -31,7 +31,7 @@ from .context_length import check_length
 from .images import Images, named, vision_of, with_images
 from .model_provider import account_of, loaded_name
 from .reply import ARRIVING, ASK_EVERY, OpenRequests, ReplyQueue, UntilAsked
-from .single_prompt import SinglePrompt
+from .single_prompt import MOST_DRAFTED, SinglePrompt
 from .waiting import QUIET_GAP_S, Line, Rendered, Waiting
 
 if TYPE_CHECKING:
@@ -355,6 +355,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             models = self.model_provider.model, self.model_provider.draft_model
             self.prompt_cache.single = single = SinglePrompt(models, reply, step_size)
             request[2].single = single
+            request[2].num_draft_tokens = min(request[2].num_draft_tokens, MOST_DRAFTED)
         super()._serve_single(request, *args)
         self.prompt_cache.single = None
         if isinstance(reply, ReplyQueue):

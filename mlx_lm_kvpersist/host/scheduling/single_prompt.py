@@ -26,6 +26,9 @@ from .model_provider import PluginCaches
 from .prefill import IDLE_CHUNK, IDLE_CHUNK_S, chunk_size
 from .reply import ReplyQueue
 
+MOST_DRAFTED = 32
+"""Tokens of a draft model that are checked at once, at most. Caches can take back this number."""
+
 
 @dataclass
 class _Computed:

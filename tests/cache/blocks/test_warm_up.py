@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.blocks.canary import warm_up
+from mlx_lm_kvpersist.cache.blocks.canary import warming_up
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.steps import completed
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from models_check.build import build
 
@@ -33,14 +34,14 @@ class Counting:
 )
 def test_what_every_family_computes_can_be_restored(name: str) -> None:
     model = build(name)
-    warm_up(model, ModelCacheSpec.probe(model))
+    completed(warming_up(model, ModelCacheSpec.probe(model)))
 
 
 def test_a_model_that_keeps_something_outside_its_caches_is_refused(
     llama_model: Any, llama_spec: ModelCacheSpec
 ) -> None:
     with pytest.raises(ModelNotSupported, match="keeps state outside its caches"):
-        warm_up(Counting(llama_model), llama_spec)
+        completed(warming_up(Counting(llama_model), llama_spec))
 
 
 def test_a_model_that_fails_is_refused(llama_spec: ModelCacheSpec) -> None:
@@ -48,4 +49,4 @@ def test_a_model_that_fails_is_refused(llama_spec: ModelCacheSpec) -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(ModelNotSupported, match="out of memory"):
-        warm_up(fails, llama_spec)
+        completed(warming_up(fails, llama_spec))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import (
     ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
+    ConcatenateKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
 )
 
@@ -21,10 +26,13 @@ from mlx_lm_kvpersist.cache.geometry.kinds import (
     KINDS,
     REFUSED,
     GroupKind,
+    most_taken_back,
     replaced,
     slots_of,
 )
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
+from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache, SequenceQuantizedKVCache
 from patches_check.inventory import BATCHES
 from tests.support import keeps_short_chunks
 
@@ -156,3 +164,86 @@ def test_composites_are_taken_apart_and_put_together() -> None:
     again = replaced(caches, fresh)
     assert slots_of(again) == fresh and slots_of(caches) == slots
     assert [type(cache) for cache in again] == [type(cache) for cache in caches]
+
+
+TAKING_BACK: dict[str, Callable[[], Any]] = {
+    "KVCache": MAKERS[KVCache],
+    "RotatingKVCache": MAKERS[RotatingKVCache],
+    "KeepingKVCache": lambda: RotatingKVCache(16, keep=4),
+    "BatchKVCache": lambda: BatchKVCache([3]),
+    "BatchRotatingKVCache": lambda: BatchRotatingKVCache(16, [3]),
+    "FullPrecisionBatchKVCache": lambda: FullPrecisionBatchKVCache([3]),
+}
+"""Caches whose last tokens can be taken back. The batches have one row, with padding."""
+
+
+@settings(max_examples=200)
+@given(
+    name=st.sampled_from(list(TAKING_BACK)),
+    chunks=st.lists(st.sampled_from([1, 1, 1, 2, 3, 5]), max_size=8),
+    n_new=st.integers(2, 17),
+    n_back=st.integers(0, 17),
+    after=st.lists(st.sampled_from([1, 1, 1, 3, 20]), min_size=1, max_size=24),
+)
+def test_what_is_taken_back_was_never_there(
+    name: str, chunks: list[int], n_new: int, n_back: int, after: list[int]
+) -> None:
+    cache = TAKING_BACK[name]()
+    position = feed(cache, chunks)
+    n_new = min(n_new, most_taken_back([cache]))
+    n_back = min(n_back, n_new - 1)
+    if n_new < 2:
+        return
+    again = copy.deepcopy(cache)
+    for live, n in ((cache, n_new), (again, n_new - n_back)):
+        live.update_and_fetch(*kv(n, position))
+    assert cache.trim(n_back) == n_back
+    position += n_new - n_back
+    for n in after:
+        seen = []
+        for live in (cache, again):
+            fetched, _ = live.update_and_fetch(*kv(n, position))
+            window = [at for at in fetched[0, 0, :, 0].tolist() if at > position - 16]
+            seen.append((sorted(window), live.make_mask(n).tolist() if "Batch" in name else None))
+        assert seen[0] == seen[1]
+        position += n
+
+
+@pytest.mark.parametrize(
+    ("cache", "chunks", "expected"),
+    [
+        (KVCache(), [3], 256),
+        (BatchKVCache([0, 2]), [3], 256),
+        (FullPrecisionBatchKVCache([0, 2]), [3], 256),
+        (SequenceQuantizedKVCache(KVPrecision.of(4, 32)), [], 256),
+        (BatchQuantizedKVCache([0, 0], KVPrecision.of(4, 32)), [], 256),
+        (RotatingKVCache(16), [12], 3),
+        (RotatingKVCache(16), [15], 0),
+        (RotatingKVCache(16), [40, 1], 0),
+        (BatchRotatingKVCache(16, [0, 2]), [12], 3),
+        (BatchRotatingKVCache(16, [0, 2]), [*[1] * 16], 0),
+        (ChunkedKVCache(16), [12], 0),
+        (CacheList(KVCache(), CacheList(RotatingKVCache(16))), [], 15),
+        (CacheList(KVCache(), ArraysCache(2)), [], 0),
+        (ArraysCache(2), [], 0),
+        (ConcatenateKVCache(), [3], 0),
+        (QuantizedKVCache(), [], 0),
+        (object(), [], 0),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int | list) else str(value),
+)
+def test_no_more_is_taken_back_than_a_cache_can_lose(
+    cache: Any, chunks: list[int], expected: int
+) -> None:
+    """mlx-lm says of a ConcatenateKVCache that it can be trimmed, but it still gives all keys."""
+    position = 0
+    for n in chunks:
+        keys, values = kv(n, position)
+        rows = len(getattr(cache, "left_padding", [0]))
+        cache.update_and_fetch(mx.repeat(keys, rows, axis=0), mx.repeat(values, rows, axis=0))
+        position += n
+    assert most_taken_back([KVCache(), cache]) == expected
+
+
+def test_of_no_caches_nothing_is_taken_back() -> None:
+    assert most_taken_back([]) == 0

@@ -27,6 +27,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     PackedCache,
     SequenceQuantizedKVCache,
 )
+from mlx_lm_kvpersist.host.scheduling.single_prompt import MOST_DRAFTED
 from tests.support.host import patched_attention
 
 from ..conftest import K_DIM, N_HEADS, V_DIM, random_kv, rounded
@@ -196,6 +197,22 @@ def test_a_draft_of_many_steps_is_taken_back_over_the_end_of_a_block(
         for n in range(n_steps):
             streams.attend(cache, references, 1, n_taken if n == n_steps - 1 else 0)
     assert streams.worst < TOLERANCE and cache.offset > 3 * GRID
+
+
+@pytest.mark.parametrize("plan", ["arrays", "packed"])
+@pytest.mark.parametrize("n_before", [1, 2, MOST_DRAFTED - 3, MOST_DRAFTED - 1])
+def test_the_longest_draft_is_taken_back_over_the_end_of_a_block(
+    plan: str, n_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pk, "GRID", 256)
+    streams = Streams(3, COARSE, PLANS[plan])
+    cache, references = SequenceQuantizedKVCache(COARSE, PLANS[plan]), [Reference(COARSE)]
+    streams.attend(cache, references, 256 - n_before, 0)
+    for n in range(MOST_DRAFTED):
+        streams.attend(cache, references, 1, MOST_DRAFTED - 1 if n == MOST_DRAFTED - 1 else 0)
+    for _ in range(n_before + 2):
+        streams.attend(cache, references, 1, 0)
+    assert cache.offset == 259 and streams.worst < TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,23 +5,29 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from importlib import import_module
-from types import SimpleNamespace
+from itertools import count
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from mlx_lm_kvpersist.cache.geometry.kinds import most_taken_back
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache, batch_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
-from mlx_lm_kvpersist.host.answers import TakenRequest
+from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
+from mlx_lm_kvpersist.host.patching.probes import ProbeModel
 from mlx_lm_kvpersist.host.scheduling import guesses
-from mlx_lm_kvpersist.host.scheduling.guesses import Guesses, can_guess
+from mlx_lm_kvpersist.host.scheduling.guesses import Guesses
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from models_check.build import build
+
+from .test_prefill import Counting, Plugin, Saving, Serving, right_answer
 
 stock: Any = import_module("mlx_lm.generate")
 WORDS = 40
@@ -40,7 +46,7 @@ class Scripted:
     def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
         start, n = cache[0].size(), ids.shape[1]
         self.n_read.append(n)
-        keys = mx.broadcast_to(ids[:, None, :, None], (1, 1, n, 32)).astype(mx.float32)
+        keys = mx.broadcast_to(ids[:, None, :, None], (len(ids), 1, n, 32)).astype(mx.float32)
         cache[0].update_and_fetch(keys, keys)
         follow = mx.array(self.script[start + 1 : start + n + 1])
         return mx.where(mx.arange(WORDS) == follow[:, None], 9.0, 0.0)[None]
@@ -66,22 +72,32 @@ def batch_of_one(
     model: Any, prompt: list[int], row: list[Any], n_reply: int, stop: int | None = None
 ) -> Any:
     model(mx.array([prompt[:-1]]), row)
-    sequences = [[stop]] if stop is not None else []
+    return batch_of_rows(model, [prompt], [row], n_reply, stop)
+
+
+def batch_of_rows(
+    model: Any, prompts: list[list[int]], rows: list[list[Any]], n_reply: int, stop: int | None
+) -> Any:
+    """Return stock's batch of replies whose prompts were computed but for their last ids."""
+    n, sequences = len(prompts), [[stop]] if stop is not None else []
     if hasattr(stock, "StopSequences"):
-        stops = {"stop_sequences": [stock.StopSequences(sequences)]}
+        stops = {"stop_sequences": [stock.StopSequences(sequences) for _ in prompts]}
     else:  # 0.31.3
         ends = {"normal": [(one, None) for one in sequences]} if sequences else {}
-        stops = {"state_machines": [stock.SequenceStateMachine(ends, initial="normal")]}
+        machines = [stock.SequenceStateMachine(ends, initial="normal") for _ in prompts]
+        stops = {"state_machines": machines}
     return stock.GenerationBatch(
         model=model,
-        uids=[7],
-        inputs=mx.array(prompt[-1:]),
-        prompt_cache=[batch_of([cache]) for cache in row],
-        tokens=[list(prompt[:-1])],
-        samplers=[None],
+        uids=list(range(7, 7 + n)),
+        inputs=mx.array([prompt[-1] for prompt in prompts]),
+        prompt_cache=[
+            batch_of(layer) or layer[0].merge(layer) for layer in zip(*rows, strict=True)
+        ],
+        tokens=[list(prompt[:-1]) for prompt in prompts],
+        samplers=[None] * n,
         fallback_sampler=lambda logprobs: mx.argmax(logprobs, axis=-1),
-        logits_processors=[[]],
-        max_tokens=[n_reply],
+        logits_processors=[[] for _ in prompts],
+        max_tokens=[n_reply] * n,
         **stops,
     )
 
@@ -105,7 +121,7 @@ def test_a_reply_is_that_of_one_token_at_a_time(
     stop = rng.choice((None, script[n_prompt + n_reply // 2]))
     plain, guessing = Scripted(script), Scripted(script)
     expected = all_of(begun(plain, n_prompt, n_reply, quantized, stop), lambda one: one.next())
-    made = Guesses()
+    made = Guesses(most_taken_back)
     made._won = 1e9
     batch = begun(guessing, n_prompt, n_reply, quantized, stop)
     told = all_of(batch, lambda one: made.next(one)[0])
@@ -125,9 +141,11 @@ def test_a_reply_is_that_of_one_token_at_a_time(
     )
 
 
-def test_what_repeats_takes_fewer_calls_of_the_model() -> None:
+def test_what_repeats_takes_fewer_calls_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
+    monkeypatch.setattr(guesses, "time", clock)
     script = [*range(1, 31), *range(1, 31), *range(1, 31)]
-    model, made = Scripted(script), Guesses()
+    model, made = Scripted(script), Guesses(most_taken_back)
     batch = begun(model, 36, 50, False, None)
     model.n_read.clear()
     all_of(batch, lambda one: made.next(one)[0])
@@ -138,7 +156,7 @@ def test_wrong_guesses_are_paid_off_before_the_next(monkeypatch: pytest.MonkeyPa
     """A step takes a second here, a guess three, and what it guesses is always wrong."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(guesses, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    made, n_guesses = Guesses(), 0
+    made, n_guesses = Guesses(most_taken_back), 0
     batch = begun(Scripted([1, 2, 3, 4, 5] * 400), 20, 900, False, None)
     stock_step = batch.next
 
@@ -158,20 +176,24 @@ def test_wrong_guesses_are_paid_off_before_the_next(monkeypatch: pytest.MonkeyPa
     assert clock.now <= 900 * 1.03
 
 
-def test_only_a_single_reply_without_processors_is_guessed() -> None:
-    batch = begun(Scripted(repeating(1, 300)), 20, 30, False, None)
-    assert can_guess(batch)
-    batch.logits_processors = [[lambda ids, logits: logits]]
-    assert not can_guess(batch)
-    batch.logits_processors = [[]]
-    batch.prompt_cache[0].is_trimmable = lambda: False
-    assert not can_guess(batch)
+@pytest.mark.parametrize("change", ["nothing", "a processor", "another reply", "no room"])
+def test_only_a_single_reply_without_processors_is_guessed(change: str) -> None:
+    """And only as many tokens as its caches can take back."""
+    script = [1, 2, 3, 4, 5] * 40
+    batch = begun(Scripted(script), 20, 30, False, None)
+    made = Guesses(lambda caches: 1 if change == "no room" else most_taken_back(caches))
+    made._step_s = 1e9
+    if change == "a processor":
+        batch.logits_processors = [[lambda ids, logits: logits]]
+    if change == "another reply":
+        batch.extend(begun(Scripted(script), 20, 30, False, None))
+    assert made.next(batch)[1] == (change == "nothing")
 
 
 @pytest.mark.parametrize("choice", [PrecisionChoice(16, 16), PrecisionChoice(6, 4, rotated=True)])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) -> None:
-    """Over lines of the grid, where guessed tokens are taken back into the block before."""
+    """Over the ends of blocks, where drafts are shortened."""
     model = build(family)
     end_on_grid(model)
     with server_attention():
@@ -182,7 +204,7 @@ def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) 
         # It is given what it will say, with faults, as a passage that it has read.
         said = [one.token for one in plain]
         faulty = [id_ if rng.random() < 0.9 else (id_ + 1) % 60 for id_ in said]
-        made = Guesses()
+        made = Guesses(most_taken_back)
         made._won, made._step_s = 1e9, 1e9
         seen = guesses._Occurrences(7, [*prompt[:-1]])
         seen.after = lambda run, n: faulty[len(seen.ids) - 199 :][:n]  # type: ignore[method-assign]
@@ -191,6 +213,80 @@ def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) 
         made._seen = seen
         told = all_of(batch, lambda one: made.next(one)[0])
     assert [one.token for one in told] == said
+
+
+def test_a_sampler_is_asked_for_one_token_at_a_time() -> None:
+    """XTC throws one coin in a call, and in older versions compares all rows of it."""
+    script, shapes = [1, 2, 3, 4, 5] * 40, set()
+    batch, made = begun(Scripted(script), 20, 30, False, None), Guesses(most_taken_back)
+
+    def sample(logprobs: mx.array) -> mx.array:
+        shapes.add(logprobs.shape)
+        return mx.argmax(logprobs, axis=-1)
+
+    batch.samplers = [sample]
+    told = all_of(batch, lambda one: made.next(one)[0])
+    assert shapes == {(1, WORDS)} and [one.token for one in told] == script[20:50]
+
+
+class Counted(Saving):
+    """A request whose plugin knows what follows: the next numbers, and then a wrong one."""
+
+    def guess(self, run: Sequence[int], n: int) -> list[int]:
+        return [*range(run[-1] + 1, run[-1] + n), 7]
+
+
+@pytest.mark.parametrize("place", ["model", "end"])
+def test_a_draft_that_fails_half_way_ends_its_reply_and_leaves_nothing(
+    place: str, patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the model, whose caches then have the draft's tokens, or at the end inside a draft."""
+
+    class Failing(Counting):
+        def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+            logits = super().__call__(ids, cache)
+            if place == "model" and 1 < ids.shape[1] < 18 and int(ids[0, 0]) >= 1020:
+                raise RuntimeError("bad luck")
+            return logits
+
+    monkeypatch.setattr("tests.host.scheduling.test_prefill.Saving", Counted)
+    plugin, model = Plugin(PrefillLimits(1.0, lambda position: 64)), Failing()
+    support = ModelSupport(list, batch_of, limits=plugin.limits, most_taken_back=most_taken_back)
+    model.make_cache = PluginCaches(model, "saves", support)
+    generator = patched_server.BatchGenerator(model, stream=mx.default_stream(mx.cpu))
+    serving = Serving(generator, plugin, model)
+    client = serving.ask(1000, 20, 9)
+    while not client.answer:
+        serving.step()
+    if place == "end":
+
+        def extract_cache(batch: Any, place: int) -> Any:
+            raise RuntimeError("bad luck")
+
+        monkeypatch.setattr(stock.GenerationBatch, "extract_cache", extract_cache)
+    while not client.context._should_stop:
+        serving.step()
+    monkeypatch.undo()
+    assert "bad luck" in str(client.error)
+    assert all(tokens == client.ids[: len(tokens)] == keys for *_, tokens, keys in plugin.saved)
+    serving.run(again := serving.ask(500, 20))
+    assert again.answer == right_answer(again)
+    generator.close()
+
+
+@pytest.mark.parametrize("answer", [None, "many", RuntimeError("bug")])
+def test_a_plugin_that_cannot_tell_its_room_gets_no_drafts(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def room(caches: Sequence[Any]) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    model = ProbeModel()
+    support = ModelSupport(list, most_taken_back=room)
+    assert PluginCaches(model, "fails", support).most_taken_back([KVCache()]) == 0
+    assert "plugin fails failed in hook model_loaded" in caplog.text
 
 
 class Stored(TakenRequest):
@@ -223,7 +319,7 @@ def test_what_the_conversation_does_not_have_is_guessed_by_the_plugin(
     expected = all_of(begun(plain, 30, 350, True, None), lambda one: one.next())
     batch, request = begun(guessing, 30, 350, True, None), Stored(stored, rng)
     batch.tokens = [TakenTokens(batch.tokens[0], Taken("stored", request))]
-    made = Guesses()
+    made = Guesses(most_taken_back)
     made._won = 1e9
     guessing.n_read.clear()
     told = all_of(batch, lambda one: made.next(one)[0])
@@ -236,7 +332,7 @@ def test_what_the_conversation_does_not_have_is_guessed_by_the_plugin(
 def test_a_plugin_is_not_asked_for_what_the_conversation_has() -> None:
     script = [*range(1, 31), *range(1, 31), *range(1, 31)]
     model, request = Scripted(script), Stored([], random.Random(0))
-    batch, made = begun(model, 36, 50, False, None), Guesses()
+    batch, made = begun(model, 36, 50, False, None), Guesses(most_taken_back)
     batch.tokens = [TakenTokens(batch.tokens[0], Taken("stored", request))]
     all_of(batch, lambda one: made.next(one)[0])
     assert request.n_asked <= 1  # with the last id of the first pass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from itertools import count
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from mlx_lm_kvpersist.host.answers import (
     Prepared,
     Prompt,
 )
-from mlx_lm_kvpersist.host.scheduling import batch_generator
+from mlx_lm_kvpersist.host.scheduling import batch_generator, guesses
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 
 from .test_prefill import VOCABULARY, Client, Counting, Plugin, Saving, Serving
@@ -73,7 +74,9 @@ def serve(
     def start(most: int) -> tuple[Serving, Scales]:
         plugin = Plugin(PrefillLimits(1.0, lambda position: 64))
         scales, model = Scales(most), Counting()
-        support = ModelSupport(list, limits=plugin.limits, memory=scales)
+        support = ModelSupport(
+            list, limits=plugin.limits, memory=scales, most_taken_back=lambda caches: 17
+        )
         model.make_cache = PluginCaches(model, "saves", support)
         stream = mx.default_stream(mx.default_device())
         made.append(patched_server.BatchGenerator(model, stream=stream))
@@ -135,6 +138,27 @@ def test_the_youngest_goes_on_with_the_same_tokens(
         assert kind != PARKED or tokens == keys
     chunks = [rows for rows in serving.model.computed if max(rows) > 1]
     assert (len(chunks) == 6) == keeps  # two segments a prompt
+
+
+def test_a_parked_reply_has_no_token_of_a_draft(
+    serve: Callable[..., tuple[Serving, Scales]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has drafts while it is alone, before it is parked and after; their ends are wrong."""
+    clock = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
+    monkeypatch.setattr(guesses, "time", clock)
+    monkeypatch.setattr(Kept, "guess", lambda self, run, n: [run[-1] + 1, run[-1] + 2, 7, 8][:n])
+    serving, _ = serve(most=120)
+    clients = [serving.ask(1000, 40, N_TOKENS)]
+    while len(clients[0].answer) < 9:
+        serving.step()
+    clients += [serving.ask(1000 * i, 40, N_TOKENS) for i in (2, 3)]
+    n_before = len(serving.model.computed)
+    finish(serving, *clients)
+    assert [client.answer for client in clients] == [right(client) for client in clients]
+    saved = [(tokens, keys) for _, kind, tokens, keys in serving.plugin.saved if kind == PARKED]
+    assert saved and all(tokens == keys for tokens, keys in saved)
+    for computed in (serving.model.computed[:n_before], serving.model.computed[-3:]):
+        assert any(1 < rows[0] < 5 for rows in computed), "no drafts"
 
 
 def test_what_is_told_is_what_runs(serve: Callable[..., tuple[Serving, Scales]]) -> None:

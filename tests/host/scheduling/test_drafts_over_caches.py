@@ -1,0 +1,256 @@
+"""Draft tokens over every kind of cache change no reply, and leave nothing in what is stored.
+
+Each reply is compared with the model's own caches, which compute it token by token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import CacheList, KVCache
+
+from mlx_lm_kvpersist.cache.geometry.kinds import kind_of, most_taken_back, slots_of
+from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
+from mlx_lm_kvpersist.cache.live.packed import GRID
+from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cli.quality_checks import served, server_attention
+from mlx_lm_kvpersist.errors import ModelNotSupported
+from mlx_lm_kvpersist.host.scheduling import guesses
+from mlx_lm_kvpersist.host.scheduling.guesses import Guesses
+from models_check.build import build
+from models_check.configs import available
+
+from .test_guesses import batch_of_rows
+
+WORDS = 60
+"""Ids that prompts are made of."""
+FULL, DEFAULT = PrecisionChoice(16, 16), PrecisionChoice(6, 4, rotated=True)
+
+
+class Composite(nn.Module):  # type: ignore[misc]
+    """A model that keeps the caches of two layers in one CacheList."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = model
+
+    def make_cache(self) -> list[CacheList]:
+        first, *others = self.inner.make_cache()
+        return [CacheList(first, CacheList(*others))]
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        logits: mx.array = self.inner(ids, cache=slots_of(cache))
+        return logits
+
+
+@dataclass
+class Reply:
+    """What a model says, and the caches at the end of the last token."""
+
+    tokens: list[int]
+    logprobs: list[mx.array]
+    caches: list[Any]
+
+
+class Replies:
+    """A model with caches of one precision, and what it says to random prompts."""
+
+    def __init__(self, model: Any, choice: PrecisionChoice = FULL) -> None:
+        self.model, self.choice = model, choice
+        # A number between two steps of the quantization may go to either.
+        self.tolerance = 1e-4 if choice == FULL else 2e-2
+        end_on_grid(model)
+        self.batches = True
+        if isinstance(model, Composite):
+            self.make_cache: Any = model.make_cache
+            return
+        with server_attention():
+            spec = served(model, choice, "packed")
+        self.make_cache, self.batches = spec.make_cache, spec.batches
+
+    def own_caches(self) -> list[Any]:
+        """Return caches of mlx-lm; for a quantized model those of a sequence that is alone."""
+        if self.choice != FULL:
+            caches: list[Any] = self.make_cache()
+        elif hasattr(self.model, "make_cache"):
+            caches = self.model.make_cache()
+        else:
+            caches = [KVCache() for _ in self.model.layers]
+        return caches
+
+    def plainly(self, prompt: list[int], n_tokens: int, stop: int | None) -> Reply:
+        """Compute a reply token by token."""
+        reply, ids = Reply([], [], self.own_caches()), prompt
+        while len(reply.tokens) < n_tokens and stop not in reply.tokens[-1:]:
+            logits = self.model(mx.array([ids]), cache=reply.caches)[0, -1]
+            reply.logprobs.append(logits - mx.logsumexp(logits))
+            reply.tokens.append(int(mx.argmax(logits)))
+            ids = reply.tokens[-1:]
+        return reply
+
+    def drafted(
+        self,
+        prompt: list[int],
+        n_tokens: int,
+        stop: int | None,
+        said: list[int],
+        rng: random.Random,
+        *,
+        beside: bool,
+    ) -> Reply:
+        """Compute a reply with drafts of `said`, in which some tokens are wrong.
+
+        The prompt is computed in chunks of any length. There may have been another reply `beside`
+        it: then the row may have padding in front.
+        """
+        row, start = self.make_cache(), 0
+        while start < len(prompt) - 1:
+            stop_at = min(len(prompt) - 1, start + rng.choice((1, 2, 7, 40, 400)))
+            self.model(mx.array([prompt[start:stop_at]]), cache=row)
+            start = stop_at
+        rows, prompts = [row], [prompt]
+        if beside and start:
+            other = [rng.randrange(1, WORDS) for _ in range(rng.randrange(2, 2 * len(prompt) + 2))]
+            rows.append(self.make_cache())
+            self.model(mx.array([other[:-1]]), cache=rows[1])
+            prompts.append(other)
+        batch = batch_of_rows(self.model, prompts, rows, n_tokens, stop)
+        batch.filter([0])
+        made = Guesses(most_taken_back)
+        made._won = made._step_s = 1e9
+
+        def after(last: Sequence[int], n: int) -> list[int]:
+            at = len(batch.tokens[0]) - len(prompt) + 1
+            right = [*said, *(said[-1:] * n)][at : at + n]
+            share = rng.choice((0.0, 0.1, 0.4))
+            wrong = [(one + 1) % WORDS if rng.random() < share else one for one in right[1:]]
+            return [*right[:1], *wrong]
+
+        made._after = after  # type: ignore[method-assign]
+        told: list[Any] = []
+        self.n_drafted = 0
+        while len(batch):
+            made._n_ids = rng.randrange(1, guesses.MOST + 1)
+            more, is_drafted = made.next(batch)
+            told += more
+            self.n_drafted += is_drafted
+        return Reply(
+            [one.token for one in told], [one.logprobs for one in told], told[-1].prompt_cache
+        )
+
+    def check(self, rng: random.Random, n_prompt: int, n_tokens: int) -> int:
+        """Compare a reply with drafts and a reply without; return how many steps had drafts."""
+        prompt = [rng.randrange(1, WORDS) for _ in range(n_prompt)]
+        with server_attention():
+            said = self.plainly(prompt, n_tokens + guesses.MOST, None).tokens
+            stop = rng.choice((None, said[rng.randrange(n_tokens)]))
+            plain = self.plainly(prompt, n_tokens, stop)
+            drafted = self.drafted(prompt, n_tokens, stop, said, rng, beside=rng.random() < 0.3)
+            assert drafted.tokens == plain.tokens
+            worst = max(map(farthest, drafted.logprobs, plain.logprobs))
+            assert worst < self.tolerance
+            self.check_end(drafted.caches, [*prompt, *drafted.tokens])
+        return self.n_drafted
+
+    def check_end(self, caches: list[Any], ids: list[int]) -> None:
+        """Compare caches at the end of a reply with those of a cold run."""
+        cold = self.own_caches()
+        self.model(mx.array([ids]), cache=cold)
+        for slot, other in zip(slots_of(caches), slots_of(cold), strict=True):
+            if isinstance(slot, SequenceQuantizedKVCache):
+                slot.plan = other.plan = None  # then they give arrays
+                slot.forget(), other.forget()
+                assert (slot.offset, slot.newest.size()) == (len(ids), other.newest.size())
+                pairs = zip(slot.keys_and_values(), other.keys_and_values(), strict=True)
+                for pair in pairs:
+                    assert share_far_apart(*pair) < 1e-3
+            elif states := kind_of(slot).states(slot):
+                assert max(map(farthest, states, kind_of(other).states(other))) < 1e-4
+            else:
+                kind = kind_of(slot)
+                window = kind.window(slot) if kind.window else len(ids)
+                at = max(0, len(ids) - window), len(ids)
+                assert kind.positions(slot)[1] == len(ids)
+                for x, y in zip(kind.tokens(slot, *at), kind.tokens(other, *at), strict=True):
+                    assert farthest(*x, *y) < 1e-4
+
+
+def farthest(x: mx.array, y: mx.array) -> float:
+    return float(mx.abs(x - y).max()) if x.size else 0.0
+
+
+def share_far_apart(x: mx.array, y: mx.array) -> float:
+    far: Any = mx.abs(x - y) > 1e-3 * mx.abs(y).max()
+    return float(far.mean())
+
+
+def windowed(name: str, window: int) -> Any:
+    return build(name, config={"sliding_window": window})
+
+
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 16))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "composite"])
+def test_a_draft_over_the_end_of_a_window_changes_nothing(name: str, seed: int) -> None:
+    rng = random.Random(f"{name} {seed}")
+    window = (8, 16, 33, 64)[seed % 4]
+    model = Composite(windowed("gemma3_text", window)) if name == "composite" else None
+    replies = Replies(model or windowed(name, window))
+    n_drafted = sum(
+        replies.check(rng, max(1, window - before), rng.randrange(1, 2 * window))
+        for before in (window, *rng.sample(range(1, window), 5), -3)
+    )
+    assert n_drafted, "drafts are given up where they could be taken back"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("choice", [FULL, DEFAULT], ids=["full precision", "quantized"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_draft_over_the_end_of_a_block_changes_nothing(
+    name: str, choice: PrecisionChoice, seed: int
+) -> None:
+    """The one model reads packed keys, the other arrays. Buffers grow at 256 tokens, too."""
+    rng = random.Random(f"{name} {seed}")
+    replies = Replies(build(name), choice)
+    n_prompt = rng.choice((1, 2)) * GRID - rng.randrange(0, 24)
+    assert replies.check(rng, n_prompt, rng.randrange(20, 40))
+
+
+def test_a_state_is_never_given_a_draft() -> None:
+    rng, replies = random.Random(1), Replies(build("lfm2"))
+    assert [replies.check(rng, n_prompt, 12) for n_prompt in (2, 9)] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", available())
+def test_a_draft_changes_no_reply_of_any_architecture(name: str) -> None:
+    """As the model replies in a batch: some replies alone are others, in mlx-lm, too."""
+    try:
+        replies = Replies(build(name))
+    except ModelNotSupported:
+        pytest.skip("its caches are not kept")
+    slots = slots_of(replies.make_cache())
+    if not (replies.batches and all(hasattr(slot, "merge") for slot in slots)):
+        pytest.skip("it is not served in a batch")
+    rng = random.Random(name)
+    for n_prompt in (3, 9, 20, 250):
+        prompt = [rng.randrange(1, WORDS) for _ in range(n_prompt)]
+        row = replies.make_cache()
+        replies.model(mx.array([prompt[:-1]]), cache=row)
+        batch, plain = batch_of_rows(replies.model, [prompt], [row], 40, None), list[Any]()
+        while len(batch):
+            plain += batch.next()
+        said = [one.token for one in plain]
+        drafted = replies.drafted(prompt, 24, None, said, rng, beside=False)
+        assert drafted.tokens == said[:24]
+        pairs = zip(drafted.logprobs, [one.logprobs for one in plain], strict=False)
+        assert max(farthest(*pair) for pair in pairs) < 1e-2  # 4e-4 in muse_spark without drafts
