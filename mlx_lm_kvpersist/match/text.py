@@ -6,8 +6,8 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, takewhile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, compress, count, takewhile
 from typing import Any
 
 from ..block import IMAGE_GOES_ON
@@ -50,13 +50,23 @@ class TokenText:
 
     Decoding is UTF-8 with replacement characters, the way a client sees a reply. A sequence can
     end inside a character; the bytes that wait for their rest are called `pending`. Ids without
-    known bytes decode to a replacement character: ask `covers` before comparing texts. An image is
-    IMAGE_MARK and its digest in hex. Anybody can write that, so
-    whoever compares texts compares the images besides.
+    known bytes decode to a replacement character: ask `covers` before comparing texts.
+
+    Ordinary tokens can spell the text of a control token, and that of an image, which is IMAGE_MARK
+    and its digest in hex. So equal texts are equal prompts only if their `controls` are equal, too.
+    `controls` are the ids of the tokens that the tokenizer finds in a text before anything else.
+    `normalised` is what the tokenizer does to other text before it encodes that.
     """
 
-    def __init__(self, pieces: Mapping[int, bytes]) -> None:
+    def __init__(
+        self,
+        pieces: Mapping[int, bytes],
+        controls: Iterable[int] = (),
+        normalised: Callable[[str], str] = str,
+    ) -> None:
         self._pieces = _Pieces({i: piece for i, piece in pieces.items() if piece})
+        self._controls = frozenset(controls)
+        self.normalised = normalised
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenText | None:
@@ -78,14 +88,35 @@ class TokenText:
             return None
         # Not range(len(tokenizer)): the largest id can be larger than the number of tokens.
         pieces = {i: to_bytes(token) for token, i in tokenizer.get_vocab().items()}
+        added = tokenizer.get_added_vocab()
         if to_bytes is _byte_level_piece:  # added tokens do not have its stand-ins
-            added = tokenizer.get_added_vocab()
             pieces |= {i: content.encode() for content, i in added.items()}
-        return cls(pieces)
+        space = "\u2581" if to_bytes is _sentencepiece_piece else " "
+
+        def normalised(text: str) -> str:
+            normalizer = backend.normalizer
+            return normalizer.normalize_str(text).replace(space, " ") if normalizer else text
+
+        return cls(pieces, added.values(), normalised)
 
     def covers(self, ids: Iterable[int]) -> bool:
         """Say whether the bytes of all these tokens are known, so that their text tells them."""
         return all(i < 0 or i in self._pieces for i in set(ids))
+
+    def control_places(self, ids: Sequence[int]) -> list[int]:
+        """Return the places of control tokens, and of the tokens of images, among ids."""
+        found = {i for i in set(ids) if i < 0 or i in self._controls}
+        return list(compress(count(), map(found.__contains__, ids))) if found else []
+
+    def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
+        """Return each control token and image, behind the number of characters before it."""
+        found, n_chars, start = [], 0, 0
+        for place in self.control_places(ids):
+            text, pending = self.feed(ids[start : place + 1], pending)
+            n_chars, start = n_chars + len(text), place + 1
+            if ids[place] != IMAGE_GOES_ON:
+                found.append((n_chars - len(self.decode(ids[place:start])), ids[place]))
+        return found
 
     def n_bytes_ends(self, ids: Iterable[int]) -> list[int]:
         """Return the byte offset at which each token ends."""

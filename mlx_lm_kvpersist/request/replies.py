@@ -3,26 +3,34 @@
 The rule: the prompt that the model reads is, byte for byte, what the template renders from the
 conversation. There is one exception. A reply may be fed as the model's own ids, if
 
-1. the client sent back the content and the tool calls that it was sent for these ids, or, of a
-   reply that ended without an end token, a beginning of them: nobody knows how much of it a client
-   has read that left, and max_tokens or a stop string cut some of what was produced;
+1. the client sent back what it was sent: the same content and reasoning, character by character,
+   and equal tool calls, as JSON values. Reasoning may be left out. A reply without an end token may
+   be a beginning of that: its client has perhaps left, and nobody knows how much of it was read;
 2. the prompt before the reply reads as it did when the model produced the ids, character for
    character: bytes of the model that are no character read as clients see them, as U+FFFD;
-3. what the template renders from there to the next end token is the same reply: the same text
-   but for white space and Unicode normalisation, reasoning included, and the same tool calls;
+3. what the template renders from there to the next end token has the same form (`_form`);
 4. the reply's ids begin and end with the white space that is rendered there, so that none which
    the template writes is lost or doubled.
 
-Everything else stays as rendered. Rendering and ids differ because the server's detokenizer drops
-a leading space, the server parses tool calls and the template serialises them anew, templates
-trim, and tokenizers normalise. Where they cannot differ, nothing is remembered: text matching
-finds the ids.
+Everything else stays as rendered. A client that changes a character, or strips a reply, is read as
+it says. So what was rendered can differ from the ids by what the server, the template and the
+tokenizer do alone. Their forms are equal in spite of these differences, and of no others:
+
+- white space at the ends of content and of reasoning: the server's detokenizer drops a leading
+  space, templates trim, and write white space around reasoning and tool calls;
+- how the JSON of a tool call is written: the server parses it, the template serialises it again;
+- what the tokenizer normalises, such as NFD to NFC;
+- a byte 0, which mlx-lm shows as the character U+0100.
+
+Control tokens stand in both at the same places. Where rendering and ids cannot differ, nothing is
+remembered: text matching finds the ids.
 """
 
 from __future__ import annotations
 
 import json
-import unicodedata
+import re
+import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,20 +39,22 @@ from typing import Any
 
 from ..block import Root, pack_ids, unpack_ids
 from ..host.answers import Prompt
-from ..match.text import TokenText
 from ..store.block_store import BlockStore
 from ..store.records import Commit
 from .lookup import with_ids
 from .model import LoadedModel
 
-Message = dict[str, Any]
+Message = Mapping[str, Any]
 _DIGEST_BYTES = 16
-_START = _DIGEST_BYTES + 1 + 8
+_HEAD = struct.Struct(f"<{_DIGEST_BYTES}s?QI")
+_CONTROL, _BLANK = "\ud800", "\ud801"
+"""Stand around a control token in a form: half a surrogate, which no text has. _BLANK stands around
+one that is white space, such as Gemma's line breaks."""
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """The ids of a reply; size and digest of the text of its prompt.
+    """The ids of a reply; size and digest of the text of its prompt; what its client was sent.
 
     has_ended: whether the model ended it itself; else max_tokens, a stop string or its client did.
     """
@@ -53,15 +63,28 @@ class _Reply:
     has_ended: bool
     n_prompt_bytes: int
     prompt_digest: bytes
+    content: str
+    reasoning: str
 
     def to_bytes(self) -> bytes:
-        about = bytes([self.has_ended]) + self.n_prompt_bytes.to_bytes(8, "little")
-        return self.prompt_digest + about + pack_ids(self.ids)
+        sent = json.dumps([self.content, self.reasoning]).encode()
+        about = self.prompt_digest, self.has_ended, self.n_prompt_bytes, len(sent)
+        return _HEAD.pack(*about) + sent + pack_ids(self.ids)
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> _Reply:
-        digest, about, ids = packed[:_DIGEST_BYTES], packed[_DIGEST_BYTES:_START], packed[_START:]
-        return cls(unpack_ids(ids), bool(about[0]), int.from_bytes(about[1:], "little"), digest)
+        digest, has_ended, n_prompt_bytes, n_sent = _HEAD.unpack_from(packed)
+        end = _HEAD.size + n_sent
+        sent = json.loads(packed[_HEAD.size : end])
+        return cls(unpack_ids(packed[end:]), has_ended, n_prompt_bytes, digest, *sent)
+
+    def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
+        """Tell whether a client sends back what it was sent, or unless `is_whole` a beginning."""
+        for name in ("reasoning", "reasoning_content"):
+            if message.get(name) and message[name] != self.reasoning:
+                return False
+        content, calls = _said(message)
+        return is_whole or (not calls and self.content[: len(content)] == content)
 
 
 def remember(
@@ -88,16 +111,18 @@ def remember(
     if not model.text.covers((*prompt, *reply)):
         return ()
     ids = list(reply[:-1] if has_ended else reply)
+    said = sent if sent is not None else _streamed(ids, model.tokenizer)
+    content, reasoning = said.get("content") or "", said.get("reasoning") or ""
     if has_ended:
-        text, content = model.text.decode(ids), (sent or {}).get("content") or ""
-        if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
+        text = model.text.decode(ids)
+        if text == content == text.strip() == model.text.normalised(text).strip():
             return ()
-    *_, (key, key_begun) = _reply_keys([*messages, {**(sent or {}), "role": "assistant"}])
+    *_, (_, key, key_begun) = _replies_among([*messages, {**said, "role": "assistant"}])
     keys = [key] if sent is not None else []
     keys += [] if has_ended else [key_begun]
     before = model.text.decode(prompt).encode()
     digest = blake2b(before, digest_size=_DIGEST_BYTES).digest()
-    made = _Reply(ids, has_ended, len(before), digest).to_bytes()
+    made = _Reply(ids, has_ended, len(before), digest, content, reasoning).to_bytes()
     replies = dict.fromkeys(keys, made)
     store.commit(Commit(root, (), replies=replies, messages=messages), [])
     return keys
@@ -107,7 +132,7 @@ def known_replies(
     store: BlockStore, root: Root, messages: Sequence[Mapping[str, Any]]
 ) -> dict[bytes, bytes]:
     """Return what is remembered of the replies among messages, packed, by digest. Any thread."""
-    return store.replies(root.key, [key for pair in _reply_keys(messages) for key in pair])
+    return store.replies(root.key, [key for _, *keys in _replies_among(messages) for key in keys])
 
 
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
@@ -116,12 +141,16 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     Replies to which the rule does not apply stay as they were rendered.
     """
     tokens = model.text
-    keys = list(_reply_keys(prompt.messages))
-    if tokens is None or not keys:
+    among = list(_replies_among(prompt.messages))
+    if tokens is None or not among:
         return prompt
-    stored = store.replies(root.key, [key for pair in keys for key in pair])
-    packed = [stored.get(key) or stored.get(key_begun) for key, key_begun in keys]
-    replies = [_Reply.from_bytes(found) for found in packed if found is not None]
+    stored = store.replies(root.key, [key for _, *keys in among for key in keys])
+    replies: list[tuple[Message, _Reply]] = []
+    for message, key, key_begun in among:
+        if (packed := stored.get(key) or stored.get(key_begun)) is not None:
+            reply = _Reply.from_bytes(packed)
+            if reply.was_sent_as(message, is_whole=key in stored):
+                replies.append((message, reply))
     if not replies or not tokens.covers(prompt.ids):
         return prompt
     read = memoryview(tokens.to_bytes(prompt.ids))
@@ -138,7 +167,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
         boundaries.update((i, len(ids) + i - n_read) for i in range(n_read, stop + 1))
         ids.extend(prompt.ids[n_read:stop])
 
-    for reply in replies:
+    for message, reply in replies:
         start = bisect_left(ends, ends[n_read] + reply.n_prompt_bytes - n_bytes, n_read)
         if start >= len(ends):
             continue
@@ -147,8 +176,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
         up_to.update(read[ends[n_read] : ends[start]])
         if up_to.digest() != reply.prompt_digest:
             continue
-        rendered = tokens.decode(prompt.ids[start:stop])
-        own_ids = reply.ids[: _n_rendered(rendered, reply, tokens, model.tokenizer)]
+        own_ids = reply.ids[: _n_rendered(prompt.ids[start:stop], message, reply, model)]
         if not own_ids:
             continue
         copy_up_to(start)
@@ -161,78 +189,126 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     return with_ids(prompt, ids, boundaries)
 
 
-def _n_rendered(rendered: str, reply: _Reply, tokens: TokenText, tokenizer: Any) -> int:
+def _n_rendered(
+    rendered: Sequence[int], message: Message, reply: _Reply, model: LoadedModel
+) -> int:
     """Return how many first ids of a reply a template rendered so; 0 if it rendered others."""
+    tokens = model.text
+    assert tokens is not None
+    text, form = tokens.decode(rendered), _form(rendered, model)
+    lead, tail = _blank_ends(text)
+    read_tail = "" if reply.has_ended else _blank_ends(_said(message)[0])[1]
 
-    def n_chars(n_ids: int) -> int:
-        return len("".join(_shown(tokens.decode(reply.ids[:n_ids])).split()))
+    def length(n_ids: int) -> tuple[int, int]:
+        own = tokens.decode(reply.ids[:n_ids])
+        return len("".join(own.split())), len(_blank_ends(own)[1])
 
     places: Sequence[int] = range(len(reply.ids) + 1)
     first, stop = len(reply.ids), len(places)
     if not reply.has_ended:
-        wanted = len("".join(rendered.split()))
-        first, stop = (find(places, wanted, key=n_chars) for find in (bisect_left, bisect_right))
-    for n in (*places[first:stop], len(reply.ids)):
-        if _is_same(rendered, tokens.decode(reply.ids[:n]), tokenizer):
+        wanted = len("".join(text.split())), len(tail)
+        first, stop = (find(places, wanted, key=length) for find in (bisect_left, bisect_right))
+    for n in (*places[first : max(first + 1, stop)], len(reply.ids)):
+        own_lead, own_tail = _blank_ends(tokens.decode(reply.ids[:n]))
+        is_read = reply.has_ended or read_tail.startswith(own_tail)
+        has_ends = own_lead.endswith(lead) and own_tail.startswith(tail)
+        if is_read and has_ends and _form(reply.ids[:n], model) == form:
             return n
     return 0
 
 
-def _is_same(rendered: str, own: str, tokenizer: Any) -> bool:
-    """Tell whether a template rendered this reply, without white space that is not in the reply."""
-    lead, tail = _blank_ends(rendered)
-    own_lead, own_tail = _blank_ends(own)
-    if not own_lead.endswith(lead) or not own_tail.startswith(tail):
-        return False
-    one, other = (unicodedata.normalize("NFC", _shown(text)) for text in (rendered, own))
-    return list(_parts(one, tokenizer)) == list(_parts(other, tokenizer))
+def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
+    """Return a reply in the form in which the rendered one and the model's own are compared."""
+    tokenizer = model.tokenizer
+    names = "think_start", "think_end", "tool_call_start", "tool_call_end"
+    marks = [_marked(model.encode(getattr(tokenizer, name) or ""), model).strip() for name in names]
+    any_mark = "|".join(map(re.escape, filter(None, marks))) or "(?!)"
+    form, before = list[str](), ""
+    for part in re.split(f"({any_mark})", _marked(ids, model)):
+        form.append(_value(part, tokenizer) if before == marks[2] != "" else _trimmed(part))
+        before = part
+    return form
 
 
-def _shown(text: str) -> str:
-    """Return text as clients see it: mlx-lm shows a byte 0 as the character U+0100."""
-    return text.replace("\0", "\u0100")
+def _marked(ids: Sequence[int], model: LoadedModel) -> str:
+    """Return the text of ids, normalised, with marks around control tokens."""
+    tokens = model.text
+    assert tokens is not None
+    parts, start = list[str](), 0
+    for place in (*tokens.control_places(ids), len(ids)):
+        text = tokens.decode(ids[start:place]).replace("\0", "\u0100")
+        control = tokens.decode(ids[place : place + 1])
+        mark = _BLANK if control.isspace() else _CONTROL
+        parts += [tokens.normalised(text), *((mark, control, mark) if control else ())]
+        start = place + 1
+    return "".join(parts)
+
+
+def _trimmed(text: str) -> str:
+    """Return a marked text without white space at its ends."""
+    while text != (inner := text.strip().strip(_BLANK)):
+        text = inner
+    return text
+
+
+def _value(call: str, tokenizer: Any) -> str:
+    """Return a tool call as JSON; as it is written if the server's parser cannot read it.
+
+    So is one with a control token: JSON would not tell that from its spelling.
+    """
+    if _CONTROL in call:
+        return call
+    try:
+        value = tokenizer.tool_parser(call.replace(_BLANK, ""), None)
+        return json.dumps(value, sort_keys=True, default=str)
+    except Exception:
+        return call
 
 
 def _blank_ends(text: str) -> tuple[str, str]:
     return text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
 
 
-def _parts(text: str, tokenizer: Any) -> Iterator[str]:
-    """Yield a reply's text without white space and its tool calls, in a form for comparison.
-
-    The server's own parser reads the calls. One that it cannot read is text.
-    """
-    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    content, *calls = text.split(start) if start else [text]
-    yield "".join(content.split())
-    for call in calls:
-        arguments, _, content = call.partition(end) if end else (call, "", "")
-        try:
-            yield json.dumps(tokenizer.tool_parser(arguments, None), sort_keys=True, default=str)
-        except Exception:
-            yield arguments
-        yield "".join(content.split())
+def _streamed(ids: Sequence[int], tokenizer: Any) -> Message:
+    """Return what was sent, at most, of a reply whose client left before it ended."""
+    detokenizer = tokenizer.detokenizer
+    for token_id in ids:
+        detokenizer.add_token(token_id)
+    detokenizer.finalize()
+    reasoning, content = "", detokenizer.text
+    if end := tokenizer.think_end:
+        reasoning, _, content = content.rpartition(end)
+        reasoning = reasoning.removeprefix(tokenizer.think_start)
+    if call := tokenizer.tool_call_start:
+        content = content.partition(call)[0]
+    return {"content": content, "reasoning": reasoning}
 
 
-def _reply_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield two keys of each assistant message: hashes over the messages up to it, and before it.
+def _replies_among(
+    messages: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], bytes, bytes]]:
+    """Yield each assistant message with two keys: hashes over the messages up to it, and before it.
 
     They do not depend on the form in which a client sends content, nor on reasoning.
     """
-    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-2")
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-3")
     for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" for part in content
-        ):
-            content = "".join(str(part.get("text")) for part in content)
-        calls = [_call_of(call) for call in message.get("tool_calls") or ()]
-        encoded = json.dumps([message.get("role"), content or "", calls], default=str).encode()
+        encoded = json.dumps([message.get("role"), *_said(message)], default=str).encode()
         before = digest.copy()
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
         if message.get("role") == "assistant":
             before.update(b"begun")
-            yield digest.digest(), before.digest()
+            yield message, digest.digest(), before.digest()
+
+
+def _said(message: Message) -> tuple[Any, list[Any]]:
+    """Return a message's content, with its texts joined as stock joins them, and its calls."""
+    content = message.get("content") or ""
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    ):
+        content = "".join(str(part.get("text")) for part in content)
+    return content, [_call_of(call) for call in message.get("tool_calls") or ()]
 
 
 def _call_of(call: Any) -> list[Any]:
