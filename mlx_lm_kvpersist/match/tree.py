@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from math import ceil
 from typing import Any, Literal, Protocol
 
@@ -218,11 +218,8 @@ def _n_alike(
     `position`.
     """
     first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
-    asked = [(start - position, token_id) for start, token_id in own[first:stop]]
-    for pair in zip_longest(stored, asked):
-        if pair[0] != pair[1]:
-            return min(n_chars, *(one[0] for one in pair if one is not None))
-    return n_chars
+    asked = {(start - position, token_id) for start, token_id in own[first:stop]}
+    return min([n_chars, *(start for start, _ in asked.symmetric_difference(stored))])
 
 
 def common_prefix(content: Any, prompt: Any, position: int) -> int:

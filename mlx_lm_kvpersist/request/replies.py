@@ -4,41 +4,41 @@ The rule: the prompt that the model reads is, byte for byte, what the template r
 conversation. There is one exception. A reply may be fed as the model's own ids, if
 
 1. the client sent back what it was sent: the same content and reasoning, character by character,
-   and equal tool calls, as JSON values. Reasoning may be left out. A reply without an end token may
-   be a beginning of that: its client has perhaps left, and nobody knows how much of it was read;
+   and equal tool calls, as JSON values. Reasoning may be left out. Content may be a beginning of
+   what was sent if the reply has no end token: nobody knows how much a client that left has read;
 2. the prompt before the reply reads as it did when the model produced the ids, character for
    character: bytes of the model that are no character read as clients see them, as U+FFFD;
 3. what the template renders from there to the next end token has the same form (`_form`);
 4. the reply's ids begin and end with the white space that is rendered there, so that none which
    the template writes is lost or doubled.
 
-Everything else stays as rendered. A client that changes a character, or strips a reply, is read as
-it says. So what was rendered can differ from the ids by what the server, the template and the
-tokenizer do alone. Their forms are equal in spite of these differences, and of no others:
+Everything else stays as rendered: the model reads whatever a client changes, also a space or a line
+break at the end. Rendering and ids then differ only by what the server, the template and the
+tokenizer do alone. The form of a reply leaves these differences out, and no others:
 
-- white space at the ends of content and of reasoning: the server's detokenizer drops a leading
-  space, templates trim, and write white space around reasoning and tool calls;
-- how the JSON of a tool call is written: the server parses it, the template serialises it again;
-- what the tokenizer normalises, such as NFD to NFC;
-- a byte 0, which mlx-lm shows as the character U+0100.
+- white space at the ends of content, of reasoning and of tool calls: templates trim it and write
+  it, and the server's detokenizer drops a space at either end of a reply;
+- the spelling of a tool call's JSON: the server parses it, and the template serialises it again;
+- Unicode normalisation and the like, if the tokenizer does it;
+- a byte 0, which the server sends as the character U+0100.
 
-Control tokens stand in both at the same places. Where rendering and ids cannot differ, nothing is
-remembered: text matching finds the ids.
+If rendering and ids cannot differ, nothing is remembered: text matching finds the ids.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
-from ..block import Root, pack_ids, unpack_ids
+from ..block import Root
 from ..host.answers import Prompt
+from ..match.text import TokenText
 from ..store.block_store import BlockStore
 from ..store.records import Commit
 from .lookup import with_ids
@@ -46,10 +46,9 @@ from .model import LoadedModel
 
 Message = Mapping[str, Any]
 _DIGEST_BYTES = 16
-_HEAD = struct.Struct(f"<{_DIGEST_BYTES}s?QI")
 _CONTROL, _BLANK = "\ud800", "\ud801"
-"""Stand around a control token in a form: half a surrogate, which no text has. _BLANK stands around
-one that is white space, such as Gemma's line breaks."""
+"""Stand around a control token in a form: halves of surrogates, which no text has. _BLANK stands
+around a token of white space, such as Gemma's line breaks."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +61,18 @@ class _Reply:
     ids: list[int]
     has_ended: bool
     n_prompt_bytes: int
-    prompt_digest: bytes
+    prompt_digest: str
     content: str
     reasoning: str
 
-    def to_bytes(self) -> bytes:
-        sent = json.dumps([self.content, self.reasoning]).encode()
-        about = self.prompt_digest, self.has_ended, self.n_prompt_bytes, len(sent)
-        return _HEAD.pack(*about) + sent + pack_ids(self.ids)
-
-    @classmethod
-    def from_bytes(cls, packed: bytes) -> _Reply:
-        digest, has_ended, n_prompt_bytes, n_sent = _HEAD.unpack_from(packed)
-        end = _HEAD.size + n_sent
-        sent = json.loads(packed[_HEAD.size : end])
-        return cls(unpack_ids(packed[end:]), has_ended, n_prompt_bytes, digest, *sent)
-
     def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
         """Tell whether a client sends back what it was sent, or unless `is_whole` a beginning."""
-        for name in ("reasoning", "reasoning_content"):
-            if message.get(name) and message[name] != self.reasoning:
-                return False
+        thoughts = (message.get(name) for name in ("reasoning", "reasoning_content"))
+        if any(thought and thought != self.reasoning for thought in thoughts):
+            return False
         content, calls = _said(message)
-        return is_whole or (not calls and self.content[: len(content)] == content)
+        begins = isinstance(content, str) and bool(content) and self.content.startswith(content)
+        return is_whole or (begins and not calls)
 
 
 def remember(
@@ -121,9 +109,9 @@ def remember(
     keys = [key] if sent is not None else []
     keys += [] if has_ended else [key_begun]
     before = model.text.decode(prompt).encode()
-    digest = blake2b(before, digest_size=_DIGEST_BYTES).digest()
-    made = _Reply(ids, has_ended, len(before), digest, content, reasoning).to_bytes()
-    replies = dict.fromkeys(keys, made)
+    digest = blake2b(before, digest_size=_DIGEST_BYTES).hexdigest()
+    made = _Reply(ids, has_ended, len(before), digest, content, reasoning)
+    replies = dict.fromkeys(keys, json.dumps(asdict(made)).encode())
     store.commit(Commit(root, (), replies=replies, messages=messages), [])
     return keys
 
@@ -148,7 +136,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     replies: list[tuple[Message, _Reply]] = []
     for message, key, key_begun in among:
         if (packed := stored.get(key) or stored.get(key_begun)) is not None:
-            reply = _Reply.from_bytes(packed)
+            reply = _Reply(**json.loads(packed))
             if reply.was_sent_as(message, is_whole=key in stored):
                 replies.append((message, reply))
     if not replies or not tokens.covers(prompt.ids):
@@ -174,7 +162,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
         stop = turn_ends[bisect_left(turn_ends, start)]
         up_to = before.copy()
         up_to.update(read[ends[n_read] : ends[start]])
-        if up_to.digest() != reply.prompt_digest:
+        if up_to.hexdigest() != reply.prompt_digest:
             continue
         own_ids = reply.ids[: _n_rendered(prompt.ids[start:stop], message, reply, model)]
         if not own_ids:
@@ -193,76 +181,60 @@ def _n_rendered(
     rendered: Sequence[int], message: Message, reply: _Reply, model: LoadedModel
 ) -> int:
     """Return how many first ids of a reply a template rendered so; 0 if it rendered others."""
-    tokens = model.text
+    tokens, n_ids = model.text, len(reply.ids)
     assert tokens is not None
-    text, form = tokens.decode(rendered), _form(rendered, model)
-    lead, tail = _blank_ends(text)
-    read_tail = "" if reply.has_ended else _blank_ends(_said(message)[0])[1]
-
-    def length(n_ids: int) -> tuple[int, int]:
-        own = tokens.decode(reply.ids[:n_ids])
-        return len("".join(own.split())), len(_blank_ends(own)[1])
-
-    places: Sequence[int] = range(len(reply.ids) + 1)
-    first, stop = len(reply.ids), len(places)
-    if not reply.has_ended:
-        wanted = len("".join(text.split())), len(tail)
-        first, stop = (find(places, wanted, key=length) for find in (bisect_left, bisect_right))
-    for n in (*places[first : max(first + 1, stop)], len(reply.ids)):
-        own_lead, own_tail = _blank_ends(tokens.decode(reply.ids[:n]))
-        is_read = reply.has_ended or read_tail.startswith(own_tail)
-        has_ends = own_lead.endswith(lead) and own_tail.startswith(tail)
-        if is_read and has_ends and _form(reply.ids[:n], model) == form:
-            return n
-    return 0
+    content, calls = _said(message)
+    if not (reply.has_ended or calls):  # as many as the client may have read
+        end = _shown(tokens.decode(reply.ids)).rfind(_shown(reply.content)) + len(content)
+        places = range(n_ids + 1)
+        n_ids = bisect_right(places, end, key=lambda n: len(tokens.decode(reply.ids[:n]))) - 1
+    own_ids = reply.ids[: max(0, n_ids)]
+    (lead, tail), (own_lead, own_tail) = (
+        _blank_ends(tokens.decode(ids)) for ids in (rendered, own_ids)
+    )
+    has_ends = own_lead.endswith(lead) and own_tail.startswith(tail)
+    return len(own_ids) if has_ends and _form(rendered, model) == _form(own_ids, model) else 0
 
 
 def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
-    """Return a reply in the form in which the rendered one and the model's own are compared."""
-    tokenizer = model.tokenizer
+    """Return a reply in the form in which the rendered one and the model's own are compared.
+
+    A tool call with a control token stays as it is: JSON would not tell that from its spelling.
+    """
+    tokens, tokenizer = model.text, model.tokenizer
+    assert tokens is not None
     names = "think_start", "think_end", "tool_call_start", "tool_call_end"
-    marks = [_marked(model.encode(getattr(tokenizer, name) or ""), model).strip() for name in names]
+    spellings = [model.encode(getattr(tokenizer, name) or "") for name in names]
+    marks = [_marked(spelling, tokens).strip() for spelling in spellings]
     any_mark = "|".join(map(re.escape, filter(None, marks))) or "(?!)"
     form, before = list[str](), ""
-    for part in re.split(f"({any_mark})", _marked(ids, model)):
-        form.append(_value(part, tokenizer) if before == marks[2] != "" else _trimmed(part))
+    for part in re.split(f"({any_mark})", _marked(ids, tokens)):
+        while part != (inner := part.strip().strip(_BLANK)):
+            part = inner
+        if before == marks[2] != "" and _CONTROL not in part:
+            with suppress(Exception):  # a call that the server's parser cannot read is text
+                call = tokenizer.tool_parser(part.replace(_BLANK, ""), None)
+                part = json.dumps(call, sort_keys=True, default=str)
+        form.append(part)
         before = part
     return form
 
 
-def _marked(ids: Sequence[int], model: LoadedModel) -> str:
+def _marked(ids: Sequence[int], tokens: TokenText) -> str:
     """Return the text of ids, normalised, with marks around control tokens."""
-    tokens = model.text
-    assert tokens is not None
     parts, start = list[str](), 0
     for place in (*tokens.control_places(ids), len(ids)):
-        text = tokens.decode(ids[start:place]).replace("\0", "\u0100")
-        control = tokens.decode(ids[place : place + 1])
-        mark = _BLANK if control.isspace() else _CONTROL
-        parts += [tokens.normalised(text), *((mark, control, mark) if control else ())]
+        parts.append(tokens.normalised(_shown(tokens.decode(ids[start:place]))))
+        if control := tokens.decode(ids[place : place + 1]):
+            mark = _BLANK if control.isspace() else _CONTROL
+            parts.append(f"{mark}{control}{mark}")
         start = place + 1
     return "".join(parts)
 
 
-def _trimmed(text: str) -> str:
-    """Return a marked text without white space at its ends."""
-    while text != (inner := text.strip().strip(_BLANK)):
-        text = inner
-    return text
-
-
-def _value(call: str, tokenizer: Any) -> str:
-    """Return a tool call as JSON; as it is written if the server's parser cannot read it.
-
-    So is one with a control token: JSON would not tell that from its spelling.
-    """
-    if _CONTROL in call:
-        return call
-    try:
-        value = tokenizer.tool_parser(call.replace(_BLANK, ""), None)
-        return json.dumps(value, sort_keys=True, default=str)
-    except Exception:
-        return call
+def _shown(text: str) -> str:
+    """Return text as clients see it: mlx-lm shows a byte 0 as the character U+0100."""
+    return text.replace("\0", "\u0100")
 
 
 def _blank_ends(text: str) -> tuple[str, str]:
@@ -271,17 +243,13 @@ def _blank_ends(text: str) -> tuple[str, str]:
 
 def _streamed(ids: Sequence[int], tokenizer: Any) -> Message:
     """Return what was sent, at most, of a reply whose client left before it ended."""
-    detokenizer = tokenizer.detokenizer
+    detokenizer, end = tokenizer.detokenizer, tokenizer.think_end
     for token_id in ids:
         detokenizer.add_token(token_id)
     detokenizer.finalize()
-    reasoning, content = "", detokenizer.text
-    if end := tokenizer.think_end:
-        reasoning, _, content = content.rpartition(end)
-        reasoning = reasoning.removeprefix(tokenizer.think_start)
-    if call := tokenizer.tool_call_start:
-        content = content.partition(call)[0]
-    return {"content": content, "reasoning": reasoning}
+    text = detokenizer.text
+    reasoning, _, content = text.rpartition(end) if end else ("", "", text)
+    return {"content": content, "reasoning": reasoning.removeprefix(tokenizer.think_start or "")}
 
 
 def _replies_among(
