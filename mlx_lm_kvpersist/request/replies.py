@@ -183,15 +183,14 @@ def _n_rendered(
     """Return how many first ids of a reply a template rendered so; 0 if it rendered others."""
     tokens, n_ids = model.text, len(reply.ids)
     assert tokens is not None
+    lead, tail = _blank_ends(tokens.decode(rendered))
     content, calls = _said(message)
-    if not (reply.has_ended or calls):  # as many as the client may have read
-        end = _shown(tokens.decode(reply.ids)).rfind(_shown(reply.content)) + len(content)
-        places = range(n_ids + 1)
+    if not (reply.has_ended or calls):  # as many as the client may have read, and the template kept
+        sent = _shown(tokens.decode(reply.ids)).rfind(_shown(reply.content))
+        end, places = sent + len(content.rstrip()) + len(tail), range(n_ids + 1)
         n_ids = bisect_right(places, end, key=lambda n: len(tokens.decode(reply.ids[:n]))) - 1
     own_ids = reply.ids[: max(0, n_ids)]
-    (lead, tail), (own_lead, own_tail) = (
-        _blank_ends(tokens.decode(ids)) for ids in (rendered, own_ids)
-    )
+    own_lead, own_tail = _blank_ends(tokens.decode(own_ids))
     has_ends = own_lead.endswith(lead) and own_tail.startswith(tail)
     return len(own_ids) if has_ends and _form(rendered, model) == _form(own_ids, model) else 0
 
