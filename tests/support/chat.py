@@ -34,6 +34,8 @@ class ChatTurn:
     """Characters of the prompt that are stored."""
     reply: list[int]
     message: Message
+    computed: list[int]
+    """What would be fed if nothing were stored but the ids of replies."""
 
     @property
     def n_total(self) -> int:
@@ -84,7 +86,7 @@ class Chat:
         """Send messages and have the model produce the ids `reply`, its end token too."""
         rendered = self.render(messages)
         prompt = Prompt(rendered, [rendered], ["user"], messages)
-        ids = list(retokenize(prompt, self.root, self._store, self.loaded).ids)
+        ids = computed = list(retokenize(prompt, self.root, self._store, self.loaded).ids)
         text = self.tokens.decode(ids)
         match = match_prompt(self.tree, ROOT, text, self.tokens, pack_ids(ids))
         spliced = splice(ids, text, match, self.tokens, self.encode) if match.n_tokens else None
@@ -103,5 +105,12 @@ class Chat:
         self.tree.add([*ids, *reply])
         n_reused = spliced.n_stored if spliced is not None else 0
         return ChatTurn(
-            rendered, ids, n_reused, by_ids.n_tokens, match.n_agreed, list(reply), message
+            rendered,
+            ids,
+            n_reused,
+            by_ids.n_tokens,
+            match.n_agreed,
+            list(reply),
+            message,
+            computed,
         )
