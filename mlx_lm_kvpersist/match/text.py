@@ -6,7 +6,7 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, compress, count, takewhile
 from typing import Any
 
@@ -55,18 +55,11 @@ class TokenText:
     Ordinary tokens can spell the text of a control token, and that of an image, which is IMAGE_MARK
     and its digest in hex. So equal texts are equal prompts only if their `controls` are equal, too.
     `controls` are the ids of the tokens that the tokenizer finds in a text before anything else.
-    `normalised` is what the tokenizer does to other text before it encodes that.
     """
 
-    def __init__(
-        self,
-        pieces: Mapping[int, bytes],
-        controls: Iterable[int] = (),
-        normalised: Callable[[str], str] = str,
-    ) -> None:
+    def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
         self._pieces = _Pieces({i: piece for i, piece in pieces.items() if piece})
-        self._controls = frozenset(controls)
-        self.normalised = normalised
+        self._plain = self._pieces.keys() - controls
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenText | None:
@@ -91,25 +84,19 @@ class TokenText:
         added = tokenizer.get_added_vocab()
         if to_bytes is _byte_level_piece:  # added tokens do not have its stand-ins
             pieces |= {i: content.encode() for content, i in added.items()}
-        space = "\u2581" if to_bytes is _sentencepiece_piece else " "
-
-        def normalised(text: str) -> str:
-            normalizer = backend.normalizer
-            return normalizer.normalize_str(text).replace(space, " ") if normalizer else text
-
-        return cls(pieces, added.values(), normalised)
+        return cls(pieces, added.values())
 
     def covers(self, ids: Iterable[int]) -> bool:
         """Say whether the bytes of all these tokens are known, so that their text tells them."""
         return all(i < 0 or i in self._pieces for i in set(ids))
 
     def control_places(self, ids: Sequence[int]) -> list[int]:
-        """Return the places of control tokens, and of the tokens of images, among ids."""
-        found = {i for i in set(ids) if i < 0 or i in self._controls}
+        """Return where control tokens, tokens of images, and unknown ones stand among ids."""
+        found = set(ids) - self._plain
         return list(compress(count(), map(found.__contains__, ids))) if found else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return each control token and image, behind the number of characters before it."""
+        """Return each such token with the number of characters before it; of an image the first."""
         found, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -132,10 +119,7 @@ class TokenText:
 
     def known_text(self, ids: Sequence[int]) -> str | None:
         """Return what `decode` does; None unless the bytes of all tokens are known."""
-        read = self.to_bytes(ids)
-        if _UNKNOWN in read and not self.covers(ids):
-            return None
-        return read.decode("utf-8", "replace")
+        return self.decode(ids) if self.covers(ids) else None
 
     def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
         """Return the characters that are complete before the first token without known bytes."""
@@ -173,21 +157,13 @@ def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:
     return kinds
 
 
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (openai/gpt-2, src/encoder.py, bytes_to_unicode)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    stand_ins = {chr(b): b for b in printable}
-    stand_ins.update({chr(0x100 + n): b for n, b in enumerate(others)})
-    return stand_ins
-
-
-_BYTE_OF_CHAR = _byte_of_char()
-
-
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+"""The bytes that stand for themselves in GPT-2's vocabulary. U+0100 and the characters after it
+stand for the others, in order (openai/gpt-2, src/encoder.py, bytes_to_unicode)."""
+_OTHERS = sorted({*range(0x100)}.difference(_PRINTABLE))
 _LATIN_1 = {
-    **{char: chr(0x100) for char in range(0x100)},
-    **{ord(char): chr(byte) for char, byte in _BYTE_OF_CHAR.items()},
+    **{byte: chr(byte if byte in _PRINTABLE else 0x100) for byte in range(0x100)},
+    **{0x100 + n: chr(byte) for n, byte in enumerate(_OTHERS)},
 }
 """From a stand-in to its byte in Latin-1; other characters have none there."""
 

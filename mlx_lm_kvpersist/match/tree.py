@@ -134,16 +134,11 @@ def before_image(ids: Sequence[int], n_tokens: int) -> int:
     return n_tokens
 
 
-def _images(ids: Sequence[int]) -> list[int]:
-    """Return the ids that stand for images."""
-    return [one for one in ids if one < 0]
-
-
 def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
     """Return a match that does not end inside an image of the prompt, whose ids these are."""
     stored = match.ids
-    n_images = len(_images(stored))
-    if _images(prompt)[n_images : n_images + 1] != [IMAGE_GOES_ON]:
+    n_images = sum(one < 0 for one in stored)
+    if [one for one in prompt if one < 0][n_images : n_images + 1] != [IMAGE_GOES_ON]:
         return match
     n_tokens = before_image([*stored, IMAGE_GOES_ON], len(stored))
     path = tuple(node for node in match.path if node.start < n_tokens)

@@ -19,7 +19,7 @@ tokenizer do alone. The form of a reply leaves these differences out, and no oth
 - white space at the ends of content, of reasoning and of tool calls: templates trim it and write
   it, and the server's detokenizer drops a space at either end of a reply;
 - the spelling of a tool call's JSON: the server parses it, and the template serialises it again;
-- Unicode normalisation and the like, if the tokenizer does it;
+- what is written in another Unicode form than NFC: some tokenizers normalise;
 - a byte 0, which the server sends as the character U+0100.
 
 If rendering and ids cannot differ, nothing is remembered: text matching finds the ids.
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,7 +39,6 @@ from typing import Any
 
 from ..block import Root
 from ..host.answers import Prompt
-from ..match.text import TokenText
 from ..store.block_store import BlockStore
 from ..store.records import Commit
 from .lookup import with_ids
@@ -47,8 +47,8 @@ from .model import LoadedModel
 Message = Mapping[str, Any]
 _DIGEST_BYTES = 16
 _CONTROL, _BLANK = "\ud800", "\ud801"
-"""Stand around a control token in a form: halves of surrogates, which no text has. _BLANK stands
-around a token of white space, such as Gemma's line breaks."""
+"""Mark control tokens in a form: halves of surrogates, which no text has. _BLANK stands around a
+token of white space, such as Gemma's line breaks."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def remember(
     content, reasoning = said.get("content") or "", said.get("reasoning") or ""
     if has_ended:
         text = model.text.decode(ids)
-        if text == content == text.strip() == model.text.normalised(text).strip():
+        if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
             return ()
     *_, (_, key, key_begun) = _replies_among([*messages, {**said, "role": "assistant"}])
     keys = [key] if sent is not None else []
@@ -198,37 +198,31 @@ def _n_rendered(
 def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
     """Return a reply in the form in which the rendered one and the model's own are compared.
 
-    A tool call with a control token stays as it is: JSON would not tell that from its spelling.
+    These are texts, and between them control tokens and what stands around tool calls.
     """
     tokens, tokenizer = model.text, model.tokenizer
     assert tokens is not None
-    names = "think_start", "think_end", "tool_call_start", "tool_call_end"
-    spellings = [model.encode(getattr(tokenizer, name) or "") for name in names]
-    marks = [_marked(spelling, tokens).strip() for spelling in spellings]
-    any_mark = "|".join(map(re.escape, filter(None, marks))) or "(?!)"
-    form, before = list[str](), ""
-    for part in re.split(f"({any_mark})", _marked(ids, tokens)):
+    around = (tokenizer.tool_call_start, tokenizer.tool_call_end)
+    calls = re.compile(f"({'|'.join(map(re.escape, filter(None, around))) or '(?!)'})")
+    parts, start = [""], 0
+    for place in (*tokens.control_places(ids), len(ids)):
+        text, *more = calls.split(_shown(tokens.decode(ids[start:place])))
+        parts[-1] += text
+        parts += more
+        control, start = tokens.decode(ids[place : place + 1]), place + 1
+        if control.isspace():
+            parts[-1] += f"{_BLANK}{control}{_BLANK}"
+        else:
+            parts += [_CONTROL + control, ""]
+    for i, part in enumerate(parts):
         while part != (inner := part.strip().strip(_BLANK)):
             part = inner
-        if before == marks[2] != "" and _CONTROL not in part:
+        parts[i] = unicodedata.normalize("NFC", part)
+        if i and parts[i - 1].strip(_CONTROL) == around[0]:
             with suppress(Exception):  # a call that the server's parser cannot read is text
                 call = tokenizer.tool_parser(part.replace(_BLANK, ""), None)
-                part = json.dumps(call, sort_keys=True, default=str)
-        form.append(part)
-        before = part
-    return form
-
-
-def _marked(ids: Sequence[int], tokens: TokenText) -> str:
-    """Return the text of ids, normalised, with marks around control tokens."""
-    parts, start = list[str](), 0
-    for place in (*tokens.control_places(ids), len(ids)):
-        parts.append(tokens.normalised(_shown(tokens.decode(ids[start:place]))))
-        if control := tokens.decode(ids[place : place + 1]):
-            mark = _BLANK if control.isspace() else _CONTROL
-            parts.append(f"{mark}{control}{mark}")
-        start = place + 1
-    return "".join(parts)
+                parts[i] = json.dumps(call, sort_keys=True, default=str)
+    return parts
 
 
 def _shown(text: str) -> str:
