@@ -119,7 +119,7 @@ class TokenText:
 
     def known_text(self, ids: Sequence[int]) -> str | None:
         """Return what `decode` does; None unless the bytes of all tokens are known."""
-        return self.decode(ids) if self.covers(ids) else None
+        return self.to_bytes(ids).decode("utf-8", "replace") if self.covers(ids) else None
 
     def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
         """Return the characters that are complete before the first token without known bytes."""
