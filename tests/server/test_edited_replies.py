@@ -61,7 +61,7 @@ def test_an_edit_of_a_reply_is_read_whichever_api_it_comes_by(
     server = scripted.process
     for api in APIS:
         for n_most in (len(tokenizer.encode(CODE)) - 6, 400):  # cut by max_tokens, and complete
-            talk = [{**ASK, "content": f"{api} {n_most}: {ASK['content']}"}]
+            talk = [{**ASK, "content": f"{api} {n_most} {killed}: {ASK['content']}"}]
             scripted.say(CODE)
             text, n_asked, _ = ask(server, api, talk, n_most)
             assert CODE.startswith(text) and "return" in text
