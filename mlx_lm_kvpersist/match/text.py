@@ -52,9 +52,9 @@ class TokenText:
     end inside a character; the bytes that wait for their rest are called `pending`. Ids without
     known bytes decode to a replacement character: ask `covers` before comparing texts.
 
-    Ordinary tokens can spell the text of a control token, and that of an image, which is IMAGE_MARK
-    and its digest in hex. So equal texts are equal prompts only if their `controls` are equal, too.
-    `controls` are the ids of the tokens that the tokenizer finds in a text before anything else.
+    The text of an image is IMAGE_MARK and its digest in hex. Ordinary tokens can spell it, as they
+    can spell control tokens: texts are the same only if their `controls` are the same as well. The
+    control tokens are the ids `controls`, which the tokenizer finds in a text before anything else.
     """
 
     def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
@@ -159,7 +159,7 @@ def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 """The bytes that stand for themselves in GPT-2's vocabulary. U+0100 and the characters after it
-stand for the others, in order (openai/gpt-2, src/encoder.py, bytes_to_unicode)."""
+stand for the rest, in order (openai/gpt-2, src/encoder.py, bytes_to_unicode)."""
 _OTHERS = sorted({*range(0x100)}.difference(_PRINTABLE))
 _LATIN_1 = {
     **{byte: chr(byte if byte in _PRINTABLE else 0x100) for byte in range(0x100)},

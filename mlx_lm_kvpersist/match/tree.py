@@ -88,8 +88,7 @@ def match_prompt(
 
     The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
     `packed_ids` are the own ids of a text, if `tokens` covers them all: it then covers every block
-    that has the same ids, and a match ends where one side has a control token and the other its
-    spelling. Without them the control tokens of a text are not known.
+    that has the same ids. A match then ends before a control token that is spelled on one side.
     """
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids)
@@ -209,8 +208,8 @@ def _n_alike(
 ) -> int:
     """Return up to where `n_chars` equal characters have the same control tokens.
 
-    stored: the block's, see `TokenText.controls`; own: the prompt's, where the characters stand at
-    `position`.
+    stored: those of the block, see `TokenText.controls`; own: those of the prompt, in which the
+    characters begin at `position`.
     """
     first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
     asked = {(start - position, token_id) for start, token_id in own[first:stop]}

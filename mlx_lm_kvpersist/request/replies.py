@@ -12,14 +12,14 @@ conversation. There is one exception. A reply may be fed as the model's own ids,
 4. the reply's ids begin and end with the white space that is rendered there, so that none which
    the template writes is lost or doubled.
 
-Everything else stays as rendered: the model reads whatever a client changes, also a space or a line
-break at the end. Rendering and ids then differ only by what the server, the template and the
-tokenizer do alone. The form of a reply leaves these differences out, and no others:
+Everything else stays as rendered: the model reads whatever a client changes, and also if that is a
+space or a line break at the end. So the server, the template and the tokenizer alone make rendering
+and ids differ. The form leaves out these differences:
 
-- white space at the ends of content, of reasoning and of tool calls: templates trim it and write
-  it, and the server's detokenizer drops a space at either end of a reply;
+- white space at the ends of content, of reasoning and of tool calls: templates trim and write it,
+  and the server's detokenizer drops a space at either end of a reply;
 - the spelling of a tool call's JSON: the server parses it, and the template serialises it again;
-- what is written in another Unicode form than NFC: some tokenizers normalise;
+- another Unicode form than NFC: some tokenizers normalise;
 - a byte 0, which the server sends as the character U+0100.
 
 If rendering and ids cannot differ, nothing is remembered: text matching finds the ids.
@@ -118,9 +118,7 @@ def remember(
     return keys
 
 
-def known_replies(
-    store: BlockStore, root: Root, messages: Sequence[Mapping[str, Any]]
-) -> dict[bytes, bytes]:
+def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) -> dict[bytes, bytes]:
     """Return what is remembered of the replies among messages, packed, by digest. Any thread."""
     return store.replies(root.key, [key for _, *keys in _replies_among(messages) for key in keys])
 
@@ -242,14 +240,11 @@ def _streamed(ids: Sequence[int], tokenizer: Any) -> Message:
     for token_id in ids:
         detokenizer.add_token(token_id)
     detokenizer.finalize()
-    text = detokenizer.text
-    reasoning, _, content = text.rpartition(end) if end else ("", "", text)
+    reasoning, _, content = detokenizer.text.rpartition(end or _CONTROL)
     return {"content": content, "reasoning": reasoning.removeprefix(tokenizer.think_start or "")}
 
 
-def _replies_among(
-    messages: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[Mapping[str, Any], bytes, bytes]]:
+def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
     """Yield each assistant message with two keys: hashes over the messages up to it, and before it.
 
     They do not depend on the form in which a client sends content, nor on reasoning.
@@ -281,8 +276,6 @@ def _call_of(call: Any) -> list[Any]:
         return [call]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):
             arguments = json.loads(arguments)
-        except ValueError:
-            pass
     return [function.get("name"), json.dumps(arguments, sort_keys=True, default=str)]
