@@ -46,8 +46,6 @@ from .model import LoadedModel
 
 Message = Mapping[str, Any]
 _DIGEST_BYTES = 16
-_REASONING = ("reasoning", "reasoning_content", "thinking")
-"""The names under which clients send reasoning back, and templates read it."""
 _CONTROL, _BLANK = "\ud800", "\ud801"
 """Mark control tokens in a form: halves of surrogates, which no text has. _BLANK stands around a
 token of white space, such as Gemma's line breaks."""
@@ -69,7 +67,7 @@ class _Reply:
 
     def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
         """Tell whether a client sends back what it was sent, or unless `is_whole` a beginning."""
-        thoughts = (message.get(name) for name in _REASONING)
+        thoughts = (message.get(name) for name in ("reasoning", "reasoning_content", "thinking"))
         if any(thought and thought != self.reasoning for thought in thoughts):
             return False
         content, calls = _said(message)
