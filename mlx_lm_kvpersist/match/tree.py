@@ -208,8 +208,8 @@ def _n_alike(
 ) -> int:
     """Return up to where `n_chars` equal characters have the same control tokens.
 
-    stored: those of the block, see `TokenText.controls`; own: those of the prompt, in which the
-    characters begin at `position`.
+    stored: the block's, see `TokenText.controls`; own: the prompt's. The characters begin at
+    `position` in the prompt.
     """
     first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
     asked = {(start - position, token_id) for start, token_id in own[first:stop]}
