@@ -33,7 +33,7 @@ import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -56,12 +56,14 @@ class _Reply:
     """The ids of a reply; size and digest of the text of its prompt; what its client was sent.
 
     has_ended: whether the model ended it itself; else max_tokens, a stop string or its client did.
+    is_known: whether it is known what was sent.
     """
 
     ids: list[int]
     has_ended: bool
     n_prompt_bytes: int
     prompt_digest: str
+    is_known: bool
     content: str
     reasoning: str
 
@@ -99,18 +101,18 @@ def remember(
     if not model.text.covers((*prompt, *reply)):
         return ()
     ids = list(reply[:-1] if has_ended else reply)
-    said = sent if sent is not None else _streamed(ids, model.tokenizer)
+    said: Message = {"role": "assistant", **(sent or {})}
     content, reasoning = said.get("content") or "", said.get("reasoning") or ""
     if has_ended:
         text = model.text.decode(ids)
         if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
             return ()
-    *_, (_, key, key_begun) = _replies_among([*messages, {**said, "role": "assistant"}])
+    *_, (_, key, key_begun) = _replies_among([*messages, said])
     keys = [key] if sent is not None else []
     keys += [] if has_ended else [key_begun]
     before = model.text.decode(prompt).encode()
     digest = blake2b(before, digest_size=_DIGEST_BYTES).hexdigest()
-    made = _Reply(ids, has_ended, len(before), digest, content, reasoning)
+    made = _Reply(ids, has_ended, len(before), digest, sent is not None, content, reasoning)
     replies = dict.fromkeys(keys, json.dumps(asdict(made)).encode())
     store.commit(Commit(root, (), replies=replies, messages=messages), [])
     return keys
@@ -135,6 +137,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     for message, key, key_begun in among:
         if (packed := stored.get(key) or stored.get(key_begun)) is not None:
             reply = _Reply(**json.loads(packed))
+            reply = reply if reply.is_known else _streamed(reply, model.tokenizer)
             if reply.was_sent_as(message, is_whole=key in stored):
                 replies.append((message, reply))
     if not replies or not tokens.covers(prompt.ids):
@@ -232,14 +235,15 @@ def _blank_ends(text: str) -> tuple[str, str]:
     return text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
 
 
-def _streamed(ids: Sequence[int], tokenizer: Any) -> Message:
-    """Return what was sent, at most, of a reply whose client left before it ended."""
+def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
+    """Return a reply whose client left with all that can have been sent of it."""
     detokenizer, end = tokenizer.detokenizer, tokenizer.think_end
-    for token_id in ids:
+    for token_id in reply.ids:
         detokenizer.add_token(token_id)
     detokenizer.finalize()
     reasoning, _, content = detokenizer.text.rpartition(end or _CONTROL)
-    return {"content": content, "reasoning": reasoning.removeprefix(tokenizer.think_start or "")}
+    reasoning = reasoning.removeprefix(tokenizer.think_start or "")
+    return replace(reply, content=content, reasoning=reasoning)
 
 
 def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
