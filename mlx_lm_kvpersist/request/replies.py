@@ -184,16 +184,22 @@ def _n_rendered(
     """Return how many first ids of a reply a template rendered so; 0 if it rendered others."""
     tokens, n_ids = model.text, len(reply.ids)
     assert tokens is not None
-    lead, tail = _blank_ends(tokens.decode(rendered))
+    text = tokens.decode(rendered)
+    lead, tail = _blank_ends(text)
     content, calls = _said(message)
     if not (reply.has_ended or calls):  # as many as the client may have read, and the template kept
         sent = _shown(tokens.decode(reply.ids)).rfind(_shown(reply.content))
         end, places = sent + len(content.rstrip()) + len(tail), range(n_ids + 1)
         n_ids = bisect_right(places, end, key=lambda n: len(tokens.decode(reply.ids[:n]))) - 1
     own_ids = reply.ids[: max(0, n_ids)]
-    own_lead, own_tail = _blank_ends(tokens.decode(own_ids))
-    has_ends = own_lead.endswith(lead) and own_tail.startswith(tail)
-    return len(own_ids) if has_ends and _form(rendered, model) == _form(own_ids, model) else 0
+    own = tokens.decode(own_ids)
+    own_lead, own_tail = _blank_ends(own)
+    if own == text:
+        is_same = tokens.controls(own_ids) == tokens.controls(rendered)
+    else:
+        has_ends = own_lead.endswith(lead) and own_tail.startswith(tail)
+        is_same = has_ends and _form(rendered, model) == _form(own_ids, model)
+    return len(own_ids) if is_same else 0
 
 
 def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
