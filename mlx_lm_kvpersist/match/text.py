@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate, compress, count, takewhile
 from typing import Any
 
 from ..block import IMAGE_GOES_ON
@@ -50,13 +50,16 @@ class TokenText:
 
     Decoding is UTF-8 with replacement characters, the way a client sees a reply. A sequence can
     end inside a character; the bytes that wait for their rest are called `pending`. Ids without
-    known bytes decode to a replacement character: ask `covers` before comparing texts. An image is
-    IMAGE_MARK and its digest in hex. Anybody can write that, so
-    whoever compares texts compares the images besides.
+    known bytes decode to a replacement character: ask `covers` before comparing texts.
+
+    The text of an image is IMAGE_MARK and its digest in hex. Ordinary tokens can spell it, as they
+    can spell control tokens: texts are the same only if their `controls` are the same as well. The
+    control tokens are the ids `controls`, which the tokenizer finds in a text before anything else.
     """
 
-    def __init__(self, pieces: Mapping[int, bytes]) -> None:
+    def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
         self._pieces = _Pieces({i: piece for i, piece in pieces.items() if piece})
+        self._plain = self._pieces.keys() - controls
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenText | None:
@@ -78,14 +81,29 @@ class TokenText:
             return None
         # Not range(len(tokenizer)): the largest id can be larger than the number of tokens.
         pieces = {i: to_bytes(token) for token, i in tokenizer.get_vocab().items()}
+        added = tokenizer.get_added_vocab()
         if to_bytes is _byte_level_piece:  # added tokens do not have its stand-ins
-            added = tokenizer.get_added_vocab()
             pieces |= {i: content.encode() for content, i in added.items()}
-        return cls(pieces)
+        return cls(pieces, added.values())
 
     def covers(self, ids: Iterable[int]) -> bool:
         """Say whether the bytes of all these tokens are known, so that their text tells them."""
         return all(i < 0 or i in self._pieces for i in set(ids))
+
+    def control_places(self, ids: Sequence[int]) -> list[int]:
+        """Return where control tokens, tokens of images, and unknown ones stand among ids."""
+        found = set(ids) - self._plain
+        return list(compress(count(), map(found.__contains__, ids))) if found else []
+
+    def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
+        """Return each such token with the number of characters before it; of an image the first."""
+        found, n_chars, start = [], 0, 0
+        for place in self.control_places(ids):
+            text, pending = self.feed(ids[start : place + 1], pending)
+            n_chars, start = n_chars + len(text), place + 1
+            if ids[place] != IMAGE_GOES_ON:
+                found.append((n_chars - len(self.decode(ids[place:start])), ids[place]))
+        return found
 
     def n_bytes_ends(self, ids: Iterable[int]) -> list[int]:
         """Return the byte offset at which each token ends."""
@@ -101,10 +119,7 @@ class TokenText:
 
     def known_text(self, ids: Sequence[int]) -> str | None:
         """Return what `decode` does; None unless the bytes of all tokens are known."""
-        read = self.to_bytes(ids)
-        if _UNKNOWN in read and not self.covers(ids):
-            return None
-        return read.decode("utf-8", "replace")
+        return self.to_bytes(ids).decode("utf-8", "replace") if self.covers(ids) else None
 
     def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
         """Return the characters that are complete before the first token without known bytes."""
@@ -142,21 +157,13 @@ def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:
     return kinds
 
 
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (openai/gpt-2, src/encoder.py, bytes_to_unicode)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    stand_ins = {chr(b): b for b in printable}
-    stand_ins.update({chr(0x100 + n): b for n, b in enumerate(others)})
-    return stand_ins
-
-
-_BYTE_OF_CHAR = _byte_of_char()
-
-
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+"""The bytes that stand for themselves in GPT-2's vocabulary. U+0100 and the characters after it
+stand for the rest, in order (openai/gpt-2, src/encoder.py, bytes_to_unicode)."""
+_OTHERS = sorted({*range(0x100)}.difference(_PRINTABLE))
 _LATIN_1 = {
-    **{char: chr(0x100) for char in range(0x100)},
-    **{ord(char): chr(byte) for char, byte in _BYTE_OF_CHAR.items()},
+    **{byte: chr(byte if byte in _PRINTABLE else 0x100) for byte in range(0x100)},
+    **{0x100 + n: chr(byte) for n, byte in enumerate(_OTHERS)},
 }
 """From a stand-in to its byte in Latin-1; other characters have none there."""
 

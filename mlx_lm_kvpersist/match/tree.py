@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any, Literal, Protocol
 
 from ..block import IMAGE_GOES_ON, Block, pack_ids, unpack_ids
-from .text import IMAGE_MARK, REPLACEMENT, TokenText
+from .text import REPLACEMENT, TokenText
 
 Encode = Callable[[str], list[int]]
 """Text to token ids, special tokens recognised but none added."""
@@ -88,7 +88,7 @@ def match_prompt(
 
     The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
     `packed_ids` are the own ids of a text, if `tokens` covers them all: it then covers every block
-    that has the same ids.
+    that has the same ids. A match then ends before a control token that is spelled on one side.
     """
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids)
@@ -133,16 +133,11 @@ def before_image(ids: Sequence[int], n_tokens: int) -> int:
     return n_tokens
 
 
-def _images(ids: Sequence[int]) -> list[int]:
-    """Return the ids that stand for images."""
-    return [one for one in ids if one < 0]
-
-
 def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
     """Return a match that does not end inside an image of the prompt, whose ids these are."""
     stored = match.ids
-    n_images = len(_images(stored))
-    if _images(prompt)[n_images : n_images + 1] != [IMAGE_GOES_ON]:
+    n_images = sum(one < 0 for one in stored)
+    if [one for one in prompt if one < 0][n_images : n_images + 1] != [IMAGE_GOES_ON]:
         return match
     n_tokens = before_image([*stored, IMAGE_GOES_ON], len(stored))
     path = tuple(node for node in match.path if node.start < n_tokens)
@@ -178,6 +173,7 @@ def _steps(
     stand where they say, and are what their keys say, are followed.
     """
     steps: list[_Step] = []
+    own: list[tuple[int, int]] | None = None
     open_ends: list[tuple[bytes, int, _Step | None]] = [(root, 0, None)]
     while open_ends:
         parent, position, before = open_ends.pop()
@@ -195,12 +191,29 @@ def _steps(
                 content = tokens.known_beginning(node.ids, pending)
             whole = is_known and prompt.startswith(content, position)
             n_equal = len(content) if whole else common_prefix(content, prompt, position)
+            if tokens is not None and packed_ids and n_equal and not has_same_ids:
+                own = tokens.controls(unpack_ids(packed_ids)) if own is None else own
+                n_alike = _n_alike(tokens.controls(node.ids, pending), own, position, n_equal)
+                whole, n_equal = whole and n_alike == n_equal, n_alike
             end = ids_end + len(node.packed_ids)
             step = _Step(node, before, pending, position, n_equal, end)
             steps.append(step)
             if whole:
                 open_ends.append((node.key, position + n_equal, step))
     return sorted(steps, key=lambda step: -step.position - step.n_equal)
+
+
+def _n_alike(
+    stored: Sequence[tuple[int, int]], own: Sequence[tuple[int, int]], position: int, n_chars: int
+) -> int:
+    """Return up to where `n_chars` equal characters have the same control tokens.
+
+    stored: the block's, see `TokenText.controls`; own: the prompt's. The characters begin at
+    `position` in the prompt.
+    """
+    first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
+    asked = {(start - position, token_id) for start, token_id in own[first:stop]}
+    return min([n_chars, *(start for start, _ in asked.symmetric_difference(stored))])
 
 
 def common_prefix(content: Any, prompt: Any, position: int) -> int:
@@ -296,7 +309,7 @@ class Splice:
 def splice(
     prompt: Sequence[int], text: str, match: Match, tokens: TokenText, encode: Encode
 ) -> Splice | None:
-    """Return the prompt with the matched ids in front, or None if its text would change.
+    """Return the prompt with the matched ids in front; None if its text or a control token changes.
 
     `text` is what `prompt` decodes to. A cut in the middle of what is stored moves back to the end
     of a token that the prompt has, too, and the prompt's own ids follow. At the end of what is
@@ -318,16 +331,25 @@ def splice(
     spliced = stored + tail
     if not stored or tokens.decode(spliced) != text:
         return None
-    if IMAGE_MARK in text and _images(spliced) != _images(prompt):
-        return None  # what stands for an image was written by a client, in one of them
     # The boundaries of the tail are aligned with those of the prompt, counting from the end. The
     # stored ids may end within a character.
     tail_ends = [0, *_ends(tail, text, tokens)]
     n_before = ceil(ends[-1]) - ceil(tail_ends[-1])
+    controls = _controls(stored, stored_ends, tokens)
+    controls += _controls(tail, [n_before + end for end in tail_ends[1:]], tokens)
+    if controls != _controls(prompt, ends, tokens):
+        return None
     first = 0 if float(stored_ends[-1]).is_integer() else 1
     place = {n_before + tail_ends[i]: len(stored) + i for i in range(first, len(tail_ends))}
     shared = {i: place[n] for i, n in enumerate([0, *ends]) if n in place and n == int(n)}
     return Splice(spliced, len(stored), shared)
+
+
+def _controls(
+    ids: Sequence[int], ends: Sequence[float], tokens: TokenText
+) -> list[tuple[float, int]]:
+    """Return the control tokens, and the tokens of images, each with its end."""
+    return [(ends[place], ids[place]) for place in tokens.control_places(ids)]
 
 
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:

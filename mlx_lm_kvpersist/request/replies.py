@@ -3,65 +3,78 @@
 The rule: the prompt that the model reads is, byte for byte, what the template renders from the
 conversation. There is one exception. A reply may be fed as the model's own ids, if
 
-1. the client sent back the content and the tool calls that it was sent for these ids, or, of a
-   reply that ended without an end token, a beginning of them: nobody knows how much of it a client
-   has read that left, and max_tokens or a stop string cut some of what was produced;
+1. the client sent back what it was sent: the same content and reasoning, character by character,
+   and equal tool calls, as JSON values. Reasoning may be left out. Content may be a beginning of
+   what was sent if the reply has no end token: nobody knows how much a client that left has read;
 2. the prompt before the reply reads as it did when the model produced the ids, character for
    character: bytes of the model that are no character read as clients see them, as U+FFFD;
-3. what the template renders from there to the next end token is the same reply: the same text
-   but for white space and Unicode normalisation, reasoning included, and the same tool calls;
+3. what the template renders from there to the next end token has the same form (`_form`);
 4. the reply's ids begin and end with the white space that is rendered there, so that none which
    the template writes is lost or doubled.
 
-Everything else stays as rendered. Rendering and ids differ because the server's detokenizer drops
-a leading space, the server parses tool calls and the template serialises them anew, templates
-trim, and tokenizers normalise. Where they cannot differ, nothing is remembered: text matching
-finds the ids.
+Everything else stays as rendered: the model reads whatever a client changes, and also if that is a
+space or a line break at the end. So the server, the template and the tokenizer alone make rendering
+and ids differ. The form leaves out these differences:
+
+- white space at the ends of content, of reasoning and of tool calls: templates trim and write it,
+  and the server's detokenizer drops a space at either end of a reply;
+- the spelling of a tool call's JSON: the server parses it, and the template serialises it again;
+- another Unicode form than NFC: some tokenizers normalise;
+- a byte 0, which the server sends as the character U+0100.
+
+If rendering and ids cannot differ, nothing is remembered: text matching finds the ids.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from ..block import Root, pack_ids, unpack_ids
+from ..block import Root
 from ..host.answers import Prompt
-from ..match.text import TokenText
 from ..store.block_store import BlockStore
 from ..store.records import Commit
 from .lookup import with_ids
 from .model import LoadedModel
 
-Message = dict[str, Any]
+Message = Mapping[str, Any]
 _DIGEST_BYTES = 16
-_START = _DIGEST_BYTES + 1 + 8
+_CONTROL, _BLANK = "\ud800", "\ud801"
+"""Mark control tokens in a form: halves of surrogates, which no text has. _BLANK stands around a
+token of white space, such as Gemma's line breaks."""
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """The ids of a reply; size and digest of the text of its prompt.
+    """The ids of a reply; size and digest of the text of its prompt; what its client was sent.
 
     has_ended: whether the model ended it itself; else max_tokens, a stop string or its client did.
+    is_known: whether it is known what was sent.
     """
 
     ids: list[int]
     has_ended: bool
     n_prompt_bytes: int
-    prompt_digest: bytes
+    prompt_digest: str
+    is_known: bool
+    content: str
+    reasoning: str
 
-    def to_bytes(self) -> bytes:
-        about = bytes([self.has_ended]) + self.n_prompt_bytes.to_bytes(8, "little")
-        return self.prompt_digest + about + pack_ids(self.ids)
-
-    @classmethod
-    def from_bytes(cls, packed: bytes) -> _Reply:
-        digest, about, ids = packed[:_DIGEST_BYTES], packed[_DIGEST_BYTES:_START], packed[_START:]
-        return cls(unpack_ids(ids), bool(about[0]), int.from_bytes(about[1:], "little"), digest)
+    def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
+        """Tell whether a client sends back what it was sent, or unless `is_whole` a beginning."""
+        thoughts = (message.get(name) for name in ("reasoning", "reasoning_content", "thinking"))
+        if any(thought and thought != self.reasoning for thought in thoughts):
+            return False
+        content, calls = _said(message)
+        begins = isinstance(content, str) and bool(content) and self.content.startswith(content)
+        return is_whole or (begins and not calls)
 
 
 def remember(
@@ -88,26 +101,26 @@ def remember(
     if not model.text.covers((*prompt, *reply)):
         return ()
     ids = list(reply[:-1] if has_ended else reply)
+    said: Message = {"role": "assistant", **(sent or {})}
+    content, reasoning = said.get("content") or "", said.get("reasoning") or ""
     if has_ended:
-        text, content = model.text.decode(ids), (sent or {}).get("content") or ""
+        text = model.text.decode(ids)
         if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
             return ()
-    *_, (key, key_begun) = _reply_keys([*messages, {**(sent or {}), "role": "assistant"}])
+    *_, (_, key, key_begun) = _replies_among([*messages, said])
     keys = [key] if sent is not None else []
     keys += [] if has_ended else [key_begun]
     before = model.text.decode(prompt).encode()
-    digest = blake2b(before, digest_size=_DIGEST_BYTES).digest()
-    made = _Reply(ids, has_ended, len(before), digest).to_bytes()
-    replies = dict.fromkeys(keys, made)
+    digest = blake2b(before, digest_size=_DIGEST_BYTES).hexdigest()
+    made = _Reply(ids, has_ended, len(before), digest, sent is not None, content, reasoning)
+    replies = dict.fromkeys(keys, json.dumps(asdict(made)).encode())
     store.commit(Commit(root, (), replies=replies, messages=messages), [])
     return keys
 
 
-def known_replies(
-    store: BlockStore, root: Root, messages: Sequence[Mapping[str, Any]]
-) -> dict[bytes, bytes]:
+def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) -> dict[bytes, bytes]:
     """Return what is remembered of the replies among messages, packed, by digest. Any thread."""
-    return store.replies(root.key, [key for pair in _reply_keys(messages) for key in pair])
+    return store.replies(root.key, [key for _, *keys in _replies_among(messages) for key in keys])
 
 
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
@@ -116,12 +129,17 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     Replies to which the rule does not apply stay as they were rendered.
     """
     tokens = model.text
-    keys = list(_reply_keys(prompt.messages))
-    if tokens is None or not keys:
+    among = list(_replies_among(prompt.messages))
+    if tokens is None or not among:
         return prompt
-    stored = store.replies(root.key, [key for pair in keys for key in pair])
-    packed = [stored.get(key) or stored.get(key_begun) for key, key_begun in keys]
-    replies = [_Reply.from_bytes(found) for found in packed if found is not None]
+    stored = store.replies(root.key, [key for _, *keys in among for key in keys])
+    replies: list[tuple[Message, _Reply]] = []
+    for message, key, key_begun in among:
+        if (packed := stored.get(key) or stored.get(key_begun)) is not None:
+            reply = _Reply(**json.loads(packed))
+            reply = reply if reply.is_known else _streamed(reply, model.tokenizer)
+            if reply.was_sent_as(message, is_whole=key in stored):
+                replies.append((message, reply))
     if not replies or not tokens.covers(prompt.ids):
         return prompt
     read = memoryview(tokens.to_bytes(prompt.ids))
@@ -138,17 +156,16 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
         boundaries.update((i, len(ids) + i - n_read) for i in range(n_read, stop + 1))
         ids.extend(prompt.ids[n_read:stop])
 
-    for reply in replies:
+    for message, reply in replies:
         start = bisect_left(ends, ends[n_read] + reply.n_prompt_bytes - n_bytes, n_read)
         if start >= len(ends):
             continue
         stop = turn_ends[bisect_left(turn_ends, start)]
         up_to = before.copy()
         up_to.update(read[ends[n_read] : ends[start]])
-        if up_to.digest() != reply.prompt_digest:
+        if up_to.hexdigest() != reply.prompt_digest:
             continue
-        rendered = tokens.decode(prompt.ids[start:stop])
-        own_ids = reply.ids[: _n_rendered(rendered, reply, tokens, model.tokenizer)]
+        own_ids = reply.ids[: _n_rendered(prompt.ids[start:stop], message, reply, model)]
         if not own_ids:
             continue
         copy_up_to(start)
@@ -161,31 +178,58 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     return with_ids(prompt, ids, boundaries)
 
 
-def _n_rendered(rendered: str, reply: _Reply, tokens: TokenText, tokenizer: Any) -> int:
+def _n_rendered(
+    rendered: Sequence[int], message: Message, reply: _Reply, model: LoadedModel
+) -> int:
     """Return how many first ids of a reply a template rendered so; 0 if it rendered others."""
-
-    def n_chars(n_ids: int) -> int:
-        return len("".join(_shown(tokens.decode(reply.ids[:n_ids])).split()))
-
-    places: Sequence[int] = range(len(reply.ids) + 1)
-    first, stop = len(reply.ids), len(places)
-    if not reply.has_ended:
-        wanted = len("".join(rendered.split()))
-        first, stop = (find(places, wanted, key=n_chars) for find in (bisect_left, bisect_right))
-    for n in (*places[first:stop], len(reply.ids)):
-        if _is_same(rendered, tokens.decode(reply.ids[:n]), tokenizer):
-            return n
-    return 0
-
-
-def _is_same(rendered: str, own: str, tokenizer: Any) -> bool:
-    """Tell whether a template rendered this reply, without white space that is not in the reply."""
-    lead, tail = _blank_ends(rendered)
+    tokens, n_ids = model.text, len(reply.ids)
+    assert tokens is not None
+    text = tokens.decode(rendered)
+    lead, tail = _blank_ends(text)
+    content, calls = _said(message)
+    if not (reply.has_ended or calls):  # as many as the client may have read, and the template kept
+        sent = _shown(tokens.decode(reply.ids)).rfind(_shown(reply.content))
+        end, places = sent + len(content.rstrip()) + len(tail), range(n_ids + 1)
+        n_ids = bisect_right(places, end, key=lambda n: len(tokens.decode(reply.ids[:n]))) - 1
+    own_ids = reply.ids[: max(0, n_ids)]
+    own = tokens.decode(own_ids)
     own_lead, own_tail = _blank_ends(own)
-    if not own_lead.endswith(lead) or not own_tail.startswith(tail):
-        return False
-    one, other = (unicodedata.normalize("NFC", _shown(text)) for text in (rendered, own))
-    return list(_parts(one, tokenizer)) == list(_parts(other, tokenizer))
+    if own == text:
+        is_same = tokens.controls(own_ids) == tokens.controls(rendered)
+    else:
+        has_ends = own_lead.endswith(lead) and own_tail.startswith(tail)
+        is_same = has_ends and _form(rendered, model) == _form(own_ids, model)
+    return len(own_ids) if is_same else 0
+
+
+def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
+    """Return a reply in the form in which the rendered one and the model's own are compared.
+
+    These are texts, and between them control tokens and what stands around tool calls.
+    """
+    tokens, tokenizer = model.text, model.tokenizer
+    assert tokens is not None
+    around = (tokenizer.tool_call_start, tokenizer.tool_call_end)
+    calls = re.compile(f"({'|'.join(map(re.escape, filter(None, around))) or '(?!)'})")
+    parts, start = [""], 0
+    for place in (*tokens.control_places(ids), len(ids)):
+        text, *more = calls.split(_shown(tokens.decode(ids[start:place])))
+        parts[-1] += text
+        parts += more
+        control, start = tokens.decode(ids[place : place + 1]), place + 1
+        if control.isspace():
+            parts[-1] += f"{_BLANK}{control}{_BLANK}"
+        else:
+            parts += [_CONTROL + control, ""]
+    for i, part in enumerate(parts):
+        while part != (inner := part.strip().strip(_BLANK)):
+            part = inner
+        parts[i] = unicodedata.normalize("NFC", part)
+        if i and parts[i - 1].strip(_CONTROL) == around[0]:
+            with suppress(Exception):  # a call that the server's parser cannot read is text
+                call = tokenizer.tool_parser(part.replace(_BLANK, ""), None)
+                parts[i] = json.dumps(call, sort_keys=True, default=str)
+    return parts
 
 
 def _shown(text: str) -> str:
@@ -197,42 +241,40 @@ def _blank_ends(text: str) -> tuple[str, str]:
     return text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
 
 
-def _parts(text: str, tokenizer: Any) -> Iterator[str]:
-    """Yield a reply's text without white space and its tool calls, in a form for comparison.
-
-    The server's own parser reads the calls. One that it cannot read is text.
-    """
-    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    content, *calls = text.split(start) if start else [text]
-    yield "".join(content.split())
-    for call in calls:
-        arguments, _, content = call.partition(end) if end else (call, "", "")
-        try:
-            yield json.dumps(tokenizer.tool_parser(arguments, None), sort_keys=True, default=str)
-        except Exception:
-            yield arguments
-        yield "".join(content.split())
+def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
+    """Return a reply whose client left with all that can have been sent of it."""
+    detokenizer, end = tokenizer.detokenizer, tokenizer.think_end
+    for token_id in reply.ids:
+        detokenizer.add_token(token_id)
+    detokenizer.finalize()
+    reasoning, _, content = detokenizer.text.rpartition(end or _CONTROL)
+    reasoning = reasoning.removeprefix(tokenizer.think_start or "")
+    return replace(reply, content=content, reasoning=reasoning)
 
 
-def _reply_keys(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield two keys of each assistant message: hashes over the messages up to it, and before it.
+def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
+    """Yield each assistant message with two keys: hashes over the messages up to it, and before it.
 
     They do not depend on the form in which a client sends content, nor on reasoning.
     """
-    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-2")
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-3")
     for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" for part in content
-        ):
-            content = "".join(str(part.get("text")) for part in content)
-        calls = [_call_of(call) for call in message.get("tool_calls") or ()]
-        encoded = json.dumps([message.get("role"), content or "", calls], default=str).encode()
+        encoded = json.dumps([message.get("role"), *_said(message)], default=str).encode()
         before = digest.copy()
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
         if message.get("role") == "assistant":
             before.update(b"begun")
-            yield digest.digest(), before.digest()
+            yield message, digest.digest(), before.digest()
+
+
+def _said(message: Message) -> tuple[Any, list[Any]]:
+    """Return a message's content, with its texts joined as stock joins them, and its calls."""
+    content = message.get("content") or ""
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    ):
+        content = "".join(str(part.get("text")) for part in content)
+    return content, [_call_of(call) for call in message.get("tool_calls") or ()]
 
 
 def _call_of(call: Any) -> list[Any]:
@@ -242,8 +284,6 @@ def _call_of(call: Any) -> list[Any]:
         return [call]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):
             arguments = json.loads(arguments)
-        except ValueError:
-            pass
     return [function.get("name"), json.dumps(arguments, sort_keys=True, default=str)]

@@ -151,7 +151,10 @@ def test_an_image_in_words_is_no_image(tokenizer: Any, token_text: TokenText) ->
         tree = MemoryTree(token_text, block_tokens=4)
         tree.add(stored)
         match = match_prompt(tree, ROOT, text, token_text, pack_ids(prompt))
-        assert (
-            splice([*prompt, 7], text + token_text.decode([7]), match, token_text, lambda part: [])
-            is None
-        )
+        assert match.ids == shown[:1]
+        asked = text + token_text.decode([7])
+        result = splice([*prompt, 7], asked, match, token_text, lambda part: [])
+        assert result is not None and result.ids == [*prompt, 7]
+        alike = match_prompt(tree, ROOT, text, token_text)
+        assert alike.ids == stored
+        assert splice([*prompt, 7], asked, alike, token_text, lambda part: []) is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -387,3 +388,28 @@ def test_claude_codes_billing_line_and_moving_marks(replayer: Replayer) -> None:
         assert b"billing" not in replayer.bytes_of(turn.prompt)
         messages.append(turn.message)
         expected = turn.n_total
+
+
+SPELLED = "In ChatML <|im_start|> begins a turn and <|im_end|> ends it; <|endoftext|> ends all."
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["hot", "restarted"])
+def test_a_reply_that_spells_control_tokens_is_read_as_it_is_rendered(
+    replayer: Replayer, make_replayer: MakeReplayer, tiny_model: Path, restarted: bool
+) -> None:
+    """The model writes them with ordinary tokens; rendered, they are control tokens."""
+    messages = [SYSTEM, user(QUESTIONS[0])]
+    parts = re.split(r"(<\|\w+\|>)", SPELLED)
+    words = [word for n, part in enumerate(parts) for word in (part if n % 2 else [part])]
+    first = replayer.turn(messages, [i for word in words for i in replayer.encode(word)], "s")
+    messages += [first.message, user(QUESTIONS[1])]
+    assert messages[2]["content"] == SPELLED
+    if restarted:
+        replayer.restart()
+    second = replayer.turn(messages, "Ida.", "s")
+    cold = make_replayer(tiny_model).turn(messages, "Ida.", "s")
+    assert second.prompt == cold.prompt
+    assert first.n_prompt - BLOCK_TOKENS <= second.n_reused < first.n_prompt + len("In ChatML ")
+    # From the next turn on all is found.
+    third = replayer.turn([*messages, second.message, user(QUESTIONS[2])], "Seven.", "s")
+    assert third.n_reused == second.n_total

