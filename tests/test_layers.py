@@ -45,20 +45,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request_log": {"request"},
     "round_trip": {"cache", "errors", "host", "request", "store"},
     "config": {"ranks", "api", "cache", "errors", "store", "units"},
-    "host": {"ranks", "_startup", "error_forms", "errors", "fields"},
-    "api": {"error_forms", "errors", "fields"},
+    "host": {"ranks", "_startup", "contents", "error_forms", "errors", "fields"},
+    "api": {"contents", "error_forms", "errors", "fields"},
     "request": {"ranks", "block", "cache", "errors", "host", "match", "store", "units"},
     "store": {"block", "config", "errors", "match", "units"},
     "cache": {"ranks", "errors", "units"},
     "match": {"block"},
     "ranks": set(),
     "block": set(),
+    "contents": set(),
     "errors": set(),
     "error_forms": set(),
     "fields": {"errors"},
     "units": set(),
 }
-NO_MLX = {"_startup", "block", "match", "error_forms", "errors", "fields", "units"}
+NO_MLX = {"_startup", "block", "contents", "match", "error_forms", "errors", "fields", "units"}
 
 
 def parts() -> dict[str, list[Path]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..contents import joined
 from ..fields import require, require_object, require_text
 
 Message = dict[str, Any]
@@ -25,13 +26,15 @@ class ChatRequest:
     """A request as a chat completion, and the reply that it will get.
 
     `tools` also has deferred tools, which may be called but are not in the chat completion's list.
-    `reply` is a `ReplyTranslation` of the host's.
+    `reply` is a `ReplyTranslation` of the host's. `places` says where each message of the chat
+    completion stands in the client's body.
     """
 
     chat_body: dict[str, Any]
     tools: list[dict[str, Any]]
     stream: bool
     reply: Any
+    places: Sequence[str] = ()
 
 
 def max_tokens(name: str, n: Any) -> int:
@@ -53,6 +56,22 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
         made["description"] = require_text(f"{place}.description", tool["description"])
     made["parameters"] = require_object(f"{place}.{parameters}", tool.get(parameters))
     return {"type": "function", "function": made}
+
+
+def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
+    """Append a message, with its place in the body; one of the same speaker's becomes one with it.
+
+    Anthropic's API reads consecutive messages of a user, or of the assistant, as one.
+    """
+    last = messages[-1][1] if messages else {}
+    if message["role"] not in ("user", "assistant") or last.get("role") != message["role"]:
+        messages.append((place, message))
+        return
+    for name, value in message.items():
+        if name == "tool_calls":
+            last[name] = [*last.get(name, ()), *value]
+        elif name != "role":
+            last[name] = joined(last.get(name), value)
 
 
 def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

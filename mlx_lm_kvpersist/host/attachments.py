@@ -49,6 +49,7 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list):
+            content = [_told(part) for part in content]
             unread = [part for part in content if not _is_read(part, reads_images)]
             if unread and i == question:
                 raise RequestRefused(
@@ -60,6 +61,16 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
             message = {**message, "content": parts}
         fitted.append(message)
     return _images_moved(fitted) if reads_images else fitted
+
+
+def _told(part: Part) -> Part:
+    """Return a part of an unknown type, such as a refusal, as text, if it has any."""
+    kind, text = part.get("type"), part.get("text")
+    if kind in PART_KINDS and (kind != "text" or text is not None):
+        return part
+    if text is None and isinstance(kind, str):
+        text = "" if kind == "text" else part.get(kind)
+    return _text(text) if isinstance(text, str) else part
 
 
 def _images_moved(messages: list[Message]) -> list[Message]:

@@ -13,13 +13,16 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 
+from ...contents import readable, text_of
 from ...errors import RequestRefused
-from ...fields import require, require_objects, require_text
-from ..attachments import IMAGE_KINDS, PART_KINDS
+from ...fields import require, require_no_blank_end, require_objects, require_text
+from ..attachments import IMAGE_KINDS
 
 MAX_BODY_BYTES = 256 << 20
+_MAX_SHOWN = 100
 _MAX_SLICE = 2**31
 _MLX_INTEGERS = 2**63
+_CONVERSATION = ("system", "instructions", "tools", "messages", "input")
 _NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -51,12 +54,26 @@ def read_json(handler: Any) -> dict[str, Any]:
     if len(read) < n_bytes:
         raise RequestRefused(f"the body ended after {len(read):,} of {n_bytes:,} bytes")
     try:
-        body = json.loads(read.decode())
+        body = tidy(json.loads(read.decode()))
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
     if not isinstance(body, dict):
         raise RequestRefused("the body is no JSON object")
     return body
+
+
+def tidy(body: Any) -> Any:
+    """Return a body without fields of null, and with readable texts in its conversation.
+
+    SDKs send null for what they leave out. Stock takes null for a wrong value.
+    """
+    if not isinstance(body, dict):
+        return body
+    return {
+        name: readable(value) if name in _CONVERSATION else value
+        for name, value in body.items()
+        if value is not None
+    }
 
 
 def late_body(handler: Any) -> RequestRefused:
@@ -109,36 +126,73 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 
     own: the names of the command line's model, if any. loaded: the one that is loaded now.
     """
-    if name in (*own, loaded) or (Path(name) / "config.json").is_file():
+    if name in (*own, loaded) or _is_file(name, "config.json"):
         return
     try:
         hf_hub_download(name, "config.json")
     except Exception as error:
         here = f"this server has {own[0]}; ask for default_model" if own else "see GET /v1/models"
-        raise RequestRefused(f"there is no model {name}; {here}", 404, "model_not_found") from error
+        why = f"there is no model {_short(name)}; {here}"
+        raise RequestRefused(why, 404, "model_not_found") from error
 
 
-def check_chat(body: Mapping[str, Any]) -> None:
-    """Refuse messages, or arguments of a template, of a wrong form. HTTP thread."""
+def check_parts_of_model(draft: Any, adapter: str | None, provider: Any) -> None:
+    """Refuse a draft model or an adapter that is not there, as `check_model` does. HTTP thread."""
+    require(isinstance(draft, str), "draft_model", draft, "text")
+    key = provider.model_key or (None, None, None)
+    if draft not in ("default_model", provider.cli_args.draft_model):
+        try:
+            check_model(draft, (), key[2])
+        except RequestRefused as error:
+            why = f"there is no draft model {_short(draft)}; leave draft_model out"
+            raise RequestRefused(why, 404, "model_not_found") from error
+    if adapter not in (None, provider.cli_args.adapter_path, key[1]):
+        if not _is_file(str(adapter), "adapter_config.json"):
+            why = f"there is no adapter {_short(str(adapter))}, expected a folder of this machine"
+            raise RequestRefused(why, 404)
+
+
+def _is_file(folder: str, name: str) -> bool:
+    try:
+        return (Path(folder) / name).is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}…"
+
+
+def check_chat(body: Mapping[str, Any]) -> bool:
+    """Refuse messages, or arguments of a template, of a wrong form. HTTP thread.
+
+    Returns whether the reply continues the last message.
+    """
     kwargs = body.get("chat_template_kwargs") or {}  # stock heeds none that is false
     require(isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "an object")
     check_messages(body.get("messages"))
+    name, continues = "continue_final_message", body.get("continue_final_message", False)
+    require(isinstance(continues, bool), name, continues, "a boolean")
+    if continues:
+        last = body["messages"][-1] if body["messages"] else {}
+        text = text_of(last.get("content"))
+        is_text = isinstance(text, str) and bool(text) and not last.get("tool_calls")
+        if last.get("role") != "assistant" or not is_text:
+            raise RequestRefused(f"{name} is true, expected a text of the assistant's as the last")
+        require_no_blank_end(f"messages[{len(body['messages']) - 1}].content", text)
+    return bool(continues)
 
 
 def check_messages(messages: Any) -> None:
     """Refuse messages of a form that stock cannot render. Any thread."""
     for i, message in enumerate(require_objects("messages", messages)):
         content = message.get("content")
-        if isinstance(content, str):
-            require_text(f"messages[{i}].content", content)
         for j, part in enumerate(content if isinstance(content, list) else ()):
             name = f"messages[{i}].content[{j}]"
             require(isinstance(part, dict), name, part, "an object")
             kind = part.get("type")
-            is_known = isinstance(kind, str) and kind in PART_KINDS
+            is_known = isinstance(kind, str) or isinstance(part.get("text"), str)
             require(is_known, f"{name}.type", kind, "text, image_url or file")
-            if isinstance(part.get("text"), str):
-                require_text(f"{name}.text", part["text"])
             if kind in IMAGE_KINDS:
                 url = part.get("image_url", part.get("image"))
                 url = url.get("url") if isinstance(url, dict) else url

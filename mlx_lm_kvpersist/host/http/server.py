@@ -121,6 +121,15 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     _status = 0
 
     @property
+    def body(self) -> Any:
+        """What the client sent; stock sets it, and reads its fields one by one."""
+        return self._body
+
+    @body.setter
+    def body(self, body: Any) -> None:
+        self._body = request_checks.tidy(body)
+
+    @property
     def response_generator(self) -> Any:
         return ObservedGenerator(self, self.generator)
 
@@ -158,7 +167,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def parse_request(self) -> bool:
         self._begin_request()
-        self.body: Any = {}
+        self.body = {}
         self.stops = None
         parsed: bool = super().parse_request()
         if parsed and self.command == "POST":
@@ -192,6 +201,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         if self.output is None or not self.output.is_translated:
             self.output = CompletionOutput(self)
         client = self.wfile
+        self.path = self.path.partition("?")[0]
         try:
             request_checks.check_body_length(self.headers.get("Content-Length"))
             super().do_POST()
@@ -201,10 +211,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             if self._has_replied:
                 raise
             self._fail(request_checks.late_body(self))
-        except (RecursionError, UnicodeDecodeError) as error:
-            # Stock catches only json's own error while it reads a body.
-            self._fail(RequestRefused(f"the body is no JSON that can be read: {error}"))
         except Exception as error:
+            # Stock catches only json's own error while it reads a body.
+            is_unread = isinstance(error, RecursionError | ValueError) and not self.body
+            if is_unread and not isinstance(error, RequestRefused):
+                error = RequestRefused(f"the body is no JSON that can be read: {error}")
             self._fail(error)
         finally:
             self.wfile, self.output = client, None  # which holds this handler
@@ -230,13 +241,14 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             message = str(error).replace("requested_model", "model")
             raise RequestRefused(message) from error
         request_checks.check_parameters(self.body, self)
+        provider = self.response_generator.model_provider
         if self.requested_model != "default_model":
-            provider = self.response_generator.model_provider
             own, loaded = own_names(provider.cli_args), loaded_name(provider)
             if is_alias(self.requested_model) and (own or loaded):
                 self.requested_model = "default_model" if own else str(loaded)
             else:
                 request_checks.check_model(self.requested_model, own, loaded)
+        request_checks.check_parts_of_model(self.requested_draft_model, self.adapter, provider)
         if isinstance(self.stream_options, dict):
             # Stock reads it without a default when the stream ends.
             self.stream_options.setdefault("include_usage", False)
@@ -284,13 +296,16 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.answer_json(200 if found else 404, found or refusal)
 
     def handle_chat_completions(self) -> Any:
-        request_checks.check_chat(self.body)
+        continues = request_checks.check_chat(self.body)
         reads_images = self.response_generator.reads_images(self.requested_model)
         if reads_images is not None:  # else it is known once the model is loaded
             self.body["messages"] = fit_attachments(self.body["messages"], reads_images)
         if self.body.get("tool_choice") == "none":
             self.body.pop("tools", None)
-        return super().handle_chat_completions()
+        request = super().handle_chat_completions()
+        seen = ClientRequest.of(request)
+        seen.continues, seen.places = continues, self.output.places
+        return request
 
     def handle_text_completions(self) -> Any:
         require_text("prompt", self.body.get("prompt"))
