@@ -53,8 +53,6 @@ class MessagesAPI:
         made: dict[str, Any] = {"messages": list(messages)}
         if _is_continued(places[-1], messages[-1]):
             made["continue_final_message"] = True
-        elif len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
-            made["messages"].pop()  # an empty beginning of the reply
         if listed:
             made["tools"] = listed
         made |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
@@ -118,7 +116,7 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[s
 
 def _is_continued(name: str, last: Message) -> bool:
     """Tell whether the reply continues the last message, as the assistant's text is continued."""
-    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+    if last["role"] != "assistant" or last.get("tool_calls"):
         return False
     require_no_blank_end(name, last["content"])
     return True

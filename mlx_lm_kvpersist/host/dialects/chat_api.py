@@ -69,8 +69,8 @@ class ChatAPI(Protocol):
         """Translate a request; raises RequestRefused with a sentence for the client.
 
         Returns an object with `chat_body`, the body of a chat completion; `tools`, all that may be
-        called, for the parser of calls; `stream`, whether the client wants events; `reply`, a
-        `ReplyTranslation`; and `places`, where each message stands in the client's body.
+        called, for the parser of calls; `stream`, whether the client wants events; and `reply`, a
+        `ReplyTranslation`. It may have `places`, where each message stands in the client's body.
         """
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
@@ -218,7 +218,8 @@ def serve(handler: Any, api: ChatAPI) -> None:
         return
     if request.chat_body.get("tool_choice") != "none":
         output.tools = request.tools
-    output.reply, output.streams, output.places = request.reply, request.stream, request.places
+    output.reply, output.streams = request.reply, request.stream
+    output.places = getattr(request, "places", ())
     _run_stock(handler, request.chat_body, output)
 
 
@@ -227,7 +228,7 @@ def count_tokens(handler: Any, api: ChatAPI) -> None:
     output = HiddenOutput(handler, counts=True)
     try:
         request = api.translate(read_json(handler), handler.headers)
-        output.places = request.places
+        output.places = getattr(request, "places", ())
         _run_stock(handler, request.chat_body, output)
     except RequestRefused as error:
         if not output.n_prompt:

@@ -136,20 +136,16 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
         raise RequestRefused(why, 404, "model_not_found") from error
 
 
-def check_parts_of_model(draft: Any, adapter: str | None, provider: Any) -> None:
-    """Refuse a draft model or an adapter that is not there, as `check_model` does. HTTP thread."""
-    require(isinstance(draft, str), "draft_model", draft, "text")
-    key = provider.model_key or (None, None, None)
-    if draft not in ("default_model", provider.cli_args.draft_model):
-        try:
-            check_model(draft, (), key[2])
-        except RequestRefused as error:
-            why = f"there is no draft model {_short(draft)}; leave draft_model out"
-            raise RequestRefused(why, 404, "model_not_found") from error
-    if adapter not in (None, provider.cli_args.adapter_path, key[1]):
-        if not _is_file(str(adapter), "adapter_config.json"):
-            why = f"there is no adapter {_short(str(adapter))}, expected a folder of this machine"
-            raise RequestRefused(why, 404)
+def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
+    """Refuse a draft model or an adapter that is not there, for the same reason. HTTP thread.
+
+    args: the server's.
+    """
+    if require_text("draft_model", draft) != "default_model":
+        check_model(draft, [args.draft_model] if args.draft_model else [], None)
+    if adapter is not None and adapter != args.adapter_path:
+        if not _is_file(adapter, "adapter_config.json"):
+            raise RequestRefused(f"there is no adapter {_short(adapter)}; name its folder", 404)
 
 
 def _is_file(folder: str, name: str) -> bool:
@@ -163,24 +159,28 @@ def _short(name: str) -> str:
     return name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}…"
 
 
-def check_chat(body: Mapping[str, Any]) -> bool:
-    """Refuse messages, or arguments of a template, of a wrong form. HTTP thread.
-
-    Returns whether the reply continues the last message.
-    """
+def check_chat(body: Mapping[str, Any]) -> None:
+    """Refuse messages, or arguments of a template, of a wrong form. HTTP thread."""
     kwargs = body.get("chat_template_kwargs") or {}  # stock heeds none that is false
     require(isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "an object")
     check_messages(body.get("messages"))
-    name, continues = "continue_final_message", body.get("continue_final_message", False)
+
+
+def is_continued(body: Mapping[str, Any]) -> bool:
+    """Tell whether the reply continues the last message. One that is empty is left out instead."""
+    name, messages = "continue_final_message", body["messages"]
+    continues = body.get(name, False)
     require(isinstance(continues, bool), name, continues, "a boolean")
-    if continues:
-        last = body["messages"][-1] if body["messages"] else {}
-        text = text_of(last.get("content"))
-        is_text = isinstance(text, str) and bool(text) and not last.get("tool_calls")
-        if last.get("role") != "assistant" or not is_text:
-            raise RequestRefused(f"{name} is true, expected a text of the assistant's as the last")
-        require_no_blank_end(f"messages[{len(body['messages']) - 1}].content", text)
-    return bool(continues)
+    if not continues:
+        return False
+    last = messages[-1] if messages else {}
+    text = text_of(last.get("content"))
+    if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(text, str):
+        raise RequestRefused(f"{name} is true, expected a text of the assistant's as last message")
+    require_no_blank_end(f"messages[{len(messages) - 1}].content", text)
+    if not text and len(messages) > 1:
+        messages.pop()
+    return bool(text)
 
 
 def check_messages(messages: Any) -> None:

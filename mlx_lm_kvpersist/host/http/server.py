@@ -108,6 +108,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     plugin_routes: Mapping[tuple[str, str], Route]
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
     requested_model: str
+    path: str
     wfile: Any
     client: ClientSocket
     close_connection = True
@@ -241,14 +242,15 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             message = str(error).replace("requested_model", "model")
             raise RequestRefused(message) from error
         request_checks.check_parameters(self.body, self)
-        provider = self.response_generator.model_provider
         if self.requested_model != "default_model":
+            provider = self.response_generator.model_provider
             own, loaded = own_names(provider.cli_args), loaded_name(provider)
             if is_alias(self.requested_model) and (own or loaded):
                 self.requested_model = "default_model" if own else str(loaded)
             else:
                 request_checks.check_model(self.requested_model, own, loaded)
-        request_checks.check_parts_of_model(self.requested_draft_model, self.adapter, provider)
+        draft, adapter = self.requested_draft_model, self.adapter
+        request_checks.check_beside_model(draft, adapter, self.response_generator.cli_args)
         if isinstance(self.stream_options, dict):
             # Stock reads it without a default when the stream ends.
             self.stream_options.setdefault("include_usage", False)
@@ -296,7 +298,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.answer_json(200 if found else 404, found or refusal)
 
     def handle_chat_completions(self) -> Any:
-        continues = request_checks.check_chat(self.body)
+        request_checks.check_chat(self.body)
+        continues = request_checks.is_continued(self.body)
         reads_images = self.response_generator.reads_images(self.requested_model)
         if reads_images is not None:  # else it is known once the model is loaded
             self.body["messages"] = fit_attachments(self.body["messages"], reads_images)

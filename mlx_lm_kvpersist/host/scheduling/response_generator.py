@@ -473,7 +473,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             messages = fit_attachments(messages, self.model_provider.reads_images)
             manager.prepare_messages(messages, tools)
         sent = messages
-        if request.request_type == "chat" and tokenizer.has_chat_template:
+        if request.request_type == "chat" and getattr(tokenizer, "has_chat_template", False):
             arguments = {**self.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
             template = self._templates.of(tokenizer, arguments, tools)
             messages = template.fit(sent, tools, continues=seen.continues)

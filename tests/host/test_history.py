@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import load
 
-from mlx_lm_kvpersist.request.roles import TemplateRoles, share_reasoning
+from mlx_lm_kvpersist.api.normalise import share_reasoning
+from mlx_lm_kvpersist.host.history import Template
 from tests.support import Message, make_tiny_model
 
 GENERIC = (
