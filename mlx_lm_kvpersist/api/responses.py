@@ -156,9 +156,7 @@ def _content(place: str, content: Any) -> str | list[Part]:
 def _part(name: str, part: Mapping[str, Any]) -> Part:
     kind = part.get("type")
     if kind in ("input_text", "output_text", "text"):
-        return chat.text_part(f"{name}.text", part.get("text"))
-    if kind == "refusal":
-        return chat.text_part(f"{name}.refusal", part.get("refusal"))
+        return chat.text_part(f"{name}.text", part.get("text") or "")
     if kind == "input_image" and isinstance(part.get("image_url"), str):
         return chat.image_part(part["image_url"])
     if kind == "input_file":
@@ -189,8 +187,7 @@ def _decoded(encoded: str) -> str | None:
 def _text(place: str, content: Any) -> str:
     """Return the assistant's text; non-text parts from other servers are ignored."""
     parts = content if isinstance(content, list) else [content]
-    texts = (part.get("refusal") or chat.readable(part) if isinstance(part, dict) else part
-             for part in parts)  # fmt: skip
+    texts = (chat.readable(part) if isinstance(part, dict) else part for part in parts)
     return "".join(require_text(place, text) for text in texts if text is not None)
 
 

@@ -16,7 +16,9 @@ Event = dict[str, Any]
 Kind = Literal["thinking", "text"]
 
 _MAX_TOKENS = 2**31 - 1
-_READABLE = ("title", "source", "url", "context", "text", "content", "stdout", "stderr")
+_READABLE = (
+    *("title", "source", "url", "context", "text", "refusal", "content", "stdout", "stderr"),
+)
 """Fields that hold what a reader of a block sees, in the order in which they are read."""
 _MAX_DEPTH = 6
 
@@ -64,14 +66,12 @@ def append(messages: list[tuple[str, Message]], place: str, message: Message) ->
     Anthropic's API reads consecutive messages of a user, or of the assistant, as one.
     """
     last = messages[-1][1] if messages else {}
-    if message["role"] not in ("user", "assistant") or last.get("role") != message["role"]:
+    is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
+    if not is_more or "tool_calls" in last:  # what follows calls stands behind them
         messages.append((place, message))
         return
-    for name, value in message.items():
-        if name == "tool_calls":
-            last[name] = [*last.get(name, ()), *value]
-        elif name != "role":
-            last[name] = joined(last.get(name), value)
+    both = {name: joined(last.get(name), message.get(name)) for name in ("content", "reasoning")}
+    last |= {**message, **{name: text for name, text in both.items() if text}}
 
 
 def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Template:
             least = _Fitting(self, cleaned, adapts_all=False).fitted
             if self.rendered(least, tools, continues=continues) is not None:
                 fitted = least
-        return [{name: message[name] for name in message if name != PLACE} for message in fitted]
+        return fitted
 
     def refused(self, messages: list[Message], tools: Any, *, continues: bool) -> int | None:
         """Return the `PLACE` of the first message that cannot be rendered; None: no message is why.
@@ -107,7 +107,7 @@ class Template:
         try:
             made = [_as_rendered(message) for message in messages]
             render = self._tokenizer.apply_chat_template
-            return str(render(made, add_generation_prompt=not continues, **given))
+            return str(render(made, add_generation_prompt=not continues, **given)) or None
         except Exception:
             return None
 
@@ -215,7 +215,8 @@ class _Fitting:
         for message in messages:
             self._place(message) if not adapts_all else self._fit(message)
         self._say(self._unsaid)
-        if adapts_all and all(message.get("role") != "user" for message in self.fitted):
+        roles = {message.get("role") for message in self.fitted}
+        if adapts_all and roles and "user" not in roles:
             self._ask()
 
     def _fit(self, message: Message) -> None:
@@ -231,7 +232,7 @@ class _Fitting:
         elif message.get("tool_calls", 0) == []:
             empty = {"role": "assistant", "content": _MARK, "tool_calls": []}
             if not template.reads("no calls", empty, {"role": "user", "content": _MARK}):
-                message = _without(message, "tool_calls")
+                message = without(message, "tool_calls")
         if kind != "calls" or not self._unsaid:
             self._place(message)
 
@@ -247,12 +248,12 @@ class _Fitting:
         message, self._open = {**message, "tool_calls": calls}, list(calls)
         if not template.reads_calls():
             content = joined(content, "\n".join(map(_as_text, calls)))
-            message = {**_without(message, "tool_calls"), "content": content}
+            message = {**without(message, "tool_calls"), "content": content}
         elif content and thoughts:
             made, _ = template.called()
             both = {**made, "content": _MARK, **dict.fromkeys(_REASONING[:2], _MARK)}
             if template.reads("call", *template.called()) and not template.reads("thoughts", both):
-                message = {**_without(message, *_REASONING), "content": joined(thoughts, content)}
+                message = {**without(message, *_REASONING), "content": joined(thoughts, content)}
         if len(calls) > 1 and "tool_calls" in message:
             if not template.reads("calls", *template.called(_CALL_ID, "call00001")):
                 self._unsaid, self._caller = list(calls), message
@@ -263,7 +264,7 @@ class _Fitting:
         for call in list(calls):
             self._unsaid.remove(call)
             self._place({**self._caller, "tool_calls": [call]})
-            self._caller = {**_without(self._caller, *_REASONING), "content": ""}
+            self._caller = {**without(self._caller, *_REASONING), "content": ""}
 
     def _fit_result(self, message: Message) -> Message:
         call_id, template = message.get("tool_call_id"), self._template
@@ -343,11 +344,12 @@ class _Fitting:
 
     def _ask(self) -> None:
         """Put an empty question behind the first system messages, if the template wants any."""
-        spoken, kinds = self._template.spoken, self._kinds
+        template, kinds = self._template, self._kinds
         n = next((i for i, kind in enumerate(kinds) if kind != "system"), len(kinds))
-        asked = spoken([*kinds[:n], "user", *kinds[n:]])
-        rendered = self._template.rendered
-        if self.fitted and rendered(spoken(kinds)) is None and rendered(asked) is not None:
+        text = template.rendered(template.spoken(kinds))
+        asked = template.spoken([*kinds[:n], "user", *kinds[n:]])
+        is_read = text is not None and (not n or _mark(0) in text)
+        if not is_read and template.rendered(asked) is not None:
             roles = [message.get("role") for message in self.fitted]
             place = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
             self.fitted.insert(place, _question(self.fitted[0]))
@@ -355,7 +357,8 @@ class _Fitting:
 
 def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[str, Any]:
     """Return a call whose id and arguments the template renders. Stock reads the arguments' JSON."""
-    function, given = call["function"], call["function"].get("arguments")
+    function = {"arguments": {}, **call["function"]}
+    given = function["arguments"]
     if not template.reads_id(call.get("id")):
         call = {**call, "id": _made_id(call.get("id") or usual_id)}
     value, is_cut = given, False
@@ -365,7 +368,7 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
         except (ValueError, RecursionError):
             is_cut = True
     form = template.form_of(value, is_cut=is_cut)
-    if form is value and not is_cut and (isinstance(given, str) or not given):
+    if form is value and not is_cut and isinstance(given, str | None):
         return call
     return {**call, "function": {**function, "arguments": json.dumps(form, ensure_ascii=False)}}
 
@@ -476,7 +479,7 @@ def _thoughts(message: Message) -> Any:
     return next((message[name] for name in _REASONING if message.get(name)), None)
 
 
-def _without(message: Message, *names: str) -> Message:
+def without(message: Message, *names: str) -> Message:
     return {name: value for name, value in message.items() if name not in names}
 
 

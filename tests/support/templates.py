@@ -55,15 +55,15 @@ MISTRAL = (
     "{%- set out = call.function | tojson %}{{ out[:-1] }}"
     "{%- if call.id is not defined or call.id is none or call.id | length != 9 %}"
     "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
-    "{%- endif %}, \"id\": \"{{ call.id }}\"}"
+    '{%- endif %}, "id": "{{ call.id }}"}'
     "{%- if not loop.last %}, {% else %}]<|im_end|>{% endif %}{%- endfor %}"
     "{%- elif m.role == 'assistant' %} {{ m.content }}<|im_end|>"
     "{%- elif m.role == 'tool' %}"
     "{%- if m.tool_call_id is not defined or m.tool_call_id is none"
     " or m.tool_call_id | length != 9 %}"
     "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
-    "{%- endif %}[TOOL_RESULTS]{\"content\": {{ m.content }}, "
-    "\"call_id\": \"{{ m.tool_call_id }}\"}[/TOOL_RESULTS]"
+    '{%- endif %}[TOOL_RESULTS]{"content": {{ m.content }}, '
+    '"call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
     "{%- else %}{{ raise_exception('Only user and assistant roles are supported') }}"
     "{%- endif %}{%- endfor %}"
 )

@@ -25,7 +25,7 @@ from ...ranks import Ranks, ranks
 from .. import manager
 from ..answers import ClientRequest, Prompt, frozen, has_text_only
 from ..attachments import fit_attachments
-from ..history import PLACE, Templates
+from ..history import PLACE, Templates, without
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
 from .context_length import check_length
@@ -472,11 +472,13 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             messages = [{**message, PLACE: i} for i, message in enumerate(messages)]
             messages = fit_attachments(messages, self.model_provider.reads_images)
             manager.prepare_messages(messages, tools)
+            if getattr(tokenizer, "has_chat_template", False):
+                given_args = self.cli_args.chat_template_args, args.chat_template_kwargs or {}
+                template = self._templates.of(tokenizer, given_args[0] | given_args[1], tools)
         sent = messages
-        if request.request_type == "chat" and getattr(tokenizer, "has_chat_template", False):
-            arguments = {**self.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
-            template = self._templates.of(tokenizer, arguments, tools)
+        if template is not None:
             messages = template.fit(sent, tools, continues=seen.continues)
+        messages = [without(message, PLACE) for message in messages]
         request.messages, request.tools = messages, tools
         try:
             source = Continuing(tokenizer) if seen.continues else tokenizer
