@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from ..errors import RequestRefused
+from ..fields import refuse
 
 IMAGE_KINDS = ("image_url", "input_image", "image")
 PART_KINDS = (
@@ -52,6 +53,9 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
             content = [_told(part) for part in content]
             unread = [part for part in content if not _is_read(part, reads_images)]
             if unread and i == question:
+                if (kind := unread[0]["type"]) not in PART_KINDS:
+                    name = f"the newest message's content[{content.index(unread[0])}].type"
+                    refuse(name, kind, "text, image_url or file")
                 raise RequestRefused(
                     f"the newest message has {_name(unread[0])}, expected text"
                     f"{' or images' * reads_images}: this model reads nothing else; "

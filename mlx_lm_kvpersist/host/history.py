@@ -215,7 +215,7 @@ class _Fitting:
         for message in messages:
             self._place(message) if not adapts_all else self._fit(message)
         self._say(self._unsaid)
-        roles = {message.get("role") for message in self.fitted}
+        roles = [message.get("role") for message in self.fitted]
         if adapts_all and roles and "user" not in roles:
             self._ask()
 
@@ -313,7 +313,7 @@ class _Fitting:
     def _is_left(self, message: Message, kind: str) -> bool:
         """Tell whether a message can stay in its role."""
         template = self._template
-        if not self._adapts_all and kind != "system" or not isinstance(message.get("role"), str):
+        if (not self._adapts_all and kind != "system") or not isinstance(message.get("role"), str):
             return True
         if kind == "tool" and not template.reads_calls():
             return False
@@ -356,7 +356,7 @@ class _Fitting:
 
 
 def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[str, Any]:
-    """Return a call whose id and arguments the template renders. Stock reads the arguments' JSON."""
+    """Return a call whose id and arguments the template renders. Stock reads arguments as JSON."""
     function = {"arguments": {}, **call["function"]}
     given = function["arguments"]
     if not template.reads_id(call.get("id")):
@@ -421,7 +421,7 @@ def _as_rendered(message: Message) -> Message:
 
 
 def _enclosed(tag: str, message: Message) -> Any:
-    """Return a message's content between tags, as Claude Code reminds and templates write results."""
+    """Return a message's content between tags: Claude Code's for reminders, Qwen's for results."""
     content, start, end = message.get("content"), f"<{tag}>\n", f"\n</{tag}>"
     if isinstance(content, list):
         return [*parts_of(start), *content, *parts_of(end)]

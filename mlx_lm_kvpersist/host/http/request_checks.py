@@ -54,7 +54,7 @@ def read_json(handler: Any) -> dict[str, Any]:
     if len(read) < n_bytes:
         raise RequestRefused(f"the body ended after {len(read):,} of {n_bytes:,} bytes")
     try:
-        body = tidy(json.loads(read.decode()))
+        body = json.loads(read.decode())
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
     if not isinstance(body, dict):

@@ -476,11 +476,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 given_args = self.cli_args.chat_template_args, args.chat_template_kwargs or {}
                 template = self._templates.of(tokenizer, given_args[0] | given_args[1], tools)
         sent = messages
-        if template is not None:
-            messages = template.fit(sent, tools, continues=seen.continues)
-        messages = [without(message, PLACE) for message in messages]
-        request.messages, request.tools = messages, tools
         try:
+            if template is not None:
+                messages = template.fit(sent, tools, continues=seen.continues)
+            messages = [without(message, PLACE) for message in messages]
+            request.messages, request.tools = messages, tools
             source = Continuing(tokenizer) if seen.continues else tokenizer
             stock = super()._tokenize(source, request, args)
         except Exception as error:
