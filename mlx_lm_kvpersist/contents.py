@@ -7,7 +7,7 @@ from typing import Any
 
 
 def joined(content: Any, more: Any) -> Any:
-    """Return the contents of two messages as that of one message, a paragraph apart."""
+    """Join the contents of two messages, with an empty line between them."""
     if not content or not more:
         return content or more or ""
     if isinstance(content, list) or isinstance(more, list):
@@ -21,7 +21,7 @@ def parts_of(content: Any) -> list[Any]:
 
 
 def text_of(content: Any) -> Any:
-    """Return content as one text, as the server joins parts; other content as it is."""
+    """Return content as one text, joined as the server does; other content unchanged."""
     if not isinstance(content, list):
         return "" if content is None else content
     texts = [part.get("text") for part in content if part.get("type") == "text"]

@@ -83,7 +83,7 @@ class ClientRequest:
     continues = False
     """Whether the reply continues the last message, which is the assistant's."""
     places: Sequence[str] = ()
-    """Where each message stands in the body of another API."""
+    """The name of each message in the body of another API."""
 
     def __init__(self, request: Any) -> None:
         self.kind: str = request.request_type
@@ -91,7 +91,7 @@ class ClientRequest:
         self.messages: Sequence[dict[str, Any]] = frozen(request.messages or [])
 
     def place(self, index: int) -> str:
-        """Return where a message stands in its client's body."""
+        """Return the name of a message in its client's body, such as "messages[3]"."""
         return self.places[index] if index < len(self.places) else f"messages[{index}]"
 
     @staticmethod

@@ -1,9 +1,9 @@
 """A conversation in a form that the chat template of its request renders.
 
 Clients send the whole conversation with each request, so a message that the template refuses would
-end it for good. Each kind of refusal is found alone, with a short conversation, the first time that
-it matters. A conversation that the template renders stays as it is, with one exception: a system
-message that the template leaves out or moves is adapted, too, since a moved one changes the prompt.
+end the conversation for good. Each kind of refusal is found alone, with a short conversation, when
+it first matters. A conversation that the template renders is left unchanged, with one exception: a
+system message that the template leaves out or moves is adapted, since moving it changes the prompt.
 
 An adaptation depends on the messages up to its own, so the prompts of a conversation only grow.
 """
@@ -36,9 +36,10 @@ _JOINS = {
     "assistant": ("assistant",),
     "calls": ("assistant",),
 }
-"""By the kind of a message: kinds of messages of which it can become a part."""
+"""Kinds of messages that a message can become a part of, by its own kind."""
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _MOST_TEMPLATES = 32
+_MOST_KNOWN = 1000
 
 
 class Templates:
@@ -69,7 +70,7 @@ class Template:
     ) -> list[Message]:
         """Return messages that the template renders, as far as that is possible.
 
-        tools: as they are rendered. continues: the model continues the last message.
+        tools: the request's. continues: the model continues the last message.
         """
         source = self._arguments.get("chat_template") or self._tokenizer.chat_template
         cleaned = [_cleaned(message, "developer" in str(source)) for message in messages]
@@ -111,11 +112,10 @@ class Template:
         except Exception:
             return None
 
-    # What it refuses.
+    # Refusals.
 
     def fits(self, before: Sequence[str], kind: str) -> bool:
-        """Tell whether a kind of message may follow others; a system message must stay there."""
-
+        """Tell whether the template takes a kind of message here, and a system message in place."""
         # A template that counts messages takes a system message for the assistant's.
         answered = tuple(before[-1:]) in (("user",), ("tool",))
         ends = (_ENDS[1 + answered],) if kind == "system" else _ENDS
@@ -154,22 +154,17 @@ class Template:
         named = self.reads("named", called, {**result, "name": "look"})
         return named and not self.reads("nameless", called, result)
 
-    def form_of(self, arguments: Any, *, is_cut: bool = False) -> Any:
-        """Return a call's arguments in a form that the template renders; as they are, if it does.
-
-        is_cut: they are a text that is not JSON, and the template must show it.
-        """
+    def form_of(self, arguments: Any) -> Any:
+        """Return a call's arguments in the first form that the template renders."""
+        forms = _forms(arguments)
 
         def find() -> int:
-            made = [_forms(_marked(arguments))[i] for i in range(len(_forms(arguments)))]
-            texts = [self.rendered([{"role": "user", "content": ""}, _calling(a)]) for a in made]
-            rendered = [i for i, text in enumerate(texts) if text is not None]
-            shown = [i for i in rendered if _MARK in str(texts[i])]
-            return (rendered if 0 in rendered and not is_cut else [*shown, *rendered, 0])[0]
+            asked = {"role": "user", "content": _MARK}
+            texts = (self.rendered([asked, _calling(form)]) for form in forms)
+            return next((i for i, text in enumerate(texts) if text is not None), 0)
 
         is_empty = arguments in ("", None)
-        found = self._know(("arguments", type(arguments), is_empty, is_cut), find)
-        return _forms(arguments)[found]
+        return forms[self._know(("arguments", type(arguments), is_empty), find)]
 
     def called(self, *ids: Any) -> list[Message]:
         """Return a message with calls, and their results."""
@@ -192,6 +187,8 @@ class Template:
 
     def _know(self, name: Hashable, find: Callable[[], Any]) -> Any:
         if name not in self._known:
+            if len(self._known) > _MOST_KNOWN:
+                self._known.clear()  # clients send any role
             self._known[name] = find()
         return self._known[name]
 
@@ -361,14 +358,14 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
     given = function["arguments"]
     if not template.reads_id(call.get("id")):
         call = {**call, "id": _made_id(call.get("id") or usual_id)}
-    value, is_cut = given, False
+    value, is_json = given, True
     if isinstance(given, str) and given:
         try:
             value = json.loads(given)
         except (ValueError, RecursionError):
-            is_cut = True
-    form = template.form_of(value, is_cut=is_cut)
-    if form is value and not is_cut and isinstance(given, str | None):
+            is_json = False  # perhaps it was cut off: it is read as a text
+    form = template.form_of(value)
+    if form is value and is_json and isinstance(given, str | None):
         return call
     return {**call, "function": {**function, "arguments": json.dumps(form, ensure_ascii=False)}}
 
@@ -396,7 +393,7 @@ def _cleaned_function(function: dict[str, Any]) -> dict[str, Any]:
         try:
             function = {**function, "arguments": json.dumps(readable(json.loads(given)))}
         except (ValueError, RecursionError):
-            pass  # it is no JSON, and so no half is in it
+            pass  # without JSON there are no escapes
     return function
 
 
@@ -437,18 +434,11 @@ def _as_text(call: dict[str, Any]) -> str:
 
 
 def _forms(arguments: Any) -> list[Any]:
-    """Return forms of a call's arguments, the best first: as they are, an object, a text."""
+    """Return forms of a call's arguments, the best first: unchanged, an object, a text."""
     text = json.dumps(arguments, ensure_ascii=False)
     if isinstance(arguments, dict):
         return [arguments, text]
     return [arguments, {} if arguments in ("", None) else {"arguments": arguments}, text]
-
-
-def _marked(arguments: Any) -> Any:
-    """Return arguments of the same kind that are seen where they are rendered."""
-    if isinstance(arguments, dict | list):
-        return {"where": _MARK} if isinstance(arguments, dict) else [_MARK]
-    return _MARK if isinstance(arguments, str) and arguments else arguments
 
 
 def _calling(arguments: Any, *ids: Any) -> Message:

@@ -42,7 +42,7 @@ class CompletionOutput:
     streams = False
     """Whether the client gets its reply as a stream."""
     places: Sequence[str] = ()
-    """Where each message stands in the body of another API."""
+    """The name of each message in the body of another API."""
     doing = "waiting"
     """What the server is at, for the reader of a stream."""
 

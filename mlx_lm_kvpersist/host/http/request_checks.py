@@ -137,7 +137,7 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 
 
 def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
-    """Refuse a draft model or an adapter that is not there, for the same reason. HTTP thread.
+    """Refuse a draft model or an adapter that does not exist, for the same reason. HTTP thread.
 
     args: the server's.
     """

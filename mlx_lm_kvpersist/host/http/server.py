@@ -123,7 +123,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     @property
     def body(self) -> Any:
-        """What the client sent; stock sets it, and reads its fields one by one."""
+        """The request's body. Stock sets it, then reads its fields."""
         return self._body
 
     @body.setter
