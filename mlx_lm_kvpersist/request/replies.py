@@ -244,6 +244,6 @@ def _call_of(call: Any) -> list[Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
     return [function.get("name"), json.dumps(arguments, sort_keys=True, default=str)]

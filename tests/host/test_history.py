@@ -345,7 +345,7 @@ def test_a_message_that_cannot_be_rendered_is_named(
     history = [user(), user("<u2>"), user("<u3>"), answer(CHANNEL), user("<u4>")]
     with pytest.raises(RequestRefused) as refused:
         renderers["harmony"].prompt(form(history), api)
-    assert f"; {place} cannot be rendered: change it, or leave it out" in str(refused.value)
+    assert f"; {place} cannot be rendered (change it, or leave it out)" in str(refused.value)
 
 
 def test_no_message_is_blamed_for_what_the_request_asks(renderers: dict[str, Renderer]) -> None:

@@ -196,7 +196,10 @@ def test_every_history_is_served_over_every_api(
     with ThreadPoolExecutor(2) as pool:
         stock, ours = (each.result() for each in [pool.submit(one) for one in begin])
     n_same = 0
+    long = {"arguments of many digits", "arguments nested deeply"}
     for name, history in HISTORIES.items():
+        if name in long:
+            continue  # thousands of tokens, of which the tests without a server have the text
         for path, form in FORMS.items():
             status, reply = ask(ours, path, form(history))
             assert status == 200, (name, path, reply)

@@ -74,7 +74,7 @@ HISTORIES: dict[str, list[Message]] = {
     "null arguments": with_call(call(None)),
     "no arguments": with_call({"id": CLAUDE, "type": "function", "function": {"name": "look"}}),
     "arguments of many digits": with_call(call('{"n": ' + "9" * 5000 + "}")),
-    "arguments nested deeply": with_call(call("[" * 9000)),
+    "arguments nested deeply": with_call(call("[" * 2000)),
     # Halves of surrogate pairs.
     "half a pair in content": [user("<u1>\ud83d"), answer("\udc00<a1>"), user("<u2>")],
     "half a pair in arguments": with_call(call('{"where": "<c1>\\ud83d"}')),

@@ -168,15 +168,16 @@ def check_chat(body: Mapping[str, Any]) -> None:
 
 def is_continued(body: Mapping[str, Any]) -> bool:
     """Tell whether the reply continues the last message. One that is empty is left out instead."""
-    name, messages = "continue_final_message", body["messages"]
-    continues = body.get(name, False)
-    require(isinstance(continues, bool), name, continues, "a boolean")
+    messages, continues = body["messages"], body.get("continue_final_message", False)
+    require(isinstance(continues, bool), "continue_final_message", continues, "a boolean")
     if not continues:
         return False
     last = messages[-1] if messages else {}
     text = text_of(last.get("content"))
     if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(text, str):
-        raise RequestRefused(f"{name} is true, expected a text of the assistant's as last message")
+        raise RequestRefused(
+            "continue_final_message is true, expected a text of the assistant's as the last message"
+        )
     require_no_blank_end(f"messages[{len(messages) - 1}].content", text)
     if not text and len(messages) > 1:
         messages.pop()

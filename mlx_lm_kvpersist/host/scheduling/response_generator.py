@@ -484,11 +484,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             source = Continuing(tokenizer) if seen.continues else tokenizer
             stock = super()._tokenize(source, request, args)
         except Exception as error:
-            why = f"no prompt can be made of this request ({type(error).__name__}: {error})"
+            reason = f"{type(error).__name__}: {error}"
             place = template.refused(sent, tools, continues=seen.continues) if template else None
             if place is not None:
-                why += f"; {seen.place(place)} cannot be rendered: change it, or leave it out"
-            raise RequestRefused(why) from error
+                reason += f"); {seen.place(place)} cannot be rendered (change it, or leave it out"
+            raise RequestRefused(f"no prompt can be made of this request ({reason})") from error
         finally:
             request.messages, request.tools = given
         check_prompt_ids(stock[0])
