@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..contents import joined
+from ..contents import joined, text_of
 from ..fields import require, require_object, require_text
 
 Message = dict[str, Any]
@@ -61,13 +61,16 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
 
 
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
-    """Append a message, with its place in the body; one of the same speaker's becomes one with it.
+    """Append a message, with its place in the body, or join it with the speaker's last message.
 
-    Anthropic's API reads consecutive messages of a user, or of the assistant, as one.
+    Anthropic's API reads consecutive messages of a user, or of the assistant, as one. Two things
+    stay apart: calls and a text behind them, and an image, which may be refused in the newest
+    message only.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
-    if not is_more or "tool_calls" in last:  # what follows calls stands behind them
+    are_texts = all(isinstance(text_of(each.get("content")), str) for each in (last, message))
+    if not (is_more and are_texts) or "tool_calls" in last:
         messages.append((place, message))
         return
     both = {name: joined(last.get(name), message.get(name)) for name in ("content", "reasoning")}

@@ -69,11 +69,10 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
 
 def _told(part: Part) -> Part:
     """Return a part of an unknown type, such as a refusal, as text, if it has any."""
-    kind, text = part.get("type"), part.get("text")
+    kind, text = part["type"], part.get("text")
     if kind in PART_KINDS and (kind != "text" or text is not None):
         return part
-    if text is None and isinstance(kind, str):
-        text = "" if kind == "text" else part.get(kind)
+    text = "" if kind == "text" else part.get(kind) if text is None else text
     return _text(text) if isinstance(text, str) else part
 
 

@@ -72,8 +72,9 @@ class Template:
 
         tools: the request's. continues: the model continues the last message.
         """
-        source = self._arguments.get("chat_template") or self._tokenizer.chat_template
-        cleaned = [_cleaned(message, "developer" in str(source)) for message in messages]
+        source = getattr(self._tokenizer, "chat_template", None)
+        knows_developer = "developer" in str(self._arguments.get("chat_template") or source)
+        cleaned = [_cleaned(message, knows_developer) for message in messages]
         fitted = _Fitting(self, cleaned, adapts_all=True).fitted
         if fitted != cleaned:
             least = _Fitting(self, cleaned, adapts_all=False).fitted
@@ -93,7 +94,7 @@ class Template:
             return self.rendered(fitted, tools, continues=is_end) is None
 
         usual = [{"role": "user", "content": _MARK}]
-        if self.rendered(usual, tools) is None or not fails(len(messages)):
+        if not messages or self.rendered(usual, tools) is None or not fails(len(messages)):
             return None
         n = bisect_left(range(1, len(messages)), True, key=fails)
         return messages[n].get(PLACE)

@@ -192,8 +192,7 @@ def check_messages(messages: Any) -> None:
             name = f"messages[{i}].content[{j}]"
             require(isinstance(part, dict), name, part, "an object")
             kind = part.get("type")
-            is_known = isinstance(kind, str) or isinstance(part.get("text"), str)
-            require(is_known, f"{name}.type", kind, "text, image_url or file")
+            require(isinstance(kind, str), f"{name}.type", kind, "text, image_url or file")
             if kind in IMAGE_KINDS:
                 url = part.get("image_url", part.get("image"))
                 url = url.get("url") if isinstance(url, dict) else url
