@@ -193,6 +193,8 @@ def check_messages(messages: Any) -> None:
             require(isinstance(part, dict), name, part, "an object")
             kind = part.get("type")
             require(isinstance(kind, str), f"{name}.type", kind, "text, image_url or file")
+            text = part.get("text")
+            require(isinstance(text, str | None), f"{name}.text", text, "text")
             if kind in IMAGE_KINDS:
                 url = part.get("image_url", part.get("image"))
                 url = url.get("url") if isinstance(url, dict) else url

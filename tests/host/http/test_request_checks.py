@@ -113,6 +113,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "tool", "content": [{"type": None}]}]},
         "messages[0].content[0].type is null, expected text, image_url or file",
     ),
+    "a text that is a number": (
+        {"messages": [{"role": "tool", "content": [{"type": "text", "text": 5}]}]},
+        "messages[0].content[0].text is 5, expected text",
+    ),
     "a part that is text": (
         {"messages": [{"role": "user", "content": ["a"]}]},
         'messages[0].content[0] is "a", expected an object',
