@@ -52,7 +52,6 @@ from .request.memory import Memory, total_bytes, weights_bytes
 from .request.model import LoadedModel, Speed
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
-from .request.roles import TemplateRoles, share_reasoning
 from .request.serving import RequestState, ServedRequest, Serving
 from .request.wired import wired_bytes
 from .request_log import RequestLog
@@ -80,7 +79,6 @@ class KVPersistPlugin:
         self._sessions: StoredSessions | None = None
         self._serving: Serving | None = None
         """Requests of the loaded model, if its conversations are kept."""
-        self._roles = TemplateRoles()
         self._work: IdleWork | None = None
         """Finding out what is not known of the loaded model."""
         self._is_serving = False
@@ -144,7 +142,6 @@ class KVPersistPlugin:
     def model_loaded(self, provider: Any) -> ModelSupport | None:
         self._drop_model()
         self._refusal = ""
-        self._roles = TemplateRoles.of(provider.tokenizer)
         store, asked = self._store, self._config
         if store is None:
             return None  # the server ends
@@ -312,8 +309,6 @@ class KVPersistPlugin:
     @hookimpl
     def prepare_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
         normalise(messages, tools)
-        share_reasoning(messages)
-        self._roles.fit(messages)
 
     @hookimpl
     def prompt_rendered(self, request: ClientRequest, prompt: Prompt) -> None:

@@ -45,21 +45,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request_log": {"request"},
     "round_trip": {"cache", "errors", "host", "request", "store"},
     "config": {"ranks", "api", "cache", "errors", "store", "units"},
-    "host": {"ranks", "_startup", "error_forms", "errors", "failures", "fields"},
-    "api": {"error_forms", "errors", "fields"},
+    "host": {"ranks", "_startup", "contents", "error_forms", "errors", "failures", "fields"},
+    "api": {"contents", "error_forms", "errors", "fields"},
     "request": {"ranks", "block", "cache", "errors", "failures", "host", "match", "store", "units"},
     "store": {"block", "config", "errors", "failures", "match", "units"},
     "cache": {"ranks", "errors", "units"},
     "match": {"block"},
     "ranks": set(),
     "block": set(),
+    "contents": set(),
     "errors": set(),
     "error_forms": set(),
     "failures": set(),
     "fields": {"errors"},
     "units": set(),
 }
-NO_MLX = {"_startup", "block", "match", "error_forms", "errors", "failures", "fields", "units"}
+NO_MLX = {
+    *("_startup", "block", "contents", "match", "error_forms", "errors", "failures", "fields"),
+    "units",
+}
 
 
 def parts() -> dict[str, list[Path]]:

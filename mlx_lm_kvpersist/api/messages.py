@@ -15,7 +15,14 @@ from hashlib import blake2b
 from typing import Any
 
 from ..error_forms import anthropic_error
-from ..fields import refuse, require, require_object, require_objects, require_text
+from ..fields import (
+    refuse,
+    require,
+    require_no_blank_end,
+    require_object,
+    require_objects,
+    require_text,
+)
 from . import translation as chat
 from .session_keys import is_kept
 from .translation import ChatRequest, Event, Message, OpenPart, Part, ReplyParts
@@ -42,7 +49,10 @@ class MessagesAPI:
         """Translate a request; raises RequestRefused for a field of a wrong form."""
         tools = dict(_tools(body.get("tools")))
         listed = [tool for tool, is_deferred in tools.values() if not is_deferred]
-        made: dict[str, Any] = {"messages": list(_messages(body, tools))}
+        places, messages = zip(*_messages(body, tools), strict=True)
+        made: dict[str, Any] = {"messages": list(messages)}
+        if _is_continued(places[-1], messages[-1]):
+            made["continue_final_message"] = True
         if listed:
             made["tools"] = listed
         made |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
@@ -63,7 +73,8 @@ class MessagesAPI:
             made["tool_choice"] = "none"
         model = require_text("model", body.get("model", "default_model"))
         reply = MessagesReply(model, marks_cache=_marks_cache(body) and is_kept(headers))
-        return ChatRequest(made, [tool for tool, _ in tools.values()], chat.is_stream(body), reply)
+        all_tools = [tool for tool, _ in tools.values()]
+        return ChatRequest(made, all_tools, chat.is_stream(body), reply, places)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return anthropic_error(status, message)
@@ -82,28 +93,40 @@ def _tools(tools: Any) -> Iterator[tuple[str, tuple[dict[str, Any], bool]]]:
         yield name, (made, bool(tool.get("defer_loading")))
 
 
-def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> Iterator[Message]:
-    """Yield the messages of a chat completion."""
+def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[str, Message]]:
+    """Return the messages of a chat completion, with the place of each in the body."""
+    made: list[tuple[str, Message]] = []
     if body.get("system"):
-        yield {"role": "system", "content": _texts("system", body["system"])}
+        made.append(("system", {"role": "system", "content": _texts("system", body["system"])}))
     messages = require_objects("messages", body.get("messages"))
     require(bool(messages), "messages", messages, "at least one message")
     for i, message in enumerate(messages):
         name, role, content = f"messages[{i}]", message.get("role"), message.get("content")
         if role == "system":
-            yield {"role": "system", "content": _texts(f"{name}.content", content)}
+            made.append((name, {"role": role, "content": _texts(f"{name}.content", content)}))
         elif role == "assistant":
-            yield _assistant(f"{name}.content", content)
+            chat.append(made, name, _assistant(f"{name}.content", content))
         elif role == "user":
-            yield from _user(f"{name}.content", content, tools)
+            for part in _user(f"{name}.content", content, tools):
+                chat.append(made, name, part)
         else:
             refuse(f"{name}.role", role, '"user", "assistant" or "system"')
+    return made
+
+
+def _is_continued(name: str, last: Message) -> bool:
+    """Tell whether the reply continues the last message, as the assistant's text is continued."""
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        return False
+    require_no_blank_end(name, last["content"])
+    return True
 
 
 def _blocks(name: str, content: Any) -> list[dict[str, Any]]:
     """Return content as a list of blocks: a string is one text."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
+    content = [] if content is None else content
     require(isinstance(content, list), name, content, "text, or a list of blocks")
     return require_objects(name, content)
 
@@ -116,7 +139,8 @@ def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
     for i, block in enumerate(blocks):
         require(block.get("type") == "text", f"{name}[{i}].type", block.get("type"), '"text"')
     return [
-        chat.text_part(f"{name}[{i}].text", block.get("text")) for i, block in enumerate(blocks)
+        chat.text_part(f"{name}[{i}].text", block.get("text") or "")
+        for i, block in enumerate(blocks)
     ]
 
 
@@ -128,15 +152,14 @@ def _assistant(name: str, content: Any) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for i, block in enumerate(_blocks(name, content if content is not None else [])):
+    for i, block in enumerate(_blocks(name, content)):
         place, kind = f"{name}[{i}]", block.get("type")
         if kind == "text":
             texts.append(require_text(f"{place}.text", block.get("text") or ""))
         elif kind == "thinking":
             thoughts.append(require_text(f"{place}.thinking", block.get("thinking") or ""))
         elif kind == "tool_use":
-            given = block.get("input")
-            given = require_object(f"{place}.input", {} if given is None else given)
+            given = {} if block.get("input") is None else block["input"]
             call_id = require_text(f"{place}.id", block.get("id"))
             called = require_text(f"{place}.name", block.get("name"))
             calls.append(chat.call(call_id, called, json.dumps(given, ensure_ascii=False)))
@@ -175,7 +198,7 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
 def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
     """Return the parts of a tool's result; a reference to a tool is the tool itself."""
     parts: list[Part] = []
-    for i, block in enumerate(_blocks(name, content if content is not None else [])):
+    for i, block in enumerate(_blocks(name, content)):
         if block.get("type") == "tool_reference":
             tool_name = require_text(f"{name}[{i}].tool_name", block.get("tool_name"))
             if tool_name in tools:  # else it was taken away since
@@ -190,7 +213,7 @@ def _parts(name: str, block: Mapping[str, Any]) -> list[Part]:
     """Return a block of a user's message, or of a tool's result, as parts of a chat message."""
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
-        return [chat.text_part(f"{name}.text", block.get("text"))]
+        return [chat.text_part(f"{name}.text", block.get("text") or "")]
     if kind == "image":
         return [_image(source if isinstance(source, dict) else {})]
     if kind == "document":

@@ -7,6 +7,7 @@ dates or paths, moving or joining reminders, trimming.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import permutations
 from typing import Any
 
 Messages = list[dict[str, Any]]
@@ -19,6 +20,7 @@ def normalise(messages: Messages, tools: Any) -> None:
     drop_billing_line(messages)
     drop_cache_control([*messages, *(tools if isinstance(tools, list) else ())])
     unify_content(messages)
+    share_reasoning(messages)
 
 
 def drop_billing_line(messages: Messages) -> None:
@@ -66,3 +68,11 @@ def unify_content(messages: Messages) -> None:
             and isinstance(content[0].get("text"), str)
         ):
             message["content"] = content[0]["text"]
+
+
+def share_reasoning(messages: Messages) -> None:
+    """Give a message's reasoning both names: stock sends one, most templates read the other."""
+    for message in messages:
+        for name, other in permutations(("reasoning", "reasoning_content")):
+            if isinstance(message.get(name), str) and message.get(other) is None:
+                message[other] = message[name]

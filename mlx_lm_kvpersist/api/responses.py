@@ -65,7 +65,8 @@ class ResponsesAPI:
                 )
         names: dict[str, tuple[str, str]] = {}
         tools = list(_tools("tools", body.get("tools"), "", names))
-        made: dict[str, Any] = {"messages": _messages(body)}
+        places, messages = zip(*_messages(body), strict=True)
+        made: dict[str, Any] = {"messages": list(messages)}
         if tools:
             made["tools"] = tools
         made |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
@@ -77,7 +78,7 @@ class ResponsesAPI:
             made["tool_choice"] = "none"
         require_text("model", body.get("model", "default_model"))
         reply = ResponsesReply(body, names, is_kept=is_kept(headers))
-        return ChatRequest(made, tools, chat.is_stream(body), reply)
+        return ChatRequest(made, tools, chat.is_stream(body), reply, places)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return openai_error(status, message, code)
@@ -111,18 +112,18 @@ def _full_name(namespace: str, name: str) -> str:
     return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
 
 
-def _messages(body: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a chat completion.
+def _messages(body: Mapping[str, Any]) -> list[tuple[str, Message]]:
+    """Return the messages of a chat completion, with the place of each in the body.
 
     An assistant's turn is several items here (reasoning, text, calls) and one message there.
     """
-    messages: list[Message] = []
+    messages: list[tuple[str, Message]] = []
     if body.get("instructions") is not None:
         text = require_text("instructions", body["instructions"])
-        messages.append({"role": "system", "content": text})
+        messages.append(("instructions", {"role": "system", "content": text}))
     given = body.get("input")
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+        return [*messages, ("input", {"role": "user", "content": given})]
     require(isinstance(given, list), "input", given, "text, or a list of items")
     for i, item in enumerate(require_objects("input", given)):
         place, kind = f"input[{i}]", item.get("type", "message")
@@ -131,13 +132,13 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             role = item.get("role")
             require(role in _ROLES, f"{place}.role", role, " or ".join(f'"{r}"' for r in _ROLES))
             content = _content(f"{place}.content", item.get("content"))
-            messages.append({"role": role, "content": content})
+            messages.append((place, {"role": role, "content": content}))
         elif isinstance(kind, str) and kind.endswith("_call_output"):
-            messages.append(_output(place, item))
+            messages.append((place, _output(place, item)))
         elif is_call or kind in ("message", "reasoning", "function_call"):
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            _add_to_turn(messages[-1], place, item)
+            if not messages or messages[-1][1]["role"] != "assistant":
+                messages.append((place, {"role": "assistant", "content": ""}))
+            _add_to_turn(messages[-1][1], place, item)
         elif kind == "item_reference":
             raise RequestRefused(f"{place} is a reference, expected the item: nothing is kept here")
     require(bool(messages), "input", given, "at least one message")
@@ -145,8 +146,8 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _content(place: str, content: Any) -> str | list[Part]:
-    if isinstance(content, str):
-        return content
+    if isinstance(content, str | None):
+        return content or ""
     require(isinstance(content, list), place, content, "text, or a list of parts")
     parts = enumerate(require_objects(place, content))
     return [_part(f"{place}[{i}]", part) for i, part in parts]
@@ -155,9 +156,7 @@ def _content(place: str, content: Any) -> str | list[Part]:
 def _part(name: str, part: Mapping[str, Any]) -> Part:
     kind = part.get("type")
     if kind in ("input_text", "output_text", "text"):
-        return chat.text_part(f"{name}.text", part.get("text"))
-    if kind == "refusal":
-        return chat.text_part(f"{name}.refusal", part.get("refusal"))
+        return chat.text_part(f"{name}.text", part.get("text") or "")
     if kind == "input_image" and isinstance(part.get("image_url"), str):
         return chat.image_part(part["image_url"])
     if kind == "input_file":
@@ -188,8 +187,7 @@ def _decoded(encoded: str) -> str | None:
 def _text(place: str, content: Any) -> str:
     """Return the assistant's text; non-text parts from other servers are ignored."""
     parts = content if isinstance(content, list) else [content]
-    texts = (part.get("refusal") or chat.readable(part) if isinstance(part, dict) else part
-             for part in parts)  # fmt: skip
+    texts = (chat.readable(part) if isinstance(part, dict) else part for part in parts)
     return "".join(require_text(place, text) for text in texts if text is not None)
 
 
@@ -226,7 +224,7 @@ def _arguments(name: str, item: Mapping[str, Any]) -> str:
     if item.get("type") != "function_call":
         given = {field: item[field] for field in ("input", "action") if field in item}
         return require_text(name, json.dumps(given, ensure_ascii=False))
-    return require_text(name, item.get("arguments"))
+    return require_text(name, item.get("arguments") or "")
 
 
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..contents import joined, text_of
 from ..fields import require, require_object, require_text
 
 Message = dict[str, Any]
@@ -15,7 +16,9 @@ Event = dict[str, Any]
 Kind = Literal["thinking", "text"]
 
 _MAX_TOKENS = 2**31 - 1
-_READABLE = ("title", "source", "url", "context", "text", "content", "stdout", "stderr")
+_READABLE = (
+    *("title", "source", "url", "context", "text", "refusal", "content", "stdout", "stderr"),
+)
 """Fields that hold what a reader of a block sees, in the order in which they are read."""
 _MAX_DEPTH = 6
 
@@ -25,13 +28,15 @@ class ChatRequest:
     """A request as a chat completion, and the reply that it will get.
 
     `tools` also has deferred tools, which may be called but are not in the chat completion's list.
-    `reply` is a `ReplyTranslation` of the host's.
+    `reply` is a `ReplyTranslation` of the host's. `places` says where each message of the chat
+    completion stands in the client's body.
     """
 
     chat_body: dict[str, Any]
     tools: list[dict[str, Any]]
     stream: bool
     reply: Any
+    places: Sequence[str] = ()
 
 
 def max_tokens(name: str, n: Any) -> int:
@@ -53,6 +58,23 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
         made["description"] = require_text(f"{place}.description", tool["description"])
     made["parameters"] = require_object(f"{place}.{parameters}", tool.get(parameters))
     return {"type": "function", "function": made}
+
+
+def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
+    """Append a message, with its place in the body, or join it with the speaker's last message.
+
+    Anthropic's API reads consecutive messages of a user, or of the assistant, as one. Two things
+    stay apart: calls and a text behind them, and an image, which may be refused in the newest
+    message only.
+    """
+    last = messages[-1][1] if messages else {}
+    is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
+    are_texts = all(isinstance(text_of(each.get("content")), str) for each in (last, message))
+    if not (is_more and are_texts) or "tool_calls" in last:
+        messages.append((place, message))
+        return
+    both = {name: joined(last.get(name), message.get(name)) for name in ("content", "reasoning")}
+    last |= {**message, **{name: text for name, text in both.items() if text}}
 
 
 def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

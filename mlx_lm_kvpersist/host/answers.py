@@ -80,11 +80,19 @@ class ClientRequest:
 
     client_gone = False
     """Whether nobody waits for the reply any more."""
+    continues = False
+    """Whether the reply continues the last message, which is the assistant's."""
+    places: Sequence[str] = ()
+    """The name of each message in the body of another API."""
 
     def __init__(self, request: Any) -> None:
         self.kind: str = request.request_type
         self.prompt: str = request.prompt
         self.messages: Sequence[dict[str, Any]] = frozen(request.messages or [])
+
+    def place(self, index: int) -> str:
+        """Return the name of a message in its client's body, such as "messages[3]"."""
+        return self.places[index] if index < len(self.places) else f"messages[{index}]"
 
     @staticmethod
     def of(request: Any) -> ClientRequest:

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from ..errors import RequestRefused
+from ..fields import refuse
 
 IMAGE_KINDS = ("image_url", "input_image", "image")
 PART_KINDS = (
@@ -49,8 +50,12 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list):
+            content = [_told(part) for part in content]
             unread = [part for part in content if not _is_read(part, reads_images)]
             if unread and i == question:
+                if (kind := unread[0]["type"]) not in PART_KINDS:
+                    name = f"the newest message's content[{content.index(unread[0])}].type"
+                    refuse(name, kind, "text, image_url or file")
                 raise RequestRefused(
                     f"the newest message has {_name(unread[0])}, expected text"
                     f"{' or images' * reads_images}: this model reads nothing else; "
@@ -60,6 +65,15 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
             message = {**message, "content": parts}
         fitted.append(message)
     return _images_moved(fitted) if reads_images else fitted
+
+
+def _told(part: Part) -> Part:
+    """Return a part of an unknown type, such as a refusal, as text, if it has any."""
+    kind, text = part["type"], part.get("text")
+    if kind in PART_KINDS and (kind != "text" or text is not None):
+        return part
+    text = "" if kind == "text" else part.get(kind) if text is None else text
+    return _text(text) if isinstance(text, str) else part
 
 
 def _images_moved(messages: list[Message]) -> list[Message]:

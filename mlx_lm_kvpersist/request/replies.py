@@ -284,6 +284,6 @@ def _call_of(call: Any) -> list[Any]:
         return [call]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return [function.get("name"), json.dumps(arguments, sort_keys=True, default=str)]

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
+from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.host.answers import Prompt
-from mlx_lm_kvpersist.request.replies import retokenize
+from mlx_lm_kvpersist.request.replies import known_replies, retokenize
 from mlx_lm_kvpersist.request.serving import RequestState, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support import n_not_sent, serves_holes
@@ -587,3 +588,10 @@ def blank_ends(text: str) -> tuple[str, str]:
 def read_again(chat: Chat, text: str) -> str:
     """Return text as it is read behind a line break: normalised, without a space in front."""
     return read(chat, chat.encode("\n" + text)).removeprefix(" ").removeprefix("\n")
+
+
+def test_arguments_that_cannot_be_parsed_are_no_obstacle(store: BlockStore) -> None:
+    for arguments in ("{", "[" * 100_000):
+        function = {"name": "look", "arguments": arguments}
+        message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+        assert known_replies(store, Root("any", "none"), [message]) == {}

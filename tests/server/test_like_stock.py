@@ -134,7 +134,6 @@ ALIKE: dict[str, list[Step]] = {
     "root": [ask("GET /")],
     "slash": [request(ONE, target=f"POST {CHAT}/")],
     "two slashes": [request(ONE, target=f"POST /{CHAT}")],
-    "query": [request(ONE, target=f"POST {CHAT}?beta=true")],
     "short path": [request(ONE, target="POST /chat/completions")],
     "absolute": [request(ONE, target=f"POST http://127.0.0.1{CHAT}")],
     "absolute GET": [ask("GET http://127.0.0.1/health")],
@@ -160,6 +159,17 @@ FIELDS: dict[str, list[Step]] = {
 """Requests with a field of a wrong type or range; the answers are the same, too."""
 
 DIFFERENT: dict[str, dict[str, list[Step]]] = {
+    "a query behind the path": {"query": [request(ONE, target=f"POST {CHAT}?api-version=2024")]},
+    "a field of null": {
+        "temperature of null": [request(chat(temperature=None))],
+        "stream of null": [request(chat(stream=None, model=None))],
+    },
+    "an integer of more than 4,300 digits": {
+        "digits": [request(ONE[:-1] + b', "seed": ' + b"9" * 5000 + b"}")]
+    },
+    "a history that the template refuses": {
+        "half a pair": [request(chat(messages=[{"role": "user", "content": "\ud800"}]))]
+    },
     "a stream with `include_usage`": {
         "usage": [request(chat(stream=True, stream_options={"include_usage": True}))]
     },

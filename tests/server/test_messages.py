@@ -311,7 +311,7 @@ def test_a_client_that_goes_away_stops_its_reply(
         ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content is 5"),
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "content[0].type is"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
+        ({"stop_sequences": ["\ud800"]}, "stop_sequences[0] is not valid Unicode"),
         ({"system": 5}, "system is 5, expected text, or a list of blocks"),
         ({"tools": {"a": 1}}, "tools is an object, expected a list of objects"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name is null, expected text"),
@@ -319,7 +319,7 @@ def test_a_client_that_goes_away_stops_its_reply(
         ({"stop_sequences": "x"}, 'stop_sequences is "x", expected a list of texts'),
         ({"temperature": "hot"}, "temperature must be"),
         ({"stream": "yes"}, 'stream is "yes", expected a boolean'),
-        ({"model": None}, "model is null, expected text"),
+        ({"model": 5}, "model is 5, expected text"),
     ],
 )
 def test_bad_bodies_get_a_sentence(

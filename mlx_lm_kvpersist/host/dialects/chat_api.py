@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ...errors import RequestRefused
 from ..http import completion_output
 from ..http.completion_output import CompletionOutput
-from ..http.request_checks import read_json
+from ..http.request_checks import read_json, tidy
 
 CHAT_PATH = "/v1/chat/completions"
 Events = list[dict[str, Any]]
@@ -70,7 +70,7 @@ class ChatAPI(Protocol):
 
         Returns an object with `chat_body`, the body of a chat completion; `tools`, all that may be
         called, for the parser of calls; `stream`, whether the client wants events; and `reply`, a
-        `ReplyTranslation`.
+        `ReplyTranslation`. It may have `places`, where each message stands in the client's body.
         """
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def serve(handler: Any, api: ChatAPI) -> None:
     """Answer a request to another API."""
     output = TranslatedOutput(handler, api)
     try:
-        request = api.translate(read_json(handler), handler.headers)
+        request = api.translate(_read(handler), handler.headers)
     except RequestRefused as error:
         handler.close_connection = True
         output.fail(error)
@@ -219,6 +219,7 @@ def serve(handler: Any, api: ChatAPI) -> None:
     if request.chat_body.get("tool_choice") != "none":
         output.tools = request.tools
     output.reply, output.streams = request.reply, request.stream
+    output.places = getattr(request, "places", ())
     _run_stock(handler, request.chat_body, output)
 
 
@@ -226,7 +227,8 @@ def count_tokens(handler: Any, api: ChatAPI) -> None:
     """Answer how many tokens a request's prompt has, without the generation thread."""
     output = HiddenOutput(handler, counts=True)
     try:
-        request = api.translate(read_json(handler), handler.headers)
+        request = api.translate(_read(handler), handler.headers)
+        output.places = getattr(request, "places", ())
         _run_stock(handler, request.chat_body, output)
     except RequestRefused as error:
         if not output.n_prompt:
@@ -234,6 +236,14 @@ def count_tokens(handler: Any, api: ChatAPI) -> None:
             TranslatedOutput(handler, api).fail(error)
             return
     handler.answer_json(200, {"input_tokens": output.n_prompt})
+
+
+def _read(handler: Any) -> dict[str, Any]:
+    try:
+        body: dict[str, Any] = tidy(read_json(handler))
+    except RecursionError as error:
+        raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
+    return body
 
 
 def read_body(handler: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Lock, Thread
 from typing import Any
@@ -41,6 +41,8 @@ class CompletionOutput:
     """Whether the prompt is only counted."""
     streams = False
     """Whether the client gets its reply as a stream."""
+    places: Sequence[str] = ()
+    """The name of each message in the body of another API."""
     doing = "waiting"
     """What the server is at, for the reader of a stream."""
 

@@ -13,13 +13,16 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 
+from ...contents import readable, text_of
 from ...errors import RequestRefused
-from ...fields import require, require_objects, require_text
-from ..attachments import IMAGE_KINDS, PART_KINDS
+from ...fields import require, require_no_blank_end, require_objects, require_text
+from ..attachments import IMAGE_KINDS
 
 MAX_BODY_BYTES = 256 << 20
+_MAX_SHOWN = 100
 _MAX_SLICE = 2**31
 _MLX_INTEGERS = 2**63
+_CONVERSATION = ("system", "instructions", "tools", "messages", "input")
 _NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -57,6 +60,20 @@ def read_json(handler: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestRefused("the body is no JSON object")
     return body
+
+
+def tidy(body: Any) -> Any:
+    """Return a body without fields of null, and with readable texts in its conversation.
+
+    SDKs send null for what they leave out. Stock takes null for a wrong value.
+    """
+    if not isinstance(body, dict):
+        return body
+    return {
+        name: readable(value) if name in _CONVERSATION else value
+        for name, value in body.items()
+        if value is not None
+    }
 
 
 def late_body(handler: Any) -> RequestRefused:
@@ -109,13 +126,37 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 
     own: the names of the command line's model, if any. loaded: the one that is loaded now.
     """
-    if name in (*own, loaded) or (Path(name) / "config.json").is_file():
+    if name in (*own, loaded) or _is_file(name, "config.json"):
         return
     try:
         hf_hub_download(name, "config.json")
     except Exception as error:
         here = f"this server has {own[0]}; ask for default_model" if own else "see GET /v1/models"
-        raise RequestRefused(f"there is no model {name}; {here}", 404, "model_not_found") from error
+        why = f"there is no model {_short(name)}; {here}"
+        raise RequestRefused(why, 404, "model_not_found") from error
+
+
+def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
+    """Refuse a draft model or an adapter that does not exist, for the same reason. HTTP thread.
+
+    args: the server's.
+    """
+    if require_text("draft_model", draft) != "default_model":
+        check_model(draft, [args.draft_model] if args.draft_model else [], None)
+    if adapter is not None and adapter != args.adapter_path:
+        if not _is_file(adapter, "adapter_config.json"):
+            raise RequestRefused(f"there is no adapter {_short(adapter)}; name its folder", 404)
+
+
+def _is_file(folder: str, name: str) -> bool:
+    try:
+        return (Path(folder) / name).is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}…"
 
 
 def check_chat(body: Mapping[str, Any]) -> None:
@@ -125,20 +166,35 @@ def check_chat(body: Mapping[str, Any]) -> None:
     check_messages(body.get("messages"))
 
 
+def is_continued(body: Mapping[str, Any]) -> bool:
+    """Tell whether the reply continues the last message. One that is empty is left out instead."""
+    messages, continues = body["messages"], body.get("continue_final_message", False)
+    require(isinstance(continues, bool), "continue_final_message", continues, "a boolean")
+    if not continues:
+        return False
+    last = messages[-1] if messages else {}
+    text = text_of(last.get("content"))
+    if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(text, str):
+        raise RequestRefused(
+            "continue_final_message is true, expected a text of the assistant's as the last message"
+        )
+    require_no_blank_end(f"messages[{len(messages) - 1}].content", text)
+    if not text and len(messages) > 1:
+        messages.pop()
+    return bool(text)
+
+
 def check_messages(messages: Any) -> None:
     """Refuse messages of a form that stock cannot render. Any thread."""
     for i, message in enumerate(require_objects("messages", messages)):
         content = message.get("content")
-        if isinstance(content, str):
-            require_text(f"messages[{i}].content", content)
         for j, part in enumerate(content if isinstance(content, list) else ()):
             name = f"messages[{i}].content[{j}]"
             require(isinstance(part, dict), name, part, "an object")
             kind = part.get("type")
-            is_known = isinstance(kind, str) and kind in PART_KINDS
-            require(is_known, f"{name}.type", kind, "text, image_url or file")
-            if isinstance(part.get("text"), str):
-                require_text(f"{name}.text", part["text"])
+            require(isinstance(kind, str), f"{name}.type", kind, "text, image_url or file")
+            text = part.get("text")
+            require(isinstance(text, str | None), f"{name}.text", text, "text")
             if kind in IMAGE_KINDS:
                 url = part.get("image_url", part.get("image"))
                 url = url.get("url") if isinstance(url, dict) else url

@@ -108,6 +108,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     plugin_routes: Mapping[tuple[str, str], Route]
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
     requested_model: str
+    path: str
     wfile: Any
     client: ClientSocket
     close_connection = True
@@ -119,6 +120,15 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     stops: StopWords | None = None
     _completion: Any = None
     _status = 0
+
+    @property
+    def body(self) -> Any:
+        """The request's body. Stock sets it, then reads its fields."""
+        return self._body
+
+    @body.setter
+    def body(self, body: Any) -> None:
+        self._body = request_checks.tidy(body)
 
     @property
     def response_generator(self) -> Any:
@@ -158,7 +168,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def parse_request(self) -> bool:
         self._begin_request()
-        self.body: Any = {}
+        self.body = {}
         self.stops = None
         parsed: bool = super().parse_request()
         if parsed and self.command == "POST":
@@ -192,6 +202,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         if self.output is None or not self.output.is_translated:
             self.output = CompletionOutput(self)
         client = self.wfile
+        self.path = self.path.partition("?")[0]
         try:
             request_checks.check_body_length(self.headers.get("Content-Length"))
             super().do_POST()
@@ -201,10 +212,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             if self._has_replied:
                 raise
             self._fail(request_checks.late_body(self))
-        except (RecursionError, UnicodeDecodeError) as error:
-            # Stock catches only json's own error while it reads a body.
-            self._fail(RequestRefused(f"the body is no JSON that can be read: {error}"))
         except Exception as error:
+            # Stock catches only json's own error while it reads a body.
+            is_unread = isinstance(error, RecursionError | ValueError) and not self.body
+            if is_unread and not isinstance(error, RequestRefused):
+                error = RequestRefused(f"the body is no JSON that can be read: {error}")
             self._fail(error)
         finally:
             self.wfile, self.output = client, None  # which holds this handler
@@ -237,6 +249,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 self.requested_model = "default_model" if own else str(loaded)
             else:
                 request_checks.check_model(self.requested_model, own, loaded)
+        draft, adapter = self.requested_draft_model, self.adapter
+        request_checks.check_beside_model(draft, adapter, self.response_generator.cli_args)
         if isinstance(self.stream_options, dict):
             # Stock reads it without a default when the stream ends.
             self.stream_options.setdefault("include_usage", False)
@@ -285,12 +299,16 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def handle_chat_completions(self) -> Any:
         request_checks.check_chat(self.body)
+        continues = request_checks.is_continued(self.body)
         reads_images = self.response_generator.reads_images(self.requested_model)
         if reads_images is not None:  # else it is known once the model is loaded
             self.body["messages"] = fit_attachments(self.body["messages"], reads_images)
         if self.body.get("tool_choice") == "none":
             self.body.pop("tools", None)
-        return super().handle_chat_completions()
+        request = super().handle_chat_completions()
+        seen = ClientRequest.of(request)
+        seen.continues, seen.places = continues, self.output.places
+        return request
 
     def handle_text_completions(self) -> Any:
         require_text("prompt", self.body.get("prompt"))

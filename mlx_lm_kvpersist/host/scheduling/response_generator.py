@@ -25,9 +25,11 @@ from ...ranks import Ranks, ranks
 from .. import manager
 from ..answers import ClientRequest, Prompt, frozen, has_text_only
 from ..attachments import fit_attachments
+from ..history import PLACE, Templates, without
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
 from .context_length import check_length
+from .continuation import Continuing, with_first_space
 from .images import Images, named, vision_of, with_images
 from .model_provider import account_of, loaded_name
 from .reply import ARRIVING, ASK_EVERY, OpenRequests, ReplyQueue, UntilAsked
@@ -109,6 +111,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._line = Line()
+        self._templates = Templates()
         self._replies: list[ReplyQueue] = []
         """Those of the requests that have entered and not ended."""
         self.open_requests = OpenRequests()
@@ -302,6 +305,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             raise
         if context.tool_parser is not None:
             context.tool_parser = _checked(context.tool_parser)
+        if ClientRequest.of(request).continues:
+            tokens = with_first_space(tokens, context.prompt, self.model_provider.tokenizer)
         return context, self._timed(request, tokens, queued_s)
 
     def _render_ahead(self, request: Any, args: Any) -> None:
@@ -468,14 +473,27 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """
         given = request.messages, request.tools
         messages, tools = copy.deepcopy(given)
+        seen, template = ClientRequest.of(request), None
         if request.request_type == "chat":
+            messages = [{**message, PLACE: i} for i, message in enumerate(messages)]
             messages = fit_attachments(messages, self.model_provider.reads_images)
             manager.prepare_messages(messages, tools)
-        request.messages, request.tools = messages, tools
+            if getattr(tokenizer, "has_chat_template", False):
+                given_args = self.cli_args.chat_template_args, args.chat_template_kwargs or {}
+                template = self._templates.of(tokenizer, given_args[0] | given_args[1], tools)
+        sent = messages
         try:
-            stock = super()._tokenize(tokenizer, request, args)
+            if template is not None:
+                messages = template.fit(sent, tools, continues=seen.continues)
+            messages = [without(message, PLACE) for message in messages]
+            request.messages, request.tools = messages, tools
+            source = Continuing(tokenizer) if seen.continues else tokenizer
+            stock = super()._tokenize(source, request, args)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+            place = template.refused(sent, tools, continues=seen.continues) if template else None
+            if place is not None:
+                reason += f"); {seen.place(place)} cannot be rendered (change it, or leave it out"
             raise RequestRefused(f"no prompt can be made of this request ({reason})") from error
         finally:
             request.messages, request.tools = given

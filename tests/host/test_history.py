@@ -1,0 +1,394 @@
+"""A conversation that a template refuses is adapted, and reaches the model in its order."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import load
+
+from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.host.history import NO_RESULT
+from tests.support import Message, make_tiny_model
+from tests.support.histories import (
+    CLAUDE,
+    HISTORIES,
+    TWO,
+    answer,
+    as_messages,
+    as_responses,
+    call,
+    calls,
+    result,
+    system,
+    user,
+    with_call,
+)
+from tests.support.rendering import Renderer
+from tests.support.templates import OTHERS, SHAPES
+
+GENERIC = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FIRST_ONLY = (
+    "{%- for m in messages %}{%- if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{%- endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+"""As in Qwen3.5's."""
+ALTERNATING = (
+    "{%- if messages[0].role == 'system' %}{%- set rest = messages[1:] %}"
+    "[SYS]{{ messages[0].content }}[/SYS]{%- else %}{%- set rest = messages %}{%- endif %}"
+    "{%- set ns = namespace(n=0) %}{%- for m in rest %}"
+    "{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{%- endif %}{%- set ns.n = ns.n + 1 %}"
+    "{%- elif m.role not in ('assistant', 'tool') %}{{ raise_exception('only known roles') }}"
+    "{%- endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+"""As in Mistral's: a user may not speak behind a tool's result."""
+NO_SYSTEM = FIRST_ONLY.replace(" and not loop.first", "")
+"""As in Gemma 2's."""
+SILENT = (
+    "{%- for m in messages %}{%- if m.role in ('user', 'assistant', 'tool') or loop.first %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endif %}{% endfor %}"
+)
+HOISTING = (
+    "{%- for m in messages %}{%- if m.role == 'system' %}{{ m.content }}{%- endif %}{% endfor %}"
+    "{%- for m in messages %}{%- if m.role != 'system' %}[{{ m.role }}]{{ m.content }}"
+    "{%- endif %}{% endfor %}"
+)
+"""As in DeepSeek's: each new system message changes the whole prompt."""
+ROLES = {
+    "generic": GENERIC,
+    "first-only": FIRST_ONLY,
+    "alternating": ALTERNATING,
+    "no-system": NO_SYSTEM,
+    "silent": SILENT,
+    "hoisting": HOISTING,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
+TALK: list[Message] = [
+    {"role": "developer", "content": "<0>"},
+    {"role": "developer", "content": "<1>"},
+    user("<2>"),
+    system("<3>"),
+    calls(call("{}", "1"), content="<4>"),
+    result("<5>", "1"),
+    user([{"type": "text", "text": "<6>"}]),
+    answer("<7>"),
+    system([{"type": "text", "text": "<8>"}]),
+    user("<9>"),
+]
+DROPPED = {
+    "llama3": {"<t1>"},  # beside a call
+    "mistral": {"<t1>"},
+    "gemma": {"<c1>", "<c2>", "<s1>"},  # calls without results, a system message alone
+    "harmony": {"<c2>"},  # all calls of a message but the first
+}
+"""Texts that a template leaves out, by its own rules, where stock serves the conversation."""
+
+
+@pytest.fixture(scope="module")
+def renderers(models_dir: Path) -> dict[str, Renderer]:
+    path = make_tiny_model(models_dir / "histories")
+    sources = {**SHAPES, **OTHERS, **ROLES}
+    made = {name: load(path, {"chat_template": source}) for name, source in sources.items()}
+    return {name: Renderer(tokenizer) for name, tokenizer in made.items()}
+
+
+def said(history: list[Message], *tools: Any) -> dict[str, Any]:
+    return {"messages": history, **({"tools": list(tools)} if tools else {})}
+
+
+def marks(value: Any) -> list[str]:
+    """Return the texts that the model must see."""
+    return re.findall(r"<[a-z][0-9]>", json.dumps(value))
+
+
+def hidden_system(messages: list[Message]) -> bool:
+    """Tell whether a system message stands anywhere but first."""
+    return any(message["role"] == "system" for message in messages[1:])
+
+
+# What the model reads.
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
+@pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["", "tools"])
+def test_a_chat_is_rendered_as_stock_does_or_adapted(
+    renderers: dict[str, Renderer], shape: str, history: str, tools: tuple[Any, ...]
+) -> None:
+    renderer, body = renderers[shape], said(HISTORIES[history], *tools)
+    stock = renderer.stock(body)
+    ours = renderer.prompt(body).ids
+    if stock is not None and not (shape == "harmony" and hidden_system(body["messages"])):
+        assert list(ours) == stock
+        return
+    text = renderer.tokenizer.decode(list(ours))
+    missing = {mark for mark in marks(HISTORIES[history]) if mark not in text}
+    assert missing <= {"<h1>", "<t1>"}, text  # no template needs thoughts, or words beside a call
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("api", "form"), [("messages", as_messages), ("responses", as_responses)])
+def test_the_other_apis_serve_the_same_conversations(
+    renderers: dict[str, Renderer], shape: str, history: str, api: str, form: Any
+) -> None:
+    body = form(HISTORIES[history])
+    text = renderers[shape].text(body, api)
+    missing = {mark for mark in marks(body) if mark not in text}
+    if api == "responses" and history == "a call and an answer":
+        missing -= {"<a1>"}  # items of one turn become one message: words beside a call
+    assert missing <= {*DROPPED.get(shape, ()), "<h1>"}, text  # older thoughts may be left out
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
+def test_an_adapted_prompt_only_grows(
+    renderers: dict[str, Renderer], shape: str, history: str
+) -> None:
+    """Each request that was answered begins the next one, up to the answer."""
+    talk = HISTORIES[history]
+    renderer = renderers[shape]
+    ends = [n for n in range(1, len(talk)) if talk[n]["role"] == "assistant"]
+    ends = [n for n in ends if talk[n - 1]["role"] in ("user", "tool")]
+    texts = [renderer.text(said(talk[:n])) for n in [*ends, len(talk)]]
+    for before, after in pairwise(texts):
+        begun = re.sub(r"<\|(im_start|start)\|>(assistant|model)\n*$", "", before)
+        assert after.startswith(begun), (begun, after)
+
+
+ROLE = st.sampled_from(("system", "user", "assistant"))
+TEXT = st.text("ab <|>\n\u00e9\U0001f600", min_size=1, max_size=6)
+PARTS = st.lists(TEXT, max_size=3).map(
+    lambda texts: [{"type": "text", "text": text} for text in texts]
+)
+
+
+@st.composite
+def talks(draw: st.DrawFn) -> list[Message]:
+    """Return messages of all kinds, in any order."""
+    made: list[Message] = []
+    for _ in range(draw(st.integers(1, 7))):
+        kind = draw(st.sampled_from(("role", "calls", "tool")))
+        call_id = draw(st.sampled_from(("abcdef123", "x", CLAUDE)))
+        if kind == "role":
+            made.append({"role": draw(ROLE), "content": draw(TEXT | PARTS | st.none())})
+        elif kind == "calls":
+            given = draw(st.sampled_from(("{}", '{"a": "b"}', "", "[1]", "{", None)))
+            made.append(calls(call(given, call_id), content=draw(TEXT | st.none())))
+        else:
+            made.append(result(draw(TEXT), call_id))
+    return made
+
+
+@settings(max_examples=300, deadline=None)
+@given(messages=talks(), shape=st.sampled_from([*SHAPES, *OTHERS]), has_tools=st.booleans())
+def test_what_stock_renders_is_left_byte_for_byte(
+    renderers: dict[str, Renderer], messages: list[Message], shape: str, has_tools: bool
+) -> None:
+    body = said(messages, *[TOOL] * has_tools)
+    stock = renderers[shape].stock(body)
+    if stock is not None and not (shape == "harmony" and hidden_system(messages)):
+        assert list(renderers[shape].prompt(body).ids) == stock
+        return
+    try:
+        assert renderers[shape].prompt(body).ids
+    except RequestRefused as error:
+        assert re.search(r"messages\[\d\] cannot be rendered", str(error)), error
+
+
+# Roles.
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_every_message_reaches_the_model_in_its_place(
+    renderers: dict[str, Renderer], name: str
+) -> None:
+    """And the prompt only grows: no turn changes what an earlier one rendered."""
+    text = renderers[name].text(said(TALK))
+    places = [text.find(f"<{n}>") for n in range(len(TALK))]
+    assert -1 not in places and places == sorted(places), text
+    for n_sent in (4, 7):  # those before a reply
+        before = renderers[name].text(said(TALK[:n_sent]))
+        assert text.startswith(before.removesuffix("<|im_start|>assistant\n"))
+
+
+def test_a_reminder_reads_as_one(renderers: dict[str, Renderer]) -> None:
+    text = renderers["first-only"].text(said([user("Hi."), system("Be kind.")]))
+    assert "user\nHi.\n\n<system-reminder>\nBe kind.\n</system-reminder><|im_end|>" in text
+
+
+def test_a_template_that_knows_developers_gets_them(models_dir: Path) -> None:
+    source = GENERIC.replace("{%- for", "{#- developer or system #}{%- for", 1)
+    tokenizer = load(make_tiny_model(models_dir / "developer"), {"chat_template": source})
+    assert Renderer(tokenizer).text(said(TALK[:3])).startswith("<|im_start|>developer\n<0>")
+
+
+# Calls.
+
+
+def test_ids_are_the_same_in_each_turn_and_one_for_each_call(
+    renderers: dict[str, Renderer],
+) -> None:
+    talk = HISTORIES["two calls"]
+    text = renderers["mistral"].text(said(talk))
+    ids = re.findall(r'"(?:id|call_id)": "([A-Za-z0-9]{9})"', text)
+    assert ids[:2] == ids[2:] and len(set(ids)) == 2
+    assert ids[0] in renderers["mistral"].text(said(talk[:3]))
+    kept = renderers["mistral"].text(said(HISTORIES["an id of nine"]))
+    assert kept.count("abcDEF123") == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "shown"),
+    [
+        ("chatml", '{"path": "<c1>', json.dumps('{"path": "<c1>')),
+        ("llama3", '{"path": "<c1>', json.dumps('{"path": "<c1>')),
+        ("qwen-coder", '{"path": "<c1>', '<parameter=arguments>\n{"path": "<c1>\n</parameter>'),
+        ("qwen-coder", '["<c1>"]', "<parameter=arguments>\n['<c1>']\n</parameter>"),
+        ("qwen-coder", "", "<function=look>\n</function>"),
+        ("qwen-coder", None, "<function=look>\n</function>"),
+        ("strings", '{"where": "<c1>"}', '"arguments": {"where": "<c1>"}}'),
+        ("strings", '{"path": "<c1>', '"arguments": {"path": "<c1>}'),
+        ("gemma", '{"where": "<c1>"}', '{"name": "look", "arguments": {"where": "<c1>"}}'),
+    ],
+)
+def test_arguments_are_rendered_in_the_form_that_the_template_takes(
+    renderers: dict[str, Renderer], shape: str, arguments: Any, shown: str
+) -> None:
+    text = renderers[shape].text(said(with_call(call(arguments))))
+    assert shown in text.replace("\n\n", "\n").replace("look><", "look>\n<"), text
+
+
+def test_parallel_calls_stand_before_their_results_if_one_is_allowed(
+    renderers: dict[str, Renderer],
+) -> None:
+    for name in ("two calls", "two calls, results reversed"):
+        text = renderers["llama3"].text(said(HISTORIES[name]))
+        order = [text.index(mark) for mark in ("<c1>", "<r1>", "<c2>", "<r2>")]
+        assert order == sorted(order) or order[2:] + order[:2] == sorted(order), text
+    half = renderers["llama3"].text(said([user(), calls(*TWO), result("<r2>", "x2")]))
+    assert half.index("<c2>") < half.index("<r2>") < half.index("<c1>")
+
+
+def test_an_interrupted_call_gets_a_result_where_the_template_wants_one(
+    renderers: dict[str, Renderer],
+) -> None:
+    history = said(HISTORIES["a call without a result"])
+    assert NO_RESULT in renderers["mistral"].text(history)
+    assert NO_RESULT not in renderers["chatml"].text(history)
+
+
+# The template in use.
+
+
+def test_each_named_template_is_examined_for_itself(models_dir: Path) -> None:
+    """With tools a tokenizer can have another template, which refuses other messages."""
+    tokenizer = load(make_tiny_model(models_dir / "named"))
+    tokenizer.chat_template = {"default": SHAPES["chatml"], "tool_use": SHAPES["mistral"]}
+    renderer = Renderer(tokenizer)
+    history = with_call(call())
+    assert CLAUDE not in renderer.text(said(history, TOOL))
+    assert list(renderer.prompt(said(history)).ids) == renderer.stock(said(history))
+    own = {"chat_template": SHAPES["gemma"]}
+    text = renderer.text({**said(history), "chat_template_kwargs": own})
+    assert text.startswith("<|im_start|>user\n<u1><|im_end|><|im_start|>model\n<tool_call>")
+
+
+def test_a_template_is_asked_once(models_dir: Path) -> None:
+    tokenizer = load(make_tiny_model(models_dir / "asked"), {"chat_template": SHAPES["mistral"]})
+    renderer = Renderer(tokenizer)
+    history = said(HISTORIES["a user behind a result"])
+    renderer.prompt(history)
+    n_asked = [0]
+    render = tokenizer._tokenizer.apply_chat_template
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        n_asked[0] += 1
+        return render(*args, **kwargs)
+
+    tokenizer._tokenizer.apply_chat_template = counted
+    renderer.prompt(history)
+    assert n_asked[0] == 2  # as it came, which is refused, and as it is adapted
+
+
+# What is refused.
+
+CHANNEL = "<|channel|>analysis"
+
+
+@pytest.mark.parametrize(
+    ("api", "form", "place"),
+    [
+        ("chat", said, "messages[3]"),
+        ("messages", as_messages, "messages[3]"),
+        ("responses", as_responses, "input[3]"),
+    ],
+)
+def test_a_message_that_cannot_be_rendered_is_named(
+    renderers: dict[str, Renderer], api: str, form: Any, place: str
+) -> None:
+    history = [user(), user("<u2>"), user("<u3>"), answer(CHANNEL), user("<u4>")]
+    with pytest.raises(RequestRefused) as refused:
+        renderers["harmony"].prompt(form(history), api)
+    assert f"; {place} cannot be rendered (change it, or leave it out)" in str(refused.value)
+
+
+def test_no_message_is_blamed_for_what_the_request_asks(renderers: dict[str, Renderer]) -> None:
+    for asked in ({"chat_template": "{{ raise_exception('never') }}"}, {"tokenize": True}):
+        with pytest.raises(RequestRefused) as refused:
+            renderers["chatml"].prompt({**said([user()]), "chat_template_kwargs": asked})
+        assert "messages[" not in str(refused.value)
+
+
+# Continued messages.
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
+@pytest.mark.parametrize("api", ["chat", "messages"])
+def test_the_assistants_last_message_is_left_open(
+    renderers: dict[str, Renderer], shape: str, api: str
+) -> None:
+    begun = [*HISTORIES["a user behind a result"], answer("The answer is")]
+    body = as_messages(begun) if api == "messages" else said(begun)
+    asked = {"continue_final_message": True} if api == "chat" else {}
+    text = renderers[shape].text({**body, **asked}, api)
+    assert text.endswith("The answer is")
+    assert "<u3>" in text
+
+
+def test_an_empty_beginning_is_a_new_message(renderers: dict[str, Renderer]) -> None:
+    asked = renderers["llama3"].prompt(said([user()])).ids
+    begun = [user(), answer("")]
+    assert renderers["llama3"].prompt(as_messages(begun), "messages").ids == asked
+    body = {**said(begun), "continue_final_message": True}
+    assert renderers["llama3"].prompt(body).ids == asked
+
+
+@pytest.mark.parametrize(
+    ("history", "says"),
+    [
+        ([user(), answer("It is ")], "messages[1].content: final assistant content cannot end"),
+        ([user()], "continue_final_message is true, expected a text of the assistant's"),
+        ([user(), calls()], "continue_final_message is true, expected a text of the assistant's"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused_by_name(
+    renderers: dict[str, Renderer], history: list[Message], says: str
+) -> None:
+    with pytest.raises(RequestRefused, match=re.escape(says)):
+        renderers["chatml"].prompt({**said(history), "continue_final_message": True})
