@@ -85,6 +85,7 @@ class Preparation:
     Raises:
         ModelNotSupported: the model's conversations cannot be kept. The steps may raise it, too,
             and whatever `prove` raises.
+        OSError: a file of the model cannot be read.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,8 +22,10 @@ _QUANTIZATION = "hf_quant_config.json"
 _WHOLE_BYTES = 16 << 20
 """Up to this size a file is read as a whole. In a hub cache no larger file lacks a SHA-256."""
 _SAMPLE_BYTES = 4 << 10
-_N_SPREAD = 256
+_N_SPREAD = 64
 """Samples at even distances over a larger file, beside the sample of each tensor."""
+_GOLDEN = 40503
+"""2**16 divided by the golden ratio: its multiples, modulo 2**16, are spread evenly."""
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors format allows no longer header."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -119,19 +120,23 @@ def _header(file: BinaryIO) -> bytes:
     return size + file.read(n_bytes) if n_bytes <= _MAX_HEADER_BYTES else size
 
 
-def _tensor_places(header: bytes) -> Iterator[int]:
-    """Yield where a sample of each tensor begins: in its middle, or where a small tensor begins.
+def _tensor_places(header: bytes) -> list[int]:
+    """Return where a sample of each tensor begins: early in some tensors and late in others.
 
-    mlx-lm does not load all files that are there, so a header may be none. Then nothing is yielded.
+    So the samples of stacked experts are not all of the same expert. A file that mlx-lm does not
+    load may have another header; its places are those that can be read.
     """
+    places = list[int]()
     try:
         tensors = json.loads(header[8:])
         tensors.pop("__metadata__", None)
-        ends = [tensor["data_offsets"] for tensor in tensors.values()]
+        for number, tensor in enumerate(tensors.values()):
+            start, stop = tensor["data_offsets"]
+            room = max(0, stop - start - _SAMPLE_BYTES)
+            places.append(len(header) + start + (room * (number * _GOLDEN % (1 << 16)) >> 16))
     except (ValueError, LookupError, TypeError, AttributeError):
-        return
-    for start, stop in ends:
-        yield len(header) + start + max(0, stop - start - _SAMPLE_BYTES) // 2
+        pass
+    return places
 
 
 def _hash_in_name(path: Path) -> str | None:
