@@ -125,14 +125,12 @@ class Preparation:
             self.model = self._fitted(spec, known, verdict)
         else:
             self._say(int(self._is_proven(choice)))
-        self._draft = self._of_draft(provider, draft_path, prove) if draft_path else None
+        self._draft = self._of_draft(provider, draft_path) if draft_path else None
         if self._draft is not None:
             self.model = replace(self.model, draft=self._draft.model)
             self.doing = self.doing or self._draft.doing
 
-    def _of_draft(
-        self, provider: Any, path: str, prove: Callable[[PrecisionChoice], Steps[bool]]
-    ) -> Preparation:
+    def _of_draft(self, provider: Any, path: str) -> Preparation:
         """Return what is known of the draft model. It reads the ids of the other's tokenizer.
 
         Raises ModelNotSupported where tokens cannot be taken back from the caches of one of them,
@@ -140,7 +138,7 @@ class Preparation:
         """
         about = {"model": provider.draft_model, "tokenizer": provider.tokenizer}
         loaded = SimpleNamespace(**about, model_key=(path, None, None))
-        draft = Preparation(loaded, self._store, replace(self._asked, with_text=False), prove)
+        draft = Preparation(loaded, self._store, replace(self._asked, with_text=False), self._prove)
         for name, spec in (("model", self.model.spec), ("draft model", draft.model.spec)):
             for group in spec.groups:
                 if group.kind is not GroupKind.FULL:

@@ -23,7 +23,7 @@ _WHOLE_BYTES = 16 << 20
 """Up to this size a file is read as a whole. In a hub cache no larger file lacks a SHA-256."""
 _SAMPLE_BYTES = 4 << 10
 _N_SPREAD = 64
-"""Samples at even distances over a larger file, beside the sample of each tensor."""
+"""A larger file has this number of samples at even distances, and one sample of each tensor."""
 _GOLDEN = 40503
 """2**16 divided by the golden ratio: its multiples, modulo 2**16, are spread evenly."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -121,10 +121,11 @@ def _header(file: BinaryIO) -> bytes:
 
 
 def _tensor_places(header: bytes) -> list[int]:
-    """Return where a sample of each tensor begins: early in some tensors and late in others.
+    """Return at which byte of the file the sample of each tensor begins.
 
-    So the samples of stacked experts are not all of the same expert. A file that mlx-lm does not
-    load may have another header; its places are those that can be read.
+    The place within a tensor differs from tensor to tensor, so the samples of stacked experts are
+    not all of the same expert. mlx-lm does not load every file in a folder: a header that is not
+    safetensors gives no places, or those before the first tensor that cannot be read.
     """
     places = list[int]()
     try:

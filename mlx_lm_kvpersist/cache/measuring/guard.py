@@ -43,7 +43,7 @@ class Persisted(Protocol):
     """
 
     def get(self, key: str) -> Any:
-        """Return a value; None where there is none, or none that can be read."""
+        """Return a value, or None if the key has no value that can be read."""
 
     def put(self, key: str, value: Any) -> None:
         """Write a value, in place of any before."""
