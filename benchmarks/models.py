@@ -15,7 +15,7 @@ import platformdirs
 from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 
 from .shapes import MODEL_SHAPES, TINY, make_shaped_model
 
@@ -36,7 +36,7 @@ class BenchmarkModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        return model_fingerprint(self.path, None, content_hash)
+        return model_fingerprint(self.path, None)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ _INLINE = 112
 PATIENCE_S = 120.0
 """How long a rank does not hear of the others: longer than any step takes."""
 LOADING_S = 1800.0
-"""The same while a model is loaded, and its files are read for the first time."""
+"""The same while a model is loaded."""
 _CONNECT_S = 10.0
 _LOOK_S = 1.0
 """How often a rank looks whether the process that started it is still there."""

@@ -111,7 +111,11 @@ def test_files_are_warmed_once_the_model_is_known_and_anew_for_a_new_precision(
     plugin._serving = serving
     try:
         plugin.started(lambda run: None)
-        for doing, root, n_times in (("its files are read", "", 0), ("", "old", 1), ("", "new", 2)):
+        for doing, root, n_times in (
+            ("its caches are tried", "", 0),
+            ("", "old", 1),
+            ("", "new", 2),
+        ):
             serving.doing, serving.model = doing, SimpleNamespace(root=root, name=name)
             for _ in range(3):
                 plugin.idle(5.0)

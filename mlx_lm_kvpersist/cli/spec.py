@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import load
 from rich.table import Table
 
-from ..cache.geometry.fingerprint import hash_once, local_path, model_fingerprint
+from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.precision import FULL_BITS, PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.packed import GRID
@@ -68,7 +67,7 @@ def verdict_of(args: argparse.Namespace, choice: PrecisionChoice) -> Verdict | N
             return None
         with reading(args) as index:
             paths = local_path(args.model), Path(adapter) if adapter else None
-            fingerprint = model_fingerprint(*paths, partial(hash_once, index.state))
+            fingerprint = model_fingerprint(*paths)
             return known_verdict(index.state, fingerprint, choice)
     except (PermissionError, StoreError):
         return None

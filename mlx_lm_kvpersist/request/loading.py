@@ -2,22 +2,19 @@
 
 What was found out of it before is read from the store's index, and it is ready at once. Else it is
 served in caches that its shapes allow, and nothing is stored or restored until the steps of its
-`Preparation` are done. Generation thread, but for the thread that reads the model's files.
+`Preparation` are done. Generation thread.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from math import inf
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -25,13 +22,7 @@ import mlx.core as mx
 
 from .. import __version__
 from ..cache.blocks.canary import warming_up
-from ..cache.geometry.fingerprint import (
-    content_hash,
-    hash_once,
-    is_quickly_hashed,
-    local_path,
-    model_fingerprint,
-)
+from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.kinds import GroupKind
 from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
@@ -57,18 +48,12 @@ _ROUND_TRIP_KEY = "round-trip/1/"
 """The numbers grow when what is found out changes: then it is found out anew."""
 
 _STAGES = (
-    "its files are read",
     "the round trip of a tiny model is checked",
     "its caches are tried, alone and in a batch",
     "its attention is checked",
     "its caches are restored",
     "the memory of its prompts is measured",
 )
-_SAY_EVERY_S = 4.0
-"""How often the log says what is being found out."""
-_WAIT_S = 0.01
-"""How long a step waits for the files, so that steps in vain do not slow down their reading."""
-
 
 _Measured = tuple[float, float, float]
 """What `measuring_prefill` finds."""
@@ -100,6 +85,7 @@ class Preparation:
     Raises:
         ModelNotSupported: the model's conversations cannot be kept. The steps may raise it, too,
             and whatever `prove` raises.
+        OSError: a file of the model cannot be read.
     """
 
     def __init__(
@@ -113,20 +99,21 @@ class Preparation:
         self._store, self._asked, self._prove = store, asked, prove
         self._state = _State(store)
         adapter = Path(adapter_path) if adapter_path else None
-        self._files = _Files(local_path(model_path), adapter, self._state)
+        self._fingerprint = model_fingerprint(local_path(model_path), adapter)
         text = TokenText.of(provider.tokenizer) if asked.with_text else None
         if text is None and asked.with_text:
             logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
-        self.doing, self._stage, self._told_s = "", -1, -inf
+        self.doing = ""
         self._model = weakref.proxy(provider.model)
-        self._fingerprint = self._files.fingerprint or ""
         together = ranks()
         self._computed: Any = self._model
         """The model where something is computed, not only its shapes."""
         if together.are_several:
             self._computed = _OneCallAtATime(self._model)
-            self._fingerprint = self._of_rank(provider, together)
-        verdict, choice = self._choice()
+            if not together.same(self._fingerprint, "the model's files"):
+                raise ModelNotSupported("the ranks have different files of the model")
+            self._fingerprint += f" {part_of_model(provider, together)}"
+        choice, verdict = self._choice()
         spec, known = self._known(choice)
         end_on_grid(self._model)
         _check_equal_layers(spec, together)
@@ -134,19 +121,16 @@ class Preparation:
         about = provider.tokenizer, spec, self._fingerprint, text, str(model_path)
         self.model = LoadedModel(self._computed, *about, speed, verdict)
         self._is_known = together.agree(known is not None, "whether the model is known")
-        known = known if self._is_known else None
-        if known is not None:
+        if known is not None and self._is_known:
             self.model = self._fitted(spec, known, verdict)
         else:
-            self._say(0)
-        self._draft = self._of_draft(provider, draft_path, prove) if draft_path else None
+            self._say(int(self._is_proven(choice)))
+        self._draft = self._of_draft(provider, draft_path) if draft_path else None
         if self._draft is not None:
             self.model = replace(self.model, draft=self._draft.model)
             self.doing = self.doing or self._draft.doing
 
-    def _of_draft(
-        self, provider: Any, path: str, prove: Callable[[PrecisionChoice], Steps[bool]]
-    ) -> Preparation:
+    def _of_draft(self, provider: Any, path: str) -> Preparation:
         """Return what is known of the draft model. It reads the ids of the other's tokenizer.
 
         Raises ModelNotSupported where tokens cannot be taken back from the caches of one of them,
@@ -154,7 +138,7 @@ class Preparation:
         """
         about = {"model": provider.draft_model, "tokenizer": provider.tokenizer}
         loaded = SimpleNamespace(**about, model_key=(path, None, None))
-        draft = Preparation(loaded, self._store, replace(self._asked, with_text=False), prove)
+        draft = Preparation(loaded, self._store, replace(self._asked, with_text=False), self._prove)
         for name, spec in (("model", self.model.spec), ("draft model", draft.model.spec)):
             for group in spec.groups:
                 if group.kind is not GroupKind.FULL:
@@ -170,37 +154,24 @@ class Preparation:
             )
         return draft
 
-    def _of_rank(self, provider: Any, together: Ranks) -> str:
-        """Return the fingerprint of the model's files, and of the part of it that a rank computes.
-
-        Raises ModelNotSupported if another rank has other files.
-        """
-        while not (fingerprint := self._files.fingerprint):
-            self._files.read()
-        if not together.same(fingerprint, "the model's files"):
-            raise ModelNotSupported("the ranks have different files of the model")
-        return f"{fingerprint} {part_of_model(provider, together)}"
-
-    def _choice(self) -> tuple[Verdict | None, PrecisionChoice]:
-        """Return what the guard found, and the model's precision, as far as they are known."""
+    def _choice(self) -> tuple[PrecisionChoice, Verdict | None]:
+        """Return the model's precision, by what the guard found if it judged the model before."""
         choice = self._asked.choice
-        if not (self._fingerprint and is_guarded(choice)):
-            return None, choice
+        if not is_guarded(choice):
+            return choice, None
         verdict = ranks().first(
             lambda: known_verdict(self._state, self._fingerprint, choice), "what the guard found"
         )
-        return verdict, verdict.choice(choice) if verdict else choice
+        return verdict.choice(choice) if verdict else choice, verdict
 
     def steps(self) -> Steps[None]:
-        """Find out what is not known; the log says how far it is."""
-        for _ in self._steps():
-            yield
-            self._tell()
-
-    def _steps(self) -> Steps[None]:
-        yield from self._warmed() if self._is_known else self._found()
+        """Find out what is not known; the log says which stage begins."""
+        if self._is_known:
+            yield from self._warmed()
+        else:
+            self.model = yield from self.fit(*self._choice(), self._say)
         if self._draft is not None:
-            for _ in self._draft._steps():
+            for _ in self._draft.steps():
                 self.doing = self._draft.doing and f"the draft model: {self._draft.doing}"
                 yield
             self.model = replace(self.model, draft=self._draft.model)
@@ -211,14 +182,6 @@ class Preparation:
             logger.info("kvpersist: %s: the device's kernels are loaded", self.model.name)
             yield
             yield from warming_up(self._computed, self.model.spec)
-
-    def _found(self) -> Steps[None]:
-        while not self._fingerprint:
-            self._say(0, self._files.progress)
-            yield
-            self._fingerprint = self._files.read() or ""
-        verdict, choice = self._choice()
-        self.model = yield from self.fit(choice, verdict, self._say)
 
     def fit(
         self,
@@ -231,7 +194,7 @@ class Preparation:
         `say` is called with the stage that begins.
         """
         if not ranks().agree(self._is_proven(choice), "whether the round trip was checked"):
-            say(1)
+            say(0)
             yield
             if ranks().are_several:
                 joins = self._proven_together(choice)
@@ -246,7 +209,7 @@ class Preparation:
         if measured is None:
             joins = self._state.get(self._key(_ROUND_TRIP_KEY, choice))
             spec = yield from self._tried(choice, say, joins=joins)
-            say(5)
+            say(4)
             yield
             measured = yield from measuring_prefill(self._computed, spec)
             found = {
@@ -277,17 +240,17 @@ class Preparation:
         Without `joins` its prompts are computed one by one.
         """
         model = self._computed
-        say(2)
+        say(1)
         spec = yield from _with_own_caches(model, probing(model, choice, evaluate=True))
         # A batch that is right on one rank alone is wrong.
         batches = ranks().agree(spec.batches, "whether replies are computed in batches")
         joins = ranks().agree(spec.joins and joins, "whether prompts are")
         spec = replace(spec, batches=batches, joins=joins)
         _check_equal_layers(spec, ranks())
-        say(3)
+        say(2)
         yield
         spec = yield from planning(model, spec, self._asked.attention)
-        say(4)
+        say(3)
         yield
         yield from warming_up(model, spec)
         return spec
@@ -305,7 +268,7 @@ class Preparation:
         Else the spec is what its shapes tell.
         """
         found: Any = None
-        if self._fingerprint and self._is_proven(choice):
+        if self._is_proven(choice):
             found = self._state.get(self._key(_MODEL_KEY, choice, self._fingerprint))
         shaped = partial(probing, self._model, choice, evaluate=False)
         try:
@@ -324,19 +287,11 @@ class Preparation:
             pass  # nothing was found, or what was is damaged
         return completed(shaped()), None
 
-    def _say(self, stage: int, detail: str = "") -> None:
-        """Say what is done next, in the log, too, if it is another stage: its step may be long."""
-        if stage != self._stage:
-            self._stage, self._told_s = stage, -inf
-        self.doing = f"{_STAGES[stage]}{detail} ({stage + 1} of {len(_STAGES)})"
-        self._tell()
-
-    def _tell(self) -> None:
-        now_s = time.monotonic()
-        if self.doing and now_s - self._told_s > _SAY_EVERY_S:
-            self._told_s = now_s
-            name, what = self.model.name, self.doing
-            logger.info("kvpersist: %s: nothing is kept yet: %s", name, what)
+    def _say(self, stage: int) -> None:
+        doing = f"{_STAGES[stage]} ({stage + 1} of {len(_STAGES)})"
+        if doing != self.doing:
+            self.doing = doing
+            logger.info("kvpersist: %s: nothing is kept yet: %s", self.model.name, doing)
 
     def _fitted(
         self, spec: ModelCacheSpec, measured: _Measured, verdict: Verdict | None
@@ -354,7 +309,7 @@ class Preparation:
                     len(group.slots),
                     group.why,
                 )
-        return replace(model, spec=spec, fingerprint=self._fingerprint, verdict=verdict)
+        return replace(model, spec=spec, verdict=verdict)
 
 
 class _OneCallAtATime:
@@ -435,59 +390,6 @@ class _State:
         self._put[key] = json.loads(json.dumps(value))
         what = "keep what was found out of a model"
         self._store.change_index(what, lambda index: index.state.put(key, value))
-
-
-class _NotRead(Exception):
-    """A file is large and was not read before."""
-
-
-class _Files:
-    """The fingerprint of a model's files. A thread reads those that were not read before.
-
-    Raises what `model_fingerprint` does, here or in `read`.
-    """
-
-    def __init__(self, model_path: Path, adapter_path: Path | None, state: _State) -> None:
-        self._paths, self._state = (model_path, adapter_path), state
-        self._error: Exception | None = None
-        self._n_read, self._n_bytes = 0, 1
-        self.fingerprint: str | None = None
-        """None until all files were read."""
-        try:
-            self.fingerprint = self._hashed(_quick_hash)
-        except _NotRead:
-            self._n_bytes = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
-            self._reader = Thread(target=self._run, name="kvpersist-files", daemon=True)
-            self._reader.start()
-
-    @property
-    def progress(self) -> str:
-        return f", {min(1.0, self._n_read / self._n_bytes):.0%}"
-
-    def read(self) -> str | None:
-        """Wait a moment, and return the fingerprint, None until it is known."""
-        self._reader.join(_WAIT_S)
-        if self._error is not None:
-            raise self._error
-        return self.fingerprint
-
-    def _run(self) -> None:
-        try:
-            self.fingerprint = self._hashed(lambda path: content_hash(path, self._count))
-        except Exception as error:
-            self._error = error
-
-    def _hashed(self, read: Callable[[Path], str]) -> str:
-        return model_fingerprint(*self._paths, partial(hash_once, self._state, read=read))
-
-    def _count(self, n_bytes: int) -> None:
-        self._n_read += n_bytes
-
-
-def _quick_hash(path: Path) -> str:
-    if not is_quickly_hashed(path):
-        raise _NotRead
-    return content_hash(path)
 
 
 def places(store: BlockStore) -> str:

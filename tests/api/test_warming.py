@@ -64,7 +64,7 @@ def test_a_prompt_is_computed_when_the_model_is_known(monkeypatch: pytest.Monkey
     """Before, nothing of it might be kept: the server waits, and says why if that takes long."""
     monkeypatch.setattr(warming, "_POLL_S", 0.001)
     handler, done = SimpleNamespace(headers=Message()), list[str]()
-    stages = ["its files are read, 10%", "its attention is measured", ""]
+    stages = ["its caches are tried", "its attention is measured", ""]
 
     def doing() -> str:
         assert not done
@@ -73,7 +73,7 @@ def test_a_prompt_is_computed_when_the_model_is_known(monkeypatch: pytest.Monkey
     assert warm(service_that_examines(doing, done), handler, "s", [ASK]) == {"tokens": 7}
     assert done == ["computed"] and not stages
     monkeypatch.setattr(warming, "_KNOWN_S", 0.01)
-    busy = service_that_examines(lambda: "its files are read, 10%", [])
-    with pytest.raises(RequestRefused, match="its files are read, 10%; ask again") as refused:
+    busy = service_that_examines(lambda: "its caches are tried", [])
+    with pytest.raises(RequestRefused, match="its caches are tried; ask again") as refused:
         warm(busy, handler, "s", [ASK])
     assert refused.value.status == 503

@@ -16,7 +16,7 @@ import pytest
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.cache.measuring import texts
 from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
@@ -119,7 +119,7 @@ def test_the_default_is_what_the_guard_has_made_of_it(
     choice = replace(bits["default"], rotated=True)
     verdict = Verdict(tuple(("far copy", nats) for nats in losses))
     with closing(DiskStore(store, StoreLimits(0, 1 << 30))) as disk:
-        fingerprint = model_fingerprint(model, None, content_hash)
+        fingerprint = model_fingerprint(model, None)
         put_verdict(disk.index.state, fingerprint, choice, verdict)
     probed: list[tuple[int, int]] = []
 

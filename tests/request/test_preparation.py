@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,13 @@ import pytest
 from mlx_lm import load
 
 from mlx_lm_kvpersist.cache.geometry import probe
-from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash
+from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.steps import Steps
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported, SelfTestFailed
 from mlx_lm_kvpersist.host.answers import REPLY
+from mlx_lm_kvpersist.ranks import Ranks
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.loading import Asked, Preparation
 from mlx_lm_kvpersist.request.machine import Pressure
@@ -103,7 +103,8 @@ def test_a_second_start_finds_out_nothing(
     starts, store = Starts(provider), opened()
     first = starts.begin(store)
     provisional = first.model
-    assert first.doing.endswith("(1 of 6)") and "nothing is kept yet" in caplog.text
+    assert first.doing.endswith("(1 of 5)") and "nothing is kept yet" in caplog.text
+    assert first.model.fingerprint == model_fingerprint(Path(provider.model_key[0]), None)
     assert starts.finish(first, store) > 10
     found = first.model
     assert found.spec.plans["0"].can_take_packed and found.spec == provisional.spec
@@ -227,40 +228,44 @@ def test_two_servers_of_one_folder_do_not_find_out_twice(
     assert ours.model.spec.plans == other.model.spec.plans
 
 
-def test_large_files_are_read_beside_requests(
-    provider: Any,
-    opened: Callable[[], BlockStore],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_model_that_changes_on_disk_is_another_at_the_next_load(
+    opened: Callable[[], BlockStore], tmp_path: Path
 ) -> None:
-    """A start does not wait for them, and the next does not read them."""
-    caplog.set_level(logging.INFO)
-    read: list[Path] = []
-
-    def slow_hash(path: Path, *count: Any) -> str:
-        read.append(path)
-        time.sleep(0.2)
-        return content_hash(path, *count)
-
-    monkeypatch.setattr(loading, "is_quickly_hashed", lambda path: path.suffix != ".safetensors")
-    monkeypatch.setattr(loading, "content_hash", slow_hash)
-    monkeypatch.setattr(loading, "_SAY_EVERY_S", 0.05)
-    starts, store = Starts(provider), opened()
+    """Although sizes and times stay; and it is the first again when it has its old content."""
+    starts, store = Starts(provider_of(tmp_path / "model", n_layers=2)), opened()
     one = starts.begin(store)
-    steps = one.steps()
-    next(steps)
-    assert one.doing == "its files are read, 0% (1 of 6)" and one.model.fingerprint == ""
-    while "its files" in one.doing:
-        time.sleep(0.02)
-        next(steps)
-    assert caplog.text.count("its files are read, ") >= 2
     starts.finish(one, store)
-    weights = [path for path in read if path.suffix == ".safetensors"]
-    again = starts.begin(store)
+    weights = next((tmp_path / "model").glob("*.safetensors"))
+    stat, content = weights.stat(), weights.read_bytes()
+
+    def begin(content: bytes) -> Preparation:
+        weights.write_bytes(content)
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        return starts.begin(store)
+
+    other = begin(content[:-1] + bytes([content[-1] ^ 1]))
+    assert other.doing and other.model.fingerprint != one.model.fingerprint
+    again = begin(content)
     assert again.doing == "" and again.model.fingerprint == one.model.fingerprint
-    assert [path for path in read if path.suffix == ".safetensors"] == weights
-    os.utime(weights[0])
-    assert starts.begin(store).doing.startswith("its files")
+    keys = [key for (key,) in store.index.ask("SELECT key FROM state")]
+    assert keys and not [key for key in keys if str(weights) in key]
+
+
+def test_ranks_with_other_files_of_the_model_are_refused(
+    provider: Any, opened: Callable[[], BlockStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: dict[str, object] = {}
+
+    class RankOfTwo(Ranks):
+        def same(self, value: object, what: str) -> bool:
+            compared[what] = value
+            return False
+
+    monkeypatch.setattr(loading, "ranks", lambda: RankOfTwo(2, 0))
+    with pytest.raises(ModelNotSupported, match="different files of the model"):
+        Starts(provider).begin(opened())
+    own = model_fingerprint(Path(provider.model_key[0]), None)
+    assert compared == {"the model's files": own}
 
 
 @pytest.mark.parametrize("joins", [True, False])

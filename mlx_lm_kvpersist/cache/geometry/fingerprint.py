@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 import xxhash
 from huggingface_hub import try_to_load_from_cache
@@ -20,16 +19,22 @@ _VOLATILE_KEYS = {"_name_or_path", "transformers_version"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _QUANTIZATION = "hf_quant_config.json"
 """mlx-lm reads from it how weights are packed that NVIDIA's ModelOpt made."""
-_READ_BYTES = 8 << 20
+_WHOLE_BYTES = 16 << 20
+"""Up to this size a file is read as a whole. In a hub cache no larger file lacks a SHA-256."""
+_SAMPLE_BYTES = 4 << 10
+_N_SPREAD = 64
+"""A larger file has this number of samples at even distances, and one sample of each tensor."""
+_GOLDEN = 40503
+"""2**16 divided by the golden ratio: its multiples, modulo 2**16, are spread evenly."""
+_MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format allows no longer header."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def model_fingerprint(
-    model_path: Path, adapter_path: Path | None, hash_file: Callable[[Path], str]
-) -> str:
+def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
     """Return a hex digest that two models share only if equal ids give equal KV in both.
 
-    `hash_file` returns a file's content hash, as `content_hash` does.
+    Large files are sampled (`content_hash`): `docs/store.md` says which changes are not noticed.
 
     Raises:
         ModelNotSupported: a folder has no config or no weights, or the config is not JSON.
@@ -41,9 +46,9 @@ def model_fingerprint(
     config = _config(model_path / "config.json")
     parts: dict[str, Any] = {
         "config": config,
-        "weights": {path.name: hash_file(path) for path in weights},
+        "weights": {path.name: content_hash(path) for path in weights},
         "tokenizer": {
-            name: hash_file(model_path / name)
+            name: content_hash(model_path / name)
             for name in _TOKENIZER_FILES
             if (model_path / name).is_file()
         },
@@ -52,7 +57,7 @@ def model_fingerprint(
     others = _QUANTIZATION, config.get("model_file") if isinstance(config, dict) else None
     for name in filter(None, others):
         if (path := model_path / name).is_file():
-            parts[name] = hash_file(path)
+            parts[name] = content_hash(path)
     if adapter_path is not None:
         # mlx-lm loads this file only; the others in the folder are checkpoints of the training.
         adapter = adapter_path / "adapters.safetensors"
@@ -60,7 +65,7 @@ def model_fingerprint(
             raise ModelNotSupported(f"no adapters.safetensors in {adapter_path}")
         parts["adapter"] = {
             "config": _config(adapter_path / "adapter_config.json"),
-            "weights": hash_file(adapter),
+            "weights": content_hash(adapter),
         }
     canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -78,28 +83,61 @@ def local_path(model: str) -> Path:
     return Path(config).parent
 
 
-def content_hash(path: Path, on_read: Callable[[int], None] = lambda n_bytes: None) -> str:
-    """Return a hex hash of a file's content: its sha256 in a hub cache, else xxh3_128.
+def content_hash(path: Path) -> str:
+    """Return a hash of a file, in a time that does not depend on its size.
 
-    In a Hugging Face hub cache a file is a link to `blobs/<sha256>`, so it is not read. `on_read`
-    is called with the size of each piece that was.
+    In a Hugging Face hub cache a file is a link to `blobs/<sha256>`, so its hash is in its name. A
+    file up to 16 MiB has the hex xxh3_128 of its content. A larger file has its size, and the hex
+    xxh3_128 of its header and of samples.
 
     Raises:
         OSError: the file cannot be read.
     """
     if known := _hash_in_name(path):
         return known
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            digest.update(chunk)
-            on_read(len(chunk))
-    return digest.hexdigest()
+    n_bytes = path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        if n_bytes <= _WHOLE_BYTES:
+            return xxhash.xxh3_128(file.read()).hexdigest()
+        digest = xxhash.xxh3_128()
+        header = _header(file) if path.suffix == ".safetensors" else b""
+        digest.update(header)
+        last = n_bytes - _SAMPLE_BYTES
+        spread = (last * number // (_N_SPREAD - 1) for number in range(_N_SPREAD))
+        for start in sorted({*spread, *_tensor_places(header)}):
+            file.seek(start)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return f"{n_bytes}-{digest.hexdigest()}"
 
 
-def is_quickly_hashed(path: Path) -> bool:
-    """Say whether a file is small, or need not be read. Raises OSError where it is not there."""
-    return path.stat().st_size <= _READ_BYTES or bool(_hash_in_name(path))
+def _header(file: BinaryIO) -> bytes:
+    """Return the header of a safetensors file: the length of its JSON in 8 bytes, then the JSON.
+
+    Source: https://github.com/huggingface/safetensors#format
+    """
+    size = file.read(8)
+    n_bytes = int.from_bytes(size, "little")
+    return size + file.read(n_bytes) if n_bytes <= _MAX_HEADER_BYTES else size
+
+
+def _tensor_places(header: bytes) -> list[int]:
+    """Return at which byte of the file the sample of each tensor begins.
+
+    The place within a tensor differs from tensor to tensor, so the samples of stacked experts are
+    not all of the same expert. mlx-lm does not load every file in a folder: a header that is not
+    safetensors gives no places, or those before the first tensor that cannot be read.
+    """
+    places = list[int]()
+    try:
+        tensors = json.loads(header[8:])
+        tensors.pop("__metadata__", None)
+        for number, tensor in enumerate(tensors.values()):
+            start, stop = tensor["data_offsets"]
+            room = max(0, stop - start - _SAMPLE_BYTES)
+            places.append(len(header) + start + (room * (number * _GOLDEN % (1 << 16)) >> 16))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        pass
+    return places
 
 
 def _hash_in_name(path: Path) -> str | None:
@@ -120,29 +158,3 @@ def _config(path: Path) -> Any:
         raise ModelNotSupported(f"no {path.name} in {path.parent}") from None
     except ValueError as error:
         raise ModelNotSupported(f"{path} is not JSON: {error}") from error
-
-
-class Persisted(Protocol):
-    """JSON values by key that outlive the process; the store implements it.
-
-    A key names all that a value depends on, and the format of the value. So a result for another
-    device, or in another format, is not found.
-    """
-
-    def get(self, key: str) -> Any:
-        """Return a value; None where there is none, or none that can be read."""
-
-    def put(self, key: str, value: Any) -> None:
-        """Write a value, in place of any before."""
-
-
-def hash_once(persisted: Persisted, path: Path, read: Callable[[Path], str] = content_hash) -> str:
-    """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
-    stat = path.stat()
-    stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
-    match persisted.get(f"hash/{path}"):
-        case [str(then), str(known)] if then == stamp:
-            return known
-    found = read(path)
-    persisted.put(f"hash/{path}", [stamp, found])
-    return found

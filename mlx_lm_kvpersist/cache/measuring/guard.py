@@ -12,12 +12,11 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...ranks import ranks
-from ..geometry.fingerprint import Persisted
 from ..geometry.precision import FULL_BITS, PrecisionChoice, layout_in_words
 from ..geometry.probe import position_limit
 from ..geometry.spec import ModelCacheSpec
@@ -34,6 +33,20 @@ _KEY = "guard/1/"
 """The number grows when texts or limits change: then models are judged anew."""
 _LEAST_TOKENS = 8
 """Of a step, however slow the device: a request waits as if its prompt had 16 tokens more."""
+
+
+class Persisted(Protocol):
+    """JSON values by key that outlive the process; the store implements it.
+
+    A key names all that a value depends on, and the format of the value. So a result for another
+    device, or in another format, is not found.
+    """
+
+    def get(self, key: str) -> Any:
+        """Return a value, or None if the key has no value that can be read."""
+
+    def put(self, key: str, value: Any) -> None:
+        """Write a value, in place of any before."""
 
 
 Loss = tuple[str, float]

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import hashlib
+import io
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,35 @@ from mlx_lm_kvpersist.errors import ModelNotSupported
 
 CONFIG = {"rope_theta": 10000.0, "hidden_size": 8, "text_config": {"head_dim": 4}}
 SHA256 = "ab" * 32
+MIB = 1 << 20
+SAMPLE = 4 << 10
+SIZES = (2, 100, SAMPLE, SAMPLE + 1, MIB, 30 * MIB, 0, 8, 2 * MIB)
+"""Bytes of the tensors of a file that is not read as a whole."""
+
+
+def write_weights(path: Path, sizes: Sequence[int] = SIZES) -> int:
+    """Write safetensors whose bytes are all zero, on most disks without room; return their start.
+
+    https://github.com/huggingface/safetensors#format
+    """
+    header, stop = dict[str, Any](__metadata__={"format": "mlx"}), 0
+    for number, size in enumerate(sizes):
+        about = {"dtype": "U8", "shape": [size], "data_offsets": [stop, stop + size]}
+        header[f"layers.{number:03d}.weight"], stop = about, stop + size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + stop)
+    return 8 + len(text)
+
+
+def change(path: Path, start: int, content: bytes) -> None:
+    """Write over bytes in their place. Size and time stay as they are."""
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 @pytest.fixture
@@ -21,8 +54,9 @@ def model_path(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text(json.dumps({**CONFIG, "model_file": "mine.py"}))
-    for name in ("model-1.safetensors", "model-2.safetensors"):
-        mx.save_safetensors(str(path / name), {"weight": mx.arange(64).astype(mx.float32)})
+    for number in (1, 2):
+        weights = {"weight": number * mx.arange(64).astype(mx.float32)}
+        mx.save_safetensors(str(path / f"model-{number}.safetensors"), weights)
     (path / "tokenizer.json").write_text('{"vocab": {"a": 0}}')
     (path / "tokenizer_config.json").write_text("{}")
     return path
@@ -43,6 +77,12 @@ def flip_last_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
+def swap(path: Path, other: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
 def set_config(path: Path, **values: Any) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **values}, indent=4))
@@ -50,6 +90,7 @@ def set_config(path: Path, **values: Any) -> None:
 
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "weight": lambda path: flip_last_byte(path / "model-2.safetensors"),
+    "swapped weights": lambda path: swap(*path.glob("*.safetensors")),
     "rope theta": lambda path: set_config(path, rope_theta=500000.0),
     "nested config": lambda path: set_config(path, text_config={"head_dim": 8}),
     "tokenizer": lambda path: (path / "tokenizer.json").write_text('{"vocab": {"b": 0}}'),
@@ -60,57 +101,172 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("make", CHANGES.values(), ids=CHANGES.keys())
 def test_what_changes_the_kv_changes_the_fingerprint(
-    model_path: Path, change: Callable[[Path], Any]
+    model_path: Path, make: Callable[[Path], Any]
 ) -> None:
-    before = model_fingerprint(model_path, None, content_hash)
-    change(model_path)
-    assert model_fingerprint(model_path, None, content_hash) != before
+    (model_path / "mine.py").write_text("class Model: ...")
+    before = model_fingerprint(model_path, None)
+    make(model_path)
+    assert model_fingerprint(model_path, None) != before
 
 
 def test_what_does_not_change_the_kv_does_not(model_path: Path) -> None:
-    before = model_fingerprint(model_path, None, content_hash)
+    before = model_fingerprint(model_path, None)
     assert int(before, 16)
     set_config(model_path, transformers_version="9.9", _name_or_path="elsewhere")
     set_config(model_path, text_config={"head_dim": 4, "_name_or_path": "elsewhere"})
     (model_path / "tokenizer_config.json").write_text('{"chat_template": "another"}')
     (model_path / "README.md").write_text("hello")
     (model_path / "convert.py").write_text("print('made by me')")
-    assert model_fingerprint(model_path, None, content_hash) == before
+    assert model_fingerprint(model_path, None) == before
     moved = model_path.rename(model_path.with_name("moved"))
-    assert model_fingerprint(moved, None, content_hash) == before
+    assert model_fingerprint(moved, None) == before
 
 
 def test_an_adapter_makes_another_model(model_path: Path, adapter_path: Path) -> None:
-    seen = {model_fingerprint(model_path, None, content_hash)}
-    seen.add(model_fingerprint(model_path, adapter_path, content_hash))
+    seen = {model_fingerprint(model_path, None)}
+    seen.add(model_fingerprint(model_path, adapter_path))
     flip_last_byte(adapter_path / "adapters.safetensors")
-    seen.add(model_fingerprint(model_path, adapter_path, content_hash))
+    seen.add(model_fingerprint(model_path, adapter_path))
     (adapter_path / "adapter_config.json").write_text('{"rank": 16}')
-    seen.add(model_fingerprint(model_path, adapter_path, content_hash))
+    seen.add(model_fingerprint(model_path, adapter_path))
     assert len(seen) == 4
-    before = model_fingerprint(model_path, adapter_path, content_hash)
+    before = model_fingerprint(model_path, adapter_path)
     (adapter_path / "0000100_adapters.safetensors").write_bytes(b"a checkpoint")
-    assert model_fingerprint(model_path, adapter_path, content_hash) == before
+    assert model_fingerprint(model_path, adapter_path) == before
 
 
-def test_the_given_hash_is_asked_once_a_file(model_path: Path) -> None:
-    asked: list[str] = []
-
-    def remember(path: Path) -> str:
-        asked.append(path.name)
-        return "0"
-
-    model_fingerprint(model_path, None, remember)
-    assert asked == ["model-1.safetensors", "model-2.safetensors", "tokenizer.json"]
-
-
-def test_content_is_hashed_beyond_one_read(tmp_path: Path) -> None:
-    path = tmp_path / "big"
+def test_small_files_are_hashed_as_a_whole(tmp_path: Path) -> None:
+    """The hub stores no larger file under a name that is not a SHA-256."""
+    path = tmp_path / "tokenizer.json"
     content = bytes(range(256)) * 40_000
     path.write_bytes(content)
     assert content_hash(path) == xxhash.xxh3_128(content).hexdigest()
+
+
+def test_large_files_that_are_equal_have_one_hash(tmp_path: Path) -> None:
+    """Place, name and times do not count."""
+    path, other = tmp_path / "model.safetensors", tmp_path / "copy.safetensors"
+    start = write_weights(path)
+    change(path, start + 5 * MIB, b"\1" * 7 * MIB)
+    shutil.copy(path, other)
+    os.utime(other, (1, 1))
+    assert content_hash(path) == content_hash(other)
+
+
+@pytest.mark.parametrize("number", [number for number, size in enumerate(SIZES) if size])
+def test_a_tensor_that_is_another_makes_another_file(tmp_path: Path, number: int) -> None:
+    """However small it is, and although the file's size and time stay as they were."""
+    path = tmp_path / "model.safetensors"
+    start = write_weights(path) + sum(SIZES[:number])
+    before = content_hash(path)
+    change(path, start, b"\1" * SIZES[number])
+    assert content_hash(path) != before
+
+
+@pytest.mark.parametrize("expert", range(0, 256, 37))
+def test_an_expert_that_is_another_in_all_layers_makes_another_file(
+    tmp_path: Path, expert: int
+) -> None:
+    """Of 256 experts that are stacked in each of 512 tensors."""
+    path = tmp_path / "model.safetensors"
+    start = write_weights(path, 512 * [MIB])
+    before = content_hash(path)
+    for layer in range(512):
+        change(path, start + layer * MIB + expert * SAMPLE, b"\1" * SAMPLE)
+    assert content_hash(path) != before
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.51, 0.77, 1.0])
+@pytest.mark.parametrize("suffix", ["safetensors", "json"])
+def test_a_stretch_of_a_sixtieth_that_is_another_makes_another_file(
+    tmp_path: Path, share: float, suffix: str
+) -> None:
+    path = tmp_path / f"file.{suffix}"
+    write_weights(path, [40 * MIB])
+    n_bytes, before = path.stat().st_size, content_hash(path)
+    n_changed = n_bytes // 60
+    change(path, round(share * (n_bytes - n_changed)), b"\1" * n_changed)
+    assert content_hash(path) != before
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_the_first_and_the_last_byte_are_always_read(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "model.safetensors"
+    start = write_weights(path)
+    before = content_hash(path)
+    change(path, start if place == "first" else path.stat().st_size - 1, b"\1")
+    assert content_hash(path) != before
+
+
+def test_the_whole_header_and_the_size_are_read(tmp_path: Path) -> None:
+    """All bytes of the tensors are zero."""
+    path = tmp_path / "model.safetensors"
+    start = write_weights(path, 512 * [MIB])
+    seen = {content_hash(path)}
+    with path.open("rb") as file:
+        name = file.read(start).index(b"layers.300")
+    assert SAMPLE < name < start - SAMPLE
+    change(path, name, b"layers.999")
+    seen.add(content_hash(path))
+    os.truncate(path, path.stat().st_size + SAMPLE)
+    assert len(seen | {content_hash(path)}) == 3
+
+
+class CountedFile(io.FileIO):
+    """A file that counts the bytes that were read of all such files."""
+
+    n_bytes = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(-1 if size is None else size)
+        CountedFile.n_bytes += len(content)
+        return content
+
+
+def n_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many bytes of a file are read for its hash."""
+    with monkeypatch.context() as counting:
+        counting.setattr(Path, "open", lambda path, mode, **how: CountedFile(path, mode))
+        counting.setattr(CountedFile, "n_bytes", 0)
+        content_hash(path)
+        return CountedFile.n_bytes
+
+
+def test_a_larger_file_is_read_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, counts = tmp_path / "model.safetensors", list[int]()
+    for n_bytes in (20 * MIB, 20 << 30):
+        counts.append(-write_weights(path, 8 * [n_bytes // 8]))
+        counts[-1] += n_read(path, monkeypatch)
+    assert counts[0] == counts[1] <= (8 + 64) * SAMPLE
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"\xff" * 64, b"\x02" + bytes(7) + b"[]", b"\x09" + bytes(7) + b'{"a": {}}']
+)
+def test_a_large_file_without_a_header_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    """mlx-lm does not load all files that are called so."""
+    path = tmp_path / "other.safetensors"
+    path.write_bytes(head)
+    os.truncate(path, 20 * MIB)
+    assert n_read(path, monkeypatch) < MIB
+
+
+def test_a_file_that_cannot_be_read_is_an_error(model_path: Path) -> None:
+    weights = model_path / "model-1.safetensors"
+    weights.unlink()
+    with pytest.raises(FileNotFoundError):
+        content_hash(weights)
+    weights.symlink_to(model_path / "gone")
+    with pytest.raises(FileNotFoundError):
+        model_fingerprint(model_path, None)
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(IsADirectoryError):
+        model_fingerprint(model_path, None)
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
@@ -143,11 +299,27 @@ def hub_link(tmp_path: Path, blob: str, folder: str = "blobs") -> Path:
     return link
 
 
-def test_a_hub_link_names_its_hash_and_is_not_read(tmp_path: Path) -> None:
+def test_a_hub_link_names_its_hash_and_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = hub_link(tmp_path, SHA256)
-    assert content_hash(link) == SHA256
+    assert content_hash(link) == SHA256 and n_read(link, monkeypatch) == 0
     link.resolve().write_bytes(b"other")
     assert content_hash(link) == SHA256
+
+
+def test_a_model_of_the_hub_keeps_the_fingerprint_that_it_always_had(tmp_path: Path) -> None:
+    """Its conversations are found again after an upgrade. Small files lie there without a hash."""
+    hub_link(tmp_path, SHA256)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    parts = {
+        "config": CONFIG,
+        "tokenizer": {"tokenizer.json": xxhash.xxh3_128(b"{}").hexdigest()},
+        "weights": {"model.safetensors": SHA256},
+    }
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    assert model_fingerprint(tmp_path, None) == hashlib.sha256(text.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(("blob", "folder"), [("ab" * 20, "blobs"), (SHA256, "elsewhere")])
@@ -159,12 +331,12 @@ def test_other_links_are_read(tmp_path: Path, blob: str, folder: str) -> None:
 def test_what_is_missing_is_named(model_path: Path, adapter_path: Path) -> None:
     (adapter_path / "adapters.safetensors").unlink()
     with pytest.raises(ModelNotSupported, match=r"no adapters\.safetensors"):
-        model_fingerprint(model_path, adapter_path, content_hash)
+        model_fingerprint(model_path, adapter_path)
     (model_path / "config.json").write_text("{")
     with pytest.raises(ModelNotSupported, match="is not JSON"):
-        model_fingerprint(model_path, None, content_hash)
+        model_fingerprint(model_path, None)
     (model_path / "config.json").unlink()
     with pytest.raises(ModelNotSupported, match=r"no config\.json"):
-        model_fingerprint(model_path, None, content_hash)
+        model_fingerprint(model_path, None)
     with pytest.raises(ModelNotSupported, match=r"no \*\.safetensors weights"):
-        model_fingerprint(adapter_path, None, content_hash)
+        model_fingerprint(adapter_path, None)
