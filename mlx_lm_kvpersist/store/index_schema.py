@@ -214,13 +214,12 @@ def _convert(db: sqlite3.Connection) -> None:
     """Convert an index of the format before, in one transaction. No row is lost.
 
     Its roots, blocks and checkpoints have more columns and indexes, for another order of eviction.
-    Raises IndexDamaged if its tables are not those of that format.
+    If another process was quicker, this changes nothing. Raises IndexDamaged if its tables are not
+    those of that format.
     """
     made = _as_made()
     with db:
         db.execute("BEGIN IMMEDIATE")
-        if db.execute("PRAGMA user_version").fetchone() != (_CONVERTED_FORMAT,):
-            return  # another process was quicker
         for kind, name in made:
             if kind == "trigger":
                 db.execute(f"DROP TRIGGER IF EXISTS {name}")

@@ -60,12 +60,13 @@ def test_a_beginning_that_several_use_stays_for_as_long_as_one_of_them(store: Bl
     assert evicted(store) == expected
 
 
-def test_of_several_models_used_at_one_moment_the_deepest_block_goes_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("root", [ROOT, OTHER], ids=["one model", "two models"])
+def test_of_blocks_used_at_one_moment_the_deepest_goes_first(tmp_path: Path, root: Root) -> None:
     deep = chain([1], [2], [3])
-    flat = [chain([n], parent=OTHER.key)[0] for n in range(8)]
+    flat = [chain([n], parent=root.key)[0] for n in range(10, 18)]
     with closing(Index(tmp_path / "index.sqlite")) as index:
         index.add_blocks(ROOT, [(node, 1) for node in deep], 5.0)
-        index.add_blocks(OTHER, [(node, 1) for node in flat], 5.0)
+        index.add_blocks(root, [(node, 1) for node in flat], 5.0)
         gone = []
         for _ in deep[1:]:
             gone.append(leaves(index)[0][1])
