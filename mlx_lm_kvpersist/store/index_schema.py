@@ -214,8 +214,8 @@ def _convert(db: sqlite3.Connection) -> None:
     """Convert an index of the format before, in one transaction. No row is lost.
 
     Its roots, blocks and checkpoints have more columns and indexes, for another order of eviction.
-    If another process was quicker, this changes nothing. Raises IndexDamaged if its tables are not
-    those of that format.
+    If another process was quicker, this changes nothing. Raises IndexDamaged if the tables lack a
+    column.
     """
     made = _as_made()
     with db:

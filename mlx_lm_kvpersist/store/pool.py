@@ -343,7 +343,7 @@ class BlockPool:
         return True if entry.is_stored and not entry.prefetched else None
 
     def _requeue(self, key: bytes) -> None:
-        """Put an entry, if it is here, where it belongs now in the order of eviction."""
+        """Give an entry, if it is here, its place of now in the order of eviction."""
         if (entry := self._entries.get(key)) is not None:
             is_last_resort = self._is_last_resort(entry)
             place = None if is_last_resort is None else (is_last_resort, entry.used, key)
