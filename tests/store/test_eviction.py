@@ -35,7 +35,7 @@ def keys_of(*chains: list[Block]) -> list[bytes]:
 
 
 def test_a_chain_that_was_used_at_one_moment_is_evicted_from_its_end(store: BlockStore) -> None:
-    """In RAM and on disk, and all of an older conversation goes before a newer one loses a block."""
+    """All of an older conversation goes before a newer one loses a block, in RAM and on disk."""
     old, new = chain([1], [2], [3], [4]), chain([5], [6], [7])
     save_turn(store, old, "old")
     save_turn(store, new, "new")

@@ -67,7 +67,8 @@ def as_format_6(folder: Path, sealing: Sealing = PLAIN) -> None:
 
 def rows(folder: Path, sealing: Sealing = PLAIN) -> dict[str, list[Any]]:
     with closing(connect(folder / "index.sqlite", sealing)) as db:
-        return {name: db.execute(f"SELECT * FROM {name}").fetchall() for name in (*TABLES, "totals")}
+        tables = (*TABLES, "totals")
+        return {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
 
 
 def version(folder: Path) -> int:
