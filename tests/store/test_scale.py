@@ -214,6 +214,7 @@ def add_one_and_remove_it(one: Many) -> None:
         pytest.param(find_the_session_of_a_leaf, id="session-at"),
         pytest.param(count_everything, id="totals"),
         pytest.param(find_the_first_to_go, id="evict"),
+        pytest.param(find_the_first_of_a_model_to_go, id="evict-model"),
         pytest.param(add_one_and_remove_it, id="save"),
     ],
 )
