@@ -22,7 +22,6 @@ from .store.database import sqlcipher
 from .store.objects import Objects
 from .store.records import StoreLimits
 from .store.seal import PLAIN, Sealing, read_key
-from .store.worth import LRU, VALUE
 from .units import parse_folder, parse_share, parse_size, show_bytes
 
 if TYPE_CHECKING:
@@ -94,7 +93,6 @@ RARE = (
     "max-writes-per-hour",
     "max-loss-s",
     "model-share",
-    "evict",
     "wired",
     "kv-rotate",
     "attention",
@@ -203,13 +201,6 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         "(default: 0.75)",
         type=parse_share,
         default=StoreLimits.model_share,
-    )
-    add(
-        "evict",
-        "What goes first to keep to the budgets: what is worth least, by expected use, cost to "
-        "compute and size, or what was not used for longest (default: value)",
-        choices=(VALUE, LRU),
-        default=VALUE,
     )
     add(
         "wired",
@@ -489,5 +480,5 @@ def limits_of(args: Namespace, folder: Path) -> StoreLimits:
         while not folder.exists():
             folder = folder.parent
         disk = min(shutil.disk_usage(folder).total // 10, DEFAULT_MAX_DISK_BYTES)
-    others = {"evict": args.kvpersist_evict, "model_share": args.kvpersist_model_share}
-    return StoreLimits(0, disk, args.kvpersist_min_free, **others)
+    share = args.kvpersist_model_share
+    return StoreLimits(0, disk, args.kvpersist_min_free, model_share=share)

@@ -6,7 +6,6 @@ Only this module knows all parts. `request/serving.py` does the work of a reques
 from __future__ import annotations
 
 import logging
-import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from email.message import Message
@@ -23,7 +22,7 @@ from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sess
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import is_kept, namespace, note, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
-from .block import Block, Root
+from .block import Root
 from .cache.geometry.kinds import most_taken_back
 from .cache.geometry.precision import PrecisionChoice
 from .cache.live.quantized import batch_of
@@ -37,7 +36,6 @@ from .host.answers import (
     ModelSupport,
     Prompt,
     Route,
-    StoredBlock,
     TakenRequest,
 )
 from .host.dialects import chat_api
@@ -106,20 +104,10 @@ class KVPersistPlugin:
         )
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
-        self._store.token_s = self._token_s
-        if manager.is_implemented("eviction_score"):
-            self._store.score = _score
         self._sessions = StoredSessions(self._store)
         self._warm_model = getattr(args, "model", None)
         if self._warm_model is None:
             logger.info("kvpersist: %s", places(self._store))
-
-    def _token_s(self, root: Root) -> float | None:
-        """Return the seconds that a token takes of the model, or draft model, of a root."""
-        model: LoadedModel | None = serving.model if (serving := self._serving) else None
-        if model is not None and model.draft is not None and root.fingerprint != model.fingerprint:
-            model = model.draft
-        return model.speed.token_s() if model is not None else None
 
     @hookimpl
     def shutdown(self) -> None:
@@ -475,9 +463,3 @@ class KVPersistPlugin:
 
     def _memory_parts(self) -> dict[str, int] | None:
         return serving.memory.parts() if (serving := self._serving) else None
-
-
-def _score(root: Root, block: Block) -> float:
-    """Return by how much more than others a block is worth keeping, by all plugins. Any thread."""
-    seen = StoredBlock(root.model, root.namespace, block.start, block.n_tokens, block.text)
-    return float(math.prod(manager.ask("eviction_score", block=seen)))

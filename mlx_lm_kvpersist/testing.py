@@ -25,7 +25,6 @@ from .host.answers import (
     ClientRequest,
     FrozenHeaders,
     Prompt,
-    StoredBlock,
     check_batch,
     check_caches,
     check_prepared,
@@ -100,7 +99,6 @@ class _Tested:
         self.ask("busy")
         self.ask("serving_changed", serving=False)
         self.ask("idle", seconds=60.0)
-        self.ask("eviction_score", block=StoredBlock("tiny", "", 256, 40, "Be brief."))
         self.ask("shutdown")
 
     def ask(self, hook: str, refuses: tuple[type[Exception], ...] = (), **given: Any) -> Any:

@@ -27,7 +27,7 @@ PROG = "mlx-lm-kvpersist"
 _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
 """The commands that are run for the stores of all ranks."""
-_BUDGETS = (*_STORE, "disk", "min-free", "model-share", "evict")
+_BUDGETS = (*_STORE, "disk", "min-free", "model-share")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
 
@@ -291,7 +291,7 @@ def _add_sessions(commands: Any) -> None:
 def _add_store(commands: Any) -> None:
     add = _adder(commands, *_BUDGETS)
     add("stats", "store:stats", "say what the store holds and what it may use")
-    add("gc", "store:gc", "remove what is worth least until the budgets are kept")
+    add("gc", "store:gc", "remove the least recently used until the budgets are kept")
     add = _adder(commands, *_STORE)
     add("map", "store_map:run", "draw what takes its bytes, by session, shared part and age")
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")

@@ -104,21 +104,6 @@ class ClientRequest:
 
 
 @dataclass(frozen=True)
-class StoredBlock:
-    """A block of up to 256 tokens that is about to be stored.
-
-    `model` is the model's name, `namespace` the tenant's, "" without tenants. `start` is the number
-    of tokens before it; `text` is empty with `--kvpersist-no-text`.
-    """
-
-    model: str
-    namespace: str
-    start: int
-    n_tokens: int
-    text: str
-
-
-@dataclass(frozen=True)
 class Prompt:
     """A tokenized prompt, cut into segments as `ResponseGenerator._tokenize` does.
 
@@ -371,11 +356,6 @@ def check_routes(answer: Any) -> None:
         expect(callable(route.handle), route, "handle to be a function")
 
 
-def check_score(answer: Any) -> None:
-    is_right = isinstance(answer, int | float) and 0 <= answer < math.inf
-    expect(is_right, answer, "a number from 0 on, or None")
-
-
 def check_wired(answer: Any) -> None:
     expect(isinstance(answer, int) and answer >= 0, answer, "a number of bytes, or None")
 
@@ -384,7 +364,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "wired_limit": check_wired,
     "model_loaded": check_support,
     "take_request": check_taken,
-    "eviction_score": check_score,
     "early_headers": check_headers,
     "response_headers": check_headers,
     "routes": check_routes,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pluggy
 
-from .answers import ClientRequest, ModelSupport, Prompt, Route, StoredBlock, TakenRequest
+from .answers import ClientRequest, ModelSupport, Prompt, Route, TakenRequest
 
 PROJECT = "mlx_lm.server"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -125,11 +125,6 @@ def reply_timed(request: ClientRequest, times_s: Sequence[float]) -> None:
 
     The reply can have been cut off, or not have begun.
     """
-
-
-@hookspec
-def eviction_score(block: StoredBlock) -> float | None:
-    """Return by how much more than others a block is worth keeping: 2, or 0.5. Writer thread."""
 
 
 @hookspec

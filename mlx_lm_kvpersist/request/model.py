@@ -21,9 +21,6 @@ from .saver import Saver
 MIN_RESTORE_BYTES = 4 << 20
 """Smaller restores are mostly overhead, so no rate is learned from them."""
 
-_USUAL_PROMPT = 4096
-"""In tokens."""
-
 _WEIGHT = 0.2
 """Of the newest measurement in a running average: a handful of requests settle it."""
 
@@ -80,11 +77,6 @@ class Speed:
         """Return about how many seconds `n_tokens` after the first `position` take to compute."""
         seconds = self.pace.seconds(position, n_tokens)
         return n_tokens * self.supposed_token_s if seconds is None else seconds
-
-    def token_s(self) -> float | None:
-        """Return the seconds that a token of a prompt of usual length takes; None if not known."""
-        seconds = self.pace.seconds(0, _USUAL_PROMPT)
-        return None if seconds is None else seconds / _USUAL_PROMPT
 
     def describe(self) -> dict[str, Any]:
         """Return the speeds as JSON values; the pace by position."""

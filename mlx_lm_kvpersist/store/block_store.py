@@ -178,11 +178,6 @@ class BlockStore:
         """Tokens of prompts that were not computed again, by the tier that had them."""
         self.blocks_quarantined = 0
         """Blocks and checkpoints that were found damaged since the store was opened."""
-        self.token_s: Callable[[Root], float | None] = lambda root: None
-        """The seconds that a token takes to compute; None where it is not known. Asked once for
-        each commit, by the thread that commits."""
-        self.score: Callable[[Root, Block], float] | None = None
-        """By how much more than others a block is worth keeping. Asked by the writer thread."""
         self._failures: set[str] = set()
         """The kinds of failure that keep commits from being saved right now."""
         self.failures = Failures(logger)
@@ -197,7 +192,7 @@ class BlockStore:
         self.index, self.view = self.disk.index, self.disk_tier.view
         """What is on disk: for those who want to know what fails, and for serving threads."""
         self.runs = StoredRuns(lambda: self.index)
-        self.pool = BlockPool(limits.max_ram_bytes, limits.evict)
+        self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.files.forgotten = partial(self.pool.set_stored, is_stored=False)
         self.below: tuple[LowerTier, ...] = (self.disk_tier, *others)
         """The tiers below RAM, in the order in which they are read."""
@@ -323,13 +318,11 @@ class BlockStore:
         commit = replace(commit, checkpoints=() if later else commit.checkpoints)
         pinned = [self._pinned(one.records, entries) for one in (commit, postponed)]
         self.pool.touch(chain)
-        share = self.pool.share_of(chain[-1]) if chain else 1.0
-        commit = replace(commit, token_s=self.token_s(commit.root), share=share)
         self.n_changes += 1
         self.writer.withdraw([*goes_on, *(one.block for one in commit.superseded)])
         self.turns_not_saved += self.writer.submit_commit(self._task(commit, pinned[0]))
         if later:
-            task = self._task(replace(postponed, share=share), pinned[1])
+            task = self._task(postponed, pinned[1])
             self.writer.postpone(chain[-1], task, has_ended=commit.leaf is not None)
 
     def _task(self, commit: Commit, pinned: list[KVBlock]) -> Task:
@@ -477,7 +470,6 @@ class BlockStore:
 
     def _save(self, commit: Commit, pinned: list[KVBlock]) -> None:
         try:
-            commit = self._scored(commit, pinned)
             written = [tier.write(commit, self._arrays_of) for tier in self.below]
         except Exception as error:  # whatever it is, the commit's pins are let go of
             self._failed("save a turn", error)
@@ -499,16 +491,6 @@ class BlockStore:
                 self.pool.drop_unpinned(replaced)
             for block in set(one.superseded).difference(one.checkpoints):
                 self.pool.drop_unpinned(block.key)
-
-    def _scored(self, commit: Commit, pinned: Iterable[KVBlock]) -> Commit:
-        """Return a commit whose new blocks are worth as much more as `score` says."""
-        if self.score is None:
-            return commit
-        new = [one.block for one in pinned if not one.is_stored and isinstance(one.block, Block)]
-        scores = {block.key: self.score(commit.root, block) for block in new}
-        for key, score in scores.items():
-            self.pool.set_worth(key, score)
-        return replace(commit, scores=scores)
 
     def _arrays_of(self, key: bytes) -> Arrays | None:
         entry = self.pool.get(key)

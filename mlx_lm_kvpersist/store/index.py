@@ -19,11 +19,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
+from ..block import Block, Checkpoint, Record, Root
 from ..errors import IndexDamaged
 from ..match.tree import FEW, MAX_ALIKE, nearest
 from .database import Database, is_empty
-from .index_schema import RANK, faults, prepare
+from .index_schema import faults, prepare
 from .records import (
     SESSION_COLUMNS,
     Commit,
@@ -37,7 +37,6 @@ from .records import (
 )
 from .seal import PLAIN, Sealing
 from .small_state import SmallState
-from .worth import LRU, VALUE, going_on, mib_s
 
 __all__ = ["Forgotten", "Index", "Leaf", "Session"]
 
@@ -45,9 +44,6 @@ _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
-_RANK = {LRU: "used", VALUE: RANK}
-_ORDER = {LRU: "used", VALUE: f"{RANK}, used"}
-_CLOCK = "eviction clock"
 _MOST_AT_ONCE = 400
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
@@ -87,7 +83,8 @@ class Index:
                     raise FileNotFoundError(self.path)
                 self.database.reopen()
                 db = self.database.connection
-            prepare(db, self.path, whole=whole)
+            if prepare(db, self.path, whole=whole):
+                self.database.empty_log()
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
             raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error
@@ -266,28 +263,26 @@ class Index:
         """Return the keys of all blocks, or of all "checkpoints"."""
         return {key for (key,) in self.ask(f"SELECT key FROM {table}", types=(bytes,))}
 
-    def unused(
-        self, model: str, evict: str = LRU
-    ) -> Iterator[tuple[float, bool, float, bytes, bytes]]:
-        """Yield the leaf blocks and the checkpoints of a model, the first to go first.
+    def unused(self, model: str) -> Iterator[tuple[float, bool, int, bytes, bytes]]:
+        """Yield the leaf blocks and the checkpoints of a model, the least recently used first.
 
-        Of each: its rank, with LRU the time of use; whether it is a checkpoint; the time of use;
-        its key, and that of its block. A leaf goes before checkpoints of its rank, which were kept
-        for blocks before it. Leaves that pinned sessions end in are left out. The model is given by
+        Each comes with the time of its use, whether it is a checkpoint, a number that is smaller
+        for a deeper block, its key, and the key of its block. If several were used at the same
+        time, the deepest leaf is the first. Leaves go before checkpoints, which were kept for
+        blocks before them. Leaves that pinned sessions end in are left out. The model is given by
         its fingerprint.
         """
-        rank, order = f"CAST({_RANK[evict]} AS REAL)", _ORDER[evict]
         leaves = (
-            f"SELECT {rank}, 0, CAST(used AS REAL), key, key FROM blocks AS b "
+            "SELECT CAST(used AS REAL), 0, CAST(-start AS INTEGER), key, key FROM blocks AS b "
             "WHERE model = ? AND n_children = 0 "
             # Once more, because a damaged index may lie.
             "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
             "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
-            f"ORDER BY {order}, start DESC"
+            "ORDER BY used, start DESC"
         )
         checkpoints = (
-            f"SELECT {rank}, 1, CAST(used AS REAL), key, block FROM checkpoints WHERE model = ? "
-            f"ORDER BY {order}, key"
+            "SELECT CAST(used AS REAL), 1, 0, key, block FROM checkpoints WHERE model = ? "
+            "ORDER BY used, key"
         )
         with (
             closing(self.database.connection.execute(leaves, (model,))) as first,
@@ -402,42 +397,28 @@ class Index:
 
     # Changes.
 
-    @property
-    def clock(self) -> float:
-        """The rank of what was evicted last; see `worth`."""
-        clock = self.state.get(_CLOCK)
-        return clock if isinstance(clock, float) else 0.0
-
-    @clock.setter
-    def clock(self, rank: float) -> None:
-        self.state.put(_CLOCK, rank)
-
     def add_blocks(
         self, root: Root, blocks: Collection[tuple[Record, int]], used: float | None = None
     ) -> None:
         """Add blocks and checkpoints whose files are in place, with their sizes."""
-        self._add(Commit(root, ()), blocks, self.now() if used is None else used)
-
-    def _add(self, commit: Commit, blocks: Collection[tuple[Record, int]], used: float) -> None:
-        """Add a commit's new blocks and checkpoints."""
-        root = commit.root
         with self.database.transaction() as db:
-            clock, hits = self.clock, going_on(commit.share)
-            sizes = [(b.n_tokens, n) for b, n in blocks if isinstance(b, Block)]
-            worth_of_all = self._worth(commit, sizes) if sizes else 0
-
-            def row(b: Block, n: int) -> tuple[Any, ...]:
-                worth = worth_of_all * commit.scores.get(b.key, 1.0)
-                about = b.key, b.parent, root.key, b.start, b.packed_ids, b.text, b.pending
-                return *about, n, used, worth, clock + worth * hits, root.fingerprint
-
+            same = self.now() if used is None else used, root.key, root.fingerprint
+            if blocks:
+                db.execute(
+                    "INSERT INTO roots VALUES (?, ?) ON CONFLICT (key) DO NOTHING",
+                    (root.key, root.to_json()),
+                )
             db.executemany(
-                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, ?) "
+                "INSERT INTO blocks (key, parent, start, ids, text, pending, n_bytes, used, root, "
+                "model) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
                 # The row is there when a damaged or missing file has been written anew.
                 "ON CONFLICT (key) DO UPDATE SET n_bytes = excluded.n_bytes",
-                [row(b, n) for b, n in blocks if isinstance(b, Block)],
+                [
+                    (b.key, b.parent, b.start, b.packed_ids, b.text, b.pending, n, *same)
+                    for b, n in blocks
+                    if isinstance(b, Block)
+                ],
             )
-            same = used, root.key, clock, hits, root.fingerprint
             checkpoints = [
                 (c.key, c.block, c.kind, c.n_tokens, n, *same)
                 for c, n in blocks
@@ -447,35 +428,7 @@ class Index:
             db.executemany(
                 "DELETE FROM checkpoints WHERE key = ?", [row[:1] for row in checkpoints]
             )
-            db.executemany(
-                "INSERT INTO checkpoints SELECT ?1, ?2, ?3, ?4, ?5, ?6, worth, ?8 + worth * ?9, 0, "
-                # Without it all blocks before it are of less use, not one.
-                "?7, ?10 FROM (SELECT coalesce(2 * max(worth), 0.0) AS worth "
-                "FROM blocks WHERE key = ?2)",
-                checkpoints,
-            )
-
-    def _worth(self, commit: Commit, sizes: Sequence[tuple[int, int]]) -> float:
-        """Return what a MiB of a root's blocks is worth, in seconds to compute it.
-
-        It is a power of two, and stays until whole new blocks are found to be worth half or twice
-        as much: where all are worth the same, what was used last stays. `sizes` are the tokens and
-        bytes of the new blocks; an unfinished one is stored as computed, and takes more.
-        """
-        whole = [size for size in sizes if size[0] == BLOCK_TOKENS]
-        n_tokens, n_bytes = map(sum, zip(*(whole or sizes), strict=True))
-        root, found = commit.root, mib_s(commit.token_s, n_tokens, n_bytes)
-        query = "SELECT worth FROM roots WHERE key = ?"
-        for (worth,) in self.ask(query, root.key, types=(float,)):
-            if commit.token_s is None or not whole or worth / 2 < found < worth * 2:
-                return float(worth)
-        worth = 2.0 ** round(math.log2(found))
-        with self.database.transaction() as db:
-            db.execute(
-                "INSERT INTO roots VALUES (?1, ?2, ?3) ON CONFLICT (key) DO UPDATE SET worth = ?3",
-                (root.key, root.to_json(), worth),
-            )
-        return worth
+            db.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", checkpoints)
 
     def commit(
         self,
@@ -492,7 +445,7 @@ class Index:
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
             now = self.now()
-            self._add(commit, new, now)
+            self.add_blocks(root, new, now)
             self._use_checkpoints(db, commit.checkpoints, now)
             replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
             superseded = {block.key for block in commit.superseded} - commit.keys()
@@ -513,7 +466,7 @@ class Index:
                 )
                 # Now, not after the commit: a crash in between would leave them for good.
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
-                self._use_block(db, leaf.key, now, going_on(commit.share))
+                db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
         return [key for key, _ in removed]
 
     def put_session(self, session: Session) -> None:
@@ -541,25 +494,17 @@ class Index:
         """Mark a block and checkpoints as used now."""
         with self.database.transaction() as db:
             now = self.now()
-            self._use_block(db, key, now)
-            self._use_checkpoints(db, checkpoints, now, n_uses=1)
-
-    def _use_block(self, db: sqlite3.Connection, key: bytes, now: float, hits: float = 1.0) -> None:
-        db.execute(
-            "UPDATE blocks SET used = ?, base = max(base, ? + worth * ?) WHERE key = ?",
-            (now, self.clock, hits, key),
-        )
+            db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, key))
+            self._use_checkpoints(db, checkpoints, now)
 
     def forget(self, key: bytes) -> Forgotten:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
-        A block's parent is then as recent as it was, and what branched off here branched off there.
+        Then the block's parent counts as used when the block was, or later.
         """
         with self.database.transaction() as db:
             db.execute(
-                "UPDATE blocks SET (used, base, n_branches) = (SELECT max(b.used, blocks.used), "
-                "max(b.base, blocks.base), blocks.n_branches + b.n_branches + "
-                "(blocks.n_children > 1) FROM blocks AS b WHERE b.key = ?1) "
+                "UPDATE blocks SET used = max(used, (SELECT used FROM blocks WHERE key = ?1)) "
                 "WHERE key = (SELECT parent FROM blocks WHERE key = ?1)",
                 (key,),
             )
@@ -579,18 +524,12 @@ class Index:
         )
 
     def _use_checkpoints(
-        self,
-        db: sqlite3.Connection,
-        checkpoints: Iterable[Checkpoint],
-        now: float,
-        n_uses: int = 0,
+        self, db: sqlite3.Connection, checkpoints: Iterable[Checkpoint], now: float
     ) -> None:
         """Mark checkpoints as used, and put right what their rows say of them."""
-        clock = self.clock
         db.executemany(
-            "UPDATE checkpoints SET block = ?, kind = ?, n_tokens = ?, used = ?, "
-            "base = max(base, ? + worth), n_branches = n_branches + ? WHERE key = ?",
-            [(p.block, p.kind, p.n_tokens, now, clock, n_uses, p.key) for p in checkpoints],
+            "UPDATE checkpoints SET block = ?, kind = ?, n_tokens = ?, used = ? WHERE key = ?",
+            [(p.block, p.kind, p.n_tokens, now, p.key) for p in checkpoints],
         )
 
     def _remove_checkpoints(

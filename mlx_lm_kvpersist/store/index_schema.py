@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ..errors import IndexDamaged, StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_sessions
-from .worth import MOST_BRANCHES
 
-INDEX_FORMAT = 6
-"""The format of the store as a whole. A store of another format is refused."""
+INDEX_FORMAT, _CONVERTED_FORMAT = 7, 6
+"""The format of the store as a whole, and the format that is converted to it. A store of any other
+format is refused."""
 APPLICATION_ID = 0x6B767000
 """Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
 
@@ -25,13 +25,10 @@ _DAMAGE = re.compile(
 )
 """Messages of damage: Python 3.10 knows no codes, and a wrong file format has a general code."""
 
-RANK = f"base + worth * min({MOST_BRANCHES}, n_branches)"
-"""The order of eviction by value; see `worth`."""
-SCHEMA = f"""
+SCHEMA = """
 CREATE TABLE roots (
     key BLOB PRIMARY KEY,
-    about TEXT NOT NULL,
-    worth REAL NOT NULL -- seconds to compute a MiB of its blocks
+    about TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE blocks (
     key BLOB PRIMARY KEY,
@@ -43,9 +40,6 @@ CREATE TABLE blocks (
     pending BLOB NOT NULL,
     n_bytes INTEGER NOT NULL,
     used REAL NOT NULL,
-    worth REAL NOT NULL, -- its root's, times what plugins say
-    base REAL NOT NULL, -- its rank without branches
-    n_branches INTEGER NOT NULL,
     n_children INTEGER NOT NULL DEFAULT 0,
     model TEXT NOT NULL -- its fingerprint
 );
@@ -53,7 +47,6 @@ CREATE INDEX blocks_by_text ON blocks (parent, text);
 CREATE INDEX blocks_by_ids ON blocks (parent, ids);
 CREATE INDEX blocks_by_use ON blocks (used);
 CREATE INDEX leaves_by_use ON blocks (model, used, start DESC, key) WHERE n_children = 0;
-CREATE INDEX leaves_by_rank ON blocks (model, {RANK}, used, start DESC, key) WHERE n_children = 0;
 CREATE TABLE checkpoints (
     key BLOB PRIMARY KEY,
     block BLOB NOT NULL,
@@ -61,16 +54,12 @@ CREATE TABLE checkpoints (
     n_tokens INTEGER NOT NULL,
     n_bytes INTEGER NOT NULL,
     used REAL NOT NULL,
-    worth REAL NOT NULL, -- twice its block's
-    base REAL NOT NULL,
-    n_branches INTEGER NOT NULL, -- uses
     root BLOB NOT NULL,
     model TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX checkpoints_by_block ON checkpoints (block, kind, n_tokens, n_bytes);
 CREATE INDEX checkpoints_by_use ON checkpoints (used);
 CREATE INDEX checkpoints_of_model_by_use ON checkpoints (model, used, key, block);
-CREATE INDEX checkpoints_of_model_by_rank ON checkpoints (model, {RANK}, used, key, block);
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY,
     root BLOB NOT NULL,
@@ -179,18 +168,19 @@ _MISCOUNTED = (
 )
 
 
-def prepare(db: sqlite3.Connection, path: Path, *, whole: bool) -> None:
-    """Check the index at `path`, and make its tables where it is empty.
+def prepare(db: sqlite3.Connection, path: Path, *, whole: bool) -> bool:
+    """Check the index at `path`, make its tables if it is empty, and convert an older format.
 
-    Its pages are read only if the `whole` is to be checked, which takes longer the more it holds.
-    Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
-    damaged.
+    Return whether it was converted: then it has many free pages. All pages are read only if the
+    `whole` is to be checked, which takes longer the more the index holds. Raises StoreFormatError
+    when another version wrote it and sqlite3.DatabaseError when it is damaged.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    (made_for,) = db.execute("PRAGMA application_id").fetchone()
-    if version != INDEX_FORMAT and made_for == APPLICATION_ID + INDEX_FORMAT:
-        raise IndexDamaged(f"an index of format {INDEX_FORMAT} that claims to be {version}")
-    if version not in (0, INDEX_FORMAT):
+    (mark,) = db.execute("PRAGMA application_id").fetchone()
+    readable = (_CONVERTED_FORMAT, INDEX_FORMAT)
+    if version != (made_for := mark - APPLICATION_ID) and made_for in readable:
+        raise IndexDamaged(f"an index of format {made_for} that claims to be {version}")
+    if version not in (0, *readable):
         age = "newer" if version > INDEX_FORMAT else "older"
         raise StoreFormatError(
             f"the store {path.parent} is {age} than this version of mlx-lm-kvpersist (format "
@@ -203,8 +193,11 @@ def prepare(db: sqlite3.Connection, path: Path, *, whole: bool) -> None:
             raise IndexDamaged(verdict)
     if version == 0:
         _make_tables(db)
+    elif version == _CONVERTED_FORMAT:
+        _convert(db)
     if not _as_made().items() <= _statements(db).items():
         raise IndexDamaged("its tables are not as they were made")
+    return bool(version == _CONVERTED_FORMAT)
 
 
 def _make_tables(db: sqlite3.Connection) -> None:
@@ -214,8 +207,49 @@ def _make_tables(db: sqlite3.Connection) -> None:
             for sql in _as_made().values():
                 db.execute(sql)
             recount(db)
-        db.execute(f"PRAGMA application_id = {APPLICATION_ID + INDEX_FORMAT}")
-        db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
+        _mark(db)
+
+
+def _convert(db: sqlite3.Connection) -> None:
+    """Convert an index of the format before, in one transaction. No row is lost.
+
+    Its roots, blocks and checkpoints have more columns and indexes, for another order of eviction.
+    If another process was quicker, this changes nothing. Raises IndexDamaged if the tables lack a
+    column.
+    """
+    made = _as_made()
+    with db:
+        db.execute("BEGIN IMMEDIATE")
+        for kind, name in made:
+            if kind == "trigger":
+                db.execute(f"DROP TRIGGER IF EXISTS {name}")
+        for table in ("roots", "blocks", "checkpoints"):
+            if old_columns := _columns(db, table):
+                db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
+            db.execute(made["table", table])
+            columns = _columns(db, table)
+            if not {*columns} <= {*old_columns}:
+                raise IndexDamaged(f"the table {table} is not as it was made")
+            try:
+                db.execute(f"INSERT INTO {table} SELECT {', '.join(columns)} FROM old_{table}")
+            except sqlite3.IntegrityError as error:
+                raise IndexDamaged(str(error)) from error
+            db.execute(f"DROP TABLE old_{table}")
+        there = _statements(db)
+        for what, sql in made.items():
+            if what not in there:
+                db.execute(sql)
+        db.execute("DELETE FROM state WHERE key = 'eviction clock'")
+        _mark(db)
+
+
+def _columns(db: sqlite3.Connection, table: str) -> list[str]:
+    return [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
+
+
+def _mark(db: sqlite3.Connection) -> None:
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID + INDEX_FORMAT}")
+    db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
 
 
 def recount(db: sqlite3.Connection) -> None:

@@ -1,14 +1,14 @@
-"""The first tier: blocks in RAM under a byte budget; those of least worth are evicted first.
+"""The first tier: blocks in RAM under a byte budget; the least recently used is evicted first.
 
-Of blocks of tokens only leaves are evicted, unless all are pinned. Any thread may call it. Arrays
-are shared and never changed. Every change takes O(log n).
+Only leaves of the tree of blocks are evicted, unless all leaves are pinned. Any thread may call the
+pool. Arrays are shared and never changed. Every change takes O(log n).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from threading import RLock
 from typing import Any
@@ -20,10 +20,9 @@ from ..errors import PoolFull
 from ..match.tree import FEW, MAX_ALIKE, nearest
 from ..units import show_bytes
 from .tier import RAM
-from .worth import LRU, VALUE, Habit
 
 _MAX_GONE = 20_000
-"""Evicted blocks, and roots, that are remembered."""
+"""Evicted blocks and checkpoints that are remembered."""
 
 
 @dataclass
@@ -33,9 +32,8 @@ class KVBlock:
     `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
     it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
     `read_s` how long that took, until a restore with it has been completed: only then is it as
-    good as one that was computed here. Entries with a low `rank` are evicted first, those with a
-    low `used` first of equal ones; `order` and `item` say where it waits for that. `worth` is what
-    plugins say.
+    good as one that was computed here. Entries with a low `used` are evicted first; `place` is the
+    entry's place in that order, None while it must stay.
     """
 
     block: Record
@@ -46,12 +44,8 @@ class KVBlock:
     prefetched: int = 0
     tier: str = RAM
     read_s: float = 0.0
-    rank: float = 0.0
     used: int = 0
-    order: SortedList | None = None
-    item: tuple[float, int, bytes] = (0.0, 0, b"")
-    worth: float = 1.0
-    habit: Habit = field(default_factory=Habit)
+    place: tuple[bool, int, bytes] | None = None
 
     @property
     def is_held(self) -> bool:
@@ -72,20 +66,18 @@ class BlockPool:
 
     name = RAM
 
-    def __init__(self, max_bytes: int, evict: str = VALUE) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._by_use = evict == LRU
         self._entries: dict[bytes, KVBlock] = {}
         self._children: dict[bytes, dict[str, list[Block]]] = {}
         """The blocks that continue a block, by its key: sorted by text, and by packed ids; of equal
         ones by key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
-        self._unneeded, self._spare = SortedList(), SortedList()
-        """What may be evicted, and what may be when that is not enough, because a tier below has
-        it, too: rank, last use and key of each, as they were when it came here."""
+        self._places = SortedList()
+        """The places of all entries that may be evicted, the first to go first. A place says
+        whether the entry is a last resort (see `_is_last_resort`), when it was last used, and its
+        key. If the entry has been used since, its place is put right when it is the first."""
         self._n_uses = 0
-        self._clock = 0.0
-        self._roots: dict[bytes, Habit] = {}
         self._gone: dict[bytes, None] = {}
         """Keys of blocks that were evicted lately."""
         self._lock = RLock()
@@ -162,11 +154,8 @@ class BlockPool:
             self._entries[block.key] = entry
             self._count(entry, 1)
             if isinstance(block, Checkpoint):
-                entry.habit = Habit(self.share_of(block.block))
                 self._checkpoints.setdefault(block.block, {})[block.key] = block
             else:
-                if (above := self._habit_above(block)) is not None:
-                    entry.habit = above.of_next()
                 if self._gone.pop(block.key, block) is None:
                     self.asked_again_tokens += block.n_tokens
                 siblings = self._children.setdefault(block.parent, {"text": [], "packed_ids": []})
@@ -223,28 +212,10 @@ class BlockPool:
         """
         with self._lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
-            if proven:
-                blocks = [entry.block.key for entry in entries if isinstance(entry.block, Block)]
-                is_branch = bool(blocks) and blocks[-1] in self._children
-                for entry in entries:
-                    entry.tier, entry.read_s = RAM, 0.0
-                    entry.habit.use(self._habit_above(entry.block), is_branch=is_branch)
             for entry in reversed(entries):
                 self._use(entry)
-
-    def share_of(self, key: bytes) -> float:
-        """Return the chance that a block is used again; 1 for one that is not here."""
-        entry = self._entries.get(key)
-        return 1.0 if entry is None else entry.habit.share
-
-    def set_worth(self, key: bytes, worth: float) -> None:
-        """Multiply what an entry is worth. This is no use of it."""
-        with self._lock:
-            if (entry := self._entries.get(key)) is not None:
-                if not self._by_use:
-                    entry.rank += (worth - entry.worth) * entry.habit.expected_hits
-                entry.worth = worth
-                self._requeue(key, anew=True)
+                if proven:
+                    entry.tier, entry.read_s = RAM, 0.0
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
         """Say of entries whether a tier below has them; without, they stay for waiting commits."""
@@ -306,16 +277,14 @@ class BlockPool:
         What prompts or commits wait for stays.
         """
         with self._lock:
-            return self._evict(self._unneeded, down_to=self.n_bytes - n_bytes)
+            return self._evict(self.n_bytes - n_bytes, last_resorts=False)
 
     def clear(self) -> None:
         with self._lock:
             for by_key in (self._entries, self._children, self._checkpoints):
                 by_key.clear()
-            self._unneeded.clear()
-            self._spare.clear()
+            self._places.clear()
             self._gone.clear()
-            self._roots.clear()
             self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
 
     def _count(self, entry: KVBlock, n: int) -> None:
@@ -341,7 +310,7 @@ class BlockPool:
 
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
-        self._unqueue(entry)
+        self._move(entry, None)
         block = entry.block
         self._count(entry, -1)
         if isinstance(block, Checkpoint):
@@ -361,68 +330,53 @@ class BlockPool:
     # The order in which entries go.
 
     def _use(self, entry: KVBlock) -> None:
-        """Raise the rank of an entry that is used. Its item follows when it is the first."""
         self._n_uses += 1
         entry.used = self._n_uses
-        if not self._by_use:
-            entry.rank = self._clock + entry.worth * entry.habit.expected_hits
 
-    def _habit_above(self, block: Record) -> Habit | None:
-        """Return the habit of a block's parent or root; None if it is not known."""
-        if isinstance(block, Checkpoint):
-            return None
-        if block.start == 0:
-            if len(self._roots) > _MAX_GONE:
-                self._roots.clear()
-            return self._roots.setdefault(block.parent, Habit())
-        parent = self._entries.get(block.parent)
-        return parent.habit if parent else None
-
-    def _order_of(self, entry: KVBlock) -> SortedList | None:
-        """Return the order in which an entry waits to go; None if it must stay."""
+    def _is_last_resort(self, entry: KVBlock) -> bool | None:
+        """Say whether an entry is evicted only if nothing else is left; None if it must stay."""
         # Without its parent a block is of no use, so parents stay as long as they have any. Nothing
         # needs a checkpoint, and its key is no parent's.
         if not entry.pins and not entry.prefetched and entry.block.key not in self._children:
-            return self._unneeded
+            return False
         # Turns that wait may need whole conversations. What is on disk can be read again.
-        return self._spare if entry.is_stored and not entry.prefetched else None
+        return True if entry.is_stored and not entry.prefetched else None
 
-    def _requeue(self, key: bytes, *, anew: bool = False) -> None:
-        """Let an entry, if it is here, wait in the order that it belongs to now; by its rank now.
+    def _requeue(self, key: bytes) -> None:
+        """Give an entry, if it is here, its place of now in the order of eviction."""
+        if (entry := self._entries.get(key)) is not None:
+            is_last_resort = self._is_last_resort(entry)
+            place = None if is_last_resort is None else (is_last_resort, entry.used, key)
+            self._move(entry, place)
 
-        With `anew` also if it waits there already.
-        """
-        if (entry := self._entries.get(key)) is None:
-            return
-        if (order := self._order_of(entry)) is not entry.order or anew:
-            self._unqueue(entry)
-            entry.order, entry.item = order, (entry.rank, entry.used, key)
-            if order is not None:
-                order.add(entry.item)
+    def _move(self, entry: KVBlock, place: tuple[bool, int, bytes] | None) -> None:
+        if place != entry.place:
+            if entry.place is not None:
+                self._places.remove(entry.place)
+            if place is not None:
+                self._places.add(place)
+            entry.place = place
 
-    def _unqueue(self, entry: KVBlock) -> None:
-        if entry.order is not None:
-            entry.order.remove(entry.item)
-            entry.order = None
-
-    def _next(self, order: SortedList) -> bytes | None:
-        """Return the key of the lowest rank."""
-        while order:
-            key: bytes = order[0][-1]
-            if self._entries[key].used == order[0][1]:
+    def _next(self, *, last_resorts: bool) -> bytes | None:
+        """Return the key of the entry that goes first; None if no entry may go."""
+        while self._places:
+            place: tuple[bool, int, bytes] = self._places[0]
+            is_last_resort, used, key = place
+            if is_last_resort and not last_resorts:
+                return None
+            if self._entries[key].used == used:
                 return key
-            self._requeue(key, anew=True)  # its rank is another by now
+            self._requeue(key)
         return None
 
-    def _evict(self, *orders: SortedList, down_to: int | None = None) -> int:
+    def _evict(self, down_to: int | None = None, *, last_resorts: bool = True) -> int:
         """Evict until `down_to` bytes, by default the budget, are left; return the bytes."""
-        orders, before = orders or (self._unneeded, self._spare), self.n_bytes
+        before = self.n_bytes
         while self.n_bytes > (self.max_bytes if down_to is None else down_to):
-            key = next((key for order in orders if (key := self._next(order)) is not None), None)
+            key = self._next(last_resorts=last_resorts)
             if key is None:
                 break
             is_gone = not self._entries[key].is_stored
-            self._clock = max(self._clock, self._entries[key].rank)
             self._evict_one(key)
             # Checkpoints of a block that is nowhere else would be of no use.
             for one in list(self._checkpoints.get(key, ())) if is_gone else ():

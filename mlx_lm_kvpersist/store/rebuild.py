@@ -69,9 +69,9 @@ def rebuild_index(
 def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
     """Put the rows of a fresh index into the one at `path`; False when it is missing or damaged.
 
-    One transaction: others read the old rows until it is done. Kept is what the files do not say,
-    where it still applies and can be read: sessions that have neither name nor pin, times of use
-    and ranks, and all small state.
+    One transaction: others read the old rows until it is done. The index keeps what the files do
+    not say, if it still applies and can be read: sessions that have neither name nor pin, times of
+    use, and all small state.
     """
     if is_empty(path):
         return False
@@ -83,8 +83,7 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
             db.execute("BEGIN IMMEDIATE")
             for table in ("blocks", "checkpoints"):
                 db.execute(
-                    f"UPDATE fresh.{table} SET (used, worth, base, n_branches) = (SELECT "
-                    f"max({table}.used, old.used), old.worth, old.base, old.n_branches "
+                    f"UPDATE fresh.{table} SET used = (SELECT max({table}.used, old.used) "
                     f"FROM main.{table} AS old WHERE old.key = {table}.key) "
                     f"WHERE key IN (SELECT key FROM main.{table} WHERE {sound(db, table)})"
                 )

@@ -12,7 +12,6 @@ from typing import Any
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import SealBroken
 from .seal import PLAIN, Sealing
-from .worth import VALUE
 
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
@@ -29,8 +28,6 @@ class StoreLimits:
     """Most that all processes together may write within an hour; None for no limit."""
     max_loss_s: float = 0.0
     """Checkpoints that take no longer to compute again are postponed: see `store/writer.py`."""
-    evict: str = VALUE
-    """What goes first, in RAM and on disk: `worth.VALUE` or `worth.LRU`."""
     model_share: float = 0.75
     """Most of the disk that one model may fill while others have blocks there."""
 
@@ -67,10 +64,6 @@ class Commit:
     in the pool, too. `superseded` checkpoints are removed once it is on disk. `replies` has the
     packed ids of those whose text, as the client saw it, is not what they decode to, by digest, and
     `messages` are those of their prompt.
-
-    Of its new blocks, `token_s` are the seconds to compute a token, if that is known, `share` is
-    the chance that they are used again, and `scores` says of some how much more they are worth, by
-    key; see `worth`.
     """
 
     root: Root
@@ -79,9 +72,6 @@ class Commit:
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
     checkpoints: tuple[Checkpoint, ...] = ()
     superseded: tuple[Checkpoint, ...] = ()
-    token_s: float | None = None
-    share: float = 1.0
-    scores: Mapping[bytes, float] = field(default_factory=dict)
     messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
 
     @property

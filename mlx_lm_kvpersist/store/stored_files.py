@@ -30,7 +30,6 @@ from .index import Forgotten, Index, Session
 from .lock import StoreLock, staged_bytes, sweep_staged
 from .rebuild import rebuild_index
 from .records import Gone, StoreLimits, sidecar, sidecar_path
-from .worth import VALUE
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +137,10 @@ class StoredFiles:
     def make_room(
         self, n_bytes: int, keep: Collection[bytes] = (), root: Root | None = None
     ) -> bool:
-        """Remove what is worth least until `n_bytes` more, of a root, fit; False when they cannot.
+        """Evict until `n_bytes` more, of a root, fit; return False if they cannot.
 
-        Quarantined files go first, then leaves and checkpoints, those of a model first that has
-        more than its share; what belongs to pinned sessions and what is in `keep` stays.
+        Quarantined files go first, then the least recently used leaves and checkpoints. A model
+        that has more than its share loses its own. Pinned sessions and the keys in `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
@@ -155,10 +154,9 @@ class StoredFiles:
                 too_much = self._excess(n_bytes)
             if too_much <= 0:
                 return True
-            pinned, by_value = self.index.pinned_blocks(), self.limits.evict == VALUE
+            pinned = self.index.pinned_blocks()
             model, over_share = self._over_share(n_bytes, root, too_much)
             first = {one: self._first(one, keep, pinned) for one in self.index.models()}
-            clock = self.index.clock
             while too_much > 0:
                 victims = {one: victim for one, victim in first.items() if victim is not None}
                 if not victims:
@@ -166,9 +164,7 @@ class StoredFiles:
                     return self._excess(n_bytes) <= 0
                 has_own = over_share > 0 and model in victims
                 of = model if has_own else min(victims, key=victims.__getitem__)
-                rank, _, _, key, _ = victims[of]
-                if by_value and rank > clock:
-                    self.index.clock = clock = rank
+                *_, key, _ = victims[of]
                 went = self.forget(key, Gone.EVICTED)
                 first[of] = self._first(of, keep, pinned)
                 self.n_evicted += len({key, *went.checkpoints})
@@ -196,12 +192,12 @@ class StoredFiles:
 
     def _first(
         self, model: str, keep: Collection[bytes], pinned: Collection[bytes]
-    ) -> tuple[float, bool, float, bytes, bytes] | None:
+    ) -> tuple[float, bool, int, bytes, bytes] | None:
         """Return what of a model goes first, as `Index.unused` does.
 
         One at a time: when a leaf goes, its parent may be the next.
         """
-        for victim in self.index.unused(model, self.limits.evict):
+        for victim in self.index.unused(model):
             _, is_checkpoint, _, key, block = victim
             if key not in keep and not (is_checkpoint and block in pinned):
                 return victim

@@ -345,8 +345,7 @@ def test_gc_of_checkpoints_keeps_to_the_budget(run: CommandLine, n_freed: int) -
     head = chain(HEAD)[0]
     change_index(run.folder, "UPDATE checkpoints SET used = 1 WHERE key = ?", window(head).key)
     total = run.json("store", "stats")["bytes"]["all"]
-    by_use = ("--kvpersist-evict", "lru")
-    budget = ("--kvpersist-disk", f"{total - n_freed}B", *NO_MINIMUM, *by_use)
+    budget = ("--kvpersist-disk", f"{total - n_freed}B", *NO_MINIMUM)
     did = run.json("store", "gc", *budget)
     assert did["fits"] and did["checkpoints"] >= 1
     assert (did["checkpoints"], did["blocks"]) == (1, 0) or n_freed > 1

@@ -79,7 +79,6 @@ class Filling(dict[Any, Any]):
 
 
 ASKED: dict[str, Callable[[Speed], object]] = {
-    "token_s": Speed.token_s,
     "compute_s": lambda speed: speed.compute_s(0, 5000),
     "describe": Speed.describe,
     "tokens": lambda speed: speed.pace.tokens(5000, 1.0),

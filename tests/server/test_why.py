@@ -195,6 +195,7 @@ def test_what_was_evicted(
     assert records(server)[0]["reason"] == "evicted to keep to the budget"
     # It is written anew, and so it was evicted in vain.
     wait_until(lambda: evicted_in_vain(server) > 256, "tokens that were asked for again")
+    wait_until(lambda: settled(server), "a writer at rest")
     assert main(["why", "--url", f"http://127.0.0.1:{server.port}"]) == 0
     out = capsys.readouterr().out
     assert "\nOf " in out and " a turn since the server's start\n" in out

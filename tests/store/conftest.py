@@ -10,7 +10,6 @@ import pytest
 from mlx_lm_kvpersist.block import Block, Checkpoint, Root, block_key, pack_ids
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.index import Index, Leaf
-from mlx_lm_kvpersist.store.worth import LRU
 
 ROOT = Root("fingerprint", "4b64")
 
@@ -39,10 +38,10 @@ def arrays_of(node: Block) -> dict[str, mx.array]:
     return arrays
 
 
-def leaves(index: Index, evict: str = LRU) -> list[tuple[float, bytes]]:
-    """Return rank and key of the leaf blocks of all models, the first to go first."""
-    found = heapq.merge(*(index.unused(model, evict) for model in index.models()))
-    return [(rank, key) for rank, is_checkpoint, _, key, _ in found if not is_checkpoint]
+def leaves(index: Index) -> list[tuple[float, bytes]]:
+    """Return time of use and key of the leaf blocks of all models, the first to go first."""
+    found = heapq.merge(*(index.unused(model) for model in index.models()))
+    return [(used, key) for used, is_checkpoint, _, key, _ in found if not is_checkpoint]
 
 
 def unused_checkpoints(index: Index) -> list[tuple[float, bytes]]:

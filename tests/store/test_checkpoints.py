@@ -22,7 +22,6 @@ from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
 from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.records import Gone
-from mlx_lm_kvpersist.store.worth import LRU
 
 from .conftest import (
     ROOT,
@@ -387,7 +386,7 @@ def tight(store: BlockStore, n_bytes: int) -> DiskStore:
     store.close()
     disk = DiskStore(store.folder, store.limits)
     max_disk_bytes = disk.files.used_bytes() - n_bytes
-    disk.limits = disk.files.limits = replace(disk.limits, max_disk_bytes=max_disk_bytes, evict=LRU)
+    disk.limits = disk.files.limits = replace(disk.limits, max_disk_bytes=max_disk_bytes)
     return disk
 
 

@@ -319,14 +319,14 @@ def test_what_is_larger_than_the_pool_evicts_nothing() -> None:
 def test_evicting_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, pinned or not."""
     n_looks = 0
-    order_of = BlockPool._order_of
+    is_last_resort = BlockPool._is_last_resort
 
     def counted(pool: BlockPool, entry: KVBlock) -> object:
         nonlocal n_looks
         n_looks += 1
-        return order_of(pool, entry)
+        return is_last_resort(pool, entry)
 
-    monkeypatch.setattr(BlockPool, "_order_of", counted)
+    monkeypatch.setattr(BlockPool, "_is_last_resort", counted)
     looks = []
     for n in (100, 3000):
         pool = BlockPool(max_bytes=20 * n)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,13 +15,12 @@ from hypothesis import strategies as st
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record
 from mlx_lm_kvpersist.errors import PoolFull
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
-from mlx_lm_kvpersist.store.worth import LRU, VALUE, Habit
 
 from .conftest import ROOT, chain, state, window
 
 OPS = (
-    *("put", "put", "put stored", "put pinned", "use", "commit", "pin", "unpin", "prefetch"),
-    *("let go", "stored", "gone", "drop", "drop chain", "admit", "resize", "release", "score"),
+    *("put", "put", "put stored", "put pinned", "use", "pin", "unpin", "prefetch"),
+    *("let go", "stored", "gone", "drop", "drop chain", "admit", "resize", "release"),
 )
 Op = tuple[str, int, int]
 
@@ -50,11 +48,9 @@ class Universe:
 class Naive:
     """What the pool should do, by looking at all entries each time."""
 
-    def __init__(self, max_bytes: int, evict: str) -> None:
-        self.max_bytes, self.by_value = max_bytes, evict == VALUE
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.n_uses = max_bytes, 0
         self.held: dict[bytes, KVBlock] = {}
-        self.roots: dict[bytes, Habit] = defaultdict(Habit)
-        self.clock, self.n_uses = 0.0, 0
 
     @property
     def n_bytes(self) -> int:
@@ -64,18 +60,9 @@ class Naive:
     def held_bytes(self) -> int:
         return sum(entry.n_bytes for entry in self.held.values() if entry.is_held)
 
-    def above(self, record: Record) -> Habit | None:
-        if isinstance(record, Checkpoint):
-            return None
-        if record.start == 0:
-            return self.roots[record.parent]
-        return self.held[record.parent].habit if record.parent in self.held else None
-
     def use(self, entry: KVBlock) -> None:
         self.n_uses += 1
         entry.used = self.n_uses
-        if self.by_value:
-            entry.rank = self.clock + entry.worth * entry.habit.expected_hits
 
     def parents(self) -> set[bytes]:
         blocks = [entry.block for entry in self.held.values()]
@@ -93,11 +80,6 @@ class Naive:
             return present
         if entry.n_bytes > self.max_bytes and not entry.is_held:
             return entry
-        if isinstance(block, Checkpoint):
-            of = self.held.get(block.block)
-            entry.habit = Habit(of.habit.share if of else 1.0)
-        elif (above := self.above(block)) is not None:
-            entry.habit = above.of_next()
         self.held[block.key] = entry
         self.use(entry)
         self.evict(self.max_bytes)
@@ -126,24 +108,13 @@ class Naive:
             entry.pins -= not prefetch
         self.evict(self.max_bytes)
 
-    def touch(self, keys: Iterable[bytes], *, proven: bool) -> None:
-        there = self.present(keys)
-        if proven:
-            blocks = [entry.block.key for entry in there if isinstance(entry.block, Block)]
-            is_branch = bool(blocks) and blocks[-1] in self.parents()
-            for entry in there:
-                entry.habit.use(self.above(entry.block), is_branch=is_branch)
-        for entry in reversed(there):
+    def touch(self, keys: Iterable[bytes]) -> None:
+        for entry in reversed(self.present(keys)):
             self.use(entry)
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool) -> None:
         for entry in self.present(keys):
             entry.is_stored = is_stored
-
-    def set_worth(self, key: bytes, worth: float) -> None:
-        for entry in self.present([key]):
-            more, entry.worth = worth - entry.worth, worth
-            entry.rank += more * entry.habit.expected_hits * self.by_value
 
     def points(self, key: bytes) -> list[bytes]:
         return [
@@ -175,14 +146,13 @@ class Naive:
     def evict(self, down_to: int, *, only_unneeded: bool = False) -> None:
         while self.n_bytes > down_to:
             parents = self.parents()
-            order = sorted(self.held.items(), key=lambda item: (item[1].rank, item[1].used))
+            order = sorted(self.held.items(), key=lambda item: item[1].used)
             free = [k for k, e in order if not e.pins and not e.prefetched and k not in parents]
             spare = [k for k, e in order if e.is_stored and not e.prefetched]
             found = free or (not only_unneeded and spare)
             if not found:
                 return
             gone = self.held.pop(found[0])
-            self.clock = max(self.clock, gone.rank)
             for key in self.points(found[0]) if not gone.is_stored else ():
                 if not self.held[key].pins and not self.held[key].prefetched:
                     del self.held[key]
@@ -211,8 +181,8 @@ class User:
                 self.pinned[True].append(pool.admit(KVBlock(record, None, size, True)))
             except PoolFull:
                 pass
-        elif name in ("use", "commit"):
-            pool.touch(path, proven=name == "use")
+        elif name == "use":
+            pool.touch(path)
         elif name in ("pin", "prefetch"):
             self.pinned[prefetch] += pool.pin(path, prefetch=prefetch)
         elif name in ("unpin", "let go"):
@@ -227,10 +197,8 @@ class User:
             pool.drop_chain(path)
         elif name == "resize":
             pool.resize(40 + 5 * size)
-        elif name == "release":
-            pool.release(size)
         else:
-            pool.set_worth(key, size / 10)
+            pool.release(size)
 
 
 def check(pool: BlockPool, naive: Naive) -> None:
@@ -240,13 +208,12 @@ def check(pool: BlockPool, naive: Naive) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    evict=st.sampled_from([VALUE, LRU]),
     ops=st.lists(
         st.tuples(st.sampled_from(OPS), st.integers(0, 40), st.integers(0, 40)), max_size=80
     ),
 )
-def test_the_pool_does_what_a_naive_one_does(evict: str, ops: list[Op]) -> None:
-    universe, pool, naive = Universe(24), BlockPool(200, evict), Naive(200, evict)
+def test_the_pool_does_what_a_naive_one_does(ops: list[Op]) -> None:
+    universe, pool, naive = Universe(24), BlockPool(200), Naive(200)
     users = User(pool, universe), User(naive, universe)
     for op in ops:
         for user in users:
@@ -261,9 +228,8 @@ def ops(seed: int, n: int) -> Iterator[Op]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("evict", [VALUE, LRU])
-def test_a_million_operations(evict: str) -> None:
-    universe, pool, naive = Universe(60), BlockPool(600, evict), Naive(600, evict)
+def test_a_million_operations() -> None:
+    universe, pool, naive = Universe(60), BlockPool(600), Naive(600)
     users = User(pool, universe), User(naive, universe)
     for op in ops(7, 1_000_000):
         for user in users:
@@ -299,10 +265,9 @@ def eager_threads() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("evict", [VALUE, LRU])
 @pytest.mark.parametrize("n_each", [400, pytest.param(125_000, marks=pytest.mark.slow)])
-def test_eight_threads_do_what_one_does_after_the_other(n_each: int, evict: str) -> None:
-    universe, pool, naive = Universe(60), BlockPool(600, evict), Naive(600, evict)
+def test_eight_threads_do_what_one_does_after_the_other(n_each: int) -> None:
+    universe, pool, naive = Universe(60), BlockPool(600), Naive(600)
     journal = pool._lock = Journal()  # type: ignore[assignment]
     failed: list[BaseException] = []
 
@@ -329,7 +294,7 @@ def test_eight_threads_do_what_one_does_after_the_other(n_each: int, evict: str)
     check(pool, naive)
     for key, entry in naive.held.items():
         found = pool._entries[key]
-        assert (found.rank, found.used, found.pins) == (entry.rank, entry.used, entry.pins)
+        assert (found.used, found.pins) == (entry.used, entry.pins)
     check_sums(pool)
 
 
@@ -341,7 +306,6 @@ def check_sums(pool: BlockPool) -> None:
     assert pool.checkpoint_bytes == sum(e.n_bytes for e in points)
     assert pool.n_checkpoints == len(points) == sum(map(len, found))
     assert len(pool) - len(points) == sum(len(c["text"]) for c in pool._children.values())
-    for order in (pool._unneeded, pool._spare):
-        assert {item[-1] for item in order} == {
-            e.block.key for e in entries if pool._order_of(e) is order
-        }
+    places = {key: is_last_resort for is_last_resort, _, key in pool._places}
+    expected = {entry.block.key: pool._is_last_resort(entry) for entry in entries}
+    assert places == {key: last for key, last in expected.items() if last is not None}

@@ -26,7 +26,6 @@ from mlx_lm_kvpersist.store.index import Index, Leaf, Session
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 from mlx_lm_kvpersist.store.rebuild import fill
 from mlx_lm_kvpersist.store.verify import find_problems
-from mlx_lm_kvpersist.store.worth import LRU, VALUE
 
 from .conftest import ROOT, chain, save_turn
 
@@ -191,9 +190,8 @@ def find_the_first_to_go(one: Many) -> None:
 
 def find_the_first_of_a_model_to_go(one: Many) -> None:
     """All others would go before it."""
-    for evict in (VALUE, LRU):
-        ((*_, key),) = one.index.unused(OTHER.fingerprint, evict)
-        assert key == one.other.key
+    ((*_, key),) = one.index.unused(OTHER.fingerprint)
+    assert key == one.other.key
 
 
 def add_one_and_remove_it(one: Many) -> None:
@@ -216,6 +214,7 @@ def add_one_and_remove_it(one: Many) -> None:
         pytest.param(find_the_session_of_a_leaf, id="session-at"),
         pytest.param(count_everything, id="totals"),
         pytest.param(find_the_first_to_go, id="evict"),
+        pytest.param(find_the_first_of_a_model_to_go, id="evict-model"),
         pytest.param(add_one_and_remove_it, id="save"),
     ],
 )

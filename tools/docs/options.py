@@ -24,7 +24,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "shared-size",
         "max-writes-per-hour",
         "model-share",
-        "evict",
         "wired",
         "max-loss-s",
         "warm",

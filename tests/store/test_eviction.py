@@ -1,0 +1,193 @@
+"""What is evicted first, in RAM and on disk, and what is never evicted."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.block import Block, Root
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.index import Index, Leaf
+from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
+from mlx_lm_kvpersist.store.rebuild import rebuild_index
+
+from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state
+
+OTHER = Root("another", "4b64")
+
+
+def evicted(store: BlockStore) -> list[bytes]:
+    """Have a store evict all of its disk; return the keys in the order in which they went."""
+    gone: list[bytes] = []
+    files = store.disk.files
+    files.forgotten = gone.extend
+    files.limits = replace(files.limits, max_disk_bytes=1)
+    assert not files.make_room(0)  # the index takes more
+    return gone
+
+
+def keys_of(*chains: list[Block]) -> list[bytes]:
+    return [node.key for nodes in chains for node in nodes]
+
+
+def test_a_chain_that_was_used_at_one_moment_is_evicted_from_its_end(store: BlockStore) -> None:
+    """All of an older conversation goes before a newer one loses a block, in RAM and on disk."""
+    old, new = chain([1], [2], [3], [4]), chain([5], [6], [7])
+    save_turn(store, old, "old")
+    save_turn(store, new, "new")
+    store.touch([node.key for node in old])
+    store.drain()
+    expected = keys_of(new[::-1], old[::-1])
+    in_ram = []
+    while len(store.pool):
+        before = [key for key in expected if key in store.pool]
+        assert store.pool.release(1)
+        in_ram += [key for key in before if key not in store.pool]
+    assert in_ram == expected
+    assert evicted(store) == expected
+
+
+def test_a_beginning_that_several_use_stays_for_as_long_as_one_of_them(store: BlockStore) -> None:
+    first, second = chain([1], [2], [3]), chain([1], [2], [4])
+    save_turn(store, first, "first")
+    save_turn(store, chain([9]), "between")
+    save_turn(store, second, "second")
+    expected = keys_of(first[2:], chain([9]), second[::-1])
+    assert evicted(store) == expected
+
+
+@pytest.mark.parametrize("root", [ROOT, OTHER], ids=["one model", "two models"])
+def test_of_blocks_used_at_one_moment_the_deepest_goes_first(tmp_path: Path, root: Root) -> None:
+    deep = chain([1], [2], [3])
+    flat = [chain([n], parent=root.key)[0] for n in range(10, 18)]
+    with closing(Index(tmp_path / "index.sqlite")) as index:
+        index.add_blocks(ROOT, [(node, 1) for node in deep], 5.0)
+        index.add_blocks(root, [(node, 1) for node in flat], 5.0)
+        gone = []
+        for _ in deep[1:]:
+            gone.append(leaves(index)[0][1])
+            index.forget(gone[-1])
+        assert gone == [deep[2].key, deep[1].key]
+
+
+def test_a_checkpoint_goes_before_the_blocks_that_were_used_with_it(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "s", [state(nodes[1])])
+    save_turn(store, chain([3]), "t")
+    store.touch([node.key for node in nodes], [state(nodes[1])])
+    store.drain()
+    assert store.pool.release(1) and chain([3])[0].key not in store.pool
+    assert store.pool.release(1) and state(nodes[1]).key not in store.pool
+    assert all(node.key in store.pool for node in nodes)
+
+
+def test_the_order_survives_a_restart_and_a_rebuild(store: BlockStore) -> None:
+    for n in range(4):
+        save_turn(store, chain([n]), f"{n}")
+    store.touch([chain([1])[0].key])
+    store.drain()
+    expected = [chain([n])[0].key for n in (0, 2, 3, 1)]
+    assert [key for _, key in leaves(store.index)] == expected
+    store.close()
+    rebuild_index(store.folder)
+    with closing(Index(store.folder / "index.sqlite")) as index:
+        assert [key for _, key in leaves(index)] == expected
+
+
+def test_pinned_sessions_are_never_evicted(store: BlockStore) -> None:
+    save_turn(store, chain([1], [2]), "pinned")
+    save_turn(store, chain([3], [4]), "s")
+    (session,) = store.index.sessions_named("pinned")
+    store.disk.files.set_pinned(session, True)
+    with closing(DiskStore(store.folder, StoreLimits(0, 1))) as disk:
+        assert not disk.files.make_room(0)
+        assert disk.index.keys() == {node.key for node in chain([1], [2])}
+
+
+# What comes back.
+
+
+def serve(pool: BlockPool, nodes: list[Block]) -> None:
+    for node in nodes:
+        pool.put(KVBlock(node, None, 10, is_stored=True))
+    pool.touch(node.key for node in nodes)
+
+
+def test_what_was_evicted_and_asked_for_again_is_counted() -> None:
+    pool = BlockPool(20)
+    serve(pool, chain([1, 2], [3]))
+    serve(pool, chain([4], [5]))
+    assert pool.stats()["asked_again_tokens"] == 0
+    serve(pool, chain([1, 2], [3]))
+    serve(pool, chain([6]))
+    assert pool.stats()["asked_again_tokens"] == 3
+    pool.drop(chain([6])[0].key)  # not to make room
+    serve(pool, chain([6]))
+    assert pool.stats()["asked_again_tokens"] == 3
+
+
+def test_what_the_disk_evicted_and_gets_again_is_counted(store: BlockStore) -> None:
+    save_turn(store, chain([1], [2, 3]), "s")
+    disk = store.disk
+    disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - 150_000)
+    assert disk.files.make_room(0) and store.index.totals().n_blocks == 1
+    disk.files.limits = disk.limits
+    save_turn(store, chain([1], [2, 3]), "s")
+    assert store.stats()["tiers"]["disk"]["asked_again_tokens"] == 2
+
+
+# A share for each model.
+
+
+def save_for(store: BlockStore, root: Root, *ids: int) -> list[Block]:
+    nodes = chain(*([n] for n in ids), parent=root.key)
+    new = [(node, arrays_of(node)) for node in nodes]
+    leaf = Leaf(None, nodes[-1].key, nodes[-1].stop, tuple(node.key for node in nodes))
+    store.commit(Commit(root, tuple(nodes), leaf), new)
+    store.drain()
+    return nodes
+
+
+def test_a_model_that_has_more_than_its_share_makes_room_itself(store: BlockStore) -> None:
+    first = save_for(store, ROOT, *range(3))  # used for longest
+    for n in range(10):
+        save_for(store, OTHER, *range(100 * n, 100 * n + 8))
+    used = store.disk.files.used_bytes()
+    store.close()
+    tight = StoreLimits(0, used - 1, model_share=0.5)
+    with closing(DiskStore(store.folder, tight)) as disk:
+        sizes = {root.fingerprint: totals.n_bytes for root, totals in disk.index.roots()}
+        assert sizes["another"] > 0.5 * used > sizes[ROOT.fingerprint] > 0
+        assert disk.files.make_room(0)
+        assert {node.key for node in first} <= disk.index.keys()
+    alone = StoreLimits(0, used // 2, model_share=1.0)
+    with closing(DiskStore(store.folder, alone)) as disk:
+        assert disk.files.make_room(0)
+        assert not {node.key for node in first} & disk.index.keys()
+
+
+def test_a_share_is_one_of_what_a_full_volume_leaves(
+    tmp_path: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget of the store is far away, and the least free space is not."""
+    limits = replace(limits, max_disk_bytes=1 << 40, min_free_bytes=1 << 20)
+    with closing(BlockStore(tmp_path / "store", replace(limits, model_share=0.5))) as store:
+        files = store.disk.files
+        monkeypatch.setattr(files, "free_bytes", lambda: (5 << 20) - files.used_bytes())
+        first = save_for(store, ROOT, *range(8))
+        for n in range(20):
+            save_for(store, OTHER, *range(100 * n, 100 * n + 4))
+        assert {node.key for node in first} <= store.index.keys()
+        assert files.n_evicted > 20 and not store.turns_not_saved
+
+
+def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits) -> None:
+    store = BlockStore(tmp_path / "store", replace(limits, model_share=0.01))
+    save_for(store, ROOT, *range(8))
+    with closing(store):
+        assert store.turns_saved == 1 and store.index.totals().n_blocks == 8
+        assert store.disk.files._over_share(0, ROOT, 0) == ("", 0)
