@@ -139,8 +139,8 @@ def test_stats_of_a_running_server(server: ServerProcess, tiny_model: Path) -> N
     spec = json.loads(server.request("GET", "/v1/kvpersist/spec")[2])
     assert (spec["model"], spec["kept"]) == (str(tiny_model), True)
     assert spec["bytes_per_token"] > 0
-    plans = {n: plan["prefill"]["strategy"] for n, plan in spec["attention"].items()}
-    assert plans == {group["name"]: "dequantize" for group in spec["groups"]}
+    plans = {n: plan["rules"] for n, plan in spec["attention"].items()}
+    assert plans == {group["name"]: [] for group in spec["groups"]}
 
 
 def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:

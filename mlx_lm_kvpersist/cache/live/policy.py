@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import inf
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -40,7 +39,7 @@ class Rule:
 
     strategy: Strategy
     least_queries: int = 1
-    most_queries: float = inf
+    most_queries: int = 1 << 30
     least_rows: int = 1
 
     def applies(self, n_queries: int, n_rows: int) -> bool:
