@@ -13,6 +13,7 @@ KVPersistError
 ├── ModelNotSupported           this model's cache cannot be kept
 ├── RequestRefused              a request cannot be served (its HTTP status: 400, or another)
 ├── GenerationStopped           the generation thread has ended (HTTP status 503)
+│   └── DeviceFailed            the device computes nothing any more
 ├── ClientGone                  a client closed its connection before its reply had ended
 ├── IndexDamaged                SQLite can read the index, and its content is wrong
 └── StoreError

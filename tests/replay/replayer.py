@@ -26,6 +26,7 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.answers import ClientRequest
+from mlx_lm_kvpersist.host.history import Templates
 from mlx_lm_kvpersist.host.patching.probes import GENERATION_ARGS
 from mlx_lm_kvpersist.host.scheduling.caches import PluginPromptCache
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
@@ -102,6 +103,7 @@ class Replayer:
         )
         self._generator = _ResponseGenerator.__new__(_ResponseGenerator)
         self._generator.model_provider = self._provider
+        self._generator._templates = Templates()
         self._cache = _PromptCache()
         backend = self.tokenizer._tokenizer.backend_tokenizer
         added = {
