@@ -85,23 +85,40 @@ class Objects:
                 "a shared store needs the package obstore: pip install 'mlx-lm-kvpersist[shared]'"
             ) from error
         self._obstore: Any = obstore
-        try:
+        self._store: Any = None
+        with self._usable():
             self._folder = _folder_of(url)
-            self._store = self._opened(url)
-        except (obstore.exceptions.BaseError, OSError, ValueError, ArgumentTypeError) as error:
+            if self._folder is None:
+                self._opened()
+
+    def open(self) -> None:
+        """Make the folder if it is missing. Raises ConfigError if it cannot be used."""
+        with self._usable():
+            self._opened()
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        unusable = (self._obstore.exceptions.BaseError, OSError, ValueError, ArgumentTypeError)
+        try:
+            yield
+        except unusable as error:
             about = str(error).partition("\n")[0]
             raise ConfigError(
-                f"the shared store {url} cannot be used: {about}; give a folder, or a URL such "
-                "as s3://bucket/prefix"
+                f"the shared store {self.url} cannot be used: {about}; give a folder, or a URL "
+                "such as s3://bucket/prefix"
             ) from error
 
-    def _opened(self, url: str) -> Any:
-        if self._folder is not None:
-            return self._obstore.store.LocalStore(self._folder, mkdir=True)
-        times = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
-        return self._obstore.store.from_url(
-            url, client_options={**times, "allow_http": True}, retry_config={"max_retries": 0}
-        )
+    def _opened(self) -> Any:
+        """Return obstore's store. Opening a folder may hang; no bucket is asked."""
+        if self._store is None and self._folder is not None:
+            self._store = self._obstore.store.LocalStore(self._folder, mkdir=True)
+        elif self._store is None:
+            times = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
+            options = {**times, "allow_http": True}
+            self._store = self._obstore.store.from_url(
+                self.url, client_options=options, retry_config={"max_retries": 0}
+            )
+        return self._store
 
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:
@@ -117,7 +134,7 @@ class Objects:
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return an object. One that is larger is not read: that raises ValueError."""
         with self._failures(name):
-            answer = self._obstore.get(self._store, name)
+            answer = self._obstore.get(self._opened(), name)
             if (n_bytes := answer.meta["size"]) > max_bytes:
                 raise ValueError(f"it has {n_bytes} bytes, more than the {max_bytes} it may have")
             return bytes(answer.bytes())
@@ -129,7 +146,7 @@ class Objects:
         """
         try:
             with self._failures(name):
-                meta = self._obstore.head(self._store, name)
+                meta = self._obstore.head(self._opened(), name)
         except FileNotFoundError:
             return None
         return time.time() - float(meta["last_modified"].timestamp())
@@ -139,7 +156,7 @@ class Objects:
         with self._failures(name):
             # Whether one is there was asked before. A conditional put would do it in one request,
             # but needs hard links in a folder, which SMB shares do not have.
-            self._obstore.put(self._store, name, content)
+            self._obstore.put(self._opened(), name, content)
 
     def list(self) -> Iterator[ListedObject]:
         """Yield the objects of shared tiers that are there."""
@@ -151,7 +168,7 @@ class Objects:
                     yield ListedObject(name, about.st_size, about.st_mtime)
             return
         with self._failures(self.url):
-            for found in self._obstore.list(self._store, OBJECTS):
+            for found in self._obstore.list(self._opened(), OBJECTS):
                 for one in found:
                     if has_own_name(one["path"]):
                         put_s = one["last_modified"].timestamp()
@@ -166,4 +183,4 @@ class Objects:
         own = [name for name in names if has_own_name(name)]
         for first in range(0, len(own), _MOST_DELETED):
             with suppress(FileNotFoundError), self._failures(self.url):
-                self._obstore.delete(self._store, own[first : first + _MOST_DELETED])
+                self._obstore.delete(self._opened(), own[first : first + _MOST_DELETED])

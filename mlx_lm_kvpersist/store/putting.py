@@ -198,8 +198,8 @@ class Putting:
             return
         self._prune_at_s = time.monotonic() + PRUNE_S
         try:
-            old = surplus(self._store.list(), None, self._max_bytes)
-            self._store.delete([one.name for one in old])
+            old = surplus(self._store.objects.list(), None, self._max_bytes)
+            self._store.objects.delete([one.name for one in old])
         except Exception as error:  # listing may be forbidden where putting is not
             if self._store.answers():
                 self._store.failures.add("the shared store's size cannot be kept: %s", error)

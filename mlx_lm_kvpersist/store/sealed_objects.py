@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from typing import Any, TypeVar
 
 from ..block import KEY_BYTES, Root
-from ..errors import BlockCorrupt, StoreError, StoreFormatError
+from ..errors import BlockCorrupt, NoAnswer, StoreError, StoreFormatError
 from ..failures import Failures
 from .conversation import DAMAGED, MAX_BYTES, Conversation, conversation_key, layout_key
 from .files import read_content
 from .folder import OBJECTS
-from .objects import ListedObject, Objects
 from .pool import KVBlock
-from .reading import Threads
 from .seal import Sealing
 from .tier import SHARED
-
-Answer = TypeVar("Answer")
+from .timed_objects import TimedObjects
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +27,9 @@ ASK_AGAIN_S = 86400.0
 """What is known to be there is asked for again after a day: others prune."""
 RENEW_S = 3 * 86400.0
 """What is used and was put so long ago is put again, so that pruning removes what is not used."""
-ANSWER_S = 9.0
-"""How long a store may take for one operation. Nothing else ends one in a folder that hangs."""
 _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
 """Keys that are remembered in a table, at most; then it begins again."""
-_N_THREADS = 8
-"""The six threads that fetch, the thread that puts, and a spare may each wait for an operation."""
-_AT_ONCE = 500
-"""Objects that are listed or removed in one operation."""
 
 
 @dataclass
@@ -71,11 +56,10 @@ class Breaker:
 class SealedObjects:
     """What one server gets from a shared store and puts there.
 
-    Raises what `Objects` does, but no FileNotFoundError. OSError also means that the store did not
-    answer in time. The tables of keys are bounded.
+    Raises what `TimedObjects` does, but no FileNotFoundError. The tables of keys are bounded.
     """
 
-    def __init__(self, objects: Objects, sealing: Sealing, failures: Failures) -> None:
+    def __init__(self, objects: TimedObjects, sealing: Sealing, failures: Failures) -> None:
         self.objects, self._sealing, self.failures = objects, sealing, failures
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
@@ -87,45 +71,22 @@ class SealedObjects:
         """When objects were last known to be there, by the monotonic clock."""
         self._bad: set[bytes] = set()
         """Keys of objects that must be replaced."""
-        self.threads = Threads(_N_THREADS, "kvpersist-objects")
-        self._hanging: Future[Any] | None = None
-        """The operation that was given up last."""
+        if objects.is_hanging:
+            self.reads.failed("it does not answer")
 
-    def _ask(self, operation: Callable[..., Answer], *args: object) -> Answer:
-        """Return what an operation of the store does. Raises OSError after `ANSWER_S`, too."""
-        if self._hanging is not None and not self._hanging.done():
-            raise OSError(self.failed_with)
-        future = self.threads.submit(partial(operation, *args))
-        try:
-            return future.result(ANSWER_S)
-        except TooLate:
-            if future.done():  # the operation has raised it
-                raise
-            future.cancel()
-            self._hanging = future
-            self.reads.failed(late := f"it has not answered for {ANSWER_S:.0f} s")
-            raise OSError(late) from None
+    def close(self) -> None:
+        self.objects.close()
 
     def answers(self) -> bool:
         """Ask for the age of no object, even if another operation hangs; say if that works."""
-        self._hanging = None
+        self.objects.try_again()
         try:
-            self._ask(self.objects.age_s, self.path(bytes(KEY_BYTES)))
+            self.objects.age_s(self.path(bytes(KEY_BYTES)))
         except Exception as error:
             self.reads.failed(error)
             return False
         self.reads.worked()
         return True
-
-    def list(self) -> Iterator[ListedObject]:
-        """Yield the objects of all servers."""
-        found = iter(self._ask(self.objects.list))
-        while some := self._ask(lambda: [*islice(found, _AT_ONCE)]):
-            yield from some
-
-    def delete(self, names: Sequence[str]) -> None:
-        for first in range(0, len(names), _AT_ONCE):
-            self._ask(self.objects.delete, names[first : first + _AT_ONCE])
 
     @property
     def failed_with(self) -> str:
@@ -182,10 +143,13 @@ class SealedObjects:
 
     def _get(self, key: bytes, max_bytes: int) -> bytes | None:
         try:
-            sealed = self._ask(self.objects.get, self.path(key), max_bytes)
+            sealed = self.objects.get(self.path(key), max_bytes)
             return self._sealing.open(sealed, key)
         except FileNotFoundError:
             return None
+        except NoAnswer as error:
+            self.reads.failed(error)
+            raise
         except (StoreError, ValueError) as error:
             self._refuse(key, error)
             return None
@@ -218,14 +182,14 @@ class SealedObjects:
         """Ask whether an object should be put: it is missing, damaged or was put long ago."""
         if self.is_seen(key):
             return False
-        age_s = None if key in self._bad else self._ask(self.objects.age_s, self.path(key))
+        age_s = None if key in self._bad else self.objects.age_s(self.path(key))
         if age_s is None or age_s > RENEW_S:
             return True
         self.saw(key)
         return False
 
     def put(self, key: bytes, content: bytes) -> None:
-        self._ask(self.objects.put, self.path(key), self._sealing.seal(content, key))
+        self.objects.put(self.path(key), self._sealing.seal(content, key))
         self.counts["written"] += 1
         self.counts["written_bytes"] += len(content)
         self._bad.discard(key)

@@ -18,9 +18,9 @@ from ..block import Checkpoint, Record
 from .fetching import N_AHEAD, Fetching, Wanted
 from .pool import BlockPool, KVBlock
 from .putting import Putting, RepliesOf
-from .reading import Threads
 from .records import Commit
 from .sealed_objects import SealedObjects
+from .threads import Threads
 from .tier import SHARED
 
 logger = logging.getLogger(__name__)
@@ -110,5 +110,5 @@ class SharedTier:
     def close(self, timeout_s: float) -> None:
         """Put what waits, for at most `timeout_s` seconds, and stop."""
         self.putting.close(timeout_s)
-        self.objects.threads.close(0)
+        self.objects.close()
         self._threads.close(0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.cli.main import main
+from mlx_lm_kvpersist.store import timed_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.objects import Objects
 
@@ -182,3 +185,21 @@ def test_an_object_with_another_hard_link_loses_one_name(
     (bucket.parent / "copy").hardlink_to(bucket / name(0))
     assert prune(bucket, capsys, "--size", "0")["removed"] == 3
     assert (bucket.parent / "copy").read_bytes() == bytes(1024)
+
+
+@pytest.mark.parametrize("method", ["open", "list", "delete"])
+def test_a_place_that_hangs_ends_the_command(
+    bucket: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(timed_objects, "ANSWER_S", 0.1)
+    monkeypatch.setattr(Objects, method, lambda self, *args: goes_on.wait())
+    try:
+        assert main(["store", "prune", str(bucket), "--size", "0"]) == 1
+        said = capsys.readouterr().err
+        assert re.search("cannot be pruned: it has not answered for", said), said
+    finally:
+        goes_on.set()

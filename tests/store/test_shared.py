@@ -16,13 +16,14 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.store import putting, sealed_objects
+from mlx_lm_kvpersist.store import putting, sealed_objects, timed_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.conversation import Conversation, conversation_key, opening_of
 from mlx_lm_kvpersist.store.fetching import Plan, Wanted
 from mlx_lm_kvpersist.store.objects import ListedObject, Objects, surplus
 from mlx_lm_kvpersist.store.seal import Plain, Seal, Sealing
 from mlx_lm_kvpersist.store.shared import SharedTier
+from mlx_lm_kvpersist.store.timed_objects import TimedObjects
 from tests.support import wait_until
 
 from . import conftest
@@ -62,7 +63,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         sealing: Sealing | None = None, objects: Any = None, max_bytes: int | None = None
     ) -> BlockStore:
         store = BlockStore(tmp_path / f"store-{len(stores)}", LIMITS)
-        store.share(objects or Objects(str(tmp_path / "bucket")), sealing or Seal(KEY), max_bytes)
+        place = TimedObjects(objects or Objects(str(tmp_path / "bucket")))
+        store.share(place, sealing or Seal(KEY), max_bytes)
         stores.append(store)
         return store
 
@@ -285,6 +287,9 @@ class Hampered:
         time.sleep(self.latency_s)
         with self._line:
             time.sleep(n_bytes / self.bytes_per_s)
+
+    def open(self) -> None:
+        self.objects.open()
 
     def get(self, name: str, max_bytes: int) -> bytes:
         content = self.objects.get(name, max_bytes)
@@ -719,6 +724,10 @@ class Hanging(Hampered):
             self.goes_on.wait()
         super().put(name, content)
 
+    def open(self) -> None:
+        self.goes_on.wait()
+        super().open()
+
     def list(self) -> Iterator[ListedObject]:
         self.goes_on.wait()
         return super().list()
@@ -726,7 +735,7 @@ class Hanging(Hampered):
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr(sealed_objects, "ANSWER_S", 0.2)
+    monkeypatch.setattr(timed_objects, "ANSWER_S", 0.2)
     monkeypatch.setattr(putting, "PROBE_S", 0.02)
     objects = Hanging(tmp_path / "bucket")
     yield objects
@@ -750,7 +759,7 @@ def test_a_folder_that_hangs_is_noticed_said_once_and_delays_no_shutdown(
     how: str,
     max_bytes: int | None,
 ) -> None:
-    assert sealed_objects.ANSWER_S < 10
+    assert timed_objects.ANSWER_S < 10
     put(opened())
     store = opened(objects=hanging, max_bytes=max_bytes)
     hanging.goes_on.clear()
@@ -771,7 +780,7 @@ def test_a_folder_that_hangs_is_noticed_said_once_and_delays_no_shutdown(
 def test_a_folder_that_has_just_begun_to_hang_delays_no_shutdown_either(
     opened: Open, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed_objects, "ANSWER_S", 60.0)
+    monkeypatch.setattr(timed_objects, "ANSWER_S", 60.0)
     monkeypatch.setattr(putting, "CLOSING_S", 0.1)
     store = opened(objects=hanging)
     hanging.goes_on.clear()
@@ -779,6 +788,22 @@ def test_a_folder_that_has_just_begun_to_hang_delays_no_shutdown_either(
     started_s = time.monotonic()
     store.close()
     assert time.monotonic() - started_s < 5
+
+
+def test_a_folder_that_hangs_at_the_start_is_said_once_and_used_when_it_answers(
+    opened: Open, hanging: Hanging, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(opened())
+    hanging.goes_on.clear()
+    store = opened(objects=hanging)
+    for _ in range(20):
+        assert "is not used now" in tier_of(store).fetch(wanted())
+    time.sleep(0.5)  # some attempts of the thread that puts
+    said = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
+    assert said == ["the shared store cannot be read: it does not answer; serving goes on"]
+    hanging.goes_on.set()
+    wait_until(lambda: not tier_of(store).stats()["failed_with"], "it answers")
+    assert tier_of(store).fetch(wanted()) == "" and in_store(store)
 
 
 def test_a_folder_that_hung_is_used_again(opened: Open, hanging: Hanging) -> None:
