@@ -34,17 +34,15 @@ _MAX_KEYS = 50_000
 
 @dataclass
 class Breaker:
-    """Whether a store may be asked. What it fails with is said once, until it works again."""
+    """Whether a store may be asked, and why not; each failed attempt is counted."""
 
     what: str
     failures: Failures
     failed_with: str = ""
 
     def failed(self, error: object) -> None:
-        if not self.failed_with:
-            kind = f"the shared store cannot be {self.what}: …"
-            said = "the shared store cannot be %s: %s; serving goes on"
-            self.failures.add(said, self.what, error, kind=kind)
+        said = f"the shared store cannot be {self.what}: %s; serving goes on"
+        self.failures.add(said, str(error) or repr(error))
         self.failed_with = str(error) or repr(error)
 
     def worked(self) -> None:
@@ -73,9 +71,6 @@ class SealedObjects:
         """Keys of objects that must be replaced."""
         if objects.is_hanging:
             self.reads.failed("it does not answer")
-
-    def close(self) -> None:
-        self.objects.close()
 
     def answers(self) -> bool:
         """Ask for the age of no object, even if another operation hangs; say if that works."""

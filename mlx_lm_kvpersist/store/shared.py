@@ -8,7 +8,6 @@ prompt, or by its text through the conversation's own object (`conversation`).
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as TooLate
@@ -22,8 +21,6 @@ from .records import Commit
 from .sealed_objects import SealedObjects
 from .threads import Threads
 from .tier import SHARED
-
-logger = logging.getLogger(__name__)
 
 SLOW_S, MOST_SLOW_S = 30.0, 1800.0
 """How long a store that was slower than computing is not asked: at first, and at most."""
@@ -97,8 +94,7 @@ class SharedTier:
         return note
 
     def _was_slow(self, loss_s: float) -> None:
-        if not self._slow_s:
-            logger.warning("%s: it is tried less often", _SLOW)
+        self.objects.failures.add(f"{_SLOW}: it is tried less often")
         self._slow_s = min(max(2 * self._slow_s, SLOW_S), MOST_SLOW_S)
         self._slow_until_s = time.monotonic() + self._slow_s
         self._slow_loss_s = max(self._slow_loss_s, loss_s)
@@ -110,5 +106,5 @@ class SharedTier:
     def close(self, timeout_s: float) -> None:
         """Put what waits, for at most `timeout_s` seconds, and stop."""
         self.putting.close(timeout_s)
-        self.objects.close()
+        self.objects.objects.close()
         self._threads.close(0)

@@ -1,6 +1,6 @@
 """Objects that answer in time, or not at all: nothing else ends an operation in a hanging folder.
 
-Each operation is run by a thread of its own kind, which the operation may keep for ever.
+A few threads run the operations. An operation that hangs keeps its thread.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _AT_ONCE = 500
 class TimedObjects:
     """Objects in one place. Any thread.
 
-    Raises what `Objects` raises, and NoAnswer if an operation takes longer than `ANSWER_S`. Until
-    that operation ends, each other one raises NoAnswer at once, unless `try_again` is called.
+    Raises what `Objects` raises, and NoAnswer if an operation takes longer than `ANSWER_S`. All
+    operations raise NoAnswer at once until that operation ends or `try_again` is called.
 
-    The constructor opens the place. Raises ConfigError if the place cannot be used; a place that
-    does not answer `is_hanging`.
+    The constructor opens the place, and raises ConfigError if the place cannot be used. If the
+    place does not answer, `is_hanging` is true.
     """
 
     def __init__(self, objects: Objects) -> None:
