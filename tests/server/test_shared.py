@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -195,3 +196,34 @@ def test_over_s3_servers_with_empty_disks_go_on(
     assert again.texts == expected.texts
     n_before = again.replies[1].prompt_tokens + again.replies[1].completion_tokens
     assert reply.cached_tokens > n_before - 256, reply.headers
+
+
+HANGING = """
+import sys
+import threading
+import obstore.store
+from mlx_lm_kvpersist._startup import serve
+obstore.store.LocalStore = lambda *args, **options: threading.Event().wait()
+serve(sys.argv[1:])
+"""
+"""A server whose shared folder does not answer from the start, as one of NFS without its server."""
+
+
+@pytest.mark.slow
+def test_a_server_starts_serves_and_ends_although_its_shared_folder_hangs(
+    started: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    (launcher := tmp_path / "hanging.py").write_text(HANGING)
+    options = "--kvpersist-shared", str(tmp_path / "nas"), "--kvpersist-shared-plain"
+    server = started.with_plugin(tiny_model, *options, launcher=(str(launcher),))
+    wait_until_known(server)
+    talk = Talk()
+    talk.ask(server, *QUESTIONS[:2])
+    assert talk.replies[1].cached_tokens > 512
+    assert "does not answer" in shared_counts(server)["failed_with"]
+    log = server.log_path.read_text()
+    started_s = time.monotonic()
+    server.stop()
+    assert time.monotonic() - started_s < 8
+    assert log.count("the shared store cannot be read: it does not answer") == 1
+    assert log.count("WARNING") == 1
