@@ -22,7 +22,6 @@ from .store.database import sqlcipher
 from .store.objects import Objects
 from .store.records import StoreLimits
 from .store.seal import PLAIN, Sealing, read_key
-from .store.timed_objects import TimedObjects
 from .store.worth import LRU, VALUE
 from .units import parse_folder, parse_share, parse_size, show_bytes
 
@@ -81,7 +80,7 @@ class Config:
     """Whether a request that memory does not suffice for is refused, and does not wait."""
     sealing: Sealing = PLAIN
     """How all in the folder is sealed that tells of conversations."""
-    shared: tuple[TimedObjects, Sealing, int | None] | None = None
+    shared: tuple[Objects, Sealing, int | None] | None = None
     """The store that other servers use, too, how its objects are sealed, and their most bytes."""
 
 
@@ -384,7 +383,7 @@ def from_args(args: Namespace) -> Config:
     )
 
 
-def _shared(args: Namespace) -> tuple[TimedObjects, Sealing, int | None] | None:
+def _shared(args: Namespace) -> tuple[Objects, Sealing, int | None] | None:
     url, key, is_plain, max_bytes = (
         args.kvpersist_shared,
         args.kvpersist_shared_key,
@@ -403,8 +402,7 @@ def _shared(args: Namespace) -> tuple[TimedObjects, Sealing, int | None] | None:
             "mlx-lm-kvpersist key FILE and give --kvpersist-shared-key FILE; or, where everybody "
             "who can reach the store may read all conversations, give --kvpersist-shared-plain"
         )
-    sealing = read_key(key) if key is not None else PLAIN
-    return TimedObjects(Objects(url)), sealing, max_bytes
+    return Objects(url), read_key(key) if key is not None else PLAIN, max_bytes
 
 
 def sealing_of(args: Namespace) -> Sealing:

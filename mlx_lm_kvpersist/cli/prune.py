@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import StoreError
-from ..store.objects import Objects, surplus
-from ..store.timed_objects import TimedObjects
+from ..store.objects import Objects, TimedObjects, surplus
 from ..units import show_bytes
 from .output import counted, tell
 

@@ -21,6 +21,7 @@ from ..units import show_bytes
 from .disk import DiskStore
 from .files import Arrays, read_file
 from .index import Index
+from .objects import Objects
 from .pool import BlockPool, KVBlock
 from .putting import RepliesOf
 from .reading import Prefetch, Reader
@@ -30,7 +31,6 @@ from .sealed_objects import SealedObjects
 from .shared import SharedTier
 from .stored_runs import StoredRuns
 from .tier import DISK, LowerTier, Tier
-from .timed_objects import TimedObjects
 from .writer import Task, Writer
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
@@ -208,7 +208,7 @@ class BlockStore:
 
     def share(
         self,
-        objects: TimedObjects,
+        objects: Objects,
         sealing: Sealing,
         max_bytes: int | None = None,
         replies_of: RepliesOf = lambda root, messages: {},

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from ..errors import ConfigError
+from ..errors import ConfigError, NoAnswer
 from ..units import parse_folder
 from .folder import OBJECTS, check_place, has_own_name, own_files, remove
+from .threads import Result, Threads
 
-TIMEOUT_S, CONNECT_S = 10, 2
-"""Of one request, and of its connection. Nothing is tried twice."""
-
-_MOST_DELETED = 1000
-"""Objects that S3 deletes in one request."""
+ANSWER_S, CONNECT_S = 9, 2
+"""How long one operation, and a connection, may take. Nothing is tried twice."""
+_N_THREADS = 8
+"""The six threads that fetch, the thread that puts, and a spare may each wait for an operation."""
+_AT_ONCE = 100
+"""Objects that are listed or removed in one operation: in a folder, one after the other."""
 
 
 class ListedObject(NamedTuple):
@@ -113,7 +119,7 @@ class Objects:
         if self._store is None and self._folder is not None:
             self._store = self._obstore.store.LocalStore(self._folder, mkdir=True)
         elif self._store is None:
-            times = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
+            times = {"timeout": f"{ANSWER_S}s", "connect_timeout": f"{CONNECT_S}s"}
             options = {**times, "allow_http": True}
             self._store = self._obstore.store.from_url(
                 self.url, client_options=options, retry_config={"max_retries": 0}
@@ -175,12 +181,77 @@ class Objects:
                         yield ListedObject(one["path"], one["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects. Where another server removes them, too, some may be left."""
+        """Remove at most 1,000 objects: S3 removes no more in one request.
+
+        If another server removes them, too, some may be left.
+        """
         if self._folder is not None:
             for name in names:
                 remove(self._folder, self._folder / name)
             return
-        own = [name for name in names if has_own_name(name)]
-        for first in range(0, len(own), _MOST_DELETED):
-            with suppress(FileNotFoundError), self._failures(self.url):
-                self._obstore.delete(self._opened(), own[first : first + _MOST_DELETED])
+        with suppress(FileNotFoundError), self._failures(self.url):
+            self._obstore.delete(self._opened(), [name for name in names if has_own_name(name)])
+
+
+class TimedObjects:
+    """Objects in one place that answer in time: nothing else ends an operation in a dead folder.
+
+    A few threads run the operations, and an operation that hangs keeps its thread. Any thread asks.
+
+    Raises what `Objects` raises, and NoAnswer if an operation takes longer than `ANSWER_S`. All
+    operations raise NoAnswer at once until that operation ends or `try_again` is called.
+
+    The constructor opens the place, and raises ConfigError if the place cannot be used. If the
+    place does not answer, `is_hanging` is true.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._threads = Threads(_N_THREADS, "kvpersist-objects")
+        self._late: Future[Any] | None = None
+        """The operation that was given up last."""
+        with suppress(NoAnswer):
+            self._ask(objects.open)
+
+    @property
+    def is_hanging(self) -> bool:
+        return self._late is not None and not self._late.done()
+
+    def try_again(self) -> None:
+        """Let the next operation be tried, although another one hangs."""
+        self._late = None
+
+    def close(self) -> None:
+        self._threads.close(0)
+
+    def _ask(self, operation: Callable[..., Result], *args: object) -> Result:
+        late = NoAnswer(f"it has not answered for {ANSWER_S} s")
+        if self.is_hanging:
+            raise late
+        future = self._threads.submit(partial(operation, *args))
+        try:
+            return future.result(ANSWER_S)
+        except TooLate:
+            if future.done():  # the operation has raised it
+                raise
+            future.cancel()
+            self._late = future
+            raise late from None
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        return self._ask(self._objects.get, name, max_bytes)
+
+    def age_s(self, name: str) -> float | None:
+        return self._ask(self._objects.age_s, name)
+
+    def put(self, name: str, content: bytes) -> None:
+        self._ask(self._objects.put, name, content)
+
+    def list(self) -> Iterator[ListedObject]:
+        found = iter(self._ask(self._objects.list))
+        while some := self._ask(lambda: [*islice(found, _AT_ONCE)]):
+            yield from some
+
+    def delete(self, names: Sequence[str]) -> None:
+        for first in range(0, len(names), _AT_ONCE):
+            self._ask(self._objects.delete, names[first : first + _AT_ONCE])

@@ -16,10 +16,10 @@ from ..failures import Failures
 from .conversation import DAMAGED, MAX_BYTES, Conversation, conversation_key, layout_key
 from .files import read_content
 from .folder import OBJECTS
+from .objects import Objects, TimedObjects
 from .pool import KVBlock
 from .seal import Sealing
 from .tier import SHARED
-from .timed_objects import TimedObjects
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,9 @@ class SealedObjects:
     Raises what `TimedObjects` does, but no FileNotFoundError. The tables of keys are bounded.
     """
 
-    def __init__(self, objects: TimedObjects, sealing: Sealing, failures: Failures) -> None:
-        self.objects, self._sealing, self.failures = objects, sealing, failures
+    def __init__(self, objects: Objects, sealing: Sealing, failures: Failures) -> None:
+        self.objects = TimedObjects(objects)
+        self._sealing, self.failures = sealing, failures
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
         )
@@ -69,7 +70,7 @@ class SealedObjects:
         """When objects were last known to be there, by the monotonic clock."""
         self._bad: set[bytes] = set()
         """Keys of objects that must be replaced."""
-        if objects.is_hanging:
+        if self.objects.is_hanging:
             self.reads.failed("it does not answer")
 
     def answers(self) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.cli.main import main
-from mlx_lm_kvpersist.store import timed_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.objects import Objects
 
@@ -195,7 +194,7 @@ def test_a_place_that_hangs_ends_the_command(
     method: str,
 ) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(timed_objects, "ANSWER_S", 0.1)
+    monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 0.1)
     monkeypatch.setattr(Objects, method, lambda self, *args: goes_on.wait())
     try:
         assert main(["store", "prune", str(bucket), "--size", "0"]) == 1

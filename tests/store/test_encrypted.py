@@ -24,7 +24,6 @@ from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.lock import Staging
 from mlx_lm_kvpersist.store.objects import Objects
 from mlx_lm_kvpersist.store.seal import PLAIN, Sealing, read_key
-from mlx_lm_kvpersist.store.timed_objects import TimedObjects
 from mlx_lm_kvpersist.store.verify import find_problems
 from tests.test_config import parsed
 
@@ -384,7 +383,7 @@ def test_a_damaged_index_says_nothing_on_stderr_by_itself(
 def test_a_shared_store_gets_blocks_by_its_own_key(
     folder: Path, sealing: Sealing, store: BlockStore
 ) -> None:
-    store.share(TimedObjects(Objects(str(folder.parent / "bucket"))), PLAIN)
+    store.share(Objects(str(folder.parent / "bucket")), PLAIN)
     assert store.shared is not None
     keep(store)
     assert store.shared.putting.drain(10)

@@ -16,14 +16,13 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.store import putting, sealed_objects, timed_objects
+from mlx_lm_kvpersist.store import putting, sealed_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.conversation import Conversation, conversation_key, opening_of
 from mlx_lm_kvpersist.store.fetching import Plan, Wanted
-from mlx_lm_kvpersist.store.objects import ListedObject, Objects, surplus
+from mlx_lm_kvpersist.store.objects import ANSWER_S, ListedObject, Objects, surplus
 from mlx_lm_kvpersist.store.seal import Plain, Seal, Sealing
 from mlx_lm_kvpersist.store.shared import SharedTier
-from mlx_lm_kvpersist.store.timed_objects import TimedObjects
 from tests.support import wait_until
 
 from . import conftest
@@ -63,8 +62,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         sealing: Sealing | None = None, objects: Any = None, max_bytes: int | None = None
     ) -> BlockStore:
         store = BlockStore(tmp_path / f"store-{len(stores)}", LIMITS)
-        place = TimedObjects(objects or Objects(str(tmp_path / "bucket")))
-        store.share(place, sealing or Seal(KEY), max_bytes)
+        store.share(objects or Objects(str(tmp_path / "bucket")), sealing or Seal(KEY), max_bytes)
         stores.append(store)
         return store
 
@@ -735,7 +733,7 @@ class Hanging(Hampered):
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr(timed_objects, "ANSWER_S", 0.2)
+    monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 0.2)
     monkeypatch.setattr(putting, "PROBE_S", 0.02)
     objects = Hanging(tmp_path / "bucket")
     yield objects
@@ -759,7 +757,7 @@ def test_a_folder_that_hangs_is_noticed_said_once_and_delays_no_shutdown(
     how: str,
     max_bytes: int | None,
 ) -> None:
-    assert timed_objects.ANSWER_S < 10
+    assert ANSWER_S < 10
     put(opened())
     store = opened(objects=hanging, max_bytes=max_bytes)
     hanging.goes_on.clear()
@@ -780,7 +778,7 @@ def test_a_folder_that_hangs_is_noticed_said_once_and_delays_no_shutdown(
 def test_a_folder_that_has_just_begun_to_hang_delays_no_shutdown_either(
     opened: Open, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timed_objects, "ANSWER_S", 60.0)
+    monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 60.0)
     monkeypatch.setattr(putting, "CLOSING_S", 0.1)
     store = opened(objects=hanging)
     hanging.goes_on.clear()
