@@ -43,9 +43,10 @@ class ListedObject(NamedTuple):
 def surplus(
     found: Iterable[ListedObject], older_s: float | None, max_bytes: int | None
 ) -> list[ListedObject]:
-    """Return the objects to remove, those first that were put first.
+    """Return the objects to remove, the oldest first.
 
-    That are those put more than `older_s` seconds ago, and those beyond `max_bytes` in all.
+    These are objects that were put more than `older_s` seconds ago, and the oldest objects beyond
+    `max_bytes` in all.
     """
     before_s = time.time() - older_s if older_s is not None else 0.0
     in_order = sorted(found, key=lambda one: one.put_s)
@@ -138,7 +139,7 @@ class Objects:
             raise OSError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """Return an object. One that is larger is not read: that raises ValueError."""
+        """Return an object of at most `max_bytes`. Raises ValueError, unread, if it is larger."""
         with self._failures(name):
             answer = self._obstore.get(self._opened(), name)
             if (n_bytes := answer.meta["size"]) > max_bytes:
@@ -146,9 +147,9 @@ class Objects:
             return bytes(answer.bytes())
 
     def age_s(self, name: str) -> float | None:
-        """Return how many seconds ago an object was put; None where there is none.
+        """Return how many seconds ago an object was put; None if it does not exist.
 
-        That is as right as the clocks of this machine and of the store.
+        The answer is as right as the clocks of this machine and of the store.
         """
         try:
             with self._failures(name):
@@ -158,14 +159,14 @@ class Objects:
         return time.time() - float(meta["last_modified"].timestamp())
 
     def put(self, name: str, content: bytes) -> None:
-        """Put an object, in one piece, in the place of one that is there."""
+        """Put an object, in one piece. It replaces an object of that name."""
         with self._failures(name):
-            # Whether one is there was asked before. A conditional put would do it in one request,
-            # but needs hard links in a folder, which SMB shares do not have.
+            # The caller has asked whether the object exists. A conditional put would save that
+            # request, but needs hard links in a folder, which SMB shares do not have.
             self._obstore.put(self._opened(), name, content)
 
     def list(self) -> Iterator[ListedObject]:
-        """Yield the objects of shared tiers that are there."""
+        """Yield the objects that servers have put."""
         if self._folder is not None:
             for path in own_files(self._folder, OBJECTS):
                 with suppress(FileNotFoundError):  # removed since

@@ -1,7 +1,7 @@
 """A shared store's objects by key: sealed and named, checked, counted, and left alone if it fails.
 
-An object is a block's or a checkpoint's file, or a conversation. Whatever is not right is a miss,
-which is counted, and is replaced when this server has it. Any thread.
+An object is a block's or a checkpoint's file, or a conversation. A damaged object is a miss. It is
+counted, and replaced when this server has its content. Any thread.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SealedObjects:
             self.reads.failed("it does not answer")
 
     def answers(self) -> bool:
-        """Ask for the age of no object, even if another operation hangs; say if that works."""
+        """Ask for a missing object, even if an operation hangs; say whether the store answers."""
         self.objects.try_again()
         try:
             self.objects.age_s(self.path(bytes(KEY_BYTES)))
@@ -101,7 +101,7 @@ class SealedObjects:
     # Get.
 
     def block(self, key: bytes, root: Root, max_bytes: int) -> KVBlock | None:
-        """Return a block or checkpoint with its arrays; None where it is missing or not right."""
+        """Return a block or checkpoint with its arrays; None if it is missing or damaged."""
         content = self._get(key, max_bytes)
         if content is None:
             return None
@@ -122,7 +122,7 @@ class SealedObjects:
         return entry
 
     def conversation(self, root: Root, opening: bytes) -> tuple[Conversation, str]:
-        """Return what is there of a conversation, and what is to be said of that."""
+        """Return the stored part of a conversation, and a note for people, or ""."""
         key = conversation_key(root, opening)
         content = self._get(key, MAX_BYTES)
         if content is not None:
@@ -156,7 +156,7 @@ class SealedObjects:
         self.forget(key, is_bad=True)
 
     def forget(self, key: bytes, *, is_bad: bool) -> None:
-        """Take an object for missing; one that `is_bad` is replaced, although it is there."""
+        """Take an object for missing. If it `is_bad`, it is replaced although it exists."""
         self._seen_s.pop(key, None)
         if is_bad:
             if len(self._bad) >= _MAX_KEYS:

@@ -51,8 +51,8 @@ class SharedTier:
         self.putting = Putting(self.objects, content_of, checkpoints_of, replies_of, max_bytes)
         self._threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
-        """How long a store that was slower than computing is left alone, until when, and by prompts
-        that may lose how much: a longer one may be worth it."""
+        """How long a store that was slower than computing is not asked, until when, and the loss in
+        seconds of prompts that do not ask: a longer prompt may be worth it."""
 
     def stats(self) -> dict[str, Any]:
         """Return what was put and fetched, and why nothing is now, if so."""
@@ -104,7 +104,7 @@ class SharedTier:
         return self.putting.write(commit)
 
     def close(self, timeout_s: float) -> None:
-        """Put what waits, for at most `timeout_s` seconds, and stop."""
+        """Put the waiting objects, for at most `timeout_s` seconds, and stop."""
         self.putting.close(timeout_s)
         self.objects.objects.close()
         self._threads.close(0)
