@@ -41,9 +41,10 @@ class Breaker:
     failed_with: str = ""
 
     def failed(self, error: object) -> None:
-        said = f"the shared store cannot be {self.what}: %s; serving goes on"
-        self.failures.add(said, str(error) or repr(error))
         self.failed_with = str(error) or repr(error)
+        kind = f"the shared store cannot be {self.what}: …"
+        said = "the shared store cannot be %s: %s; serving goes on"
+        self.failures.add(said, self.what, self.failed_with, kind=kind)
 
     def worked(self) -> None:
         if self.failed_with:

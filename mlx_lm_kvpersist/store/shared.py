@@ -94,7 +94,7 @@ class SharedTier:
         return note
 
     def _was_slow(self, loss_s: float) -> None:
-        self.objects.failures.add(f"{_SLOW}: it is tried less often")
+        self.objects.failures.add("%s: it is tried less often", _SLOW)
         self._slow_s = min(max(2 * self._slow_s, SLOW_S), MOST_SLOW_S)
         self._slow_until_s = time.monotonic() + self._slow_s
         self._slow_loss_s = max(self._slow_loss_s, loss_s)

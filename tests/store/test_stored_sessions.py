@@ -64,13 +64,13 @@ def test_what_is_shown_follows_the_store_and_is_limited(store: BlockStore) -> No
         add(store, f"s{n}", chain([n]), used=float(n))
     first = sessions.describe()
     assert first["is_all"] and len(first["sessions"]) == SHOWN
-    add(store, "newest", chain([999]), used=1000.0)
+    add(store, "0123abcd", chain([999]), used=1000.0)
     then = sessions.describe()
     assert not then["is_all"] and len(then["sessions"]) == SHOWN
-    assert then["sessions"][0]["id"] == "newest"
+    assert then["sessions"][0]["id"] == "0123abcd"
     assert then["total"] == SHOWN + 1
     assert [one["id"] for one in sessions.describe(skip=SHOWN)["sessions"]] == ["s0"]
-    assert sessions.pin("newest", True) == {"id": "newest", "pinned": True}
+    assert sessions.pin("0123abcd", True) == {"id": "0123abcd", "pinned": True}
     assert sessions.describe()["sessions"][0]["pinned"]
 
 
@@ -112,14 +112,14 @@ def test_an_unchanged_store_is_not_summed_up_again(
 
 
 def test_a_pin_does_not_take_back_what_another_process_saved(store: BlockStore) -> None:
-    add(store, "moves", chain([1]))
+    add(store, "4567abcd", chain([1]))
     add(store, "goes", chain([2]))
-    moves, goes = (store.index.session(each) for each in ("moves", "goes"))
+    moves, goes = (store.index.session(each) for each in ("4567abcd", "goes"))
     assert moves is not None and goes is not None
-    add(store, "moves", chain([1], [3]))
+    add(store, "4567abcd", chain([1], [3]))
     store.index.remove_session("goes")
     pinned = store.disk.files.set_pinned(moves, True)
-    assert pinned == store.index.session("moves")
+    assert pinned == store.index.session("4567abcd")
     assert pinned.pinned and pinned.leaf == chain([1], [3])[-1].key
     with pytest.raises(StoreError, match="removed meanwhile"):
         store.disk.files.set_pinned(goes, True)

@@ -299,7 +299,7 @@ def test_every_failure_is_counted_by_its_kind(
     store.drain()
     store.index.close()
     assert store.view.sessions() == []
-    assert store.stats()["failed"] == {
+    assert store.failures.counts == {
         "save a turn: disk": 2,
         "save a turn: limit": 1,
         "check what is stored: disk": 1,
