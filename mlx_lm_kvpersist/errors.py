@@ -13,8 +13,9 @@ KVPersistError
 ├── ModelNotSupported           this model's cache cannot be kept
 ├── RequestRefused              a request cannot be served (its HTTP status: 400, or another)
 ├── GenerationStopped           the generation thread has ended (HTTP status 503)
-│   └── DeviceFailed            the device computes nothing any more
+│   └── DeviceFailed            the device computes nothing any more, and the server ends
 ├── ClientGone                  a client closed its connection before its reply had ended
+├── NoAnswer                    a shared store does not answer in time
 ├── IndexDamaged                SQLite can read the index, and its content is wrong
 └── StoreError
     ├── StoreFormatError        the store was written by another version
@@ -96,6 +97,10 @@ class DeviceFailed(GenerationStopped):
 
 class ClientGone(KVPersistError, ConnectionError):
     """The client closed its connection before its reply had ended."""
+
+
+class NoAnswer(KVPersistError, OSError):
+    """A shared store does not answer in time, such as a folder of a server that is gone."""
 
 
 class IndexDamaged(KVPersistError, sqlite3.DatabaseError):

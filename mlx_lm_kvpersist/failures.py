@@ -16,7 +16,7 @@ LOG_AGAIN_S = 3600.0
 class Failures:
     """Counts failures by kind, and logs the first of a kind, then at most one an hour. Any thread.
 
-    The kind is the message without its values, unless it is given. There must be few of them.
+    The kind is the message without its values, unless it is given. There must be few kinds.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -28,8 +28,8 @@ class Failures:
     def add(self, message: str, *args: object, kind: str = "", **how: Any) -> None:
         """Count a failure and log it, at DEBUG if its kind was logged within the last hour.
 
-        `how` has a `level`, else it is a warning, and what else `Logger.log` takes. A line says how
-        many of its kind were not logged before it.
+        `how` may have a `level` (WARNING by default), and other arguments of `Logger.log`. A line
+        says how many failures of its kind were not logged before it.
         """
         kind, level = kind or message.replace("%s", "…"), how.pop("level", logging.WARNING)
         with self._lock:

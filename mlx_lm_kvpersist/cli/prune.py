@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 
 from ..errors import StoreError
-from ..store.objects import Objects, surplus
+from ..store.objects import Objects, TimedObjects, surplus
 from ..units import show_bytes
 from .output import counted, tell
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Raises ConfigError for a URL that cannot be used, else StoreError."""
-    objects = Objects(args.url)
+    objects = TimedObjects(Objects(args.url))
     try:
         found = list(objects.list())
         old = surplus(found, args.older, args.size)

@@ -18,9 +18,9 @@ from typing import Any
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, block_key, pack_ids
 from .conversation import OPENING_TOKENS, Conversation, opening_of
 from .pool import KVBlock
-from .reading import Threads
 from .records import Commit
 from .sealed_objects import SealedObjects
+from .threads import Threads
 
 N_AHEAD = 6
 """Objects that are asked for at once, at most. It is one at first: on a slow line the first of

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from ..errors import ConfigError
+from ..errors import ConfigError, NoAnswer
 from ..units import parse_folder
 from .folder import OBJECTS, check_place, has_own_name, own_files, remove
+from .threads import Result, Threads
 
-TIMEOUT_S, CONNECT_S = 10, 2
-"""Of one request, and of its connection. Nothing is tried twice."""
-
-_MOST_DELETED = 1000
-"""Objects that S3 deletes in one request."""
+ANSWER_S, CONNECT_S = 9, 2
+"""How long one operation, and a connection, may take. Nothing is tried twice."""
+_N_THREADS = 8
+"""The six threads that fetch, the thread that puts, and a spare may each wait for an operation."""
+_AT_ONCE = 100
+"""Objects that are listed or removed in one operation: in a folder, one after the other."""
 
 
 class ListedObject(NamedTuple):
@@ -37,9 +43,10 @@ class ListedObject(NamedTuple):
 def surplus(
     found: Iterable[ListedObject], older_s: float | None, max_bytes: int | None
 ) -> list[ListedObject]:
-    """Return the objects to remove, those first that were put first.
+    """Return the objects to remove, the oldest first.
 
-    That are those put more than `older_s` seconds ago, and those beyond `max_bytes` in all.
+    These are objects that were put more than `older_s` seconds ago, and the oldest objects beyond
+    `max_bytes` in all.
     """
     before_s = time.time() - older_s if older_s is not None else 0.0
     in_order = sorted(found, key=lambda one: one.put_s)
@@ -85,23 +92,40 @@ class Objects:
                 "a shared store needs the package obstore: pip install 'mlx-lm-kvpersist[shared]'"
             ) from error
         self._obstore: Any = obstore
-        try:
+        self._store: Any = None
+        with self._usable():
             self._folder = _folder_of(url)
-            self._store = self._opened(url)
-        except (obstore.exceptions.BaseError, OSError, ValueError, ArgumentTypeError) as error:
+            if self._folder is None:
+                self._opened()
+
+    def open(self) -> None:
+        """Make the folder if it is missing. Raises ConfigError if it cannot be used."""
+        with self._usable():
+            self._opened()
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        unusable = (self._obstore.exceptions.BaseError, OSError, ValueError, ArgumentTypeError)
+        try:
+            yield
+        except unusable as error:
             about = str(error).partition("\n")[0]
             raise ConfigError(
-                f"the shared store {url} cannot be used: {about}; give a folder, or a URL such "
-                "as s3://bucket/prefix"
+                f"the shared store {self.url} cannot be used: {about}; give a folder, or a URL "
+                "such as s3://bucket/prefix"
             ) from error
 
-    def _opened(self, url: str) -> Any:
-        if self._folder is not None:
-            return self._obstore.store.LocalStore(self._folder, mkdir=True)
-        times = {"timeout": f"{TIMEOUT_S}s", "connect_timeout": f"{CONNECT_S}s"}
-        return self._obstore.store.from_url(
-            url, client_options={**times, "allow_http": True}, retry_config={"max_retries": 0}
-        )
+    def _opened(self) -> Any:
+        """Return obstore's store. Opening a folder may hang; no bucket is asked."""
+        if self._store is None and self._folder is not None:
+            self._store = self._obstore.store.LocalStore(self._folder, mkdir=True)
+        elif self._store is None:
+            times = {"timeout": f"{ANSWER_S}s", "connect_timeout": f"{CONNECT_S}s"}
+            options = {**times, "allow_http": True}
+            self._store = self._obstore.store.from_url(
+                self.url, client_options=options, retry_config={"max_retries": 0}
+            )
+        return self._store
 
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:
@@ -115,34 +139,34 @@ class Objects:
             raise OSError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """Return an object. One that is larger is not read: that raises ValueError."""
+        """Return an object of at most `max_bytes`. Raises ValueError, unread, if it is larger."""
         with self._failures(name):
-            answer = self._obstore.get(self._store, name)
+            answer = self._obstore.get(self._opened(), name)
             if (n_bytes := answer.meta["size"]) > max_bytes:
                 raise ValueError(f"it has {n_bytes} bytes, more than the {max_bytes} it may have")
             return bytes(answer.bytes())
 
     def age_s(self, name: str) -> float | None:
-        """Return how many seconds ago an object was put; None where there is none.
+        """Return how many seconds ago an object was put; None if it does not exist.
 
-        That is as right as the clocks of this machine and of the store.
+        The answer is as right as the clocks of this machine and of the store.
         """
         try:
             with self._failures(name):
-                meta = self._obstore.head(self._store, name)
+                meta = self._obstore.head(self._opened(), name)
         except FileNotFoundError:
             return None
         return time.time() - float(meta["last_modified"].timestamp())
 
     def put(self, name: str, content: bytes) -> None:
-        """Put an object, in one piece, in the place of one that is there."""
+        """Put an object, in one piece. It replaces an object of that name."""
         with self._failures(name):
-            # Whether one is there was asked before. A conditional put would do it in one request,
-            # but needs hard links in a folder, which SMB shares do not have.
-            self._obstore.put(self._store, name, content)
+            # The caller has asked whether the object exists. A conditional put would save that
+            # request, but needs hard links in a folder, which SMB shares do not have.
+            self._obstore.put(self._opened(), name, content)
 
     def list(self) -> Iterator[ListedObject]:
-        """Yield the objects of shared tiers that are there."""
+        """Yield the objects that servers have put."""
         if self._folder is not None:
             for path in own_files(self._folder, OBJECTS):
                 with suppress(FileNotFoundError):  # removed since
@@ -151,19 +175,84 @@ class Objects:
                     yield ListedObject(name, about.st_size, about.st_mtime)
             return
         with self._failures(self.url):
-            for found in self._obstore.list(self._store, OBJECTS):
+            for found in self._obstore.list(self._opened(), OBJECTS):
                 for one in found:
                     if has_own_name(one["path"]):
                         put_s = one["last_modified"].timestamp()
                         yield ListedObject(one["path"], one["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects. Where another server removes them, too, some may be left."""
+        """Remove at most 1,000 objects: S3 removes no more in one request.
+
+        If another server removes them, too, some may be left.
+        """
         if self._folder is not None:
             for name in names:
                 remove(self._folder, self._folder / name)
             return
-        own = [name for name in names if has_own_name(name)]
-        for first in range(0, len(own), _MOST_DELETED):
-            with suppress(FileNotFoundError), self._failures(self.url):
-                self._obstore.delete(self._store, own[first : first + _MOST_DELETED])
+        with suppress(FileNotFoundError), self._failures(self.url):
+            self._obstore.delete(self._opened(), [name for name in names if has_own_name(name)])
+
+
+class TimedObjects:
+    """Objects in one place that answer in time: nothing else ends an operation in a dead folder.
+
+    A few threads run the operations, and an operation that hangs keeps its thread. Any thread asks.
+
+    Raises what `Objects` raises, and NoAnswer if an operation takes longer than `ANSWER_S`. All
+    operations raise NoAnswer at once until that operation ends or `try_again` is called.
+
+    The constructor opens the place, and raises ConfigError if the place cannot be used. If the
+    place does not answer, `is_hanging` is true.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._threads = Threads(_N_THREADS, "kvpersist-objects")
+        self._late: Future[Any] | None = None
+        """The operation that was given up last."""
+        with suppress(NoAnswer):
+            self._ask(objects.open)
+
+    @property
+    def is_hanging(self) -> bool:
+        return self._late is not None and not self._late.done()
+
+    def try_again(self) -> None:
+        """Let the next operation be tried, although another one hangs."""
+        self._late = None
+
+    def close(self) -> None:
+        self._threads.close(0)
+
+    def _ask(self, operation: Callable[..., Result], *args: object) -> Result:
+        late = NoAnswer(f"it has not answered for {ANSWER_S} s")
+        if self.is_hanging:
+            raise late
+        future = self._threads.submit(partial(operation, *args))
+        try:
+            return future.result(ANSWER_S)
+        except TooLate:
+            if future.done():  # the operation has raised it
+                raise
+            future.cancel()
+            self._late = future
+            raise late from None
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        return self._ask(self._objects.get, name, max_bytes)
+
+    def age_s(self, name: str) -> float | None:
+        return self._ask(self._objects.age_s, name)
+
+    def put(self, name: str, content: bytes) -> None:
+        self._ask(self._objects.put, name, content)
+
+    def list(self) -> Iterator[ListedObject]:
+        found = iter(self._ask(self._objects.list))
+        while some := self._ask(lambda: [*islice(found, _AT_ONCE)]):
+            yield from some
+
+    def delete(self, names: Sequence[str]) -> None:
+        for first in range(0, len(names), _AT_ONCE):
+            self._ask(self._objects.delete, names[first : first + _AT_ONCE])

@@ -56,8 +56,8 @@ class Putting:
     """Puts blocks, checkpoints and conversations.
 
     `content_of` returns what the file of a record on disk holds, `checkpoints_of` the checkpoints
-    of blocks that are on disk, and `replies_of` what is remembered of replies among messages. Where
-    all servers have put more than `max_bytes`, what was put first is removed.
+    of blocks that are on disk, and `replies_of` what is remembered of replies among messages. The
+    oldest objects are removed if all servers have put more than `max_bytes`.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Putting:
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self._waiting: deque[tuple[Record | _Turn, int]] = deque()
-        """With the number of attempts that have failed."""
+        """With the number of failed attempts of each."""
         self._since_s = 0.0
-        """When what is being put was begun."""
+        """When the attempt that is being made began, by the monotonic clock."""
         self._changed = threading.Condition()
         self._is_closing = self._is_busy = False
         self._thread = threading.Thread(target=self._run, name="kvpersist-put", daemon=True)
@@ -86,10 +86,9 @@ class Putting:
         return len(self._waiting)
 
     def write(self, commit: Commit) -> Commit | None:
-        """Have a commit that was written to disk put here, but for what others will not find.
+        """Have a commit that was written to disk put here. Returns None if too much waits already.
 
-        That are blocks that are not full, unless the turn has ended. Returns None where too much
-        waits already.
+        Blocks that are not full are left out unless the turn has ended: no prompt finds them.
         """
         blocks = [one for one in commit.blocks if commit.leaf or one.n_tokens == BLOCK_TOKENS]
         records: list[Record] = [*blocks, *commit.checkpoints]
@@ -138,11 +137,11 @@ class Putting:
                 self._work()
 
     def _has_done_all(self) -> bool:
-        """Say whether all that waits was put, or nothing can be now."""
+        """Say whether nothing waits, or nothing can be put now."""
         return not self._waiting or bool(self._store.failed_with)
 
     def _work(self) -> None:
-        """Try a store that failed; put what waits for as long as that works."""
+        """Try a store that failed; put the waiting objects as long as the store answers."""
         store, self._since_s = self._store, time.monotonic()
         if store.reads.failed_with and not store.answers():
             return
@@ -193,13 +192,13 @@ class Putting:
             store.put(layout, root.layout.encode())
 
     def _prune(self) -> None:
-        """Remove what was put first beyond the size that all servers may put."""
+        """Remove the oldest objects beyond the size that all servers together may put."""
         if self._max_bytes is None or time.monotonic() < self._prune_at_s:
             return
         self._prune_at_s = time.monotonic() + PRUNE_S
         try:
-            old = surplus(self._store.list(), None, self._max_bytes)
-            self._store.delete([one.name for one in old])
+            old = surplus(self._store.objects.list(), None, self._max_bytes)
+            self._store.objects.delete([one.name for one in old])
         except Exception as error:  # listing may be forbidden where putting is not
             if self._store.answers():
                 self._store.failures.add("the shared store's size cannot be kept: %s", error)
@@ -208,14 +207,14 @@ class Putting:
             logger.info("%d objects beyond the shared store's size were removed", len(old))
 
     def drain(self, timeout_s: float) -> bool:
-        """Return when all that waits was put, or nothing can be; False after a timeout."""
+        """Wait until nothing waits, or nothing can be put; return False after a timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._is_busy and self._has_done_all(), timeout_s
             )
 
     def close(self, timeout_s: float) -> None:
-        """Put what waits, for at most `timeout_s` seconds, and stop."""
+        """Put the waiting objects, for at most `timeout_s` seconds, and stop."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()

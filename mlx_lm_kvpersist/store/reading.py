@@ -10,19 +10,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from queue import SimpleQueue
-from typing import Any, TypeVar
 
 from ..block import Record, Root
 from ..errors import BlockCorrupt, PoolFull, StoreFormatError
 from ..failures import Failures
 from .pool import BlockPool, KVBlock
+from .threads import Threads
 from .tier import LowerTier
-
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -188,51 +184,3 @@ class Reader:
                 entry.read_s = time.perf_counter() - started
                 return entry
         return None
-
-
-class Threads:
-    """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive.
-
-    The process would wait for a ThreadPoolExecutor's. A thread that has evaluated MLX leaks a
-    little when it ends: these last until they are closed.
-    """
-
-    def __init__(self, n_threads: int, name: str) -> None:
-        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}_{n}", daemon=True)
-            for n in range(n_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """Have a task run; its future is cancelled if this is closed before."""
-        future: Future[Result] = Future()
-        self._tasks.put((future, task))
-        if self._closed:
-            future.cancel()
-        return future
-
-    def close(self, timeout_s: float) -> bool:
-        """Drop what waits and stop; False when what runs takes longer than `timeout_s`."""
-        self._closed = True
-        for _ in self._threads:
-            self._tasks.put(None)
-        deadline_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self) -> None:
-        for future, task in iter(self._tasks.get, None):
-            if self._closed:
-                future.cancel()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(task())
-                except BaseException as error:
-                    future.set_exception(error)
-            # An idle thread must not hold the arrays that it read last.
-            del future, task

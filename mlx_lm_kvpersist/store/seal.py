@@ -38,7 +38,7 @@ class Plain:
     """Objects and files as they are, named by their keys."""
 
     mark = ""
-    """Tells in a store's folder which key it was made with. The key cannot be found from it."""
+    """A store's folder keeps this mark of its key. The key cannot be derived from it."""
     index_key = ""
     """The key of the index, as SQLCipher takes it; empty for SQLite's own files."""
 
@@ -93,9 +93,7 @@ class Seal(Plain):
         self._file_names = Cipher(AES(derived(b"file name")), ECB())
         self._invalid = InvalidTag
         self.mark = self.name(b"store")
-        """A store's folder keeps this mark of its key. The key cannot be derived from it."""
         self.index_key = f"x'{derived(b'index').hex()}'"
-        """The key of the index, as SQLCipher takes it; empty for SQLite's own files."""
 
     def seal(self, data: bytes | bytearray | memoryview, name: bytes) -> bytes:
         """Return `data` sealed under a name: SEAL_BYTES longer. Sealed twice, it differs."""

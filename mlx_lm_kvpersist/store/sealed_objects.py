@@ -1,34 +1,25 @@
 """A shared store's objects by key: sealed and named, checked, counted, and left alone if it fails.
 
-An object is a block's or a checkpoint's file, or a conversation. Whatever is not right is a miss,
-which is counted, and is replaced when this server has it. Any thread.
+An object is a block's or a checkpoint's file, or a conversation. A damaged object is a miss. It is
+counted, and replaced when this server has its content. Any thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from typing import Any, TypeVar
 
 from ..block import KEY_BYTES, Root
-from ..errors import BlockCorrupt, StoreError, StoreFormatError
+from ..errors import BlockCorrupt, NoAnswer, StoreError, StoreFormatError
 from ..failures import Failures
 from .conversation import DAMAGED, MAX_BYTES, Conversation, conversation_key, layout_key
 from .files import read_content
 from .folder import OBJECTS
-from .objects import ListedObject, Objects
+from .objects import Objects, TimedObjects
 from .pool import KVBlock
-from .reading import Threads
 from .seal import Sealing
 from .tier import SHARED
-
-Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -36,31 +27,24 @@ ASK_AGAIN_S = 86400.0
 """What is known to be there is asked for again after a day: others prune."""
 RENEW_S = 3 * 86400.0
 """What is used and was put so long ago is put again, so that pruning removes what is not used."""
-ANSWER_S = 9.0
-"""How long a store may take for one operation. Nothing else ends one in a folder that hangs."""
 _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
 """Keys that are remembered in a table, at most; then it begins again."""
-_N_THREADS = 8
-"""The six threads that fetch, the thread that puts, and a spare may each wait for an operation."""
-_AT_ONCE = 500
-"""Objects that are listed or removed in one operation."""
 
 
 @dataclass
 class Breaker:
-    """Whether a store may be asked. What it fails with is said once, until it works again."""
+    """Whether a store may be asked, and why not; each failed attempt is counted."""
 
     what: str
     failures: Failures
     failed_with: str = ""
 
     def failed(self, error: object) -> None:
-        if not self.failed_with:
-            kind = f"the shared store cannot be {self.what}: …"
-            said = "the shared store cannot be %s: %s; serving goes on"
-            self.failures.add(said, self.what, error, kind=kind)
         self.failed_with = str(error) or repr(error)
+        kind = f"the shared store cannot be {self.what}: …"
+        said = "the shared store cannot be %s: %s; serving goes on"
+        self.failures.add(said, self.what, self.failed_with, kind=kind)
 
     def worked(self) -> None:
         if self.failed_with:
@@ -71,12 +55,12 @@ class Breaker:
 class SealedObjects:
     """What one server gets from a shared store and puts there.
 
-    Raises what `Objects` does, but no FileNotFoundError. OSError also means that the store did not
-    answer in time. The tables of keys are bounded.
+    Raises what `TimedObjects` does, but no FileNotFoundError. The tables of keys are bounded.
     """
 
     def __init__(self, objects: Objects, sealing: Sealing, failures: Failures) -> None:
-        self.objects, self._sealing, self.failures = objects, sealing, failures
+        self.objects = TimedObjects(objects)
+        self._sealing, self.failures = sealing, failures
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
         )
@@ -87,45 +71,19 @@ class SealedObjects:
         """When objects were last known to be there, by the monotonic clock."""
         self._bad: set[bytes] = set()
         """Keys of objects that must be replaced."""
-        self.threads = Threads(_N_THREADS, "kvpersist-objects")
-        self._hanging: Future[Any] | None = None
-        """The operation that was given up last."""
-
-    def _ask(self, operation: Callable[..., Answer], *args: object) -> Answer:
-        """Return what an operation of the store does. Raises OSError after `ANSWER_S`, too."""
-        if self._hanging is not None and not self._hanging.done():
-            raise OSError(self.failed_with)
-        future = self.threads.submit(partial(operation, *args))
-        try:
-            return future.result(ANSWER_S)
-        except TooLate:
-            if future.done():  # the operation has raised it
-                raise
-            future.cancel()
-            self._hanging = future
-            self.reads.failed(late := f"it has not answered for {ANSWER_S:.0f} s")
-            raise OSError(late) from None
+        if self.objects.is_hanging:
+            self.reads.failed("it does not answer")
 
     def answers(self) -> bool:
-        """Ask for the age of no object, even if another operation hangs; say if that works."""
-        self._hanging = None
+        """Ask for a missing object, even if an operation hangs; say whether the store answers."""
+        self.objects.try_again()
         try:
-            self._ask(self.objects.age_s, self.path(bytes(KEY_BYTES)))
+            self.objects.age_s(self.path(bytes(KEY_BYTES)))
         except Exception as error:
             self.reads.failed(error)
             return False
         self.reads.worked()
         return True
-
-    def list(self) -> Iterator[ListedObject]:
-        """Yield the objects of all servers."""
-        found = iter(self._ask(self.objects.list))
-        while some := self._ask(lambda: [*islice(found, _AT_ONCE)]):
-            yield from some
-
-    def delete(self, names: Sequence[str]) -> None:
-        for first in range(0, len(names), _AT_ONCE):
-            self._ask(self.objects.delete, names[first : first + _AT_ONCE])
 
     @property
     def failed_with(self) -> str:
@@ -144,7 +102,7 @@ class SealedObjects:
     # Get.
 
     def block(self, key: bytes, root: Root, max_bytes: int) -> KVBlock | None:
-        """Return a block or checkpoint with its arrays; None where it is missing or not right."""
+        """Return a block or checkpoint with its arrays; None if it is missing or damaged."""
         content = self._get(key, max_bytes)
         if content is None:
             return None
@@ -165,7 +123,7 @@ class SealedObjects:
         return entry
 
     def conversation(self, root: Root, opening: bytes) -> tuple[Conversation, str]:
-        """Return what is there of a conversation, and what is to be said of that."""
+        """Return the stored part of a conversation, and a note for people, or ""."""
         key = conversation_key(root, opening)
         content = self._get(key, MAX_BYTES)
         if content is not None:
@@ -182,10 +140,13 @@ class SealedObjects:
 
     def _get(self, key: bytes, max_bytes: int) -> bytes | None:
         try:
-            sealed = self._ask(self.objects.get, self.path(key), max_bytes)
+            sealed = self.objects.get(self.path(key), max_bytes)
             return self._sealing.open(sealed, key)
         except FileNotFoundError:
             return None
+        except NoAnswer as error:
+            self.reads.failed(error)
+            raise
         except (StoreError, ValueError) as error:
             self._refuse(key, error)
             return None
@@ -196,7 +157,7 @@ class SealedObjects:
         self.forget(key, is_bad=True)
 
     def forget(self, key: bytes, *, is_bad: bool) -> None:
-        """Take an object for missing; one that `is_bad` is replaced, although it is there."""
+        """Take an object for missing. If it `is_bad`, it is replaced although it exists."""
         self._seen_s.pop(key, None)
         if is_bad:
             if len(self._bad) >= _MAX_KEYS:
@@ -218,14 +179,14 @@ class SealedObjects:
         """Ask whether an object should be put: it is missing, damaged or was put long ago."""
         if self.is_seen(key):
             return False
-        age_s = None if key in self._bad else self._ask(self.objects.age_s, self.path(key))
+        age_s = None if key in self._bad else self.objects.age_s(self.path(key))
         if age_s is None or age_s > RENEW_S:
             return True
         self.saw(key)
         return False
 
     def put(self, key: bytes, content: bytes) -> None:
-        self._ask(self.objects.put, self.path(key), self._sealing.seal(content, key))
+        self.objects.put(self.path(key), self._sealing.seal(content, key))
         self.counts["written"] += 1
         self.counts["written_bytes"] += len(content)
         self._bad.discard(key)

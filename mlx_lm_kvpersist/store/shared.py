@@ -8,7 +8,6 @@ prompt, or by its text through the conversation's own object (`conversation`).
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as TooLate
@@ -18,12 +17,10 @@ from ..block import Checkpoint, Record
 from .fetching import N_AHEAD, Fetching, Wanted
 from .pool import BlockPool, KVBlock
 from .putting import Putting, RepliesOf
-from .reading import Threads
 from .records import Commit
 from .sealed_objects import SealedObjects
+from .threads import Threads
 from .tier import SHARED
-
-logger = logging.getLogger(__name__)
 
 SLOW_S, MOST_SLOW_S = 30.0, 1800.0
 """How long a store that was slower than computing is not asked: at first, and at most."""
@@ -54,8 +51,8 @@ class SharedTier:
         self.putting = Putting(self.objects, content_of, checkpoints_of, replies_of, max_bytes)
         self._threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
-        """How long a store that was slower than computing is left alone, until when, and by prompts
-        that may lose how much: a longer one may be worth it."""
+        """How long a store that was slower than computing is not asked, until when, and the loss in
+        seconds of prompts that do not ask: a longer prompt may be worth it."""
 
     def stats(self) -> dict[str, Any]:
         """Return what was put and fetched, and why nothing is now, if so."""
@@ -97,8 +94,7 @@ class SharedTier:
         return note
 
     def _was_slow(self, loss_s: float) -> None:
-        if not self._slow_s:
-            logger.warning("%s: it is tried less often", _SLOW)
+        self.objects.failures.add("%s: it is tried less often", _SLOW)
         self._slow_s = min(max(2 * self._slow_s, SLOW_S), MOST_SLOW_S)
         self._slow_until_s = time.monotonic() + self._slow_s
         self._slow_loss_s = max(self._slow_loss_s, loss_s)
@@ -108,7 +104,7 @@ class SharedTier:
         return self.putting.write(commit)
 
     def close(self, timeout_s: float) -> None:
-        """Put what waits, for at most `timeout_s` seconds, and stop."""
+        """Put the waiting objects, for at most `timeout_s` seconds, and stop."""
         self.putting.close(timeout_s)
-        self.objects.threads.close(0)
+        self.objects.objects.close()
         self._threads.close(0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -182,3 +184,21 @@ def test_an_object_with_another_hard_link_loses_one_name(
     (bucket.parent / "copy").hardlink_to(bucket / name(0))
     assert prune(bucket, capsys, "--size", "0")["removed"] == 3
     assert (bucket.parent / "copy").read_bytes() == bytes(1024)
+
+
+@pytest.mark.parametrize("method", ["open", "list", "delete"])
+def test_a_place_that_hangs_ends_the_command(
+    bucket: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 0.1)
+    monkeypatch.setattr(Objects, method, lambda self, *args: goes_on.wait())
+    try:
+        assert main(["store", "prune", str(bucket), "--size", "0"]) == 1
+        said = capsys.readouterr().err
+        assert re.search("cannot be pruned: it has not answered for", said), said
+    finally:
+        goes_on.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.support import (
 )
 from tests.support.bucket import Bucket
 
-from .stored import wait_for_writer
+from .stored import wait_for_reply, wait_for_writer
 
 SYSTEM: Message = {"role": "system", "content": synthetic_text(900, seed=7)}
 QUESTIONS = [synthetic_text(300, seed=n) for n in range(20, 23)]
@@ -130,12 +131,18 @@ def test_a_conversation_goes_on_at_another_server(
 
 
 @pytest.mark.slow
-def test_a_server_that_was_killed_while_it_put_is_made_up_for(team: Team) -> None:
-    """What it had not put yet is put after its restart, and no half object is in the way."""
+def test_a_server_that_is_killed_before_it_puts_something_puts_it_afterwards(
+    team: Team, tmp_path: Path
+) -> None:
     expected, talk = team.expected(), Talk()
     first = team.server()
+    in_the_way = tmp_path / "bucket" / "kvpersist"
+    in_the_way.touch()
     talk.ask(first, QUESTIONS[0])
+    wait_for_reply(first)  # else the next prompt has other tokens: those of the reply's text
+    assert shared_counts(first)["written"] == 0
     first.restart(kill=True)
+    in_the_way.unlink()
     talk.ask(first, QUESTIONS[1])
     wait_until_put(first)
     second = team.server()
@@ -183,8 +190,40 @@ def test_over_s3_servers_with_empty_disks_go_on(
     again.ask(slow, QUESTIONS[0])
     bucket.kill()
     again.ask(slow, QUESTIONS[1])
+    wait_for_reply(slow)
     slow.restart(kill=True)
     reply = again.ask(slow, QUESTIONS[2])
     assert again.texts == expected.texts
     n_before = again.replies[1].prompt_tokens + again.replies[1].completion_tokens
     assert reply.cached_tokens > n_before - 256, reply.headers
+
+
+HANGING = """
+import sys
+import threading
+import obstore.store
+from mlx_lm_kvpersist._startup import serve
+obstore.store.LocalStore = lambda *args, **options: threading.Event().wait()
+serve(sys.argv[1:])
+"""
+"""A server whose shared folder does not answer from the start, as one of NFS without its server."""
+
+
+@pytest.mark.slow
+def test_a_server_starts_serves_and_ends_although_its_shared_folder_hangs(
+    started: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    (launcher := tmp_path / "hanging.py").write_text(HANGING)
+    options = "--kvpersist-shared", str(tmp_path / "nas"), "--kvpersist-shared-plain"
+    server = started.with_plugin(tiny_model, *options, launcher=(str(launcher),))
+    wait_until_known(server)
+    talk = Talk()
+    talk.ask(server, *QUESTIONS[:2])
+    assert talk.replies[1].cached_tokens > 512
+    assert "does not answer" in shared_counts(server)["failed_with"]
+    log = server.log_path.read_text()
+    started_s = time.monotonic()
+    server.stop()
+    assert time.monotonic() - started_s < 8
+    assert log.count("the shared store cannot be read: it does not answer") == 1
+    assert log.count("WARNING") == 1

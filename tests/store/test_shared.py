@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.store import putting, sealed_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.conversation import Conversation, conversation_key, opening_of
 from mlx_lm_kvpersist.store.fetching import Plan, Wanted
-from mlx_lm_kvpersist.store.objects import ListedObject, Objects, surplus
+from mlx_lm_kvpersist.store.objects import ANSWER_S, ListedObject, Objects, surplus
 from mlx_lm_kvpersist.store.seal import Plain, Seal, Sealing
 from mlx_lm_kvpersist.store.shared import SharedTier
 from tests.support import wait_until
@@ -285,6 +285,9 @@ class Hampered:
         time.sleep(self.latency_s)
         with self._line:
             time.sleep(n_bytes / self.bytes_per_s)
+
+    def open(self) -> None:
+        self.objects.open()
 
     def get(self, name: str, max_bytes: int) -> bytes:
         content = self.objects.get(name, max_bytes)
@@ -694,6 +697,8 @@ def test_nothing_is_left_out_while_a_store_does_not_answer(
     wait_until(lambda: dead.n_asked > 20, "attempts")
     assert tier_of(store).stats()["waiting"] == 5 and counts(store)["not_written"] == 0
     assert len(caplog.records) == 1
+    (n_failed,) = store.stats()["failed"].values()
+    assert n_failed >= 20  # each attempt is counted, and one is said
     dead.fails = None
     wait_until(lambda: not tier_of(store).stats()["waiting"], "all is put")
     assert counts(store)["written"] == 6
@@ -719,6 +724,10 @@ class Hanging(Hampered):
             self.goes_on.wait()
         super().put(name, content)
 
+    def open(self) -> None:
+        self.goes_on.wait()
+        super().open()
+
     def list(self) -> Iterator[ListedObject]:
         self.goes_on.wait()
         return super().list()
@@ -726,7 +735,7 @@ class Hanging(Hampered):
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr(sealed_objects, "ANSWER_S", 0.2)
+    monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 0.2)
     monkeypatch.setattr(putting, "PROBE_S", 0.02)
     objects = Hanging(tmp_path / "bucket")
     yield objects
@@ -750,7 +759,7 @@ def test_a_folder_that_hangs_is_noticed_said_once_and_delays_no_shutdown(
     how: str,
     max_bytes: int | None,
 ) -> None:
-    assert sealed_objects.ANSWER_S < 10
+    assert ANSWER_S < 10
     put(opened())
     store = opened(objects=hanging, max_bytes=max_bytes)
     hanging.goes_on.clear()
@@ -771,7 +780,7 @@ def test_a_folder_that_hangs_is_noticed_said_once_and_delays_no_shutdown(
 def test_a_folder_that_has_just_begun_to_hang_delays_no_shutdown_either(
     opened: Open, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed_objects, "ANSWER_S", 60.0)
+    monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 60.0)
     monkeypatch.setattr(putting, "CLOSING_S", 0.1)
     store = opened(objects=hanging)
     hanging.goes_on.clear()
@@ -779,6 +788,22 @@ def test_a_folder_that_has_just_begun_to_hang_delays_no_shutdown_either(
     started_s = time.monotonic()
     store.close()
     assert time.monotonic() - started_s < 5
+
+
+def test_a_folder_that_hangs_at_the_start_is_said_once_and_used_when_it_answers(
+    opened: Open, hanging: Hanging, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(opened())
+    hanging.goes_on.clear()
+    store = opened(objects=hanging)
+    for _ in range(20):
+        assert "is not used now" in tier_of(store).fetch(wanted())
+    time.sleep(0.5)  # some attempts of the thread that puts
+    said = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
+    assert said == ["the shared store cannot be read: it does not answer; serving goes on"]
+    hanging.goes_on.set()
+    wait_until(lambda: not tier_of(store).stats()["failed_with"], "it answers")
+    assert tier_of(store).fetch(wanted()) == "" and in_store(store)
 
 
 def test_a_folder_that_hung_is_used_again(opened: Open, hanging: Hanging) -> None:
