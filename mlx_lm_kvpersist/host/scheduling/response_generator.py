@@ -34,6 +34,7 @@ from .images import Images, named, vision_of, with_images
 from .model_provider import account_of, loaded_name
 from .reply import ARRIVING, ASK_EVERY, OpenRequests, ReplyQueue, UntilAsked
 from .single_prompt import MOST_DRAFTED, SinglePrompt
+from .step_failures import Step
 from .waiting import QUIET_GAP_S, Line, Rendered, Waiting
 
 if TYPE_CHECKING:
@@ -365,9 +366,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         self.prompt_cache.single = None
         if isinstance(reply, ReplyQueue):
             if reply.error is not None:
-                self.model_provider.failures.failed(reply.error)
+                step: Step = "reply" if reply.has_begun else "prompt"
+                self.model_provider.failures.failed(reply.error, step)
             elif reply.has_begun:
-                self.model_provider.failures.succeeded()
+                self.model_provider.failures.succeeded("reply")
 
     # Tokenizing.
 
