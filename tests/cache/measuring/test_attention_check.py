@@ -125,7 +125,7 @@ def test_packed_attention_that_is_wrong_is_not_taken_if_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pk, "matmul", off_beyond(pk.matmul, 1024))
-    assert checked(forced_plan("packed", can_take_packed=True)).rules == ()
+    assert checked(forced_plan("packed")).rules == ()
 
 
 def test_no_number_of_queries_takes_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_models_that_need_plain_keys_dequantize(model: Layers, is_taken: bool) -
     """So do layers of one group that attend in several ways."""
     spec = ModelCacheSpec.probe(model, evaluate=False)
     planned = completed(planning(model, spec, "packed"))
-    expected = forced_plan("packed", can_take_packed=True) if is_taken else AttentionPlan()
+    expected = forced_plan("packed") if is_taken else AttentionPlan()
     assert planned.plans == {"0": expected}
     assert [slot.plan for slot in planned.make_cache()] == [expected] * 2
 

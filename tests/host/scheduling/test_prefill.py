@@ -224,7 +224,7 @@ def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_preci
     groups[full_precision] = replace(groups[full_precision], precision=None)
     spec = spec_with(model, groups)
     for cache in spec.template:
-        cache.plan = forced_plan("dequantize", can_take_packed=True)
+        cache.plan = forced_plan("dequantize")
     support = ModelSupport(
         spec.make_cache, batch_of, rows_of, limits=PrefillLimits(1.0, lambda position: 512)
     )
