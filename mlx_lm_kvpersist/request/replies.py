@@ -18,6 +18,7 @@ and ids differ. The form leaves out these differences:
 
 - white space at the ends of content, of reasoning and of tool calls: templates trim and write it,
   and the server's detokenizer drops a space at either end of a reply;
+- white space around control tokens: some tokenizers drop it, such as Phi-3's;
 - the spelling of a tool call's JSON: the server parses it, and the template serialises it again;
 - another Unicode form than NFC: some tokenizers normalise;
 - a byte 0, which the server sends as the character U+0100.
@@ -242,7 +243,7 @@ def _blank_ends(text: str) -> tuple[str, str]:
 
 
 def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
-    """Return a reply whose client left with all that can have been sent of it."""
+    """Return an interrupted reply, and with it all text that its client can have received."""
     detokenizer, end = tokenizer.detokenizer, tokenizer.think_end
     for token_id in reply.ids:
         detokenizer.add_token(token_id)

@@ -286,9 +286,11 @@ def test_edits_are_read_after_a_restart_too(
         store.close()
 
 
-PIECES = (" ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "B", "\u00e9", "e\u0301", "\u00c5", "\u200b")
-PIECES += ("\ufeff", "\U0001f389", "x = 1", "\u00a0", "\u2028", "\ufffd", "\ufb01", "\u2163")
-PIECES += ("\u0100", "\u1100\u1161", "\uac00", "<think>", "</think>", "[INST]", "<tool_call>")
+PIECES = [
+    *(" ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "B", "x = 1", "\u00e9", "e\u0301", "\u00c5"),
+    *("\u200b", "\ufeff", "\U0001f389", "\u00a0", "\u2028", "\ufffd", "\ufb01", "\u2163", "\u0100"),
+    *("\u1100\u1161", "\uac00", "<think>", "</think>", "[INST]", "<tool_call>"),
+]
 N_EDITED = 40
 """Conversations for each tokenizer."""
 FORMS: tuple[Any, ...] = ("NFC", "NFD", "NFKC", "NFKD")
