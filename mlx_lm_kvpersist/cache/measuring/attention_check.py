@@ -30,9 +30,14 @@ logger = logging.getLogger(__name__)
 
 _CASES: Mapping[Backend, Mapping[tuple[int, int], Sequence[int]]] = {
     "cpu": {(300, 0): (1, 4), (1037, 243): (1, 4)},
-    "cuda": {(300, 0): (1, 8, 16, 32), (1037, 243): (1, 8, 16, 32), (33_000, 0): (1,)},
+    "cuda": {
+        (300, 0): (1, 8, 16, 32),
+        (301, 0): (1, 32),
+        (1037, 243): (1, 8, 16, 32),
+        (33_000, 0): (1,),
+    },
     "metal": {
-        (300, 0): (1, 2, 3, 4, 17, 32),
+        (301, 0): (1, 2, 3, 4, 17, 32),
         (1037, 243): (1, 2, 3, 4, 17, 32),
         (33_000, 0): (1, 32),
     },
@@ -42,8 +47,8 @@ _CASES: Mapping[Backend, Mapping[tuple[int, int], Sequence[int]]] = {
 The CPU backend has one kernel for all sizes. On Metal MLX 0.32 takes other kernels from 1,024 keys
 on, beyond 32,767, from 4 rows of a product on, and from 6 to 33, which depends on the device; the
 rows are the queries of all heads of a key head. On CUDA it takes other kernels if the keys, here
-with their spare room, are a multiple of 4 or of 128, and for 16, 32, 64 and 128 rows. Each kernel
-is compiled when it is first used, so these cases are few."""
+with their spare room, are a multiple of 4, of 128, or neither, and for 16, 32, 64 and 128 rows.
+Each kernel is compiled when it is first used, so these cases are few."""
 
 _TOLERANCE = 0.1
 """Most that the result of a query may differ from plain arithmetic, as a share of its norm."""
