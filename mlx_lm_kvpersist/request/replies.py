@@ -39,6 +39,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..block import Root
+from ..contents import text_of
 from ..host.answers import Prompt
 from ..store.block_store import BlockStore
 from ..store.records import Commit
@@ -269,17 +270,12 @@ def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes
 
 
 def _said(message: Message) -> tuple[Any, list[Any]]:
-    """Return a message's content, with its texts joined as stock joins them, and its calls."""
-    content = message.get("content") or ""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
-        content = "".join(str(part.get("text")) for part in content)
+    """Return a message's content and its tool calls, in forms for comparison."""
+    content = text_of(message.get("content"))
     return content, [_call_of(call) for call in message.get("tool_calls") or ()]
 
 
 def _call_of(call: Any) -> list[Any]:
-    """Return a message's tool call in a form for comparison."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return [call]

@@ -48,10 +48,6 @@ class Rule:
         return self.least_queries <= n_queries <= self.most_queries and n_rows >= self.least_rows
 
 
-def _any(shape: AttentionShape, keys: Quantization) -> bool:
-    return True
-
-
 def _quick_on_metal(shape: AttentionShape, keys: Quantization) -> bool:
     width = shape.k_dim + keys.padding
     is_quick = width > 128 or (width in (64, 128) and keys.bits in (2, 4, 8))
@@ -64,7 +60,7 @@ class Row(NamedTuple):
     backend: Backend
     rule: Rule
     why: str
-    fits: Callable[[AttentionShape, Quantization], bool] = _any
+    fits: Callable[[AttentionShape, Quantization], bool] = lambda shape, keys: True
 
 
 POLICY = (
@@ -143,7 +139,7 @@ class AttentionPlan:
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as JSON values, from which `read` makes it."""
-        return asdict(self) | {"rules": [asdict(rule) for rule in self.rules]}
+        return asdict(self)
 
     @classmethod
     def read(cls, described: Any) -> AttentionPlan:
