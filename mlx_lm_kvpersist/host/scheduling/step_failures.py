@@ -15,7 +15,7 @@ import mlx.core as mx
 from ...errors import ClientGone, DeviceFailed, RequestRefused
 
 Step = Literal["prompt", "reply"]
-"""What a step computes: a part of prompts, or the next tokens of replies."""
+"""A step computes a part of prompts, or the next tokens of replies."""
 
 MOST_IN_A_ROW = 8
 """Failures of one kind of step without a success between them that end the server."""
