@@ -165,7 +165,7 @@ def _plan(
         (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1)), True
     )
     if attention != "auto":
-        plan = forced_plan(attention, can_take_packed=True)
+        plan = forced_plan(attention)
     for group in spec.quantized:
         assert group.precision is not None
         plan = yield from checking_attention(plan, heads, group.precision, mx.float32)

@@ -18,6 +18,7 @@ and ids differ. The form leaves out these differences:
 
 - white space at the ends of content, of reasoning and of tool calls: templates trim and write it,
   and the server's detokenizer drops a space at either end of a reply;
+- white space around control tokens: some tokenizers drop it, such as Phi-3's;
 - the spelling of a tool call's JSON: the server parses it, and the template serialises it again;
 - another Unicode form than NFC: some tokenizers normalise;
 - a byte 0, which the server sends as the character U+0100.
@@ -38,6 +39,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..block import Root
+from ..contents import text_of
 from ..host.answers import Prompt
 from ..store.block_store import BlockStore
 from ..store.records import Commit
@@ -242,7 +244,7 @@ def _blank_ends(text: str) -> tuple[str, str]:
 
 
 def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
-    """Return a reply whose client left with all that can have been sent of it."""
+    """Return an interrupted reply, and with it all text that its client can have received."""
     detokenizer, end = tokenizer.detokenizer, tokenizer.think_end
     for token_id in reply.ids:
         detokenizer.add_token(token_id)
@@ -268,17 +270,12 @@ def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes
 
 
 def _said(message: Message) -> tuple[Any, list[Any]]:
-    """Return a message's content, with its texts joined as stock joins them, and its calls."""
-    content = message.get("content") or ""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
-        content = "".join(str(part.get("text")) for part in content)
+    """Return a message's content and its tool calls, in forms for comparison."""
+    content = text_of(message.get("content"))
     return content, [_call_of(call) for call in message.get("tool_calls") or ()]
 
 
 def _call_of(call: Any) -> list[Any]:
-    """Return a message's tool call in a form for comparison."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return [call]

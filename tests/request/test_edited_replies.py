@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from .test_replies import (
     is_fed_as_it_was,
     make_tokenizer,
     read,
+    read_again,
     thinking,
 )
 
@@ -79,9 +81,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
 
 def first_turn(chat: Chat, text: str, end: str, monkeypatch: pytest.MonkeyPatch) -> ChatTurn:
     """Have the model say a text: to its end, or cut by max_tokens, or by its client that left."""
-    ids = exactly(chat, text)
+    return said_until(chat, [QUESTION], exactly(chat, text), end, monkeypatch)
+
+
+def said_until(
+    chat: Chat, talk: list[Message], ids: list[int], end: str, monkeypatch: pytest.MonkeyPatch
+) -> ChatTurn:
     if end == "stop":
-        return chat.turn([QUESTION], [*ids, chat.tokenizer.eos_token_id])
+        return chat.turn(talk, [*ids, chat.tokenizer.eos_token_id])
     with monkeypatch.context() as leaving:
         if end == "left":
 
@@ -89,7 +96,7 @@ def first_turn(chat: Chat, text: str, end: str, monkeypatch: pytest.MonkeyPatch)
                 return remember(messages, prompt, reply, None, *rest)
 
             leaving.setattr("tests.support.chat.remember", unknown)
-        return chat.turn([QUESTION], ids, finish_reason="length")
+        return chat.turn(talk, ids, finish_reason="length")
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -277,3 +284,78 @@ def test_edits_are_read_after_a_restart_too(
         assert read(chat, after.fed) == read(chat, after.rendered)
     finally:
         store.close()
+
+
+PIECES = [
+    *(" ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "B", "x = 1", "\u00e9", "e\u0301", "\u00c5"),
+    *("\u200b", "\ufeff", "\U0001f389", "\u00a0", "\u2028", "\ufffd", "\ufb01", "\u2163", "\u0100"),
+    *("\u1100\u1161", "\uac00", "<think>", "</think>", "[INST]", "<tool_call>"),
+]
+N_EDITED = 40
+"""Conversations for each tokenizer."""
+FORMS: tuple[Any, ...] = ("NFC", "NFD", "NFKC", "NFKD")
+
+
+def edited_somewhere(rng: random.Random, text: str) -> str:
+    """Return a text with a change of any kind: at an end, in the middle, or all over."""
+    at, kind = rng.randrange(len(text) + 1), rng.randrange(6)
+    if kind == 0:
+        return text[:at] + rng.choice(PIECES) + text[at:]
+    if kind == 1:
+        return text[:at] + text[at + 1 :]
+    if kind == 2:
+        return unicodedata.normalize(rng.choice(FORMS), text)
+    if kind == 3:
+        return text.replace(*rng.choice([("  ", " "), ("\n", "\r\n"), ("\r\n", "\n"), (" ", "")]))
+    if kind == 4:
+        return rng.choice([str.strip, str.lstrip, str.rstrip])(text)
+    return rng.choice([text + rng.choice(PIECES), rng.choice(PIECES) + text, text[:at], text[at:]])
+
+
+def hold_edited_talk(
+    tokenizer: Any, is_nfc: bool, store: BlockStore, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Talk of some turns, then come back with random ones of its replies edited."""
+    rng = random.Random(seed)
+    lead, tail = rng.choice(["", "\n", " "]), rng.choice(["", "\n", " "])
+    ends = rng.choice(["EOS", "EOS\n", "\n"])
+    template = Template(lead, rng.choice(["", "| trim"]), tail, ends)
+    chat = chat_with(tokenizer, store, template)
+    end, talk, replies = tokenizer.eos_token_id, list[Message](), list[tuple[str, str]]()
+    for n in range(rng.randint(1, 3)):
+        talk.append({"role": "user", "content": f"{n}. {rng.choice(PIECES)}z"})
+        ids = []
+        for piece in rng.choices(PIECES, k=rng.randint(1, 7)):
+            ids += exactly(chat, piece) if rng.random() < 0.5 else chat.encode(piece)
+        ending = rng.choice(ENDS)
+        talk.append(said_until(chat, talk, ids, ending, monkeypatch).message)
+        replies.append((ending, talk[-1].get("content") or ""))
+
+    def shown(text: str) -> str:
+        return unicodedata.normalize("NFC", text) if is_nfc else text
+
+    for _ in range(3):
+        again, edits = copy.deepcopy(talk), list[str]()
+        for message, (ending, said) in zip(again[1::2], replies, strict=True):
+            if said and rng.random() < 0.6:
+                message["content"] = content = edited_somewhere(rng, said)
+                if not (ending != "stop" and said.startswith(content)) and content != said:
+                    edits.append(content)
+        after = chat.turn([*again, NEXT], [end])
+        fed, rendered = (shown(read(chat, ids)) for ids in (after.fed, after.rendered))
+        own, its = (chat.tokens.controls(ids) for ids in (after.fed, after.rendered))
+        assert [i for _, i in own] == [i for _, i in its], seed
+        for text in edits:
+            written = shown(read_again(chat, template.of_reply(text)))
+            assert fed.count(written) >= rendered.count(written), (seed, text)
+        if len(edits) == len(replies):
+            assert fed == rendered, seed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_edits_of_some_replies_are_read_as_edited(
+    tokenizers: dict[str, Any], store: BlockStore, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside replies that nobody edits, behind any template, however each reply ended."""
+    for seed in range(N_EDITED):
+        hold_edited_talk(tokenizers[kind], kind == "byte-level-nfc", store, seed, monkeypatch)

@@ -33,7 +33,6 @@ from . import packed as pk
 from .packed import Packed
 
 Strategy = Literal["dequantize", "packed", "tiled"]
-STRATEGIES: tuple[Strategy, ...] = ("dequantize", "packed", "tiled")
 Mask = mx.array | str | None
 
 MAX_DEQUANTIZED_BYTES = 256 << 20

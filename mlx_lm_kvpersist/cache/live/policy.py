@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import mlx.core as mx
 
 from ..geometry.precision import Quantization
-from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, Strategy
+from .attention import MAX_DEQUANTIZED_BYTES, Strategy
 
 Backend = Literal["cpu", "cuda", "metal"]
 
@@ -47,10 +47,6 @@ class Rule:
         return self.least_queries <= n_queries <= self.most_queries and n_rows >= self.least_rows
 
 
-def _any(shape: AttentionShape, keys: Quantization) -> bool:
-    return True
-
-
 def _quick_on_metal(shape: AttentionShape, keys: Quantization) -> bool:
     width = shape.k_dim + keys.padding
     is_quick = width > 128 or (width in (64, 128) and keys.bits in (2, 4, 8))
@@ -63,7 +59,7 @@ class Row(NamedTuple):
     backend: Backend
     rule: Rule
     why: str
-    fits: Callable[[AttentionShape, Quantization], bool] = _any
+    fits: Callable[[AttentionShape, Quantization], bool] = lambda shape, keys: True
 
 
 POLICY = (
@@ -118,10 +114,9 @@ def rules_for(
 class AttentionPlan:
     """How the layers of one group attend: by the first rule that applies, else dequantized.
 
-    If the model takes packed keys, at most `max_dequantized_bytes` are dequantized together: beyond
-    that `dequantize` becomes `tiled`, unless the limit is None. A tile has `tile_bytes` of
-    dequantized keys and values. Raises ValueError for an unknown strategy, and for rules of a model
-    that cannot take packed keys.
+    Rules are for models that take packed keys. Such a model dequantizes at most
+    `max_dequantized_bytes` together: beyond that `dequantize` becomes `tiled`, unless the limit is
+    None. A tile has `tile_bytes` of dequantized keys and values.
     """
 
     rules: Sequence[Rule] = ()
@@ -129,20 +124,10 @@ class AttentionPlan:
     max_dequantized_bytes: int | None = MAX_DEQUANTIZED_BYTES
     tile_bytes: int = MAX_DEQUANTIZED_BYTES
 
-    def __post_init__(self) -> None:
-        for rule in self.rules:
-            if rule.strategy not in STRATEGIES:
-                raise ValueError(f"{rule.strategy!r} is no strategy; expected one of {STRATEGIES}")
-        if self.rules and not self.can_take_packed:
-            raise ValueError(f"the model cannot take packed keys, but has the rules {self.rules}")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionPlan:
-        return self
-
     def choose(self, n_queries: int, n_keys: int, n_rows: int, token_bytes: int) -> Strategy:
         """Return the strategy for `n_queries` against `n_keys` of each of `n_rows` sequences.
 
-        `token_bytes` are those of one token's key and value, dequantized, all heads of one layer.
+        `token_bytes` is the size of a token's key and value, dequantized, all heads of one layer.
         """
         for rule in self.rules:
             if rule.applies(n_queries, n_rows):
@@ -152,12 +137,12 @@ class AttentionPlan:
         return "tiled" if is_tiled else "dequantize"
 
     def describe(self) -> dict[str, Any]:
-        """Return the plan as JSON values; `read` makes it of them."""
-        return asdict(self) | {"rules": [asdict(rule) for rule in self.rules]}
+        """Return the plan as JSON values, from which `read` makes it."""
+        return asdict(self)
 
     @classmethod
     def read(cls, described: Any) -> AttentionPlan:
-        """Return the plan that was described so. Raises KeyError or TypeError for others."""
+        """Return the plan of a description. Raises KeyError or TypeError if it describes none."""
         return cls(**{**described, "rules": tuple(Rule(**rule) for rule in described["rules"])})
 
     def __str__(self) -> str:
@@ -165,8 +150,8 @@ class AttentionPlan:
         return ", ".join(f"{name} {self.choose(n, 1, rows, 1)}" for name, (n, rows) in sizes)
 
 
-def forced_plan(strategy: Strategy, can_take_packed: bool) -> AttentionPlan:
-    """Return the plan that always takes `strategy` if the model can take packed keys."""
-    if strategy == "dequantize" or not can_take_packed:
-        return AttentionPlan(can_take_packed=can_take_packed, max_dequantized_bytes=None)
-    return AttentionPlan((Rule(strategy),), can_take_packed)
+def forced_plan(strategy: Strategy) -> AttentionPlan:
+    """Return the plan of a model that takes packed keys, which always takes `strategy`."""
+    if strategy == "dequantize":
+        return AttentionPlan(can_take_packed=True, max_dequantized_bytes=None)
+    return AttentionPlan((Rule(strategy),), can_take_packed=True)

@@ -30,9 +30,14 @@ logger = logging.getLogger(__name__)
 
 _CASES: Mapping[Backend, Mapping[tuple[int, int], Sequence[int]]] = {
     "cpu": {(300, 0): (1, 4), (1037, 243): (1, 4)},
-    "cuda": {(300, 0): (1, 8, 16, 32), (1037, 243): (1, 8, 16, 32), (33_000, 0): (1,)},
+    "cuda": {
+        (300, 0): (1, 8, 16, 32),
+        (301, 0): (1, 32),
+        (1037, 243): (1, 8, 16, 32),
+        (33_000, 0): (1,),
+    },
     "metal": {
-        (300, 0): (1, 2, 3, 4, 17, 32),
+        (301, 0): (1, 2, 3, 4, 17, 32),
         (1037, 243): (1, 2, 3, 4, 17, 32),
         (33_000, 0): (1, 32),
     },
@@ -41,9 +46,9 @@ _CASES: Mapping[Backend, Mapping[tuple[int, int], Sequence[int]]] = {
 
 The CPU backend has one kernel for all sizes. On Metal MLX 0.32 takes other kernels from 1,024 keys
 on, beyond 32,767, from 4 rows of a product on, and from 6 to 33, which depends on the device; the
-rows are the queries of all heads of a key head. On CUDA it takes others if the keys, here with
-their spare room, are a multiple of 4 or of 128, and for 16, 32, 64 and 128 rows. Each is compiled
-when it is first used, so these cases are few."""
+rows are the queries of all heads of a key head. On CUDA it takes other kernels if the keys, here
+with their spare room, are a multiple of 4, of 128, or neither, and for 16, 32, 64 and 128 rows.
+Each kernel is compiled when it is first used, so these cases are few."""
 
 _TOLERANCE = 0.1
 """Most that the result of a query may differ from plain arithmetic, as a share of its norm."""
@@ -52,10 +57,10 @@ _TOLERANCE = 0.1
 def planning(
     model: Any, spec: ModelCacheSpec, choice: Strategy | Literal["auto"] = "auto"
 ) -> Steps[ModelCacheSpec]:
-    """Plan every quantized group: by the policy, or always `choice`, as far as it is right here.
+    """Plan every quantized group: by the policy, or always `choice`, if that is right here.
 
     A forward pass shows which groups the model can attend to packed, and with how many query
-    heads; the others are dequantized. Raises ModelNotSupported if not even that is right.
+    heads. All other groups dequantize. Raises ModelNotSupported if dequantizing is wrong.
     """
     plans: dict[str, AttentionPlan] = {}
     for group in spec.quantized:
@@ -64,9 +69,10 @@ def planning(
         shape, *others = {found[slot] for slot in group.slots}
         plan = AttentionPlan()
         if shape is not None and not others:
-            plan = forced_plan("dequantize" if choice == "auto" else choice, can_take_packed=True)
             if choice == "auto":
                 plan = AttentionPlan(rules_for(shape, group.precision.keys), can_take_packed=True)
+            else:
+                plan = forced_plan(choice)
             plan = yield from checking_attention(plan, shape, group.precision, group.keys.mx_dtype)
         plans[group.name] = plan
     return planned(spec, plans)
@@ -108,14 +114,14 @@ def checking_attention(
 
 
 def device_key() -> str:
-    """Return a name for this device and version of MLX; results do not apply to others."""
+    """Return a name for this device and version of MLX: results apply to this pair only."""
     info = mx.device_info()
     name = info.get("device_name") or info.get("architecture")
     return f"{name} {mx.default_device()} mlx {version('mlx')}"
 
 
 class _Layer:
-    """Random keys and values of one layer [1, H, n_keys, D], packed and as they were computed.
+    """Random keys and values of one layer [1, H, n_keys, D], packed and in full precision.
 
     Key heads are alike, so two are enough.
     """

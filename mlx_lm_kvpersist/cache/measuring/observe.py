@@ -70,7 +70,7 @@ def probing_packed(
     refused: list[AttentionShape | None] = [None] * len(slots)
     tried = [i for i in layers if isinstance(slots[i], SequenceQuantizedKVCache)]
     for i in tried:
-        slots[i].plan = forced_plan("packed", can_take_packed=True)
+        slots[i].plan = forced_plan("packed")
     shapes = list(refused)
     try:
         with observed_attention() as calls:

@@ -26,6 +26,7 @@ from .guesses import Guesses
 from .model_provider import PluginCaches
 from .prefill import Prefill, Prefills
 from .reply import WEIGH_EVERY
+from .step_failures import Step
 
 if TYPE_CHECKING:
     from mlx_lm.generate import BatchGenerator as Stock
@@ -110,7 +111,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         for told in self._told:
             told.prompt_cache = None  # it is saved; stock keeps the list for another step
         self._ended = []
-        self._copy_rows()
         self._told, step_s = self._decode()
         self._drop_stopped()
         self._weigh()
@@ -118,10 +118,10 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._admit()
         beside = len(self._generation_batch) > 0
         for group in self._prompt_batch.ready(self._returning, beside=beside):
-            self._guarded(group, partial(self._begin_replies, group))
+            self._guarded(group, partial(self._begin_replies, group), "reply")
         if self._prompt_batch.unready:
             chunk = {self._prompt_batch.turn(): 0}
-            self._guarded(chunk, partial(self._compute, chunk, step_s))
+            self._guarded(chunk, partial(self._compute, chunk, step_s), "prompt")
         return self._ended, self._told
 
     def _decode(self) -> tuple[list[Any], float]:
@@ -131,8 +131,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._n_steps += 1
         if self._n_steps % CLEAR_EVERY == 0:
             mx.clear_cache()
-        started = time.perf_counter()
         try:
+            self._copy_rows()
+            started = time.perf_counter()
             if self._guesses is None or len(self._prompt_batch):
                 replies = batch.next()
             else:
@@ -144,7 +145,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         else:
             step_s = time.perf_counter() - started
             if replies:
-                self._caches.failures.succeeded()
+                self._caches.failures.succeeded("reply")
                 self._count(generation_steps=1, generation_tokens=len(replies), decode_time=step_s)
         is_alone = not (is_guessed or len(self._prompt_batch))
         self._limits.stepped(len(rows) if replies else 0, step_s if is_alone else None)
@@ -369,7 +370,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     # Failures. Stock forgets a request after a response, when its context has been told to stop.
 
-    def _guarded(self, prefills: Collection[Prefill], act: Callable[[], list[Any]]) -> None:
+    def _guarded(
+        self, prefills: Collection[Prefill], act: Callable[[], list[Any]], step: Step
+    ) -> None:
         """Act on prompts. What that raises ends a single one's request.
 
         Several are put back, to be computed one by one: the one at fault ends alone, and where
@@ -378,7 +381,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         assert self._caches is not None
         try:
             self._ended += act()
-            self._caches.failures.succeeded()
+            if step == "prompt":  # the first step of a reply is not evaluated yet
+                self._caches.failures.succeeded(step)
         except Exception as error:
             together = list(prefills)
             for prefill in together:
@@ -390,7 +394,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 self._put_back(prefill.uid, ids, prefill.tokens.taken, prefill.batch, None)
             if len(together) > 1:
                 logger.warning("prompts failed together and are tried by themselves: %r", error)
-            self._caches.failures.failed(error)
+            self._caches.failures.failed(error, step)
 
     def _fail(self, prefill: Prefill, error: Exception) -> None:
         """End the request of a prompt that is being computed."""
@@ -403,7 +407,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         for uid, tokens in rows:
             self._end(uid, tokens, error)
         if self._caches is not None:
-            self._caches.failures.failed(error)
+            self._caches.failures.failed(error, "reply")
 
     def _end(self, uid: int, tokens: Any, error: Exception) -> None:
         """End a request with an error; raise it where no plugin took the request."""

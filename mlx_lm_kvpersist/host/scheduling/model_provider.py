@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +43,6 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     """Whether the loaded model, its processor and its chat template take images."""
     _n_logits: int | None = None
 
-    @cached_property
-    def failures(self) -> StepFailures:
-        """The failures of the steps of whatever model is loaded."""
-        return StepFailures()
-
     @property
     def n_logits(self) -> int:
         """How many tokens the loaded model, and its draft model, can choose from."""
@@ -83,7 +78,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             answers = list(manager.ask_each("model_loaded", provider=self))
             if answers:
                 plugin, support = answers[0]
-                made = PluginCaches(self.model, plugin, support, self.failures)
+                made = PluginCaches(self.model, plugin, support)
                 self.model.make_cache = made
                 can_merge = all(hasattr(cache, "merge") for cache in made.make(raised=Exception))
                 self.is_batchable = self.draft_model is None and can_merge and support.batches
@@ -173,19 +168,13 @@ class PluginCaches(BatchMemory):
     raises here would end the generation thread: it is logged, and stock's own caches are made.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        plugin: str,
-        support: ModelSupport,
-        failures: StepFailures | None = None,
-    ) -> None:
+    def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
         # The model must not hold itself, or its weights would stay until a garbage collection.
         self._model: Any = weakref.ref(model)
         self._plugin, self._support = plugin, support
         self._n_layers = len(self._stock())
         self.limits = support.limits
-        self.failures = failures or StepFailures()
+        self.failures = StepFailures()
 
     def __call__(self) -> list[Any]:
         caches = self.make()

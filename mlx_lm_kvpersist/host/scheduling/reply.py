@@ -50,7 +50,7 @@ class ReplyQueue:
         """Whether the reply has tokens."""
         self.is_over = False
         self.error: Exception | None = None
-        """What ended the reply before its last token."""
+        """The error that ended the reply before its last token."""
 
     @property
     def is_gone(self) -> bool:

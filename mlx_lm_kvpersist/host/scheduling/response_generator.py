@@ -31,7 +31,7 @@ from ..manager import TakenTokens
 from .context_length import check_length
 from .continuation import Continuing, with_first_space
 from .images import Images, named, vision_of, with_images
-from .model_provider import account_of, loaded_name
+from .model_provider import PluginCaches, account_of, loaded_name
 from .reply import ARRIVING, ASK_EVERY, OpenRequests, ReplyQueue, UntilAsked
 from .single_prompt import MOST_DRAFTED, SinglePrompt
 from .waiting import QUIET_GAP_S, Line, Rendered, Waiting
@@ -363,11 +363,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             request[2].num_draft_tokens = min(request[2].num_draft_tokens, MOST_DRAFTED)
         super()._serve_single(request, *args)
         self.prompt_cache.single = None
-        if isinstance(reply, ReplyQueue):
+        if isinstance(reply, ReplyQueue) and isinstance(memory, PluginCaches):
             if reply.error is not None:
-                self.model_provider.failures.failed(reply.error)
+                memory.failures.failed(reply.error, "reply" if reply.has_begun else "prompt")
             elif reply.has_begun:
-                self.model_provider.failures.succeeded()
+                memory.failures.succeeded("reply")
 
     # Tokenizing.
 

@@ -8,41 +8,51 @@ only a new process helps, and a supervisor starts it.
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import mlx.core as mx
 
 from ...errors import ClientGone, DeviceFailed, RequestRefused
 
+Step = Literal["prompt", "reply"]
+"""A step computes a part of prompts, or the next tokens of replies."""
+
 MOST_IN_A_ROW = 8
-"""Failures without a success between them that end the server."""
+"""Failures of one kind of step without a success between them that end the server."""
 _N_TRIES = 3
 _PAUSE_S = 0.1
 """Between two tries: the error of a step may be reported once more to the next one."""
 
 
 class StepFailures:
-    """Counts the failures of steps since the last success. Generation thread."""
+    """Counts the failures of steps since the last success. Generation thread.
+
+    A step of the replies proves that all works. A step of a prompt proves it for prompts only: if
+    each reply fails after its prompt was computed, no request is served.
+    """
 
     def __init__(self) -> None:
-        self._n = 0
+        self._n: dict[Step, int] = {"prompt": 0, "reply": 0}
 
-    def succeeded(self) -> None:
+    def succeeded(self, step: Step) -> None:
         """A step was computed."""
-        self._n = 0
+        self._n["prompt"] = 0
+        if step == "reply":
+            self._n["reply"] = 0
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: Exception, step: Step) -> None:
         """A step failed; its clients were told.
 
         Raises DeviceFailed if the device computes nothing, or too many steps failed in a row.
         """
         if isinstance(error, (ClientGone, RequestRefused)):
             return
-        self._n += 1
+        self._n[step] = n = self._n[step] + 1
         why = f"{type(error).__name__}: {error}"
         if not _computes():
             raise DeviceFailed(f"the server ends: its device computes nothing any more ({why})")
-        if self._n >= MOST_IN_A_ROW:
-            raise DeviceFailed(f"the server ends: {self._n} steps in a row failed, at last: {why}")
+        if n >= MOST_IN_A_ROW:
+            raise DeviceFailed(f"the server ends: {n} steps in a row failed, at last: {why}")
 
 
 def _computes() -> bool:

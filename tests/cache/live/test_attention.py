@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 import pytest
@@ -20,7 +20,6 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import (
-    STRATEGIES,
     Mask,
     PackedKV,
     Strategy,
@@ -192,7 +191,7 @@ def test_precisions(precision: KVPrecision) -> None:
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", get_args(Strategy))
 @pytest.mark.parametrize("dims", [(40, 72), (80, 80), (100, 104), (112, 112), (120, 64)], ids=str)
 def test_padded_heads_attend_as_whole_ones(
     dims: tuple[int, int], strategy: Strategy, rotated: bool
@@ -207,7 +206,7 @@ def test_padded_heads_attend_as_whole_ones(
         assert mx.abs(found - written_out(queries, keys, values, 0.1, mask)).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", get_args(Strategy))
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 224, 256, 288])
 def test_rotated_attention_is_plain_attention(dim: int, strategy: Strategy) -> None:
     """For each strategy and mask. 32, 64, 128, 256: 2^k; 96, 192: 12 * 2^k; 224: 28 * 2^k."""
@@ -448,8 +447,8 @@ def test_packed_attention_never_dequantizes(monkeypatch: pytest.MonkeyPatch) -> 
 
 # --- the plan, and the caches that ask it
 
-PACKED = forced_plan("packed", can_take_packed=True)
-TILED = forced_plan("tiled", can_take_packed=True)
+PACKED = forced_plan("packed")
+TILED = forced_plan("tiled")
 
 
 def cache_of(plan: AttentionPlan | None, n_tokens: int = 0) -> SequenceQuantizedKVCache:
@@ -690,7 +689,7 @@ def test_generation_is_that_of_plain_keys(patched: None, llama_model: Any, seed:
     }
     for step in range(6):
         tokens = mx.array([[rng.randrange(97) for _ in range(rng.choice([1, 1, 4]))]])
-        plan = forced_plan(strategies_of(seed + step), can_take_packed=True)
+        plan = forced_plan(strategies_of(seed + step))
         for cache in caches["planned"]:
             cache.plan = plan
         plain, planned = (llama_model(tokens, cache=caches[way]) for way in ("plain", "planned"))

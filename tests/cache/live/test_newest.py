@@ -42,9 +42,9 @@ PRECISIONS = {
 }
 PLANS: dict[str, AttentionPlan | None] = {
     "arrays": None,
-    "dequantize": forced_plan("dequantize", can_take_packed=True),
-    "packed": forced_plan("packed", can_take_packed=True),
-    "tiles of heads": forced_plan("tiled", can_take_packed=True),
+    "dequantize": forced_plan("dequantize"),
+    "packed": forced_plan("packed"),
+    "tiles of heads": forced_plan("tiled"),
     "tiles of keys": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=25 * 4 * 96),
 }
 

@@ -74,13 +74,8 @@ def test_a_plan_takes_the_first_rule_that_applies_and_keeps_its_limit(
 
 def test_a_model_that_takes_no_packed_keys_dequantizes_everything() -> None:
     assert AttentionPlan(max_dequantized_bytes=1).choose(1, 1000, 8, 1000) == "dequantize"
-    assert forced_plan("packed", can_take_packed=False).choose(1, 9, 1, 9) == "dequantize"
-    with pytest.raises(ValueError, match="cannot take packed keys"):
-        AttentionPlan((Rule("packed"),))
-    with pytest.raises(ValueError, match="expected one of"):
-        AttentionPlan((Rule("fast"),), can_take_packed=True)  # type: ignore[arg-type]
 
 
 def test_dequantize_if_asked_for_is_never_tiled() -> None:
-    plan = forced_plan("dequantize", can_take_packed=True)
+    plan = forced_plan("dequantize")
     assert plan.choose(2, 1 << 30, 8, 1000) == "dequantize"

@@ -42,7 +42,7 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def empty_row(kind: str) -> Any:
     if kind == "full precision":
         return FullPrecisionBatchKVCache.merge([KVCache()])
-    plan = forced_plan(kind, can_take_packed=True)  # type: ignore[arg-type]
+    plan = forced_plan(kind)  # type: ignore[arg-type]
     return BatchQuantizedKVCache.merge([SequenceQuantizedKVCache(PRECISION, plan)])
 
 

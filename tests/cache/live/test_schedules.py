@@ -183,7 +183,7 @@ def patched() -> Iterator[None]:
 
 MIXED = (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1))
 PLANS = {
-    "packed": forced_plan("packed", can_take_packed=True),
+    "packed": forced_plan("packed"),
     # Tiles of one head of 6 keys: softmaxes of parts are put together all the time.
     "tiled": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=3 << 10),
     "mixed": AttentionPlan(MIXED, can_take_packed=True),

@@ -121,11 +121,31 @@ def test_packed_attention_that_is_wrong_is_left_out_and_named(
     assert "packed attention over k6rv4rb64 keys is wrong in" in caplog.text
 
 
+@pytest.mark.parametrize("backend", ["cuda", "metal"])
+@pytest.mark.parametrize("is_wrong", [lambda n: n % 4 != 0, lambda n: n % 128 == 0])
+def test_each_kind_of_number_of_keys_is_tried_on_a_gpu(
+    backend: str, is_wrong: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX takes other kernels for multiples of 4, of 128, and for all other numbers."""
+    product = pk.matmul
+
+    def multiply(x: mx.array, packed: pk.Packed, *given: Any, transpose: bool) -> mx.array:
+        right = product(x, packed, *given, transpose=transpose)
+        return right * 1.5 if transpose and is_wrong(packed[0].shape[2]) else right
+
+    cases: Any = attention_check._CASES
+    few = {size: counts for size, counts in cases[backend].items() if size[0] < 2000}
+    monkeypatch.setattr(attention_check, "_CASES", {backend: few})
+    monkeypatch.setattr(attention_check, "backend", lambda: backend)
+    monkeypatch.setattr(pk, "matmul", multiply)
+    assert [rule.strategy for rule in checked().rules] == ["tiled"]
+
+
 def test_packed_attention_that_is_wrong_is_not_taken_if_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pk, "matmul", off_beyond(pk.matmul, 1024))
-    assert checked(forced_plan("packed", can_take_packed=True)).rules == ()
+    assert checked(forced_plan("packed")).rules == ()
 
 
 def test_no_number_of_queries_takes_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +217,7 @@ def test_models_that_need_plain_keys_dequantize(model: Layers, is_taken: bool) -
     """So do layers of one group that attend in several ways."""
     spec = ModelCacheSpec.probe(model, evaluate=False)
     planned = completed(planning(model, spec, "packed"))
-    expected = forced_plan("packed", can_take_packed=True) if is_taken else AttentionPlan()
+    expected = forced_plan("packed") if is_taken else AttentionPlan()
     assert planned.plans == {"0": expected}
     assert [slot.plan for slot in planned.make_cache()] == [expected] * 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from queue import Queue
 from types import ModuleType, SimpleNamespace
@@ -20,7 +21,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.policy import forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
-from mlx_lm_kvpersist.errors import ClientGone
+from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
 from mlx_lm_kvpersist.host.answers import (
     ClientRequest,
     ModelSupport,
@@ -32,6 +33,7 @@ from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling import batch_generator, prefill
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
+from mlx_lm_kvpersist.host.scheduling.step_failures import MOST_IN_A_ROW
 from mlx_lm_kvpersist.round_trip import _Generator, tiny_model
 from tests.support.host import patched_attention, plugged
 
@@ -222,7 +224,7 @@ def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_preci
     groups[full_precision] = replace(groups[full_precision], precision=None)
     spec = spec_with(model, groups)
     for cache in spec.template:
-        cache.plan = forced_plan("dequantize", can_take_packed=True)
+        cache.plan = forced_plan("dequantize")
     support = ModelSupport(
         spec.make_cache, batch_of, rows_of, limits=PrefillLimits(1.0, lambda position: 512)
     )
@@ -716,6 +718,72 @@ def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
         while not joins.context._should_stop:
             serving.step()
     assert all("bad luck" in str(client.error) for client in (running, joins))
+    serving.run(again := serving.ask(3000, 70))
+    assert again.answer == right_answer(again)
+
+
+def until_refused(serving: Serving, client: Client) -> None:
+    while not client.context._should_stop:
+        serving.step()
+
+
+POISONED = {"prompt": (POISON - 5, 20), "last token": (POISON - 19, 20), "reply": (POISON - 20, 20)}
+"""First ids and lengths of prompts that fail in a chunk, and in either step of their replies."""
+
+
+@pytest.mark.parametrize("place", POISONED)
+def test_requests_that_all_fail_end_the_server(serve: Callable[..., Serving], place: str) -> None:
+    """Also if their prompts are computed before."""
+    serving = serve(most=64)
+    for _ in range(MOST_IN_A_ROW - 1):
+        until_refused(serving, serving.ask(*POISONED[place]))
+    serving.run(serving.ask(1000, 70))  # the count starts again
+    for _ in range(MOST_IN_A_ROW - 1):
+        until_refused(serving, serving.ask(*POISONED[place]))
+    with pytest.raises(DeviceFailed, match="8 steps in a row failed"):
+        until_refused(serving, serving.ask(*POISONED[place]))
+
+
+@pytest.mark.parametrize("is_healthy_one_replying", [True, False])
+def test_a_prompt_that_fails_again_and_again_ends_no_healthy_request(
+    serve: Callable[..., Serving], is_healthy_one_replying: bool
+) -> None:
+    serving = serve(most=64)
+    n_prompt, max_tokens = (20, 300) if is_healthy_one_replying else (4000, 4)
+    good = serving.ask(1000, n_prompt, max_tokens)
+    for _ in range(3 * MOST_IN_A_ROW):
+        until_refused(serving, serving.ask(*POISONED["prompt"]))
+    assert not good.error and bool(good.answer) == is_healthy_one_replying
+    while len(good.answer) < max_tokens:
+        serving.step()
+
+
+@pytest.mark.parametrize("n_poisoned", [MOST_IN_A_ROW - 2, MOST_IN_A_ROW - 1])
+def test_prompts_that_failed_together_and_then_alone_are_counted(
+    serve: Callable[..., Serving], n_poisoned: int
+) -> None:
+    serving = serve(most=512, joins=True)
+    bad = [serving.ask(POISON - 5, 20) for _ in range(n_poisoned)]
+    is_end = n_poisoned + 1 == MOST_IN_A_ROW  # once together, and each of them alone
+    with pytest.raises(DeviceFailed) if is_end else nullcontext():
+        for client in bad:
+            until_refused(serving, client)
+    assert all("bad luck" in str(client.error) for client in bad)
+
+
+def test_caches_that_cannot_be_copied_end_the_replies_and_not_the_server(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve(most=64)
+    running = serving.ask(1000, 20, 100)
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("no memory")
+
+        patch.setattr(serving.generator, "_copy_rows", fails)
+        until_refused(serving, running)
+        assert "no memory" in str(running.error)
     serving.run(again := serving.ask(3000, 70))
     assert again.answer == right_answer(again)
 

@@ -14,7 +14,7 @@ from mlx_lm_kvpersist.host.scheduling.step_failures import MOST_IN_A_ROW, StepFa
 
 def fail(failures: StepFailures, n: int, error: Exception | None = None) -> None:
     for _ in range(n):
-        failures.failed(error or RuntimeError("no memory"))
+        failures.failed(error or RuntimeError("no memory"), "prompt")
 
 
 def test_failures_in_a_row_end_the_server() -> None:
@@ -26,9 +26,17 @@ def test_failures_in_a_row_end_the_server() -> None:
 
 def test_a_step_that_succeeds_starts_the_count_again() -> None:
     failures = StepFailures()
-    for _ in range(3):
+    for step in ("prompt", "reply", "prompt"):
         fail(failures, MOST_IN_A_ROW - 1)
-        failures.succeeded()
+        failures.succeeded(step)
+
+
+def test_prompts_that_are_computed_do_not_hide_that_each_reply_fails() -> None:
+    failures = StepFailures()
+    with pytest.raises(DeviceFailed, match="8 steps in a row failed"):
+        for _ in range(MOST_IN_A_ROW):
+            failures.succeeded("prompt")
+            failures.failed(RuntimeError("no kernel"), "reply")
 
 
 @pytest.mark.parametrize(
