@@ -27,19 +27,22 @@ PLACE = "kvpersist_place"
 NO_RESULT = "[no result: the call was interrupted]"
 _MARK = "aa1zz"
 _ASKED: Message = {"role": "user", "content": _MARK}
-_CALL_ID = "call00000"
+_CALL_IDS = ("call00000", "call00001")
 _LOOK: dict[str, Any] = {"name": "look", "description": "Look.", "parameters": {}}
 _TOOL = {"type": "function", "function": {**_LOOK, "parameters": {"type": "object"}}}
 _ENDS = ((), ("user",), ("assistant", "user"))
 """Ends of a conversation, behind the message that is tried: a template can ask for them."""
-_KINDS = ("system", "user", "assistant", "calls", "tool")
+_KINDS = ("system", "user", "assistant", "calls", "parallel", "tool")
+"""Roles. The assistant's messages with one call, and with more, are kinds of their own."""
 _JOINS = {
     "system": ("system", "user", "tool"),
     "user": ("user", "tool"),
     "assistant": ("assistant",),
     "calls": ("assistant",),
+    "parallel": ("assistant",),
 }
 """Kinds of messages that a message can become a part of, by its own kind."""
+_CALLS = ("calls", "parallel")
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _MOST_TEMPLATES = 32
 _MOST_KNOWN = 1000
@@ -122,12 +125,12 @@ class Template:
     def fits(self, before: Sequence[str], kind: str) -> bool:
         """Tell whether the template takes a kind of message here, and a system message in place."""
         ends: Sequence[tuple[str, ...]] = _ENDS
-        place = None
+        place, usual = None, tuple(before) or ("user", "assistant")
         if kind == "system":
             # A template that counts messages takes a system message for the assistant's.
             is_asked = tuple(before[-1:]) in (("user",), ("tool",))
             ends, place = _ENDS[1 + is_asked :][:1], len(before)
-        usual = before or ("user", "assistant")
+            usual = ("user",) if is_asked else ("user", "assistant")
         tried = (self.spoken([*before, kind, *end], place) for end in ends)
         known = (self.spoken([*usual, *end]) for end in ends)
         return self._first((*before, kind), chain(tried, known)) < len(ends)
@@ -138,7 +141,7 @@ class Template:
 
     def reads_parallel_calls(self) -> bool:
         """Tell whether a message may have more than one call."""
-        called = (self._called(ids) for ids in ([_CALL_ID, "call00001"], [_CALL_ID]))
+        called = (self._called(ids) for ids in (_CALL_IDS, _CALL_IDS[:1]))
         return self._first("parallel calls", map(self._answered, called)) == 0
 
     def reads_thoughts(self) -> bool:
@@ -150,13 +153,13 @@ class Template:
     def reads_id(self, call_id: Any) -> bool:
         """Tell whether a call may have an id of this type and length."""
         name = "id", type(call_id), isinstance(call_id, str) and (len(call_id), call_id.isalnum())
-        called = (self._called([each]) for each in (call_id, _CALL_ID))
+        called = (self._called([each]) for each in (call_id, _CALL_IDS[0]))
         return self._first(name, map(self._answered, called)) == 0
 
     def wants_names(self) -> bool:
         """Tell whether a tool's result needs the name of its tool."""
         call = self._calls()
-        called = ([call, _result(_CALL_ID, name)] for name in (None, "look"))
+        called = ([call, _result(_CALL_IDS[0], name)] for name in (None, "look"))
         return self._first("names", map(self._answered, called)) == 1
 
     def form_of(self, arguments: Any) -> Any:
@@ -176,8 +179,8 @@ class Template:
         """
         made = [{"role": kind, "content": _mark(i)} for i, kind in enumerate(kinds)]
         for i, kind in enumerate(kinds):
-            if kind == "calls":
-                made[i] = self._calls()
+            if kind in _CALLS:
+                made[i] = self._calls(_CALL_IDS[: 1 + (kind == "parallel")])
             elif kind == "tool":
                 made[i] = {**self._called()[1], "content": _mark(i)}
         text = self.rendered(made)
@@ -186,12 +189,12 @@ class Template:
     def _answered(self, messages: Sequence[Message]) -> str | None:
         return self.rendered([_ASKED, *messages])
 
-    def _called(self, ids: Sequence[Any] = (_CALL_ID,)) -> list[Message]:
+    def _called(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> list[Message]:
         """Return a message with calls, and their results."""
         name = "look" if self.wants_names() else None
         return [self._calls(ids), *(_result(call_id, name) for call_id in ids)]
 
-    def _calls(self, ids: Sequence[Any] = (_CALL_ID,)) -> Message:
+    def _calls(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
         return _calling(self.form_of({"where": _MARK}), ids)
 
     def _first(self, name: Hashable, texts: Iterable[str | None]) -> int:
@@ -219,7 +222,7 @@ class _Fitting:
         self._kinds: list[str] = []
         """The kinds of the fitted messages since the last answer; repetitions are left out."""
         self._open: list[dict[str, Any]] = []
-        """The newest calls that have no result yet."""
+        """The newest of the fitted calls, as far as they have no result yet."""
         if not adapts_all:
             for message in messages:
                 self._place(message)
@@ -237,22 +240,21 @@ class _Fitting:
         if kind == "function" and not template.fits(["user", "assistant"], kind):
             message, kind = {**message, "role": "tool"}, "tool"
         if kind == "tool":
-            yield self._fit_result(message)[0]
+            yield self._fit_result(message, list(self._open))[0]
             return
-        if kind != "calls":
-            is_empty = message.get("tool_calls", 0) == []
-            yield without(message, "tool_calls") if is_empty else message
+        if kind not in _CALLS:
+            yield message if message.get("tool_calls", True) else without(message, "tool_calls")
             return
-        message = self._fit_calls(message)
-        answered = [self._fit_result(result) for result in results]
-        calls = message.get("tool_calls", ())
-        if len(calls) < 2 or template.reads_parallel_calls():
+        message, calls = self._fit_calls(message)
+        rest = list(calls)
+        answered = [self._fit_result(result, rest) for result in results]
+        answered.sort(key=lambda each: each[1] is None)  # a call can have two results
+        if len(calls) < 2 or "tool_calls" not in message or template.reads_parallel_calls():
             yield message
             yield from (result for result, _ in answered)
             return
         # Each call becomes a message of its own, before its result.
-        said = [*answered, *((None, call) for call in self._open)]
-        for result, call in said:
+        for result, call in [*answered, *((None, call) for call in rest)]:
             if call is not None:
                 yield {**message, "tool_calls": [call]}
                 message = {**without(message, *_REASONING), "content": ""}
@@ -261,33 +263,39 @@ class _Fitting:
 
     # Calls and their results.
 
-    def _fit_calls(self, message: Message) -> Message:
+    def _fit_calls(self, message: Message) -> tuple[Message, list[dict[str, Any]]]:
+        """Return a message with calls, and its calls, in a form that the template renders."""
         template = self._template
         calls = [
             _fit_call(template, call, f"{message.get(PLACE)}.{i}")
             for i, call in enumerate(message["tool_calls"])
         ]
-        content, self._open = message.get("content"), list(calls)
+        content = message.get("content")
         thoughts = next((message[name] for name in _REASONING if message.get(name)), None)
         if not template.reads_calls():
             content = joined(content, "\n".join(map(_as_text, calls)))
-            return {**without(message, "tool_calls"), "content": content}
+            return {**without(message, "tool_calls"), "content": content}, calls
         if content and thoughts and not template.reads_thoughts():
             message = {**without(message, *_REASONING), "content": joined(thoughts, content)}
-        return {**message, "tool_calls": calls}
+        return {**message, "tool_calls": calls}, calls
 
-    def _fit_result(self, message: Message) -> tuple[Message, dict[str, Any] | None]:
-        """Return a tool's result, with its call's id, and its call if that is known."""
+    def _fit_result(
+        self, message: Message, calls: list[dict[str, Any]]
+    ) -> tuple[Message, dict[str, Any] | None]:
+        """Return a tool's result, with its call's id, and its call if that is known.
+
+        calls: those without a result; the result's own is removed.
+        """
         call_id, template = message.get("tool_call_id"), self._template
         if call_id and not template.reads_id(call_id):
             call_id = _made_id(call_id)
-        if not call_id and self._open:
-            call_id = self._open[0].get("id")
+        if not call_id and calls:
+            call_id = calls[0].get("id")
         if not call_id and not template.reads_id(call_id):
             call_id = _made_id(message.get(PLACE))
-        own = next((call for call in self._open if call.get("id") == call_id), None)
+        own = next((call for call in calls if call.get("id") == call_id), None)
         if own is not None:
-            self._open.remove(own)
+            calls.remove(own)
         message = {**message, "tool_call_id": call_id} if call_id else message
         if not message.get("name") and template.wants_names():
             message = {**message, "name": str(own["function"].get("name")) if own else ""}
@@ -305,24 +313,25 @@ class _Fitting:
             message = {**message, "content": _enclosed("system-reminder", message)}
         if kind == "tool":
             message = {**message, "content": _enclosed("tool_response", message)}
-        if before in _JOINS.get(kind, ()):
-            self._join(message, kind)
-        elif kind not in ("user", "assistant", "calls"):
-            self._place({**message, "role": "user"})
-        elif before == "calls":
-            for call in self.fitted[-1]["tool_calls"]:
+        if self._open and kind in ("user", "assistant", *_CALLS):
+            for call in list(self._open):
                 name = call["function"].get("name") if self._template.wants_names() else None
                 self._append({**_result(call.get("id"), name), PLACE: message.get(PLACE)}, "tool")
+            self._open = []
             self._place(message)
+        elif before in _JOINS.get(kind, ()):
+            self._join(message, kind)
+        elif kind not in ("user", "assistant", *_CALLS):
+            self._place({**message, "role": "user"})
         else:
-            if kind != "user" and before in ("", "system"):
+            if kind != "user" and self._template.fits([*self._kinds, "user"], kind):
                 self._append(_question(message), "user")
             self._append(message, kind)
 
     def _is_left(self, message: Message, kind: str) -> bool:
         """Tell whether a message can stay in its role."""
         template = self._template
-        if (not self._adapts_all and kind != "system") or not isinstance(message.get("role"), str):
+        if not self._adapts_all and kind != "system":
             return True
         if kind == "tool" and not template.reads_calls():
             return False
@@ -333,6 +342,14 @@ class _Fitting:
     def _append(self, message: Message, kind: str) -> None:
         self.fitted.append(message)
         kinds = self._kinds
+        if kind in _CALLS:
+            self._open = list(message["tool_calls"])
+        elif kind == "tool":
+            is_own = [call.get("id") == message.get("tool_call_id") for call in self._open]
+            if True in is_own:
+                self._open.pop(is_own.index(True))
+            if self._open and kinds[-1] == "tool":
+                return  # as after the first of two results
         if kind == "assistant" and "user" in kinds:
             kinds[:] = ["user", kind]
             return
@@ -347,8 +364,9 @@ class _Fitting:
         last = self.fitted[-1]
         names = [name for name in ("content", *_REASONING) if name in last or name in message]
         both = {name: joined(last.get(name), message.get(name)) for name in names}
-        if kind == "calls":
+        if kind in _CALLS:
             both["tool_calls"], self._kinds[-1] = message["tool_calls"], kind
+            self._open = list(message["tool_calls"])
         self.fitted[-1] = {**last, **both}
 
     def _ask(self) -> None:
@@ -367,7 +385,7 @@ def _turns(messages: list[Message]) -> Iterator[tuple[Message, list[Message]]]:
     rest = deque(messages)
     while rest:
         message, results = rest.popleft(), list[Message]()
-        while _kind(message) == "calls" and rest and _kind(rest[0]) == "tool":
+        while _kind(message) in _CALLS and rest and _kind(rest[0]) == "tool":
             results.append(rest.popleft())
         yield message, results
 
@@ -401,18 +419,20 @@ def _cleaned(message: Message, knows_developer: bool) -> Message:
 
 
 def _kind(message: Message) -> str:
-    """Return a message's role, or "calls" for the assistant's message with calls of functions."""
+    """Return a message's role, or the kind of the assistant's message with calls of functions."""
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     are_calls = isinstance(calls, list) and all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     )
-    return "calls" if calls and are_calls else str(message.get("role"))
+    if not calls or not are_calls:
+        return str(message.get("role"))
+    return "calls" if len(calls) == 1 else "parallel"
 
 
 def _as_rendered(message: Message) -> Message:
     """Return a message as stock gives it to the template."""
     made = {**message, "content": text_of(message.get("content"))}
-    if _kind(message) == "calls":
+    if _kind(message) in _CALLS:
         made["tool_calls"] = calls = [dict(call) for call in message["tool_calls"]]
         for call in calls:
             if isinstance(given := call["function"].get("arguments"), str) and given:
@@ -432,7 +452,7 @@ def _as_text(call: dict[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>"
 
 
-def _calling(arguments: Any, ids: Sequence[Any] = (_CALL_ID,)) -> Message:
+def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
     """Return a message with a call for each id. An id of None is left out."""
     function = {"name": "look", "arguments": json.dumps(arguments)}
     call = {"type": "function", "function": function}
