@@ -78,8 +78,11 @@ class Template:
 
         tools: the request's. continues: the model continues the last message.
         """
-        source = getattr(self._tokenizer, "chat_template", None)
-        knows_developer = "developer" in str(self._arguments.get("chat_template") or source)
+        own, asked = getattr(self._tokenizer, "chat_template", None), "chat_template"
+        source = self._arguments.get(asked) or own
+        if isinstance(own, dict):
+            source = self._tokenizer.get_chat_template(self._arguments.get(asked), self._tools)
+        knows_developer = "developer" in str(source)
         cleaned = [_cleaned(message, knows_developer) for message in messages]
         fitted = _Fitting(self, cleaned, adapts_all=True).fitted
         if fitted != cleaned:
@@ -144,11 +147,11 @@ class Template:
         called = (self._called(ids) for ids in (_CALL_IDS, _CALL_IDS[:1]))
         return self._first("parallel calls", map(self._answered, called)) == 0
 
-    def reads_thoughts(self) -> bool:
-        """Tell whether a message with calls may have reasoning, and content."""
-        made, _ = self._called()
-        both = {**made, "content": _MARK, **dict.fromkeys(_REASONING[:2], _MARK)}
-        return self._first("thoughts", map(self._answered, ([both], [made]))) == 0
+    def reads_beside_calls(self, *names: str) -> bool:
+        """Tell whether a message with calls may have these fields, such as content."""
+        made = self._calls()
+        tried = [{**made, **dict.fromkeys(names, _MARK)}], [made]
+        return self._first(("beside calls", *names), map(self._answered, tried)) == 0
 
     def reads_id(self, call_id: Any) -> bool:
         """Tell whether a call may have an id of this type and length."""
@@ -246,10 +249,14 @@ class _Fitting:
             yield message if message.get("tool_calls", True) else without(message, "tool_calls")
             return
         message, calls = self._fit_calls(message)
+        are_read = "tool_calls" in message
+        if are_read and message.get("content") and not template.reads_beside_calls("content"):
+            yield without(message, "tool_calls")
+            message = {**without(message, *_REASONING), "content": ""}
         rest = list(calls)
         answered = [self._fit_result(result, rest) for result in results]
         answered.sort(key=lambda each: each[1] is None)  # a call can have two results
-        if len(calls) < 2 or "tool_calls" not in message or template.reads_parallel_calls():
+        if len(calls) < 2 or not are_read or template.reads_parallel_calls():
             yield message
             yield from (result for result, _ in answered)
             return
@@ -275,7 +282,8 @@ class _Fitting:
         if not template.reads_calls():
             content = joined(content, "\n".join(map(_as_text, calls)))
             return {**without(message, "tool_calls"), "content": content}, calls
-        if content and thoughts and not template.reads_thoughts():
+        both = "content", *_REASONING[:2]
+        if content and thoughts and not template.reads_beside_calls(*both):
             message = {**without(message, *_REASONING), "content": joined(thoughts, content)}
         return {**message, "tool_calls": calls}, calls
 

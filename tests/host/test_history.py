@@ -335,6 +335,16 @@ def test_a_template_is_asked_once(models_dir: Path) -> None:
     assert n_asked[0] == 2  # as it came, which is refused, and as it is adapted
 
 
+def test_only_the_named_template_in_use_is_asked_whether_it_knows_developers(
+    models_dir: Path,
+) -> None:
+    tokenizer = load(make_tiny_model(models_dir / "named developers"))
+    tokenizer.chat_template = {"default": GENERIC, "tool_use": "{#- developer #}" + GENERIC}
+    renderer = Renderer(tokenizer)
+    assert renderer.text(said(TALK[:3])).startswith("<|im_start|>system\n<0>")
+    assert renderer.text(said(TALK[:3], TOOL)).startswith("<|im_start|>developer\n<0>")
+
+
 # What is refused.
 
 CHANNEL = "<|channel|>analysis"
@@ -355,6 +365,14 @@ def test_a_message_that_cannot_be_rendered_is_named(
     with pytest.raises(RequestRefused) as refused:
         renderers["harmony"].prompt(form(history), api)
     assert f"; {place} cannot be rendered (change it, or leave it out)" in str(refused.value)
+
+
+@pytest.mark.parametrize("role", [{}, {"role": None}])
+def test_a_message_without_a_role_is_named(
+    renderers: dict[str, Renderer], role: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestRefused, match=re.escape("messages[1].role is null")):
+        renderers["chatml"].prompt(said([user(), {"content": "<a1>", **role}]))
 
 
 def test_no_message_is_blamed_for_what_the_request_asks(renderers: dict[str, Renderer]) -> None:

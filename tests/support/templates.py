@@ -163,6 +163,13 @@ COUNTED = (
 ) + MISTRAL
 """As in Mistral's newer templates: each call must have one result before the next message."""
 
+APART = CHATML.replace(
+    "{%- if m.role == 'tool' %}",
+    "{%- if m.tool_calls and m.content %}{{ raise_exception('Content beside calls!') }}"
+    "{%- elif m.role == 'tool' %}",
+)
+"""Calls have no content beside them."""
+
 STRINGS = CHATML.replace(
     "{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments + '' }}"
 )
@@ -177,4 +184,4 @@ SHAPES = {
     "harmony": HARMONY,
 }
 """The templates of the models that are used most, by their kind."""
-OTHERS = {"query": QUERY, "counted": COUNTED, "strings": STRINGS}
+OTHERS = {"query": QUERY, "counted": COUNTED, "apart": APART, "strings": STRINGS}

@@ -194,7 +194,7 @@ def check_messages(messages: Any) -> None:
     """Refuse messages of a form that stock cannot render. Any thread."""
     for i, message in enumerate(require_objects("messages", messages)):
         content, role = message.get("content"), message.get("role")
-        require(isinstance(role, str), f"messages[{i}].role", role, '"user" or another role')
+        require(role is not None, f"messages[{i}].role", role, '"user" or another role')
         for j, part in enumerate(content if isinstance(content, list) else ()):
             name = f"messages[{i}].content[{j}]"
             require(isinstance(part, dict), name, part, "an object")
