@@ -78,10 +78,10 @@ class Template:
 
         tools: the request's. continues: the model continues the last message.
         """
-        own, asked = getattr(self._tokenizer, "chat_template", None), "chat_template"
-        source = self._arguments.get(asked) or own
-        if isinstance(own, dict):
-            source = self._tokenizer.get_chat_template(self._arguments.get(asked), self._tools)
+        own, given = getattr(self._tokenizer, "chat_template", None), self._arguments
+        source = given.get("chat_template") or own
+        if isinstance(own, dict):  # by name
+            source = self._tokenizer.get_chat_template(given.get("chat_template"), self._tools)
         knows_developer = "developer" in str(source)
         cleaned = [_cleaned(message, knows_developer) for message in messages]
         fitted = _Fitting(self, cleaned, adapts_all=True).fitted
@@ -352,6 +352,8 @@ class _Fitting:
         kinds = self._kinds
         if kind in _CALLS:
             self._open = list(message["tool_calls"])
+        elif kind == "assistant":
+            self._open = []
         elif kind == "tool":
             is_own = [call.get("id") == message.get("tool_call_id") for call in self._open]
             if True in is_own:
