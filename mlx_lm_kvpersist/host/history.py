@@ -145,25 +145,25 @@ class Template:
     def reads_parallel_calls(self) -> bool:
         """Tell whether a message may have more than one call."""
         called = (self._called(ids) for ids in (_CALL_IDS, _CALL_IDS[:1]))
-        return self._first("parallel calls", map(self._answered, called)) == 0
+        return self._reads("parallel calls", called)
 
     def reads_beside_calls(self, *names: str) -> bool:
         """Tell whether a message with calls may have these fields, such as content."""
         made = self._calls()
-        tried = [{**made, **dict.fromkeys(names, _MARK)}], [made]
-        return self._first(("beside calls", *names), map(self._answered, tried)) == 0
+        both = {**made, **dict.fromkeys(names, _MARK)}
+        return self._reads(("beside calls", *names), ([both], [made]))
 
     def reads_id(self, call_id: Any) -> bool:
         """Tell whether a call may have an id of this type and length."""
         name = "id", type(call_id), isinstance(call_id, str) and (len(call_id), call_id.isalnum())
         called = (self._called([each]) for each in (call_id, _CALL_IDS[0]))
-        return self._first(name, map(self._answered, called)) == 0
+        return self._reads(name, called)
 
     def wants_names(self) -> bool:
         """Tell whether a tool's result needs the name of its tool."""
         call = self._calls()
         called = ([call, _result(_CALL_IDS[0], name)] for name in (None, "look"))
-        return self._first("names", map(self._answered, called)) == 1
+        return not self._reads("names", called)
 
     def form_of(self, arguments: Any) -> Any:
         """Return a call's arguments in the first form that the template renders."""
@@ -172,7 +172,7 @@ class Template:
         forms = [arguments, {} if is_empty else {"arguments": arguments}, text]
         if isinstance(arguments, dict):
             forms = [arguments, text]
-        tried = (self._answered([_calling(form)]) for form in forms)
+        tried = (self.rendered([_ASKED, _calling(form)]) for form in forms)
         return forms[self._first(("arguments", type(arguments), is_empty), tried)]
 
     def spoken(self, kinds: Sequence[str], place: int | None = None) -> str | None:
@@ -189,9 +189,6 @@ class Template:
         text = self.rendered(made)
         return text if text and (place is None or _is_in_place(text, place)) else None
 
-    def _answered(self, messages: Sequence[Message]) -> str | None:
-        return self.rendered([_ASKED, *messages])
-
     def _called(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> list[Message]:
         """Return a message with calls, and their results."""
         name = "look" if self.wants_names() else None
@@ -200,17 +197,22 @@ class Template:
     def _calls(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
         return _calling(self.form_of({"where": _MARK}), ids)
 
+    def _reads(self, name: Hashable, forms: Iterable[list[Message]]) -> bool:
+        """Tell whether the template renders the first form of messages, or refuses all forms."""
+        return self._first(name, (self.rendered([_ASKED, *form]) for form in forms)) == 0
+
     def _first(self, name: Hashable, texts: Iterable[str | None]) -> int:
         """Return the index of the first text that was rendered, 0 if none was.
 
         name: the name of the question. Each question is asked once.
         """
-        if name not in self._known:
+        index = self._known.get(name)
+        if index is None:
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()  # clients send any role
             found = (i for i, text in enumerate(texts) if text is not None)
-            self._known[name] = next(found, 0)
-        return self._known[name]
+            index = self._known[name] = next(found, 0)
+        return index
 
 
 class _Fitting:
