@@ -356,10 +356,9 @@ class _Fitting:
             self._open = list(message["tool_calls"])
         elif kind == "assistant":
             self._open = []
-        elif kind == "tool":
-            is_own = [call.get("id") == message.get("tool_call_id") for call in self._open]
-            if True in is_own:
-                self._open.pop(is_own.index(True))
+        elif kind == "tool" and self._open:
+            ids, own = [call.get("id") for call in self._open], message.get("tool_call_id")
+            self._open.pop(ids.index(own) if own in ids else 0)
             if self._open and kinds[-1] == "tool":
                 return  # as after the first of two results
         if kind == "assistant" and "user" in kinds:

@@ -139,6 +139,8 @@ HISTORIES: dict[str, list[Message]] = {
                                         user("<u2>")],
     "two calls with one id": [user(), calls(call(), call('{"where": "<c2>"}')), result(),
                               result("<r2>"), answer(), user("<u2>")],
+    "a result with another id": [user(), calls(), result(call_id="x1"), answer(), user("<u2>")],
+    "a result with another id, interrupted": [user(), calls(*TWO), result(), user("<u2>")],
     "two equal calls": [user(), calls(call(), call()), result(), result("<r2>"), answer(),
                         user("<u2>")],
     "two results first": [result("<r1>", "x1"), result("<r2>", "x2"), user()],
