@@ -227,7 +227,7 @@ class _Fitting:
         self._kinds: list[str] = []
         """The kinds of the fitted messages since the last answer; repetitions are left out."""
         self._open: list[dict[str, Any]] = []
-        """The newest of the fitted calls, as far as they have no result yet."""
+        """The fitted calls since the last question or answer that have no result yet."""
         if not adapts_all:
             for message in messages:
                 self._place(message)
@@ -353,8 +353,8 @@ class _Fitting:
         self.fitted.append(message)
         kinds = self._kinds
         if kind in _CALLS:
-            self._open = list(message["tool_calls"])
-        elif kind == "assistant":
+            self._open = [*self._open, *message["tool_calls"]]
+        elif kind in ("user", "assistant"):
             self._open = []
         elif kind == "tool" and self._open:
             ids, own = [call.get("id") for call in self._open], message.get("tool_call_id")
