@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 
-def joined(content: Any, more: Any) -> Any:
-    """Join the contents of two messages, with an empty line between them."""
+def joined(content: Any, more: Any, between: str = "\n\n") -> Any:
+    """Join the contents of two messages; by default an empty line stands between them."""
     if not content or not more:
         return content or more or ""
     if isinstance(content, list) or isinstance(more, list):
-        return [*parts_of(content), *parts_of("\n\n"), *parts_of(more)]
-    return f"{content}\n\n{more}"
+        return [*parts_of(content), *(parts_of(between) if between else ()), *parts_of(more)]
+    return f"{content}{between}{more}"
 
 
 def parts_of(content: Any) -> list[Any]:

@@ -49,13 +49,3 @@ def require_objects(name: str, value: Any) -> list[dict[str, Any]]:
     """Return a list of objects; refuse a value that is none."""
     require(isinstance(value, list), name, value, "a list of objects")
     return [require_object(f"{name}[{i}]", each) for i, each in enumerate(value)]
-
-
-def require_no_blank_end(name: str, text: str) -> None:
-    """Refuse a last message to be continued that ends with white space, as Anthropic's API does.
-
-    Templates trim it, and a model's next word begins with the space before it.
-    """
-    if text != text.rstrip():
-        why = "final assistant content cannot end with trailing whitespace; leave it out"
-        raise RequestRefused(f"{name}: {why}")

@@ -15,14 +15,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..error_forms import anthropic_error
-from ..fields import (
-    refuse,
-    require,
-    require_no_blank_end,
-    require_object,
-    require_objects,
-    require_text,
-)
+from ..fields import refuse, require, require_object, require_objects, require_text
 from . import translation as chat
 from .session_keys import is_kept
 from .translation import ChatRequest, Event, Message, OpenPart, Part, ReplyParts
@@ -51,7 +44,7 @@ class MessagesAPI:
         listed = [tool for tool, is_deferred in tools.values() if not is_deferred]
         places, messages = zip(*_messages(body, tools), strict=True)
         made: dict[str, Any] = {"messages": list(messages)}
-        if _is_continued(places[-1], messages[-1]):
+        if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             made["continue_final_message"] = True
         if listed:
             made["tools"] = listed
@@ -73,8 +66,8 @@ class MessagesAPI:
             made["tool_choice"] = "none"
         model = require_text("model", body.get("model", "default_model"))
         reply = MessagesReply(model, marks_cache=_marks_cache(body) and is_kept(headers))
-        all_tools = [tool for tool, _ in tools.values()]
-        return ChatRequest(made, all_tools, chat.is_stream(body), reply, places)
+        known = [tool for tool, _ in tools.values()]
+        return ChatRequest(made, known, chat.is_stream(body), reply, places)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return anthropic_error(status, message)
@@ -112,14 +105,6 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[s
         else:
             refuse(f"{name}.role", role, '"user", "assistant" or "system"')
     return made
-
-
-def _is_continued(name: str, last: Message) -> bool:
-    """Tell whether the reply continues the last message, as the assistant's text is continued."""
-    if last["role"] != "assistant" or last.get("tool_calls"):
-        return False
-    require_no_blank_end(name, last["content"])
-    return True
 
 
 def _blocks(name: str, content: Any) -> list[dict[str, Any]]:

@@ -63,18 +63,20 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
     """Append a message, with its place in the body, or join it with the speaker's last message.
 
-    Anthropic's API reads consecutive messages of a user, or of the assistant, as one. Two things
-    stay apart: calls and a text behind them, and an image, which may be refused in the newest
+    Anthropic's API reads consecutive messages of a user, or of the assistant, as one. A text after
+    calls stays in a message of its own, and so does an image, which may be refused in the newest
     message only.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
     are_texts = all(isinstance(text_of(each.get("content")), str) for each in (last, message))
-    if not (is_more and are_texts) or "tool_calls" in last:
+    is_behind_calls = "tool_calls" in last and bool(message["content"] or "reasoning" in message)
+    if not (is_more and are_texts) or is_behind_calls:
         messages.append((place, message))
         return
     both = {name: joined(last.get(name), message.get(name)) for name in ("content", "reasoning")}
-    last |= {**message, **{name: text for name, text in both.items() if text}}
+    both["tool_calls"] = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+    last |= {name: value for name, value in both.items() if value}
 
 
 def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

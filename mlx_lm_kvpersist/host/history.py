@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
-from ..contents import joined, parts_of, readable, text_of
+from ..contents import joined, readable, text_of
 
 Message = dict[str, Any]
 
@@ -24,19 +26,23 @@ PLACE = "kvpersist_place"
 """The field with a message's index in the client's list, while the message is adapted."""
 NO_RESULT = "[no result: the call was interrupted]"
 _MARK = "aa1zz"
-_CALL_ID = "call00000"
+_ASKED: Message = {"role": "user", "content": _MARK}
+_CALL_IDS = ("call00000", "call00001")
 _LOOK: dict[str, Any] = {"name": "look", "description": "Look.", "parameters": {}}
 _TOOL = {"type": "function", "function": {**_LOOK, "parameters": {"type": "object"}}}
 _ENDS = ((), ("user",), ("assistant", "user"))
 """Ends of a conversation, behind the message that is tried: a template can ask for them."""
-_KINDS = ("system", "user", "assistant", "calls", "tool")
+_KINDS = ("system", "user", "assistant", "calls", "parallel", "tool")
+"""Roles. The assistant's messages with one call, and with more, are kinds of their own."""
 _JOINS = {
     "system": ("system", "user", "tool"),
     "user": ("user", "tool"),
     "assistant": ("assistant",),
     "calls": ("assistant",),
+    "parallel": ("assistant",),
 }
 """Kinds of messages that a message can become a part of, by its own kind."""
+_CALLS = ("calls", "parallel")
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _MOST_TEMPLATES = 32
 _MOST_KNOWN = 1000
@@ -63,7 +69,7 @@ class Template:
     def __init__(self, tokenizer: Any, arguments: dict[str, Any], *, has_tools: bool) -> None:
         self._tokenizer, self._arguments = tokenizer, arguments
         self._tools = [_TOOL] if has_tools else None
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[Hashable, int] = {}
 
     def fit(
         self, messages: list[Message], tools: Any = None, *, continues: bool = False
@@ -72,8 +78,11 @@ class Template:
 
         tools: the request's. continues: the model continues the last message.
         """
-        source = getattr(self._tokenizer, "chat_template", None)
-        knows_developer = "developer" in str(self._arguments.get("chat_template") or source)
+        own, given = getattr(self._tokenizer, "chat_template", None), self._arguments
+        source = given.get("chat_template") or own
+        if isinstance(own, dict):  # by name
+            source = self._tokenizer.get_chat_template(given.get("chat_template"), self._tools)
+        knows_developer = "developer" in str(source)
         cleaned = [_cleaned(message, knows_developer) for message in messages]
         fitted = _Fitting(self, cleaned, adapts_all=True).fitted
         if fitted != cleaned:
@@ -83,7 +92,7 @@ class Template:
         return fitted
 
     def refused(self, messages: list[Message], tools: Any, *, continues: bool) -> int | None:
-        """Return the `PLACE` of the first message that cannot be rendered; None: no message is why.
+        """Return the `PLACE` of the first message that cannot be rendered, None if all can.
 
         messages: before they were fitted.
         """
@@ -93,8 +102,7 @@ class Template:
             fitted = self.fit(messages[:n], tools, continues=is_end)
             return self.rendered(fitted, tools, continues=is_end) is None
 
-        usual = [{"role": "user", "content": _MARK}]
-        if not messages or self.rendered(usual, tools) is None or not fails(len(messages)):
+        if not messages or self.rendered([_ASKED], tools) is None or not fails(len(messages)):
             return None
         n = bisect_left(range(1, len(messages)), True, key=fails)
         return messages[n].get(PLACE)
@@ -102,14 +110,16 @@ class Template:
     def rendered(
         self, messages: Sequence[Message], tools: Any = None, *, continues: bool = False
     ) -> str | None:
-        """Return the text of messages as the server has it rendered, None if that fails."""
+        """Return the text that the server makes of messages, None if that fails."""
         given = {**self._arguments, "tokenize": False, "tools": tools or self._tools}
         if continues:
             given["continue_final_message"] = True
         try:
             made = [_as_rendered(message) for message in messages]
             render = self._tokenizer.apply_chat_template
-            return str(render(made, add_generation_prompt=not continues, **given)) or None
+            text = str(render(made, add_generation_prompt=not continues, **given))
+            text.encode()  # half a surrogate pair in a call's arguments has no tokens
+            return text or None
         except Exception:
             return None
 
@@ -117,81 +127,92 @@ class Template:
 
     def fits(self, before: Sequence[str], kind: str) -> bool:
         """Tell whether the template takes a kind of message here, and a system message in place."""
-        # A template that counts messages takes a system message for the assistant's.
-        answered = tuple(before[-1:]) in (("user",), ("tool",))
-        ends = (_ENDS[1 + answered],) if kind == "system" else _ENDS
-
-        def find() -> bool:
-            for end in ends:
-                text = self.rendered(self.spoken([*before, kind, *end]))
-                if text is not None and (kind != "system" or _is_in_place(text, len(before))):
-                    return True
-            usual = before or ("user", "assistant")
-            return all(self.rendered(self.spoken([*usual, *end])) is None for end in ends)
-
-        return bool(self._know((*before, kind), find))
+        ends: Sequence[tuple[str, ...]] = _ENDS
+        place, usual = None, tuple(before) or ("user", "assistant")
+        if kind == "system":
+            # A template that counts messages takes a system message for the assistant's.
+            is_asked = tuple(before[-1:]) in (("user",), ("tool",))
+            ends, place = _ENDS[1 + is_asked :][:1], len(before)
+            usual = ("user",) if is_asked else ("user", "assistant")
+        tried = (self.spoken([*before, kind, *end], place) for end in ends)
+        known = (self.spoken([*usual, *end]) for end in ends)
+        return self._first((*before, kind), chain(tried, known)) < len(ends)
 
     def reads_calls(self) -> bool:
         """Tell whether the template takes calls, and their results."""
         return self.fits(["user"], "calls") and self.fits(["user", "calls"], "tool")
 
-    def reads(self, name: Hashable, *messages: Message) -> bool:
-        """Tell whether the template takes messages after a question, all else in them being usual.
+    def reads_parallel_calls(self) -> bool:
+        """Tell whether a message may have more than one call."""
+        called = (self._called(ids) for ids in (_CALL_IDS, _CALL_IDS[:1]))
+        return self._reads("parallel calls", called)
 
-        name: by which the answer is known.
-        """
-        asked = {"role": "user", "content": _MARK}
-        return bool(self._know(name, lambda: self.rendered([asked, *messages]) is not None))
+    def reads_beside_calls(self, *names: str) -> bool:
+        """Tell whether a message with calls may have these fields, such as content."""
+        made = self._calls()
+        both = {**made, **dict.fromkeys(names, _MARK)}
+        return self._reads(("beside calls", *names), ([both], [made]))
 
     def reads_id(self, call_id: Any) -> bool:
         """Tell whether a call may have an id of this type and length."""
         name = "id", type(call_id), isinstance(call_id, str) and (len(call_id), call_id.isalnum())
-        return self.reads(name, *self.called(call_id)) or not self.reads("call", *self.called())
+        called = (self._called([each]) for each in (call_id, _CALL_IDS[0]))
+        return self._reads(name, called)
 
     def wants_names(self) -> bool:
         """Tell whether a tool's result needs the name of its tool."""
-        called, result = self._calls(_CALL_ID), {"role": "tool", "content": _MARK}
-        result["tool_call_id"] = _CALL_ID
-        named = self.reads("named", called, {**result, "name": "look"})
-        return named and not self.reads("nameless", called, result)
+        call = self._calls()
+        called = ([call, _result(_CALL_IDS[0], name)] for name in (None, "look"))
+        return not self._reads("names", called)
 
     def form_of(self, arguments: Any) -> Any:
         """Return a call's arguments in the first form that the template renders."""
-        forms = _forms(arguments)
-
-        def find() -> int:
-            asked = {"role": "user", "content": _MARK}
-            texts = (self.rendered([asked, _calling(form)]) for form in forms)
-            return next((i for i, text in enumerate(texts) if text is not None), 0)
-
+        text = json.dumps(arguments, ensure_ascii=False)
         is_empty = arguments in ("", None)
-        return forms[self._know(("arguments", type(arguments), is_empty), find)]
+        forms = [arguments, {} if is_empty else {"arguments": arguments}, text]
+        if isinstance(arguments, dict):
+            forms = [arguments, text]
+        tried = (self.rendered([_ASKED, _calling(form)]) for form in forms)
+        return forms[self._first(("arguments", type(arguments), is_empty), tried)]
 
-    def called(self, *ids: Any) -> list[Message]:
-        """Return a message with calls, and their results."""
-        ids = ids or (_CALL_ID,)
-        results = [_result(call_id, "look" if self.wants_names() else None) for call_id in ids]
-        return [self._calls(*ids), *results]
+    def spoken(self, kinds: Sequence[str], place: int | None = None) -> str | None:
+        """Return the text of a message of each kind, None if the template refuses them.
 
-    def spoken(self, kinds: Sequence[str]) -> list[Message]:
-        """Return a message of each kind, with a text of its own."""
+        place: the index of a message whose text must stand between the texts of its neighbours.
+        """
         made = [{"role": kind, "content": _mark(i)} for i, kind in enumerate(kinds)]
         for i, kind in enumerate(kinds):
-            if kind == "calls":
-                made[i] = self._calls(_CALL_ID)
+            if kind in _CALLS:
+                made[i] = self._calls(_CALL_IDS[: 1 + (kind == "parallel")])
             elif kind == "tool":
-                made[i] = {**self.called()[1], "content": _mark(i)}
-        return made
+                made[i] = {**self._called()[1], "content": _mark(i)}
+        text = self.rendered(made)
+        return text if text and (place is None or _is_in_place(text, place)) else None
 
-    def _calls(self, *ids: Any) -> Message:
-        return _calling(self.form_of({"where": _MARK}), *ids)
+    def _called(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> list[Message]:
+        """Return a message with calls, and their results."""
+        name = "look" if self.wants_names() else None
+        return [self._calls(ids), *(_result(call_id, name) for call_id in ids)]
 
-    def _know(self, name: Hashable, find: Callable[[], Any]) -> Any:
-        if name not in self._known:
+    def _calls(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
+        return _calling(self.form_of({"where": _MARK}), ids)
+
+    def _reads(self, name: Hashable, forms: Iterable[list[Message]]) -> bool:
+        """Tell whether the template renders the first form of messages, or refuses all forms."""
+        return self._first(name, (self.rendered([_ASKED, *form]) for form in forms)) == 0
+
+    def _first(self, name: Hashable, texts: Iterable[str | None]) -> int:
+        """Return the index of the first text that was rendered, 0 if none was.
+
+        name: the name of the question. Each question is asked once.
+        """
+        index = self._known.get(name)
+        if index is None:
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()  # clients send any role
-            self._known[name] = find()
-        return self._known[name]
+            found = (i for i, text in enumerate(texts) if text is not None)
+            index = self._known[name] = next(found, 0)
+        return index
 
 
 class _Fitting:
@@ -205,81 +226,90 @@ class _Fitting:
         self.fitted: list[Message] = []
         self._kinds: list[str] = []
         """The kinds of the fitted messages since the last answer; repetitions are left out."""
-        self._open: list[Any] = []
-        """The calls of this turn that have no result yet."""
-        self._unsaid: list[Any] = []
-        """Those of them that are not among the fitted messages: each goes before its result."""
-        self._caller: Message = {}
-        for message in messages:
-            self._place(message) if not adapts_all else self._fit(message)
-        self._say(self._unsaid)
+        self._open: list[dict[str, Any]] = []
+        """The fitted calls since the last question or answer that have no result yet."""
+        if not adapts_all:
+            for message in messages:
+                self._place(message)
+            return
+        for caller, results in _turns(messages):
+            for message in self._fit(caller, results):
+                self._place(message)
         roles = [message.get("role") for message in self.fitted]
-        if adapts_all and roles and "user" not in roles:
+        if roles and "user" not in roles:
             self._ask()
 
-    def _fit(self, message: Message) -> None:
+    def _fit(self, message: Message, results: list[Message]) -> Iterator[Message]:
+        """Yield a message in a form that the template renders, and the results of its calls."""
         kind, template = _kind(message), self._template
         if kind == "function" and not template.fits(["user", "assistant"], kind):
             message, kind = {**message, "role": "tool"}, "tool"
         if kind == "tool":
-            message = self._fit_result(message)
-        else:
-            self._say(self._unsaid)
-        if kind == "calls":
-            message = self._fit_calls(message)
-        elif message.get("tool_calls", 0) == []:
-            empty = {"role": "assistant", "content": _MARK, "tool_calls": []}
-            if not template.reads("no calls", empty, {"role": "user", "content": _MARK}):
-                message = without(message, "tool_calls")
-        if kind != "calls" or not self._unsaid:
-            self._place(message)
+            yield self._fit_result(message, list(self._open))[0]
+            return
+        if kind not in _CALLS:
+            yield message if message.get("tool_calls", True) else without(message, "tool_calls")
+            return
+        message, calls = self._fit_calls(message)
+        are_read = "tool_calls" in message
+        if are_read and message.get("content") and not template.reads_beside_calls("content"):
+            yield without(message, "tool_calls")
+            message = {**without(message, *_REASONING), "content": ""}
+        rest = list(calls)
+        answered = [self._fit_result(result, rest) for result in results]
+        answered.sort(key=lambda each: each[1] is None)  # a call can have two results
+        if len(calls) < 2 or not are_read or template.reads_parallel_calls():
+            yield message
+            yield from (result for result, _ in answered)
+            return
+        # Each call becomes a message of its own, before its result.
+        for result, call in [*answered, *((None, call) for call in rest)]:
+            if call is not None:
+                yield {**message, "tool_calls": [call]}
+                message = {**without(message, *_REASONING), "content": ""}
+            if result is not None:
+                yield result
 
     # Calls and their results.
 
-    def _fit_calls(self, message: Message) -> Message:
+    def _fit_calls(self, message: Message) -> tuple[Message, list[dict[str, Any]]]:
+        """Return a message with calls, and its calls, in a form that the template renders."""
         template = self._template
         calls = [
             _fit_call(template, call, f"{message.get(PLACE)}.{i}")
             for i, call in enumerate(message["tool_calls"])
         ]
-        content, thoughts = message.get("content"), _thoughts(message)
-        message, self._open = {**message, "tool_calls": calls}, list(calls)
+        content = message.get("content")
+        thoughts = next((message[name] for name in _REASONING if message.get(name)), None)
         if not template.reads_calls():
             content = joined(content, "\n".join(map(_as_text, calls)))
-            message = {**without(message, "tool_calls"), "content": content}
-        elif content and thoughts:
-            made, _ = template.called()
-            both = {**made, "content": _MARK, **dict.fromkeys(_REASONING[:2], _MARK)}
-            if template.reads("call", *template.called()) and not template.reads("thoughts", both):
-                message = {**without(message, *_REASONING), "content": joined(thoughts, content)}
-        if len(calls) > 1 and "tool_calls" in message:
-            if not template.reads("calls", *template.called(_CALL_ID, "call00001")):
-                self._unsaid, self._caller = list(calls), message
-        return message
+            return {**without(message, "tool_calls"), "content": content}, calls
+        both = "content", *_REASONING[:2]
+        if content and thoughts and not template.reads_beside_calls(*both):
+            message = {**without(message, *_REASONING), "content": joined(thoughts, content)}
+        return {**message, "tool_calls": calls}, calls
 
-    def _say(self, calls: list[Any]) -> None:
-        """Add a message for each of some calls that wait for their result."""
-        for call in list(calls):
-            self._unsaid.remove(call)
-            self._place({**self._caller, "tool_calls": [call]})
-            self._caller = {**without(self._caller, *_REASONING), "content": ""}
+    def _fit_result(
+        self, message: Message, calls: list[dict[str, Any]]
+    ) -> tuple[Message, dict[str, Any] | None]:
+        """Return a tool's result, with its call's id, and its call if that is known.
 
-    def _fit_result(self, message: Message) -> Message:
+        calls: those without a result; the result's own is removed.
+        """
         call_id, template = message.get("tool_call_id"), self._template
         if call_id and not template.reads_id(call_id):
             call_id = _made_id(call_id)
-        if not call_id and self._open:
-            call_id = self._open[0].get("id")
+        if not call_id and calls:
+            call_id = calls[0].get("id")
         if not call_id and not template.reads_id(call_id):
             call_id = _made_id(message.get(PLACE))
-        own = [call for call in self._open if call.get("id") == call_id][:1]
-        self._open = [call for call in self._open if call not in own]
-        self._say([call for call in own if call in self._unsaid])
+        own = next((call for call in calls if call.get("id") == call_id), None)
+        if own is not None:
+            calls.remove(own)
         message = {**message, "tool_call_id": call_id} if call_id else message
         if not message.get("name") and template.wants_names():
-            names = [call["function"].get("name") for call in own]
-            message = {**message, "name": str(*names[:1])}
-        return message
+            message = {**message, "name": str(own["function"].get("name")) if own else ""}
+        return message, own
 
     # Roles.
 
@@ -293,25 +323,25 @@ class _Fitting:
             message = {**message, "content": _enclosed("system-reminder", message)}
         if kind == "tool":
             message = {**message, "content": _enclosed("tool_response", message)}
-        if before in _JOINS.get(kind, ()):
-            self._join(message, kind)
-        elif kind not in ("user", "assistant", "calls"):
-            self._place({**message, "role": "user"})
-        elif before == "calls":
-            for call in self.fitted[-1]["tool_calls"]:
+        if self._open and kind in ("user", "assistant", *_CALLS):
+            for call in list(self._open):
                 name = call["function"].get("name") if self._template.wants_names() else None
                 self._append({**_result(call.get("id"), name), PLACE: message.get(PLACE)}, "tool")
             self._open = []
             self._place(message)
+        elif before in _JOINS.get(kind, ()):
+            self._join(message, kind)
+        elif kind not in ("user", "assistant", *_CALLS):
+            self._place({**message, "role": "user"})
         else:
-            if kind != "user" and before in ("", "system"):
+            if kind != "user" and self._template.fits([*self._kinds, "user"], kind):
                 self._append(_question(message), "user")
             self._append(message, kind)
 
     def _is_left(self, message: Message, kind: str) -> bool:
         """Tell whether a message can stay in its role."""
         template = self._template
-        if (not self._adapts_all and kind != "system") or not isinstance(message.get("role"), str):
+        if not self._adapts_all and kind != "system":
             return True
         if kind == "tool" and not template.reads_calls():
             return False
@@ -322,6 +352,15 @@ class _Fitting:
     def _append(self, message: Message, kind: str) -> None:
         self.fitted.append(message)
         kinds = self._kinds
+        if kind in _CALLS:
+            self._open = [*self._open, *message["tool_calls"]]
+        elif kind in ("user", "assistant"):
+            self._open = []
+        elif kind == "tool" and self._open:
+            ids, own = [call.get("id") for call in self._open], message.get("tool_call_id")
+            self._open.pop(ids.index(own) if own in ids else 0)
+            if self._open and kinds[-1] == "tool":
+                return  # as after the first of two results
         if kind == "assistant" and "user" in kinds:
             kinds[:] = ["user", kind]
             return
@@ -336,37 +375,45 @@ class _Fitting:
         last = self.fitted[-1]
         names = [name for name in ("content", *_REASONING) if name in last or name in message]
         both = {name: joined(last.get(name), message.get(name)) for name in names}
-        if kind == "calls":
+        if kind in _CALLS:
             both["tool_calls"], self._kinds[-1] = message["tool_calls"], kind
+            self._open = list(message["tool_calls"])
         self.fitted[-1] = {**last, **both}
 
     def _ask(self) -> None:
         """Put an empty question behind the first system messages, if the template wants any."""
-        template, kinds = self._template, self._kinds
+        spoken, kinds = self._template.spoken, self._kinds
         n = next((i for i, kind in enumerate(kinds) if kind != "system"), len(kinds))
-        text = template.rendered(template.spoken(kinds))
-        asked = template.spoken([*kinds[:n], "user", *kinds[n:]])
-        is_read = text is not None and (not n or _mark(0) in text)
-        if not is_read and template.rendered(asked) is not None:
+        is_read = spoken(kinds, 0 if n else None) is not None
+        if not is_read and spoken([*kinds[:n], "user", *kinds[n:]]) is not None:
             roles = [message.get("role") for message in self.fitted]
             place = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
             self.fitted.insert(place, _question(self.fitted[0]))
 
 
+def _turns(messages: list[Message]) -> Iterator[tuple[Message, list[Message]]]:
+    """Yield each message. One with calls has the results behind it, any other has none."""
+    rest = deque(messages)
+    while rest:
+        message, results = rest.popleft(), list[Message]()
+        while _kind(message) in _CALLS and rest and _kind(rest[0]) == "tool":
+            results.append(rest.popleft())
+        yield message, results
+
+
 def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[str, Any]:
     """Return a call whose id and arguments the template renders. Stock reads arguments as JSON."""
     function = {"arguments": {}, **call["function"]}
-    given = function["arguments"]
+    given = parsed = function["arguments"]
     if not template.reads_id(call.get("id")):
         call = {**call, "id": _made_id(call.get("id") or usual_id)}
-    value, is_json = given, True
-    if isinstance(given, str) and given:
+    if isinstance(given, str):
         try:
-            value = json.loads(given)
+            parsed = json.loads(given)
         except (ValueError, RecursionError):
-            is_json = False  # perhaps it was cut off: it is read as a text
-    form = template.form_of(value)
-    if form is value and is_json and isinstance(given, str | None):
+            pass  # perhaps it was cut off: it is read as a text
+    form = template.form_of(readable(parsed))
+    if form is parsed and parsed is not given:
         return call
     return {**call, "function": {**function, "arguments": json.dumps(form, ensure_ascii=False)}}
 
@@ -374,43 +421,29 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
 def _cleaned(message: Message, knows_developer: bool) -> Message:
     """Return a message without fields of null, which transformers drops, too.
 
-    A developer's message is a system message, unless the template knows developers. Half a
-    surrogate pair can stand in the JSON of a call's arguments.
+    A developer's message is a system message, unless the template knows developers.
     """
     message = {name: message[name] for name in message if message[name] is not None}
     if message.get("role") == "developer" and not knows_developer:
         message["role"] = "system"
-    if _kind(message) == "calls":
-        message["tool_calls"] = [
-            {**call, "function": _cleaned_function(call["function"])}
-            for call in message["tool_calls"]
-        ]
     return message
 
 
-def _cleaned_function(function: dict[str, Any]) -> dict[str, Any]:
-    given = function.get("arguments")
-    if isinstance(given, str) and "\\ud" in given.lower():
-        try:
-            function = {**function, "arguments": json.dumps(readable(json.loads(given)))}
-        except (ValueError, RecursionError):
-            pass  # without JSON there are no escapes
-    return function
-
-
 def _kind(message: Message) -> str:
-    """Return a message's role, or "calls" for the assistant's message with calls of functions."""
+    """Return a message's role, or the kind of the assistant's message with calls of functions."""
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     are_calls = isinstance(calls, list) and all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     )
-    return "calls" if calls and are_calls else str(message.get("role"))
+    if not calls or not are_calls:
+        return str(message.get("role"))
+    return "calls" if len(calls) == 1 else "parallel"
 
 
 def _as_rendered(message: Message) -> Message:
     """Return a message as stock gives it to the template."""
     made = {**message, "content": text_of(message.get("content"))}
-    if _kind(message) == "calls":
+    if _kind(message) in _CALLS:
         made["tool_calls"] = calls = [dict(call) for call in message["tool_calls"]]
         for call in calls:
             if isinstance(given := call["function"].get("arguments"), str) and given:
@@ -420,41 +453,28 @@ def _as_rendered(message: Message) -> Message:
 
 def _enclosed(tag: str, message: Message) -> Any:
     """Return a message's content between tags: Claude Code's for reminders, Qwen's for results."""
-    content, start, end = message.get("content"), f"<{tag}>\n", f"\n</{tag}>"
-    if isinstance(content, list):
-        return [*parts_of(start), *content, *parts_of(end)]
-    return f"{start}{content or ''}{end}"
+    return joined(joined(f"<{tag}>\n", message.get("content"), ""), f"\n</{tag}>", "")
 
 
 def _as_text(call: dict[str, Any]) -> str:
     """Return a call as text, in the form in which most models write calls."""
-    name, given = (call["function"].get(field) for field in ("name", "arguments"))
-    arguments = json.loads(given) if isinstance(given, str) and given else given or {}
-    made = {"name": name, "arguments": arguments}
+    function = call["function"]
+    made = {"name": function.get("name"), "arguments": json.loads(function["arguments"]) or {}}
     return f"<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>"
 
 
-def _forms(arguments: Any) -> list[Any]:
-    """Return forms of a call's arguments, the best first: unchanged, an object, a text."""
-    text = json.dumps(arguments, ensure_ascii=False)
-    if isinstance(arguments, dict):
-        return [arguments, text]
-    return [arguments, {} if arguments in ("", None) else {"arguments": arguments}, text]
-
-
-def _calling(arguments: Any, *ids: Any) -> Message:
+def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
+    """Return a message with a call for each id. An id of None is left out."""
     function = {"name": "look", "arguments": json.dumps(arguments)}
-    calls = [{"type": "function", "function": function} for _ in ids or (_CALL_ID,)]
-    for call, call_id in zip(calls, ids or (_CALL_ID,), strict=True):
-        call |= {} if call_id is None else {"id": call_id}
+    call = {"type": "function", "function": function}
+    calls = [call if call_id is None else {**call, "id": call_id} for call_id in ids]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _result(call_id: Any, name: str | None) -> Message:
     """Return the result of a call that has none."""
-    fields = {"tool_call_id": call_id, "name": name}
-    known = {field: value for field, value in fields.items() if value is not None}
-    return {"role": "tool", "content": NO_RESULT, **known}
+    fields = {"role": "tool", "content": NO_RESULT, "tool_call_id": call_id, "name": name}
+    return {field: value for field, value in fields.items() if value is not None}
 
 
 def _made_id(call_id: Any) -> str:
@@ -464,10 +484,6 @@ def _made_id(call_id: Any) -> str:
 
 def _question(message: Message) -> Message:
     return {"role": "user", "content": "", PLACE: message.get(PLACE)}
-
-
-def _thoughts(message: Message) -> Any:
-    return next((message[name] for name in _REASONING if message.get(name)), None)
 
 
 def without(message: Message, *names: str) -> Message:

@@ -308,3 +308,34 @@ def test_errors(status: int, kind: str) -> None:
     error = MessagesAPI().error(status, "Why.", None)
     assert error == {"type": "error", "error": {"type": kind, "message": "Why."}}
     assert MessagesReply("m", marks_cache=False).fail(status, "Why.", None) == [error]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "n_messages"),
+    [
+        (["text"], ["text"], 1),
+        (["text"], ["text", "a"], 1),
+        (["a"], ["b"], 1),
+        (["text", "a"], ["b", "c"], 1),
+        (["a"], ["text"], 2),
+        (["a"], ["text", "b"], 2),
+    ],
+)
+def test_consecutive_messages_of_the_assistant_are_one_in_their_order(
+    first: list[str], second: list[str], n_messages: int
+) -> None:
+    def block(name: str) -> dict[str, Any]:
+        if name == "text":
+            return {"type": "text", "text": "Hm."}
+        return {"type": "tool_use", "id": name, "name": "look", "input": {}}
+
+    sent = [
+        {"role": "assistant", "content": [block(n) for n in names]} for names in (first, second)
+    ]
+    user = {"role": "user", "content": "Go."}
+    talk = chat(messages=[user, *sent, user])["messages"][1:-1]
+    assert len(talk) == n_messages
+    ids = [call["id"] for message in talk for call in message.get("tool_calls", ())]
+    assert ids == [name for name in (*first, *second) if name != "text"]
+    texts = "\n\n".join(message["content"] for message in talk).strip("\n")
+    assert texts == "\n\n".join(["Hm."] * [*first, *second].count("text"))

@@ -97,6 +97,11 @@ DROPPED = {
     "harmony": {"<c2>"},  # all calls of a message but the first
 }
 """Texts that a template leaves out, by its own rules, where stock serves the conversation."""
+RENDERED_AT_FIRST = (
+    ("gemma", "a system between a call and its result"),
+    ("gemma", "a user between a call and its result"),
+)
+"""Conversations whose beginning the template renders as it came, with any role as the fourth."""
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,8 @@ def test_a_chat_is_rendered_as_stock_does_or_adapted(
         return
     text = renderer.tokenizer.decode(list(ours))
     missing = {mark for mark in marks(HISTORIES[history]) if mark not in text}
+    if shape == "harmony":
+        missing -= DROPPED[shape]
     assert missing <= {"<h1>", "<t1>"}, text  # no template needs thoughts, or words beside a call
 
 
@@ -150,8 +157,8 @@ def test_the_other_apis_serve_the_same_conversations(
     body = form(HISTORIES[history])
     text = renderers[shape].text(body, api)
     missing = {mark for mark in marks(body) if mark not in text}
-    if api == "responses" and history == "a call and an answer":
-        missing -= {"<a1>"}  # items of one turn become one message: words beside a call
+    if history in ("a call and an answer", "an answer and a call"):
+        missing -= {"<a1>"}  # one turn becomes one message: words beside a call
     assert missing <= {*DROPPED.get(shape, ()), "<h1>"}, text  # older thoughts may be left out
 
 
@@ -161,6 +168,8 @@ def test_an_adapted_prompt_only_grows(
     renderers: dict[str, Renderer], shape: str, history: str
 ) -> None:
     """Each request that was answered begins the next one, up to the answer."""
+    if (shape, history) in RENDERED_AT_FIRST:
+        return
     talk = HISTORIES[history]
     renderer = renderers[shape]
     ends = [n for n in range(1, len(talk)) if talk[n]["role"] == "assistant"]
@@ -326,6 +335,16 @@ def test_a_template_is_asked_once(models_dir: Path) -> None:
     assert n_asked[0] == 2  # as it came, which is refused, and as it is adapted
 
 
+def test_only_the_named_template_in_use_is_asked_whether_it_knows_developers(
+    models_dir: Path,
+) -> None:
+    tokenizer = load(make_tiny_model(models_dir / "named developers"))
+    tokenizer.chat_template = {"default": GENERIC, "tool_use": "{#- developer #}" + GENERIC}
+    renderer = Renderer(tokenizer)
+    assert renderer.text(said(TALK[:3])).startswith("<|im_start|>system\n<0>")
+    assert renderer.text(said(TALK[:3], TOOL)).startswith("<|im_start|>developer\n<0>")
+
+
 # What is refused.
 
 CHANNEL = "<|channel|>analysis"
@@ -346,6 +365,14 @@ def test_a_message_that_cannot_be_rendered_is_named(
     with pytest.raises(RequestRefused) as refused:
         renderers["harmony"].prompt(form(history), api)
     assert f"; {place} cannot be rendered (change it, or leave it out)" in str(refused.value)
+
+
+@pytest.mark.parametrize("role", [{}, {"role": None}])
+def test_a_message_without_a_role_is_named(
+    renderers: dict[str, Renderer], role: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestRefused, match=re.escape("messages[1].role is null")):
+        renderers["chatml"].prompt(said([user(), {"content": "<a1>", **role}]))
 
 
 def test_no_message_is_blamed_for_what_the_request_asks(renderers: dict[str, Renderer]) -> None:

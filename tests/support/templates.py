@@ -153,6 +153,23 @@ QUERY = (
 ) + CHATML
 """As in Qwen3.5's."""
 
+COUNTED = (
+    "{%- set ns = namespace(open=0) %}{%- for m in messages %}"
+    "{%- if m.tool_calls %}{%- set ns.open = ns.open + m.tool_calls | length %}"
+    "{%- elif m.role == 'tool' %}{%- set ns.open = ns.open - 1 %}{%- endif %}"
+    "{%- if ns.open < 0 or (ns.open and m.role != 'tool' and not m.tool_calls) %}"
+    "{{ raise_exception('Not the same number of function calls and responses') }}{%- endif %}"
+    "{%- endfor %}"
+) + MISTRAL
+"""As in Mistral's newer templates: each call must have one result before the next message."""
+
+APART = CHATML.replace(
+    "{%- if m.role == 'tool' %}",
+    "{%- if m.tool_calls and m.content %}{{ raise_exception('Content beside calls!') }}"
+    "{%- elif m.role == 'tool' %}",
+)
+"""Calls have no content beside them."""
+
 STRINGS = CHATML.replace(
     "{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments + '' }}"
 )
@@ -167,4 +184,4 @@ SHAPES = {
     "harmony": HARMONY,
 }
 """The templates of the models that are used most, by their kind."""
-OTHERS = {"query": QUERY, "strings": STRINGS}
+OTHERS = {"query": QUERY, "counted": COUNTED, "apart": APART, "strings": STRINGS}

@@ -15,7 +15,7 @@ from huggingface_hub import hf_hub_download
 
 from ...contents import readable, text_of
 from ...errors import RequestRefused
-from ...fields import require, require_no_blank_end, require_objects, require_text
+from ...fields import require, require_objects, require_text
 from ..attachments import IMAGE_KINDS
 
 MAX_BODY_BYTES = 256 << 20
@@ -166,8 +166,11 @@ def check_chat(body: Mapping[str, Any]) -> None:
     check_messages(body.get("messages"))
 
 
-def is_continued(body: Mapping[str, Any]) -> bool:
-    """Tell whether the reply continues the last message. One that is empty is left out instead."""
+def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
+    """Tell whether the reply continues the last message. An empty last message is left out instead.
+
+    places: the names of the messages in the body of another API.
+    """
     messages, continues = body["messages"], body.get("continue_final_message", False)
     require(isinstance(continues, bool), "continue_final_message", continues, "a boolean")
     if not continues:
@@ -178,7 +181,10 @@ def is_continued(body: Mapping[str, Any]) -> bool:
         raise RequestRefused(
             "continue_final_message is true, expected a text of the assistant's as the last message"
         )
-    require_no_blank_end(f"messages[{len(messages) - 1}].content", text)
+    if text != text.rstrip():  # templates trim it, and the next word begins with that space
+        place = [f"messages[{len(messages) - 1}].content", *places][-1]
+        why = "final assistant content cannot end with trailing whitespace; leave it out"
+        raise RequestRefused(f"{place}: {why}")
     if not text and len(messages) > 1:
         messages.pop()
     return bool(text)
@@ -187,7 +193,8 @@ def is_continued(body: Mapping[str, Any]) -> bool:
 def check_messages(messages: Any) -> None:
     """Refuse messages of a form that stock cannot render. Any thread."""
     for i, message in enumerate(require_objects("messages", messages)):
-        content = message.get("content")
+        content, role = message.get("content"), message.get("role")
+        require(role is not None, f"messages[{i}].role", role, '"user" or another role')
         for j, part in enumerate(content if isinstance(content, list) else ()):
             name = f"messages[{i}].content[{j}]"
             require(isinstance(part, dict), name, part, "an object")

@@ -299,7 +299,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def handle_chat_completions(self) -> Any:
         request_checks.check_chat(self.body)
-        continues = request_checks.is_continued(self.body)
+        continues = request_checks.is_continued(self.body, self.output.places)
         reads_images = self.response_generator.reads_images(self.requested_model)
         if reads_images is not None:  # else it is known once the model is loaded
             self.body["messages"] = fit_attachments(self.body["messages"], reads_images)
