@@ -132,8 +132,9 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
         hf_hub_download(name, "config.json")
     except Exception as error:
         here = f"this server has {own[0]}; ask for default_model" if own else "see GET /v1/models"
-        why = f"there is no model {_short(name)}; {here}"
-        raise RequestRefused(why, 404, "model_not_found") from error
+        raise RequestRefused(
+            f"there is no model {_short(name)}; {here}", 404, "model_not_found"
+        ) from error
 
 
 def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
