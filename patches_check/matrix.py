@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.cli.output import console, table
+from mlx_lm_kvpersist.host.patching import versions
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -85,7 +86,10 @@ class Outcome:
 
 
 def rows(path: Path = ROWS) -> list[Row]:
-    """Return the rows of a file; raises ValueError for one that cannot be meant."""
+    """Return the rows of a file, on a Mac without those whose mlx is too old there.
+
+    Raises ValueError for a row that cannot be meant.
+    """
     found = []
     for number, row in enumerate(tomllib.loads(path.read_text(encoding="utf-8"))["row"], 1):
         try:
@@ -97,7 +101,13 @@ def rows(path: Path = ROWS) -> list[Row]:
                 f"row {number} of {path.name} expects {found[-1].expect!r}, expected one of "
                 f"{', '.join(EXPECTATIONS)}"
             )
+    if _IS_MAC:
+        found = [row for row in found if row.expect != "serves" or not _is_too_old(row.mlx)]
     return found
+
+
+def _is_too_old(mlx: str) -> bool:
+    return mlx != NEWEST and versions.parse(mlx) < versions.METAL_FLOOR
 
 
 def newest_serving() -> str:

@@ -30,6 +30,13 @@ def test_every_pair_is_run_at_both_ends_and_the_refused_are_tried() -> None:
     assert 10 <= len(rows()) <= 12
 
 
+def test_a_mac_runs_no_row_whose_mlx_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = rows()
+    monkeypatch.setattr(matrix, "_IS_MAC", True)
+    left_out = [(row.mlx_lm, row.mlx) for row in everywhere if row not in rows()]
+    assert left_out == [("0.31.3", "0.31.2"), ("0.32.0", "0.31.2"), ("0.32.1", "0.32.0")]
+
+
 def test_an_mlx_lm_that_needs_a_newer_python_is_not_run_with_an_older() -> None:
     for row in rows():
         if row.mlx_lm.startswith("0.32"):
