@@ -164,5 +164,5 @@ def test_a_client_that_left_without_streaming_finds_its_prompt(
         time.sleep(1.0)  # its reply begins
     wait_for_turn(server, "left")
     again = server.chat([ASK], max_tokens=4)
-    # The block that the prompt ends in went on with the reply.
-    assert again.cached_tokens == again.prompt_tokens // 256 * 256 > 0
+    # The block that the prompt ends in is reused unless the reply has filled it.
+    assert again.cached_tokens >= again.prompt_tokens // 256 * 256 > 0

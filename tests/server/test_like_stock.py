@@ -189,7 +189,7 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
         "messages are no number": [request(b'{"messages": NaN}')],
         "no prompt": [request(b"{}", target=f"POST {TEXT}")],
     },
-    "a model that is not there": {
+    "a model that does not exist": {
         "another model": [request(ELSEWHERE)],
         "another model, stream": [request(chat(model="no/such-model", stream=True))],
         "half-closed, another model": [request(ELSEWHERE), HALF_CLOSE],

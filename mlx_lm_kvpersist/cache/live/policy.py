@@ -124,6 +124,9 @@ class AttentionPlan:
     max_dequantized_bytes: int | None = MAX_DEQUANTIZED_BYTES
     tile_bytes: int = MAX_DEQUANTIZED_BYTES
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionPlan:
+        return self
+
     def choose(self, n_queries: int, n_keys: int, n_rows: int, token_bytes: int) -> Strategy:
         """Return the strategy for `n_queries` against `n_keys` of each of `n_rows` sequences.
 
