@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import mlx.core as mx
+
 from mlx_lm_kvpersist.host.patching.versions import installed
 from tests.support import make_tiny_model
 
@@ -118,6 +120,8 @@ def stand_in(hub: Path) -> Path:
     """Write a tiny model into a cache folder of the hub, under the name of `MODEL`; return it."""
     repository = hub / f"models--{MODEL.replace('/', '--')}"
     folder = repository / "snapshots" / "tiny"
+    # Some tests compare logits within a share of their size: the same model for each run.
+    mx.random.seed(0)
     # 64 dimensions a head: some tests quantize the caches.
     make_tiny_model(folder, model_type="qwen2", n_heads=4, n_kv_heads=4, hidden_size=256)
     # Stock lists models that have one.
