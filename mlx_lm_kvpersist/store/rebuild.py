@@ -69,9 +69,9 @@ def rebuild_index(
 def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
     """Put the rows of a fresh index into the one at `path`; False when it is missing or damaged.
 
-    One transaction: others read the old rows until it is done. The index keeps what the files do
-    not say, if it still applies and can be read: sessions that have neither name nor pin, times of
-    use, and all small state.
+    One transaction: other processes read the old rows until it ends. The index keeps what the files
+    do not say, if it still applies and can be read: sessions that have neither name nor pin, times
+    of use, and all small state.
     """
     if is_empty(path):
         return False
