@@ -72,6 +72,8 @@ class KVPersistPlugin:
         self._serving: Serving | None = None
         """Requests of the loaded model, if its conversations are kept."""
         self._refused: set[str] = set()
+        self._address = ""
+        """Where the server listens."""
         self._log = RequestLog()
         self._pressure = Pressure()
         self._metrics = Metrics(self._store_counts, self._memory_parts)
@@ -92,6 +94,8 @@ class KVPersistPlugin:
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
         self._sessions = StoredSessions(self._store)
+        if host := getattr(args, "host", None):
+            self._address = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
         if getattr(args, "model", None) is None:
             logger.info("kvpersist: %s", places(self._store))
 
@@ -306,6 +310,11 @@ class KVPersistPlugin:
     @hookimpl
     def started(self, serve: Callable[[Callable[[Any], None]], None]) -> None:
         self._pressure.watch()
+        if self._address:
+            logger.info(
+                "kvpersist: clients connect to %s/v1 (Anthropic's to %s), the page is %s%s",
+                *(self._address, self._address, self._address, PAGE_PATH),
+            )
         if self._config.warm:
             warm_at_start(self._service(), self._config.warm, serve)
 

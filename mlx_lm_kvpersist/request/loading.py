@@ -88,7 +88,9 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
     for group in spec.full:
         if group.precision is None and not asked.choice.is_full_precision:
             logger.warning(
-                "kvpersist: %d of its layers stay in full precision: %s", len(group.slots), group.why
+                "kvpersist: %d of its layers stay in full precision: %s",
+                len(group.slots),
+                group.why,
             )
     end_on_grid(model)
     speed = Speed(PrefillMemory.of(model, spec, asked.max_prefill_bytes))
@@ -111,9 +113,7 @@ def facts_of(model: Any) -> Architecture | None:
     return facts if ranks().same(repr(facts), "the facts of the architecture") else None
 
 
-def spec_of(
-    model: Any, choice: PrecisionChoice, facts: Architecture | None
-) -> ModelCacheSpec:
+def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
     """Return how a model's caches are kept in a precision, and what is computed together.
 
     `facts`: see `facts_of`. Raises ModelNotSupported if the caches cannot be kept.
@@ -188,8 +188,8 @@ def part_of_model(provider: Any, together: Ranks) -> str:
 
 def places(store: BlockStore) -> str:
     """Return where conversations are kept and how much space they take, for the log."""
-    ram = show_bytes(store.limits.max_ram_bytes)
-    return f"conversations in {store.disk.files}, and up to {ram} of RAM"
+    disk, ram = map(show_bytes, (store.limits.max_disk_bytes, store.limits.max_ram_bytes))
+    return f"conversations in {store.disk.files}, up to {disk}, and up to {ram} of RAM"
 
 
 def described(spec: ModelCacheSpec) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from ..block import Block, Root
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone, RequestRefused
-from ..host.answers import PARKED, PREFILL, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
+from ..host.answers import REPLY, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
 from ..ranks import ranks
 from ..store.block_store import BlockStore
