@@ -12,7 +12,6 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,19 +20,18 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from .. import __version__
-from ..cache.blocks.canary import warming_up
+from ..cache.geometry.architectures import architecture_of
 from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.kinds import GroupKind
 from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
-from ..cache.geometry.probe import probing
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.live.policy import AttentionPlan
 from ..cache.measuring.attention_check import device_key, planned, planning
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, own_caches
 from ..cache.measuring.prefill_memory import PrefillMemory, measuring_prefill
-from ..cache.steps import Result, Steps, completed
+from ..cache.steps import Steps, completed
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
 from ..ranks import Ranks, alone, ranks
@@ -51,7 +49,6 @@ _STAGES = (
     "the round trip of a tiny model is checked",
     "its caches are tried, alone and in a batch",
     "its attention is checked",
-    "its caches are restored",
     "the memory of its prompts is measured",
 )
 
@@ -166,9 +163,7 @@ class Preparation:
 
     def steps(self) -> Steps[None]:
         """Find out what is not known; the log says which stage begins."""
-        if self._is_known:
-            yield from self._warmed()
-        else:
+        if not self._is_known:
             self.model = yield from self.fit(*self._choice(), self._say)
         if self._draft is not None:
             for _ in self._draft.steps():
@@ -176,12 +171,6 @@ class Preparation:
                 yield
             self.model = replace(self.model, draft=self._draft.model)
         self.doing = ""
-
-    def _warmed(self) -> Steps[None]:
-        if _has_kernels():
-            logger.info("kvpersist: %s: the device's kernels are loaded", self.model.name)
-            yield
-            yield from warming_up(self._computed, self.model.spec)
 
     def fit(
         self,
@@ -209,7 +198,7 @@ class Preparation:
         if measured is None:
             joins = self._state.get(self._key(_ROUND_TRIP_KEY, choice))
             spec = yield from self._tried(choice, say, joins=joins)
-            say(4)
+            say(3)
             yield
             measured = yield from measuring_prefill(self._computed, spec)
             found = {
@@ -241,19 +230,18 @@ class Preparation:
         """
         model = self._computed
         say(1)
-        spec = yield from _with_own_caches(model, probing(model, choice, evaluate=True))
-        # A batch that is right on one rank alone is wrong.
-        batches = ranks().agree(spec.batches, "whether replies are computed in batches")
-        joins = ranks().agree(spec.joins and joins, "whether prompts are")
-        spec = replace(spec, batches=batches, joins=joins)
+        with own_caches(model):
+            spec = ModelCacheSpec.probe(model, choice)
+        facts = architecture_of(self._model)
+        if facts is not None:
+            if facts.refused:
+                raise ModelNotSupported(facts.refused)
+            spec = replace(spec, batches=facts.batches, joins=facts.joins and joins)
         _check_equal_layers(spec, ranks())
         say(2)
         yield
-        spec = yield from planning(model, spec, self._asked.attention)
-        say(3)
-        yield
-        yield from warming_up(model, spec)
-        return spec
+        attention = self._asked.attention if facts and facts.packed else "dequantize"
+        return (yield from planning(model, spec, attention))
 
     def _key(self, kind: str, choice: PrecisionChoice, fingerprint: str = "") -> str:
         versions = f"{device_key()} mlx-lm {version('mlx-lm')} kvpersist {__version__}"
@@ -270,14 +258,12 @@ class Preparation:
         found: Any = None
         if self._is_proven(choice):
             found = self._state.get(self._key(_MODEL_KEY, choice, self._fingerprint))
-        shaped = partial(probing, self._model, choice, evaluate=False)
+        shaped = ModelCacheSpec.probe(self._model, choice)
         try:
             its = found["spec"]
-            failed = [group for group in its["groups"] if group["bits"] is None]
-            refused = {tuple(group["slots"]): group["why_not_quantized"] for group in failed}
             joins = its["batching"] == "prompts and replies"
             batches = joins or its["batching"] == "replies"
-            spec = replace(completed(shaped(refused=refused)), batches=batches, joins=joins)
+            spec = replace(shaped, batches=batches, joins=joins)
             if its == json.loads(json.dumps(spec.describe())):
                 token_bytes, score_bytes, token_s = map(float, found["prefill"])
                 measured = token_bytes, score_bytes, token_s
@@ -285,7 +271,7 @@ class Preparation:
                 return planned(spec, {n: AttentionPlan.read(plan) for n, plan in plans}), measured
         except (KeyError, TypeError, ValueError):
             pass  # nothing was found, or what was is damaged
-        return completed(shaped()), None
+        return shaped, None
 
     def _say(self, stage: int) -> None:
         doing = f"{_STAGES[stage]} ({stage + 1} of {len(_STAGES)})"
@@ -357,23 +343,6 @@ def part_of_model(provider: Any, together: Ranks) -> str:
     inner = getattr(provider.model, "model", provider.model)
     layers = getattr(inner, "start_idx", None), getattr(inner, "end_idx", None)
     return f"{kind} {together.rank} of {together.size}, layers {layers[0]}-{layers[1]}"
-
-
-def _has_kernels() -> bool:
-    """Say whether the device compiles or loads kernels when they are first used."""
-    return mx.default_device() != mx.Device(mx.cpu)
-
-
-def _with_own_caches(model: Any, steps: Steps[Result]) -> Steps[Result]:
-    """Do steps in which a model makes the caches of its class; a request between two gets ours."""
-    while True:
-        with own_caches(model):
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-        yield
 
 
 class _State:

@@ -142,7 +142,7 @@ def judge(
         with own_caches(model):
             its = spec
             if losses:
-                its = ModelCacheSpec.probe(model, tried[len(losses)], evaluate=False)
+                its = ModelCacheSpec.probe(model, tried[len(losses)])
             own, caches = make_prompt_cache(model), {"": its.make_cache()}
         if losses and its.layout == spec.layout:  # few layers: the outer ones are all there are
             losses.append(losses[0])
