@@ -1,6 +1,6 @@
 """`python -m models_check.evaluate PART PARTS SEED`: print the facts of a part of the zoo.
 
-Every line is JSON: a name, its facts, and by how much its runs differed. The models run on the CPU.
+Every line is JSON: a name, and an `Evaluated` as an object. The models run on the CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from .build import build
 from .configs import available
-from .facts import facts_of, server_attention
+from .facts import evaluated, server_attention
 
 
 def main(part: int, parts: int, seed: int) -> None:
@@ -21,9 +21,7 @@ def main(part: int, parts: int, seed: int) -> None:
     mx.set_default_device(mx.Device(mx.cpu))
     with server_attention():
         for name in available()[part::parts]:
-            found = facts_of(build(name, seed))
-            line = [name, asdict(found.architecture), found.differences]
-            print(json.dumps(line), flush=True)
+            print(json.dumps([name, asdict(evaluated(build(name, seed)))]), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import methodcaller
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +31,7 @@ from mlx_lm_kvpersist.cache.geometry.kinds import replaced, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID, headroom
-from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, forced_plan
+from mlx_lm_kvpersist.cache.live.policy import forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cache.measuring.observe import packed_shapes
@@ -57,18 +58,34 @@ _NEXT_IDS = (7, 11, 13)
 
 _N_RESTORED, _CUT = 24, 16
 
-_NOTHING = Architecture(batches=False, joins=False, packed=False)
-
 Logits = list[mx.array]
 """Logits after each token of a reply, [n, vocab], for each prompt."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluated:
-    """The facts of one model. `differences` says by how much runs differed, by what was tried."""
+    """What one model shows: `differences` of runs that must agree, by the fact that they are about.
 
-    architecture: Architecture
-    differences: dict[str, float] = field(default_factory=dict)
+    A fact that no run is about is not shown: the model's shapes do not allow it.
+    """
+
+    differences: Mapping[str, float] = field(default_factory=dict)
+    refused: str = ""
+
+    def shows(self, fact: str) -> bool | None:
+        """Return whether a fact is true for the model, None if nothing is shown."""
+        found = [x for name, x in self.differences.items() if name.split(",")[0] == fact]
+        return all(x <= TOLERANCE for x in found) if found else None  # nan is not
+
+
+def combined(several: Sequence[Evaluated]) -> Architecture:
+    """Return the facts that all models of an architecture show."""
+    batches, joins, packed = (
+        set(map(methodcaller("shows", fact), several)) - {None} == {True}
+        for fact in ("batches", "joins", "packed")
+    )
+    refused = next((one.refused for one in several if one.refused), "")
+    return Architecture(batches, batches and joins, packed, refused)
 
 
 @contextmanager
@@ -82,58 +99,47 @@ def server_attention() -> Iterator[None]:
         applied.undo()
 
 
-def facts_of(model: Any) -> Evaluated:
+def evaluated(model: Any) -> Evaluated:
     """Evaluate a model that computes in float32; `server_attention` must be in place.
 
-    A model whose caches are of classes that the plugin refuses has no true fact: stock serves it.
+    Nothing is shown by a model whose caches are of classes that the plugin refuses.
     """
     try:
         plain = Runs(model, ModelCacheSpec.probe(model, FULL_PRECISION))
         spec = ModelCacheSpec.probe(model, QUANTIZED)
     except ModelNotSupported:
-        return Evaluated(_NOTHING)
+        return Evaluated()
     dequantized, ways = Runs(model, spec), {"plain": plain}
     try:
-        found = {"restored": difference_of_restored(model, spec)}
+        restored = difference_of_restored(model, spec)
         assert plain.alone and dequantized.alone
     except Exception as error:
-        return Evaluated(replace(_NOTHING, refused=f"it fails over the plugin's caches: {error!r}"))
+        return Evaluated(refused=f"it fails over the plugin's caches: {error!r}")
+    found = {"restored": restored}
     if spec.quantized:
-        packed = Runs(model, with_plan(spec, forced_plan("packed")))
-        found["packed"] = packed.difference_of_packed(dequantized)
         ways["dequantized"] = dequantized
-        if _agrees(found["packed"]):
-            ways["packed"] = packed
+    if (packed_spec := packed(model, spec)).plans:
+        runs = Runs(model, packed_spec)
+        found["packed"] = _difference(dequantized.alone, lambda: runs.alone)
+        if found["packed"] <= TOLERANCE:
+            ways["packed"] = runs
     for name, runs in ways.items():
         found[f"batches, {name}"] = runs.difference(runs.decoded_together)
         if name != "dequantized":  # arrays of quantized caches are never joined
             found[f"joins, {name}"] = runs.difference(runs.computed_together)
-    batches, joins = (
-        all(_agrees(value) for name, value in found.items() if name.startswith(fact))
-        for fact in ("batches", "joins")
-    )
-    refused = "" if _agrees(found["restored"]) else "it keeps state outside its caches"
-    return Evaluated(Architecture(batches, batches and joins, "packed" in ways, refused), found)
+    kept = restored <= TOLERANCE
+    return Evaluated(found, "" if kept else "it keeps state outside its caches")
 
 
-def combined(several: Iterable[Architecture]) -> Architecture:
-    """Return what holds for all of several models of an architecture."""
-    found = list(several)
-    return Architecture(
-        batches=all(one.batches for one in found),
-        joins=all(one.joins for one in found),
-        packed=all(one.packed for one in found),
-        refused=next((one.refused for one in found if one.refused), ""),
-    )
-
-
-def with_plan(spec: ModelCacheSpec, plan: AttentionPlan) -> ModelCacheSpec:
-    """Return the spec with one plan for all of its quantized slots."""
-    slots = slots_of(spec.make_cache())
+def packed(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
+    """Return a spec whose groups attend over packed keys where tracing shows that they can."""
+    slots, plans = slots_of(spec.make_cache()), {}
     for group in spec.quantized:
-        for slot in group.slots:
-            slots[slot].plan = plan
-    plans = {group.name: plan for group in spec.quantized}
+        shapes = packed_shapes(model, spec.make_cache, group.slots)
+        if all(shapes[slot] is not None for slot in group.slots):
+            plans[group.name] = forced_plan("packed")
+            for slot in group.slots:
+                slots[slot].plan = plans[group.name]
     return replace(spec, template=replaced(spec.template, slots), plans=plans)
 
 
@@ -189,17 +195,6 @@ class Runs:
     def difference(self, run: Callable[[], Logits]) -> float:
         """Return how far the logits of a run are from those of each prompt alone."""
         return _difference(self.alone, run)
-
-    def difference_of_packed(self, dequantized: Runs) -> float:
-        """Return how far logits over packed keys are from those over dequantized keys.
-
-        Infinity, if a quantized layer does not attend over its packed keys.
-        """
-        slots = [slot for group in self.spec.quantized for slot in group.slots]
-        shapes = packed_shapes(self.model, self.spec.make_cache, slots)
-        if any(shapes[slot] is None for slot in slots):
-            return math.inf
-        return _difference(dequantized.alone, lambda: self.alone)
 
 
 def difference_of_restored(model: Any, spec: ModelCacheSpec) -> float:
@@ -279,7 +274,3 @@ def _apart(one: mx.array, other: mx.array) -> float:
     one, other = (mx.where(masked, 0, x) for x in (one, other))
     difference = mx.sqrt(mx.square(one - other).mean(axis=-1))
     return float((difference / (mx.sqrt(mx.var(one, axis=-1)) + 1e-6)).max())
-
-
-def _agrees(difference: float) -> bool:
-    return difference <= TOLERANCE  # nan does not

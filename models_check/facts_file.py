@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 from mlx_lm_kvpersist.cache.geometry import architectures
@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.host.patching import versions
 from patches_check.matrix import REPOSITORY, RowFailed, python_with
 
 from .configs import module_of
-from .facts import TOLERANCE, combined
+from .facts import TOLERANCE, Evaluated, combined
 
 Facts = Mapping[str, Architecture]
 """By module of `mlx_lm.models`."""
@@ -63,9 +63,18 @@ def over_all(found: Mapping[str, Facts]) -> Facts:
     """Return what holds in each of several versions that have a module."""
     modules = sorted({module for facts in found.values() for module in facts})
     return {
-        module: combined(facts[module] for facts in found.values() if module in facts)
+        module: reduce(_both, (facts[module] for facts in found.values() if module in facts))
         for module in modules
     }
+
+
+def _both(one: Architecture, other: Architecture) -> Architecture:
+    return Architecture(
+        one.batches and other.batches,
+        one.joins and other.joins,
+        one.packed and other.packed,
+        one.refused or other.refused,
+    )
 
 
 def written(facts: Facts) -> str:
@@ -92,7 +101,7 @@ def differences(shipped: Facts, found: Mapping[str, Facts]) -> list[str]:
             claimed = shipped.get(module)
             if claimed is None:
                 lines.append(f"mlx-lm {version}: {module} is not in the file")
-            elif combined([claimed, its]) != claimed:
+            elif _both(claimed, its) != claimed:
                 lines.append(f"mlx-lm {version}: {module} is {its}, the file has {claimed}")
     if not lines and list(found) == proven():
         expected = over_all(found)
@@ -112,7 +121,8 @@ def _evaluated(chosen: Sequence[str], jobs: int, seed: int) -> tuple[dict[str, F
         for version in chosen:
             start = time.monotonic()
             try:
-                found[version] = evaluated(python_with(version, Path(folder) / version), jobs, seed)
+                python = python_with(version, Path(folder) / version)
+                found[version] = facts_with(python, jobs, seed)
             except RowFailed as error:
                 failures.append(f"mlx-lm {version}: {error}")
             else:
@@ -121,7 +131,7 @@ def _evaluated(chosen: Sequence[str], jobs: int, seed: int) -> tuple[dict[str, F
     return found, failures
 
 
-def evaluated(python: Path, jobs: int, seed: int) -> Facts:
+def facts_with(python: Path, jobs: int, seed: int) -> Facts:
     """Return the facts that a Python's mlx-lm shows, by module. Raises RowFailed."""
     with ThreadPoolExecutor(jobs) as pool:
         lines = [
@@ -129,10 +139,10 @@ def evaluated(python: Path, jobs: int, seed: int) -> Facts:
             for part in pool.map(partial(_part, python, jobs, seed), range(jobs))
             for line in part
         ]
-    by_module: dict[str, list[Architecture]] = {}
-    for name, its, apart in map(json.loads, lines):
-        by_module.setdefault(module_of(name), []).append(Architecture(**its))
-        for what, difference in apart.items():
+    by_module: dict[str, list[Evaluated]] = {}
+    for name, its in map(json.loads, lines):
+        by_module.setdefault(module_of(name), []).append(Evaluated(**its))
+        for what, difference in its["differences"].items():
             if TOLERANCE / _NEAR < difference < TOLERANCE * _NEAR:
                 print(f"{name}: {what}: {difference:.1e}, near the tolerance of {TOLERANCE:g}")
     return {module: combined(several) for module, several in by_module.items()}

@@ -23,14 +23,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm_kvpersist.cache.geometry.architectures import architecture_of
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cache.live.policy import forced_plan
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from .build import build
 from .compare import TOLERANCE, Comparison, compare, worst
 from .conversation import N_REPLY, N_STRANGER, N_TURNS, Conversation, random_ids
 from .drive import Reply, Row, alone, can_batch, generate, plainly
-from .facts import QUANTIZED, server_attention, with_plan
+from .facts import QUANTIZED, packed, server_attention
 from .geometry import describe_caches, describe_precisions, describe_reuse
 from .rounded import rounded
 from .stock import StockFails, batches_right, difference_of_pieces
@@ -119,7 +118,7 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
     if facts.refused:
         raise ModelNotSupported(facts.refused)
     if facts.packed:
-        spec = with_plan(spec, forced_plan("packed"))
+        spec = packed(model, spec)
     return replace(spec, batches=facts.batches, joins=facts.joins)
 
 
