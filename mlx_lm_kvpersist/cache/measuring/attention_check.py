@@ -24,7 +24,7 @@ from ..live import packed as pk
 from ..live.attention import PackedKV, Strategy
 from ..live.policy import AttentionPlan, AttentionShape, Backend, backend, forced_plan, rules_for
 from ..steps import Steps
-from .observe import probing_packed
+from .observe import packed_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def planning(
     plans: dict[str, AttentionPlan] = {}
     for group in spec.quantized:
         assert group.precision is not None and group.keys is not None
-        found = yield from probing_packed(model, spec.make_cache, group.slots)
+        found = packed_shapes(model, spec.make_cache, group.slots)
         shape, *others = {found[slot] for slot in group.slots}
         plan = AttentionPlan()
         if shape is not None and not others:

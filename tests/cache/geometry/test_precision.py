@@ -222,5 +222,5 @@ def test_the_layouts_of_specs_are_understood() -> None:
         (PrecisionChoice(4, 4), "keys 4 bits, values 4"),
         (PrecisionChoice(8, 4, None, True), "keys 8 bits, values 4, rotated"),
     ):
-        spec = ModelCacheSpec.probe(model, choice, evaluate=False)
+        spec = ModelCacheSpec.probe(model, choice)
         assert layout_in_words(spec.layout).startswith(said)
