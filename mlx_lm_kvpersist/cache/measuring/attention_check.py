@@ -9,7 +9,7 @@ which MLX takes another kernel. The probe takes milliseconds, so its result is n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -25,8 +25,7 @@ from ..geometry.spec import ModelCacheSpec
 from ..live import packed as pk
 from ..live.attention import PackedKV, Strategy
 from ..live.policy import AttentionPlan, AttentionShape, backend, forced_plan, rules_for
-from ..steps import completed
-from .observe import probing_packed
+from .observe import packed_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +75,25 @@ def plan_attention(
 
     Raises ModelNotSupported if dequantizing is wrong, which no other strategy could replace.
     """
+    slots = slots_of(spec.make_cache())
+    shapes: list[AttentionShape | None] = [None] * len(slots)
+    if packed:
+        quantized = [slot for group in spec.quantized for slot in group.slots]
+        shapes = packed_shapes(model, spec.make_cache, quantized)
     wrong_strategies = cache(_wrong_strategies)
-    plans: dict[str, AttentionPlan] = {}
     wrong: set[Strategy] = set()
+    plans: dict[str, AttentionPlan] = {}
     for group in spec.quantized:
         assert group.precision is not None and group.keys is not None and group.values is not None
-        heads = group.keys.n_heads
-        shape = AttentionShape(heads, heads, group.keys.dim, group.values.dim)
-        traced = packed_shapes(model, spec.make_cache, group.slots) if packed else []
-        found = {traced[slot] for slot in group.slots} if traced else {None}
         plan = AttentionPlan()
-        if len(found) == 1 and (only := found.pop()) is not None:
-            shape = only
-            rules = rules_for(shape, group.precision.keys)
-            plan = AttentionPlan(rules, True) if choice == "auto" else forced_plan(choice)
+        shape, *others = {shapes[slot] for slot in group.slots}
+        if shape is None or others:
+            n_heads = group.keys.n_heads
+            shape = AttentionShape(n_heads, n_heads, group.keys.dim, group.values.dim)
+        elif choice == "auto":
+            plan = AttentionPlan(rules_for(shape, group.precision.keys), can_take_packed=True)
+        else:
+            plan = forced_plan(choice)
         wrong |= wrong_strategies(plan, shape, group.precision, group.keys.mx_dtype)
         plans[group.name] = plan
     n_right = 0 if "dequantize" in wrong else 1 if "packed" in wrong else 2
@@ -101,18 +105,10 @@ def plan_attention(
             "kvpersist: packed attention %s is wrong on %s: it dequantizes", _over(spec), device_key()
         )
         plans = {name: _without_packed(plan) for name, plan in plans.items()}
-    slots = slots_of(spec.make_cache())
     for group in spec.quantized:
         for slot in group.slots:
             slots[slot].plan = plans[group.name]
     return replace(spec, template=replaced(spec.template, slots), plans=plans)
-
-
-def packed_shapes(
-    model: Any, make_caches: Callable[[], Sequence[Any]], slots: Sequence[int]
-) -> list[AttentionShape | None]:
-    """Return what `probing_packed` finds."""
-    return completed(probing_packed(model, make_caches, slots))
 
 
 def device_key() -> str:
