@@ -76,7 +76,8 @@ def main() -> None:
     parser.add_argument("texts", nargs="+", type=Path, metavar="FILE", help="UTF-8")
     parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    every = [*LAYOUTS, NEWEST_TOO]
+    parser.add_argument("--layouts", nargs="+", choices=every, default=every)
     parser.add_argument("--tokens", type=int, default=1050, help="of each text")
     parser.add_argument("--questions", type=int, default=50, help="of questions.txt; 0 for none")
     parser.add_argument("--out", type=Path, help="folder of the result")
@@ -129,11 +130,15 @@ def measured(
     model: Any, tokenizer: Any, layouts: Sequence[str], texts: Sequence[Path], n_tokens: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the bits of each layout, its loss on each text, and on the worst of the package's."""
-    specs = {name: served(model, LAYOUTS[name], "dequantize") for name in layouts}
+    specs = {
+        name: served(model, LAYOUTS[name], "dequantize") for name in layouts if name in LAYOUTS
+    }
     makers: dict[str, Any] = {name: spec.make_cache for name, spec in specs.items()}
-    makers[NEWEST_TOO] = lambda: [Rounded() for _ in model.layers]
     bits = {name: f"{spec.bits_per_number:.2f}" for name, spec in specs.items()}
-    yield {"text": "bits a number", **bits, NEWEST_TOO: "6.50"}
+    if NEWEST_TOO in layouts:
+        makers[NEWEST_TOO] = lambda: [Rounded() for _ in model.layers]
+        bits[NEWEST_TOO] = "6.50"
+    yield {"text": "bits a number", **bits}
     for path in texts:
         begin, ids = encode(tokenizer, path.read_text(encoding="utf-8"))
         if len(ids) < n_tokens:
