@@ -4,9 +4,8 @@
 
 The copies compute the same function. Two channel pairs of each key head are larger by the given
 factors, as in some Qwen models. Questions are asked alone, and after the first text. The column
-`k8v4, newest too` has k8v4 without the newest block as it was computed. `k6v4, outer 8` was the
-default until 2026-11-26: keys of 6 bits, and of 8 in the first and the last layer. All figures are
-from one run.
+`k8v4, newest too` has k8v4 without the newest block as it was computed. All figures are from one
+run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice, Quantization
+from mlx_lm_kvpersist.cache.geometry.precision import Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.measuring.divergence import Predictions, part_means
 from mlx_lm_kvpersist.cache.measuring.texts import encode, placed
@@ -34,6 +33,7 @@ from mlx_lm_kvpersist.cli.quality_checks import (
     served,
     server_attention,
 )
+from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from tests.support.synthetic.outliers import add_outliers
 from tests.support.synthetic.smollm2 import make_smollm2
 
@@ -47,15 +47,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "24 to 32 times": {"factors": (24.0, 32.0)},
     "64 to 128 times, first and last layer": {"factors": (64.0, 128.0), "layers": (0, -1)},
 }
-DEFAULT = "k8v4"
-LAYOUTS = {
-    DEFAULT: PrecisionChoice(8, 4, rotated=True),
-    "k6v4, outer 8": PrecisionChoice(6, 4, rotated=True, outer_key_bits=8),
-    "k6v4": PrecisionChoice(6, 4, rotated=True),
-    "8": PrecisionChoice(8, 8, rotated=True),
-    "4": PrecisionChoice(4, 4, rotated=True),
-}
-NEWEST_TOO = f"{DEFAULT}, newest too"
+NEWEST_TOO = f"{DEFAULT_BITS}, newest too"
+LAYOUTS = (*(name for name in KV_BITS if name != "16"), NEWEST_TOO)
 QUESTIONS = Path(__file__).with_name("questions.txt")
 
 
@@ -76,8 +69,7 @@ def main() -> None:
     parser.add_argument("texts", nargs="+", type=Path, metavar="FILE", help="UTF-8")
     parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    every = [*LAYOUTS, NEWEST_TOO]
-    parser.add_argument("--layouts", nargs="+", choices=every, default=every)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--tokens", type=int, default=1050, help="of each text")
     parser.add_argument("--questions", type=int, default=50, help="of questions.txt; 0 for none")
     parser.add_argument("--out", type=Path, help="folder of the result")
@@ -131,7 +123,7 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Yield the bits of each layout, its loss on each text, and on the worst of the package's."""
     specs = {
-        name: served(model, LAYOUTS[name], "dequantize") for name in layouts if name in LAYOUTS
+        name: served(model, KV_BITS[name], "dequantize") for name in layouts if name in KV_BITS
     }
     makers: dict[str, Any] = {name: spec.make_cache for name, spec in specs.items()}
     bits = {name: f"{spec.bits_per_number:.2f}" for name, spec in specs.items()}
@@ -164,7 +156,7 @@ def asked(
         before = f"{tokenizer.decode(ids)}\n\n"
     questions = QUESTIONS.read_text(encoding="utf-8").splitlines()[:n_questions]
     prompts = [prompt_of(tokenizer, f"{before}{question}") for question in questions]
-    spec = served(model, LAYOUTS[DEFAULT], "dequantize")
+    spec = served(model, KV_BITS[DEFAULT_BITS], "dequantize")
     own, ours = (
         replies_to(model, prompts, make, FIRST_TOKENS, set(tokenizer.eos_token_ids))
         for make in (partial(make_prompt_cache, model), spec.make_cache)
@@ -173,7 +165,7 @@ def asked(
     where = "alone" if text is None else f"after {text.stem}"
     return {
         "text": f"first {FIRST_TOKENS} tokens of {len(same)} replies, {where}",
-        DEFAULT: f"{sum(same)} same",
+        DEFAULT_BITS: f"{sum(same)} same",
     }
 
 

@@ -86,14 +86,11 @@ def precision_in_words(layout: str, verdict: Verdict | None) -> str:
 
 def is_guarded(choice: PrecisionChoice) -> bool:
     """Say whether a choice is the default; what is asked for by name is never replaced."""
-    return choice.outer_key_bits is not None
+    return False
 
 
 def _chain(default: PrecisionChoice) -> list[PrecisionChoice]:
-    others = (
-        replace(default, key_bits=keys, value_bits=values, outer_key_bits=None)
-        for keys, values in _FALLBACKS
-    )
+    others = (replace(default, key_bits=keys, value_bits=values) for keys, values in _FALLBACKS)
     return [default, *others]
 
 

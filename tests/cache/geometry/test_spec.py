@@ -161,42 +161,6 @@ def test_keys_may_have_more_bits_than_values() -> None:
     assert arrays["0.k.weights"] == (2, 2, 10, 16) and arrays["0.v.weights"] == (2, 2, 10, 8)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "layout"),
-    [
-        ([(2, 64, 64)], "k8v4b64"),
-        ([(2, 64, 64)] * 2, "k8v4b64"),
-        ([(2, 64, 64)] * 3, "k8v4b64*1,k6v4b64*1,k8v4b64*1"),
-        ([(2, 64, 64), (4, 128, 64)] * 2, "k8v4b64*1,k6v4b64*2,k8v4b64*1"),
-        (
-            [(2, 4, 4), *[(2, 64, 64)] * 4, (2, 4, 4)],
-            "full*1,k8v4b64*1,k6v4b64*2,k8v4b64*1,full*1",
-        ),
-        ([(2, 4, 4)] * 2, "full*2"),
-    ],
-)
-def test_the_first_and_the_last_quantized_layer_may_have_bits_of_their_own(
-    shapes: list[tuple[int, int, int]], layout: str
-) -> None:
-    choice = PrecisionChoice(6, 4, outer_key_bits=8)
-    spec = ModelCacheSpec.probe(OddLayers(shapes), choice)
-    expected = "full" if layout == "full*2" else f"{layout},c256"
-    assert spec.layout == expected
-    assert [group.name for group in spec.groups] == [str(n) for n in range(len(spec.groups))]
-    for slot, cache in enumerate(spec.make_cache()):
-        assert getattr(cache, "precision", None) == spec.precisions[slot]
-
-
-def test_the_first_and_the_last_layer_are_those_of_full_groups() -> None:
-    """A layer is an entry of the prompt cache: both caches of a CacheList are of one layer."""
-    choice = PrecisionChoice(6, 4, outer_key_bits=8)
-    gemma = ModelCacheSpec.probe(tiny_gemma3(), choice)
-    full = list(gemma.precisions)
-    assert 0 not in full and {str(one) for one in gemma.precisions.values()} == {"k8v4b64"}
-    pairs = ModelCacheSpec.probe(Pairs(3), choice)
-    assert pairs.layout == "k8v4b64*2,k6v4b64*2,k8v4b64*2,c256"
-
-
 def test_nothing_is_quantized_unless_asked_for() -> None:
     spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(16, 16))
     assert spec.layout == "full" and spec.groups[0].why == "full precision is requested"
