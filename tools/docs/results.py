@@ -26,7 +26,7 @@ OURS = "ours"
 """The side of all of them that is shown, see `benchmarks/servers.py`."""
 SINCE = (
     "Since then the newest block is kept as computed, and a new prompt takes 6 to 9% longer on "
-    "this GPU. The default is now `k8v4`, which takes 18% more bytes."
+    "this GPU. The default is now `k8v4`, which takes 18% more bytes than `k6v4`."
 )
 """What changed after these runs; "" if they are of today's default."""
 _LONG = 32_768
