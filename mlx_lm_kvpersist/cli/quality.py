@@ -198,7 +198,7 @@ def _measured(
 def _specs(
     args: argparse.Namespace, model: Any, on_progress: Callable[[int, int], None]
 ) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
-    """Return the spec of every precision that the model can be kept in, and why not in others."""
+    """Return the spec of each precision that the model takes, and why it takes no other."""
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
     names = [name for name in KV_BITS if name != REFERENCE]

@@ -128,8 +128,8 @@ def parse_precision(name: str) -> KVPrecision | None:
 class PrecisionChoice:
     """The requested bits of keys and of values; `FULL_BITS` for both requests full precision.
 
-    The defaults are those of the server. Without a group size, each layer group takes the one of
-    `GROUP_SIZES` with the least padding.
+    The default is the server's, k8v4. If no group size is given, each layer group takes the size of
+    `GROUP_SIZES` that needs the least padding.
     """
 
     key_bits: int = 8
@@ -159,7 +159,7 @@ class PrecisionChoice:
 
 
 def layout_in_words(layout: str) -> str:
-    """Return a layout for people: "keys 8 bits, values 4, rotated"; as it is if unknown.
+    """Return a layout for people: "keys 8 bits, values 4, rotated"; unchanged if it is unknown.
 
     Older stores have layouts whose first and last layers have other bits: "keys 6 to 8 bits".
     """
