@@ -19,7 +19,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm_kvpersist.cache.steps import completed
 
 from mlx_lm_kvpersist.cache.geometry.architectures import architecture_of
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid

@@ -2,8 +2,7 @@
 
 Nothing is decided by a model's name, and nothing is evaluated: shapes need no weights and no time.
 The caches that the model makes are filled first, to learn their geometry. Then ours take their
-place, and a forward pass shows whether the model's code accepts them. Last, the first and the last
-quantized layer get the bits that are asked for them.
+place, and a forward pass shows whether the model's code accepts them.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def _probe(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
         if group.precision is not None:
             why = _why_not(model, spec_with(model, [*working[:place], group]))
             working[place] = replace(working[place], why=why) if why else group
-    layers = [layer for layer, cache in enumerate(caches) for _ in slots_of([cache])]
-    return spec_with(model, _with_outer(working, layers, choice))
+    return spec_with(model, working)
 
 
 def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
@@ -124,30 +122,6 @@ def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
             group = replace(group, precision=None, why=why)
         groups.append(group)
     return groups
-
-
-def _with_outer(
-    groups: Sequence[LayerGroup], layers: Sequence[int], choice: PrecisionChoice
-) -> list[LayerGroup]:
-    """Return groups whose slots in the first and the last quantized layer have their own bits.
-
-    `layers` has the layer of each slot. Slots that get other bits than the rest of their group
-    become a group of their own.
-    """
-    quantized = {layers[slot] for group in groups if group.precision for slot in group.slots}
-    ends = {min(quantized, default=None), max(quantized, default=None)}
-    made: list[LayerGroup] = []
-    for group in groups:
-        parts: dict[KVPrecision | None, list[int]] = {}
-        for slot in group.slots:
-            precision = group.precision
-            if precision is not None and layers[slot] in ends:
-                precision = choice.outer(precision)
-            parts.setdefault(precision, []).append(slot)
-        for precision, slots in parts.items():
-            name = str(len(made))
-            made.append(replace(group, name=name, slots=tuple(slots), precision=precision))
-    return made
 
 
 def _form(number: int, slot: Any) -> tuple[Any, ...] | None:

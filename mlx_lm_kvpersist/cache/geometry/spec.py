@@ -201,10 +201,10 @@ class ModelCacheSpec:
     def layout(self) -> str:
         """One word for how this model's KV is stored; different layouts have different words.
 
-        It lists the precisions of layers in order, with their number if they differ:
-        "k8rv4rb64*1,k6rv4rb64*12,k8rv4rb64*1,c256". "c256" says that queries see their own block of
-        the grid as it was computed, that an unfinished one is stored so, and that scales and biases
-        have 16 bits.
+        It lists the precisions of layers in order. If layers differ, for example in the size of
+        their heads, it counts them: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256" says that queries see
+        their own block of the grid in full precision, that an unfinished block is stored in full
+        precision, and that scales and biases have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]
