@@ -20,11 +20,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm_kvpersist.cache.measuring.guard import judge
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice, Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.measuring.divergence import Predictions
-from mlx_lm_kvpersist.cache.measuring.guard import judge
 from mlx_lm_kvpersist.cache.measuring.texts import encode
 from mlx_lm_kvpersist.cli.quality_checks import (
     FIRST_TOKENS,

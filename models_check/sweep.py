@@ -19,11 +19,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm_kvpersist.cache.steps import completed
 
 from mlx_lm_kvpersist.cache.blocks.canary import warming_up
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cache.steps import completed
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from .build import build

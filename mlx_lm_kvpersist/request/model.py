@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from ..block import Root
+from ..cache.geometry.precision import layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.measuring.guard import Verdict, precision_in_words
 from ..cache.measuring.prefill_memory import PrefillMemory
 from ..host.answers import PrefillLimits
 from ..host.scheduling.pace import Pace
@@ -100,21 +100,16 @@ class LoadedModel:
     """None when prompts are matched by ids: text is not to be stored, or not understood."""
     name: str = ""
     """What people call the model."""
+    is_known: bool = True
+    """Whether facts about its architecture ship with the package."""
     speed: Speed = field(default_factory=Speed, compare=False)
-    verdict: Verdict | None = field(default=None, compare=False)
-    """What the guard found, if it judged the default precision of this model."""
     draft: LoadedModel | None = field(default=None, compare=False)
     """The draft model, whose caches are kept below a root of its own."""
 
     @property
-    def specs(self) -> tuple[ModelCacheSpec | None, ...]:
-        """What its caches are, and those of its draft model."""
-        return self.spec, self.draft.spec if self.draft is not None else None
-
-    @property
     def precision(self) -> str:
-        """The precision in words, and what the guard found."""
-        return precision_in_words(self.spec.layout, self.verdict)
+        """The precision in words."""
+        return layout_in_words(self.spec.layout)
 
     @cached_property
     def root(self) -> Root:

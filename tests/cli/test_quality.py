@@ -15,10 +15,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.cache.measuring import texts
-from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import quality as command
 from mlx_lm_kvpersist.cli import quality_checks as checks

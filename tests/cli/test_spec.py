@@ -9,9 +9,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
-from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.errors import StoreError

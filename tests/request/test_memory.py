@@ -210,14 +210,6 @@ def test_work_while_nobody_asks_has_the_room_of_a_chunk(loaded: Any, store: Bloc
     assert store.pool.n_bytes <= memory.total_bytes - 8 * MIB
 
 
-def test_turns_that_are_held_are_a_part_of_the_pools(loaded: Any, store: BlockStore) -> None:
-    memory = account(loaded, store)
-    before = store.pool.max_bytes
-    with memory.holding(MIB):
-        assert store.pool.max_bytes == before - MIB
-    assert store.pool.max_bytes == before
-
-
 def test_a_sequence_that_is_served_by_itself_is_counted_by_its_tokens(
     loaded: Any, store: BlockStore
 ) -> None:

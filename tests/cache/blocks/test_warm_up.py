@@ -6,10 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm_kvpersist.cache.steps import completed
 
 from mlx_lm_kvpersist.cache.blocks.canary import warming_up
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cache.steps import completed
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from models_check.build import build
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import base
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
+from mlx_lm_kvpersist.cache.steps import completed
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
@@ -37,7 +38,6 @@ from mlx_lm_kvpersist.cache.measuring.observe import (
     observed_attention,
     probing_packed,
 )
-from mlx_lm_kvpersist.cache.steps import completed
 from tests.support.host import patched_attention
 
 from ..conftest import ARCHITECTURES, N_HEADS, address, random_kv, same_bits, tiny_gemma3

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
+from mlx_lm_kvpersist.cache.steps import completed
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
@@ -25,7 +26,6 @@ from mlx_lm_kvpersist.cache.live.policy import (
 )
 from mlx_lm_kvpersist.cache.measuring import attention_check
 from mlx_lm_kvpersist.cache.measuring.attention_check import checking_attention, planning
-from mlx_lm_kvpersist.cache.steps import completed
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from ..conftest import tiny_gemma3
