@@ -1,9 +1,10 @@
 """`python -m tools.trace`: the functions of the package that a start, a restore and a chat run.
 
-start: the server is started, with the default options, until its model is loaded. restore: a prompt of a tiny model is stored, dropped from RAM, and asked again. Counted is what
-runs in `take_request` and `enter`, from the tokenized prompt to the restored caches, the canary's
-forward pass included. chat: a short chat is asked again, without streaming, of a server on a port.
-Counted is what runs from the accepted connection to the last byte of the reply.
+start: a server starts, with the default options, until its model is loaded. restore: a prompt of a
+tiny model is stored, dropped from RAM, and asked again. Counted is what runs in `take_request` and
+`enter`, from the tokenized prompt to the restored caches, the canary's forward pass included. chat:
+a short chat is asked again, without streaming, of a server on a port. Counted is what runs from the
+accepted connection to the last byte of the reply.
 
 All threads count, each function once; comprehensions count with the function that holds them.
 `--list` names the functions.
