@@ -139,15 +139,14 @@ class Counts(Attention):
 
 
 class Remembers(Attention):
-    """Goes by the prompt that it computed last."""
+    """Goes by the length of the prompt that it computed last."""
 
-    last: mx.array | None = None
+    n_tokens = 0
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
         if inputs.shape[1] > 1:
-            self.last = TABLE[inputs[:, -1:]]
-        logits = super().__call__(inputs, cache)
-        return logits if self.last is None else logits + self.last
+            self.n_tokens = inputs.shape[1]
+        return super().__call__(inputs, cache) + mx.sin(mx.arange(DIM) * self.n_tokens)
 
 
 @pytest.mark.parametrize("cls", [Counts, Remembers])
