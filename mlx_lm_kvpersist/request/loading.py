@@ -235,7 +235,7 @@ class Preparation:
         facts = architecture_of(self._model)
         if facts is not None:
             if facts.refused:
-                raise ModelNotSupported(facts.refused)
+                raise ModelNotSupported(f"its architecture cannot be kept: {facts.refused}")
             spec = replace(spec, batches=facts.batches, joins=facts.joins and joins)
         _check_equal_layers(spec, ranks())
         say(2)
