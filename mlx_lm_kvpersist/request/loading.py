@@ -32,7 +32,7 @@ from ..cache.live.attention import Strategy
 from ..cache.live.policy import AttentionPlan
 from ..cache.measuring.attention_check import device_key, planned, planning
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, own_caches
-from ..cache.measuring.prefill_memory import PrefillMemory, measuring_prefill
+from ..cache.measuring.prefill_memory import PrefillMemory
 from ..cache.steps import Result, Steps, completed
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
@@ -52,11 +52,7 @@ _STAGES = (
     "its caches are tried, alone and in a batch",
     "its attention is checked",
     "its caches are restored",
-    "the memory of its prompts is measured",
 )
-
-_Measured = tuple[float, float, float]
-"""What `measuring_prefill` finds."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +113,12 @@ class Preparation:
         spec, known = self._known(choice)
         end_on_grid(self._model)
         _check_equal_layers(spec, together)
-        speed = Speed(PrefillMemory.of(spec, asked.max_prefill_bytes))
+        speed = Speed(PrefillMemory.of(self._model, spec, asked.max_prefill_bytes))
         about = provider.tokenizer, spec, self._fingerprint, text, str(model_path)
         self.model = LoadedModel(self._computed, *about, speed, verdict)
-        self._is_known = together.agree(known is not None, "whether the model is known")
-        if known is not None and self._is_known:
-            self.model = self._fitted(spec, known, verdict)
+        self._is_known = together.agree(known, "whether the model is known")
+        if self._is_known:
+            self.model = self._fitted(spec, verdict)
         else:
             self._say(int(self._is_proven(choice)))
         self._draft = self._of_draft(provider, draft_path) if draft_path else None
@@ -203,22 +199,16 @@ class Preparation:
             self._state.put(self._key(_ROUND_TRIP_KEY, choice), joins)
         yield
         with own_caches(self._model):
-            spec, measured = self._known(choice)  # another server of this store may be quicker
-        if not ranks().agree(measured is not None, "whether the model was measured"):
-            measured = None
-        if measured is None:
+            spec, is_known = self._known(choice)  # another server of this store may be quicker
+        if not ranks().agree(is_known, "whether the model was examined"):
             joins = self._state.get(self._key(_ROUND_TRIP_KEY, choice))
             spec = yield from self._tried(choice, say, joins=joins)
-            say(4)
-            yield
-            measured = yield from measuring_prefill(self._computed, spec)
             found = {
                 "spec": spec.describe(),
                 "plans": {name: plan.describe() for name, plan in spec.plans.items()},
-                "prefill": measured,
             }
             self._state.put(self._key(_MODEL_KEY, choice, self._fingerprint), found)
-        return self._fitted(spec, measured, verdict)
+        return self._fitted(spec, verdict)
 
     def _proven_together(self, choice: PrecisionChoice) -> bool:
         """Do the round trip on every rank. Raises ModelNotSupported where it fails on any."""
@@ -262,8 +252,8 @@ class Preparation:
     def _is_proven(self, choice: PrecisionChoice) -> bool:
         return self._state.get(self._key(_ROUND_TRIP_KEY, choice)) is not None
 
-    def _known(self, choice: PrecisionChoice) -> tuple[ModelCacheSpec, _Measured | None]:
-        """Return a model's spec, and what its chunks take if all of it was found out before.
+    def _known(self, choice: PrecisionChoice) -> tuple[ModelCacheSpec, bool]:
+        """Return a model's spec, and whether all of it was found out before.
 
         Else the spec is what its shapes tell.
         """
@@ -279,13 +269,11 @@ class Preparation:
             batches = joins or its["batching"] == "replies"
             spec = replace(completed(shaped(refused=refused)), batches=batches, joins=joins)
             if its == json.loads(json.dumps(spec.describe())):
-                token_bytes, score_bytes, token_s = map(float, found["prefill"])
-                measured = token_bytes, score_bytes, token_s
                 plans = found["plans"].items()
-                return planned(spec, {n: AttentionPlan.read(plan) for n, plan in plans}), measured
+                return planned(spec, {n: AttentionPlan.read(plan) for n, plan in plans}), True
         except (KeyError, TypeError, ValueError):
             pass  # nothing was found, or what was is damaged
-        return completed(shaped()), None
+        return completed(shaped()), False
 
     def _say(self, stage: int) -> None:
         doing = f"{_STAGES[stage]} ({stage + 1} of {len(_STAGES)})"
@@ -293,13 +281,9 @@ class Preparation:
             self.doing = doing
             logger.info("kvpersist: %s: nothing is kept yet: %s", self.model.name, doing)
 
-    def _fitted(
-        self, spec: ModelCacheSpec, measured: _Measured, verdict: Verdict | None
-    ) -> LoadedModel:
+    def _fitted(self, spec: ModelCacheSpec, verdict: Verdict | None) -> LoadedModel:
         """Return the model as it is computed, stored and restored from now on."""
         model, asked = self.model, self._asked
-        model.speed.memory = PrefillMemory.of(spec, asked.max_prefill_bytes, measured)
-        model.speed.supposed_token_s = measured[-1]
         about = described(spec, verdict), places(self._store)
         logger.info("kvpersist: %s: %s; %s", model.name, *about)
         for group in spec.full:
