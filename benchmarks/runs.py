@@ -19,16 +19,6 @@ from .report import FOLDER, Result, device_slug
 from .servers import BEFORE, DEFAULT_SIDES, REPOSITORY, SIDES, Fleet
 
 
-def parsed_out(about: str | None) -> Path | None:
-    """Read the options of a benchmark that has none but where its result goes."""
-    options = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--out", type=Path, help="folder of the result")
-    out: Path | None = options.parse_args().out
-    return out
-
-
 class Deadline:
     """When a run must have ended, if ever. Nothing is begun that would not be done by then."""
 
@@ -126,7 +116,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--store",
         type=Path,
         metavar="FOLDER",
-        help="begin with a copy of this store: the model is not examined again",
+        help="begin with a copy of this store, such as one that older code has filled",
     )
     made.add_argument(
         "--deadline", type=float, metavar="SECONDS", help="end cleanly before that, with what is"

@@ -80,7 +80,7 @@ _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
 class Fleet:
     """A server for each side, all running, for a `with` block. Requests go to one at a time.
 
-    store: a folder that each store begins as a copy of, so that the model is known already.
+    store: the folder of a store; each side with a store begins with a copy of it.
     """
 
     def __init__(
