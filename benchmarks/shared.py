@@ -29,7 +29,7 @@ from .report import Result
 from .runs import Run, median, parser, run_of
 from .servers import Fleet, cpu_between
 
-SIDE = "ours-default"
+SIDE = "ours"
 UNTHROTTLED = float("inf")
 _SEED = 7_000_000
 _NOT_KEPT = {"X-KVPersist-Keep": "no"}
@@ -78,7 +78,8 @@ def measure(run: Run, n_tokens: int, mb_per_s: Sequence[float], n_repeats: int) 
 
 
 def _server(run: Run, place: str) -> Fleet:
-    return Fleet(run.model.path, [SIDE], ("--kvpersist-shared", place, "--kvpersist-shared-plain"))
+    shared = "--kvpersist-shared", place, "--kvpersist-shared-plain"
+    return Fleet(run.model.path, [SIDE], shared)
 
 
 def _wait_until_put(fleet: Fleet) -> None:

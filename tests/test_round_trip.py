@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -15,17 +14,15 @@ from mlx_lm_kvpersist.cache.live import attention, packed
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.live.rows import ArrayRows, RowsKV
-from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
+from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.request import saver
 from mlx_lm_kvpersist.round_trip import check_round_trip
 from tests.support.host import patched_attention
 
-# The default has keys of 6 bits over values of 4, and 64 is the group size of all the others.
-PRECISIONS = {name: KV_BITS[name] for name in ("4", "5", "8", "k8v4", "16", DEFAULT_BITS)}
-PRECISIONS |= {f"4, group size {n}": PrecisionChoice(4, 4, n) for n in (32, 128)}
-PRECISIONS["4, rotated"] = PrecisionChoice(4, 4, rotated=True)
-PRECISIONS["default, rotated"] = replace(KV_BITS[DEFAULT_BITS], rotated=True)
+PRECISIONS = dict(KV_BITS)
+PRECISIONS |= {f"group size {n}": PrecisionChoice(group_size=n) for n in (32, 128)}
+PRECISIONS["not rotated"] = PrecisionChoice(rotated=False)
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -1,6 +1,6 @@
 """`python -m tools.trace`: functions of the package that a start, a save, a restore and a chat run.
 
-start: a server with a tiny model starts, from the patches of mlx-lm to the loaded model.
+start: a server with a tiny model starts, with the default options, until its model is loaded.
 save: the prompt and the reply of a request are stored. The calls of `insert` count, and all
 work of the writer's thread. restore: the prompt is dropped from RAM, and asked again. The calls of
 `take_request` and `enter` count, from the tokenized prompt to the restored caches, the canary's
@@ -8,8 +8,7 @@ forward pass included. chat: a short chat is asked again, without streaming. The
 accepted connection to the last byte of the reply counts.
 
 All threads count, each function once; comprehensions count with the function that holds them.
-Layers are dequantized, so that the count does not depend on what is quickest here. `--list` names
-the functions.
+`--list` names the functions.
 """
 
 from __future__ import annotations
@@ -45,10 +44,6 @@ from tests.support.synthetic import make_tiny_model, synthetic_text
 PACKAGE = Path(mlx_lm_kvpersist.__file__).parent
 Functions = set[tuple[str, str]]
 """Functions by file and name."""
-OPTIONS = (
-    *("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"),
-    *("--kvpersist-attention", "dequantize"),
-)
 
 
 class Trace:
@@ -112,7 +107,7 @@ class Server:
         self.plugin = KVPersistPlugin()
         parser = argparse.ArgumentParser()
         self.plugin.add_options(parser)
-        args = parser.parse_args(["--kvpersist-dir", str(store), *OPTIONS], copy.copy(ARGS))
+        args = parser.parse_args(["--kvpersist-dir", str(store)], copy.copy(ARGS))
         args.model = str(model)
         plugins = manager.make_manager()
         plugins.register(self.plugin, name="kvpersist")

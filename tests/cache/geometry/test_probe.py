@@ -84,7 +84,7 @@ def test_states_are_grouped_by_their_shapes_and_places() -> None:
 
     two = lambda: ArraysCache(2)  # noqa: E731
     model = Leaves(leave, lambda: CacheList(ArraysCache(2), KVCache()), two, two, two)
-    spec = ModelCacheSpec.probe(model, evaluate=False)
+    spec = ModelCacheSpec.probe(model)
     found = [(group.kind, group.slots, group.states) for group in spec.groups]
     assert found == [
         (GroupKind.RECURRENT, (0, 2), (((3, 8), "float32"), None)),
@@ -137,7 +137,7 @@ SHAPE = r"expected \(1, heads, tokens, dim\)"
 )
 def test_a_cache_of_another_form_is_refused(model: Leaves, reason: str) -> None:
     with pytest.raises(ModelNotSupported, match=reason):
-        ModelCacheSpec.probe(model, evaluate=False)
+        ModelCacheSpec.probe(model)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_what_cannot_be_computed_over_packed_keys_stays_plain(nan_fails: None, w
 
 def test_nothing_is_computed_that_need_not_be(nan_fails: None) -> None:
     for model in (Computes("logits"), Computes("cache", SequenceQuantizedKVCache)):
-        (group,) = ModelCacheSpec.probe(model, evaluate=False).groups
+        (group,) = ModelCacheSpec.probe(model).groups
         assert group.keys == TensorShape(1, DIM, "float32") and group.precision is not None
     mixes = Attention(mixed=1.0)
-    assert ModelCacheSpec.probe(mixes, evaluate=False).batches
+    assert ModelCacheSpec.probe(mixes).batches
 
 
 # --- batches

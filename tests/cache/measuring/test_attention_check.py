@@ -215,7 +215,7 @@ def test_every_quantized_group_has_the_plan_of_its_shape() -> None:
 )
 def test_models_that_need_plain_keys_dequantize(model: Layers, is_taken: bool) -> None:
     """So do layers of one group that attend in several ways."""
-    spec = ModelCacheSpec.probe(model, evaluate=False)
+    spec = ModelCacheSpec.probe(model)
     planned = completed(planning(model, spec, "packed"))
     expected = forced_plan("packed") if is_taken else AttentionPlan()
     assert planned.plans == {"0": expected}
@@ -224,7 +224,7 @@ def test_models_that_need_plain_keys_dequantize(model: Layers, is_taken: bool) -
 
 def test_layers_in_full_precision_have_no_plan() -> None:
     model = Layers(4, 4)
-    spec = ModelCacheSpec.probe(model, PrecisionChoice(16, 16), evaluate=False)
+    spec = ModelCacheSpec.probe(model, PrecisionChoice(16, 16))
     planned = completed(planning(model, spec))
     assert planned.plans == {}
     assert [type(slot) for slot in planned.make_cache()] == [KVCache, KVCache]
