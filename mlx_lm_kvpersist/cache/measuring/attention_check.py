@@ -102,7 +102,9 @@ def plan_attention(
         raise ModelNotSupported(f"dequantizing attention {_over(spec)} is wrong on {device_key()}")
     if n_right == 1:
         logger.warning(
-            "kvpersist: packed attention %s is wrong on %s: it dequantizes", _over(spec), device_key()
+            "kvpersist: packed attention %s is wrong on %s: it dequantizes",
+            _over(spec),
+            device_key(),
         )
         plans = {name: _without_packed(plan) for name, plan in plans.items()}
     for group in spec.quantized:
