@@ -166,8 +166,8 @@ def part_of_model(provider: Any, together: Ranks) -> str:
 
 def places(store: BlockStore) -> str:
     """Return where conversations are kept and how much space they take, for the log."""
-    disk, ram = map(show_bytes, (store.limits.max_disk_bytes, store.limits.max_ram_bytes))
-    return f"conversations in {store.disk.files}, up to {disk}, and up to {ram} of RAM"
+    ram = show_bytes(store.limits.max_ram_bytes)
+    return f"conversations in {store.disk.files}, and up to {ram} of RAM"
 
 
 def described(spec: ModelCacheSpec) -> str:
