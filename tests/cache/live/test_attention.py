@@ -15,32 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import base
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache
-from mlx_lm_kvpersist.cache.steps import completed
 
-from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import (
     Mask,
     PackedKV,
     Strategy,
-    _hidden,
     dequantized_attention,
     packed_attention,
     tiled_attention,
 )
-from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, AttentionShape, forced_plan
+from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
 )
-from mlx_lm_kvpersist.cache.measuring.observe import (
-    observed_attention,
-    probing_packed,
-)
 from tests.support.host import patched_attention
 
-from ..conftest import ARCHITECTURES, N_HEADS, address, random_kv, same_bits, tiny_gemma3
+from ..conftest import N_HEADS, address, random_kv, same_bits
 
 TOLERANCE = 2e-5
 PRECISION = KVPrecision.of(4, 32)
@@ -104,7 +97,6 @@ class Case:
             "tiled, whole": tiled(1 << 40),
             "tiled by rows": tiled(self.head_bytes() * self.n_kv_heads),
             "tiled by heads": tiled(self.head_bytes()),
-            "tiled by keys": tiled(self.head_bytes(max(1, self.n_keys // 3))),
         }
 
 
@@ -199,7 +191,7 @@ def test_padded_heads_attend_as_whole_ones(
     precision = KVPrecision.of(8, 32, 6, rotated=rotated).fitted(*dims)
     case = Case(k_dim=dims[0], v_dim=dims[1], precision=precision, n_queries=6)
     queries, keys, values = case.arrays()
-    keys.strategy, keys.tile_bytes = strategy, case.head_bytes(13)
+    keys.strategy, keys.tile_bytes = strategy, case.head_bytes()
     for mask in (None, "causal", create_causal_mask(6, 34, left_padding=mx.array([0, 17]))):
         found = keys.attend(queries, values, 0.1, mask)
         assert found.shape == (*queries.shape[:3], dims[1])
@@ -213,7 +205,7 @@ def test_rotated_attention_is_plain_attention(dim: int, strategy: Strategy) -> N
     precision = KVPrecision.of(8, 32, rotated=True)
     case = Case(k_dim=dim, v_dim=64, precision=precision, n_repeats=3, n_queries=6, n_spare=9)
     queries, keys, values = case.arrays()
-    keys.strategy, keys.tile_bytes = strategy, case.head_bytes(13)
+    keys.strategy, keys.tile_bytes = strategy, case.head_bytes()
     padding = mx.array([0, 3, 17][: case.n_rows])
     for mask in (
         None,
@@ -281,10 +273,9 @@ def test_minus_infinity_for_all_keys_gives_something_finite(dtype: mx.Dtype) -> 
     case = Case(n_queries=2)
     queries, keys, values = case.arrays()
     mask = mx.array([[0.0], [-mx.inf]]) + mx.zeros((2, case.n_keys))
-    for name in ("packed", "tiled by keys"):
-        found = case.ways()[name](queries.astype(dtype), keys, values, 0.1, mask.astype(dtype))
-        assert found.dtype == dtype
-        assert mx.isfinite(found).all(), name
+    found = packed_attention(queries.astype(dtype), keys, values, 0.1, mask.astype(dtype))
+    assert found.dtype == dtype
+    assert mx.isfinite(found).all()
 
 
 def test_a_mask_that_is_unknown_is_refused() -> None:
@@ -385,12 +376,11 @@ def peak_bytes(attention: Callable[[], mx.array]) -> int:
     return int(mx.get_peak_memory() - before)
 
 
-@pytest.mark.parametrize("n_at_once", [1.0, 0.25], ids=["heads", "keys"])
-def test_tiles_bound_what_is_plain_at_once(n_at_once: float) -> None:
+def test_tiles_bound_what_is_plain_at_once() -> None:
     case = Case(n_rows=1, n_kv_heads=8, n_repeats=1, n_queries=1, n_keys=8000, n_spare=0)
     queries, keys, values = case.arrays()
     mx.eval(queries, keys, values)
-    tile_bytes = int(case.head_bytes() * n_at_once)
+    tile_bytes = case.head_bytes()
     whole = peak_bytes(lambda: dequantized_attention(queries, keys, values, 0.1, None))
     tiled = peak_bytes(lambda: tiled_attention(queries, keys, values, 0.1, None, tile_bytes))
     assert whole > 8 * case.head_bytes()
@@ -410,23 +400,6 @@ def test_packed_scores_are_bounded() -> None:
     ]
     assert peaks[1] < peaks[0] / 4
     assert peaks[1] < 20 * few_bytes
-
-
-def test_scores_of_tiles_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of all queries and keys would need 8 MiB, and more with every key."""
-    case = Case(n_rows=1, n_kv_heads=1, n_queries=256, n_keys=4000, n_spare=0)
-    queries, keys, values = case.arrays()
-    mx.eval(queries, keys, values)
-    tile_bytes = case.head_bytes(500)
-    sizes = []
-
-    def noted(scores: mx.array, *given: Any) -> mx.array:
-        sizes.append(scores.nbytes)
-        return _hidden(scores, *given)
-
-    monkeypatch.setattr("mlx_lm_kvpersist.cache.live.attention._hidden", noted)
-    tiled = peak_bytes(lambda: tiled_attention(queries, keys, values, 0.1, "causal", tile_bytes))
-    assert max(sizes) == tile_bytes and tiled < 24 * tile_bytes
 
 
 def test_packed_attention_never_dequantizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,135 +517,7 @@ def test_writing_goes_on_in_place_after_a_packed_fetch(patched: None, plan: Atte
     assert addresses() == before
 
 
-# --- which models can
-
-
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-@pytest.mark.parametrize("is_patched", [False, True], ids=["stock", "patched"])
-def test_models_whose_attention_takes_packed_keys(
-    architecture: str, is_patched: bool, request: pytest.FixtureRequest
-) -> None:
-    if is_patched:
-        request.getfixturevalue("patched")
-    before = vars(base).copy()
-    model = ARCHITECTURES[architecture]()
-
-    def probed(precision: KVPrecision) -> list[AttentionShape | None]:
-        made = lambda: [SequenceQuantizedKVCache(precision) for _ in model.layers]  # noqa: E731
-        return completed(probing_packed(model, made, [0, 1]))
-
-    shapes = {
-        "llama": AttentionShape(4, 2, 64, 64),
-        "qwen3": AttentionShape(6, 2, 64, 64),
-        "deepseek_v2": AttentionShape(4, 4, 64, 32),
-    }
-    assert probed(KVPrecision.of(8, 32, 4)) == [shapes[architecture]] * 2
-    assert vars(base) == before
-
-
-def test_layers_of_which_some_are_ours() -> None:
-    model = tiny_gemma3()
-
-    def make_caches() -> list[Any]:
-        caches = model.make_cache()
-        return [
-            SequenceQuantizedKVCache(KVPrecision()) if type(cache) is KVCache else cache
-            for cache in caches
-        ]
-
-    shapes = [None, AttentionShape(2, 1, 64, 64)]
-    assert completed(probing_packed(model, make_caches, [0, 1])) == shapes
-    assert completed(probing_packed(model, make_caches, [0])) == [None, None]
-    assert completed(probing_packed(model, make_caches, [1])) == shapes
-
-
-class OneLayer:
-    """Stands for a model: one layer that does with its cache what `attend` does.
-
-    With `noise` its logits depend by so much on the chunks that a prompt came in.
-    """
-
-    def __init__(
-        self, attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float = 0.0
-    ) -> None:
-        self.attend, self.noise = attend, noise
-
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        n, start = tokens.shape[1], cache[0].offset
-        given = (x[:, :, start : start + n] for x in random_kv(1, 8))
-        queries = mx.random.normal((1, 4, 8, 64), key=mx.random.key(2))[:, :, start : start + n]
-        keys, values = cache[0].update_and_fetch(*(x * (1 + self.noise * n) for x in given))
-        out = self.attend(cache[0], keys, values, queries)
-        return out.swapaxes(1, 2).reshape(1, n, -1)
-
-
-def by_the_host(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    out: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, "causal")
-    return out
-
-
-def with_sinks(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    out: mx.array = base.scaled_dot_product_attention(
-        queries, keys, values, cache, 0.1, "causal", sinks=mx.zeros(4)
-    )
-    return out
-
-
-def by_itself(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    return queries @ mx.repeat(keys, 2, axis=1).swapaxes(-1, -2) @ mx.repeat(values, 2, axis=1)
-
-
-def by_its_bits(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    """Runs either way, and gives something else for packed keys."""
-    out = by_the_host(cache, keys, values, queries)
-    return out[:, ::-1] if hasattr(cache, "bits") else out
-
-
-def too_little(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    out = by_the_host(cache, keys, values, queries)
-    return out / 2 if hasattr(cache, "bits") else out
-
-
-def untouched(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    return queries
-
-
-def probed(attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float) -> bool:
-    """Whether one layer that attends so is found to take packed keys."""
-    precision = KVPrecision.of(8, 32)
-    model = OneLayer(attend, noise)
-    made = probing_packed(model, lambda: [SequenceQuantizedKVCache(precision)], [0])
-    return completed(made) != [None]
-
-
-@pytest.mark.parametrize("noise", [0.0, 3.0])
-@pytest.mark.parametrize("attend", [with_sinks, by_itself, by_its_bits, untouched])
-def test_models_that_need_plain_keys(
-    attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float
-) -> None:
-    """Also a model whose logits depend on the chunks that a prompt came in."""
-    assert not probed(attend, noise)
-
-
-def test_models_that_take_packed_keys_differ_by_their_noise_alone() -> None:
-    """What is less than a chunk more or less changes is no fault of packed keys."""
-    assert probed(by_the_host, 0.0) and probed(by_the_host, 3.0)
-    assert not probed(too_little, 0.0) and probed(too_little, 3.0)
-
-
-def test_calls_are_observed_and_others_left_alone() -> None:
-    cache = cache_of(PACKED, 3)
-    queries = mx.ones((1, 4, 1, 64))
-    stock = base.quantized_scaled_dot_product_attention
-    with observed_attention() as seen:
-        keys, values = cache.update_and_fetch(*random_kv(1, 1))
-        base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, None)
-        plain = pk.quantize(mx.ones((1, 2, 4, 64)), Quantization(8, 32))
-        cache.precision = KVPrecision.of(8, 32)
-        found = base.scaled_dot_product_attention(queries, plain, plain, cache, 0.1, None)
-    assert [shape for shape, _ in seen] == [AttentionShape(4, 2, 64, 32)]
-    assert mx.allclose(found, mx.ones((1, 4, 1, 64)))
-    assert base.quantized_scaled_dot_product_attention is stock
+# --- a reply
 
 
 def strategies_of(seed: int) -> Strategy:
