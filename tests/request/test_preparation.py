@@ -103,7 +103,7 @@ def test_a_second_start_finds_out_nothing(
     starts, store = Starts(provider), opened()
     first = starts.begin(store)
     provisional = first.model
-    assert first.doing.endswith("(1 of 5)") and "nothing is kept yet" in caplog.text
+    assert first.doing.endswith("(1 of 4)") and "nothing is kept yet" in caplog.text
     assert first.model.fingerprint == model_fingerprint(Path(provider.model_key[0]), None)
     assert starts.finish(first, store) > 10
     found = first.model
@@ -176,8 +176,6 @@ def test_what_something_else_was_found_for_is_found_anew(
         lambda value: 7,
         lambda value: {**value, "spec": []},
         lambda value: {**value, "plans": {}},
-        lambda value: {**value, "prefill": [1]},
-        lambda value: {**value, "prefill": ["x", 2]},
     ],
 )
 def test_a_damaged_value_is_found_out_again(
