@@ -68,7 +68,7 @@ def test_a_conversation_from_the_first_moment_on_is_right_and_kept(
         if turn == 0:
             assert n_unknown, "the first reply waits for what is found out"
             said = told(server, SESSIONS_PATH)
-            assert said["examining"] is None or said["examining"].endswith(" of 5)")
+            assert said["examining"] is None or said["examining"].endswith(" of 4)")
             (record,) = told(server, REQUESTS_PATH)
             assert "the model is still being examined: " in record["sentence"]
         talk += [
@@ -86,7 +86,7 @@ def test_a_conversation_from_the_first_moment_on_is_right_and_kept(
     again = server.chat(talk, max_tokens=8, temperature=0.0, session="s")
     assert "outcome=EXTEND" in again.headers["x-kvpersist"]
     stages = [line.partition("nothing is kept yet: ")[2] for line in server.log.splitlines()]
-    assert [stage[-8:] for stage in stages if stage] == [f"({n} of 5)" for n in range(1, 6)]
+    assert [stage[-8:] for stage in stages if stage] == [f"({n} of 4)" for n in range(1, 5)]
 
 
 def test_an_end_in_the_middle_and_a_second_server_change_nothing(
