@@ -22,14 +22,10 @@ from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sess
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import is_kept, namespace, note, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
-from .block import Root
 from .cache.geometry.kinds import most_taken_back
-from .cache.geometry.precision import PrecisionChoice
 from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
-from .cache.measuring.guard import Verdict
-from .cache.steps import Steps, completed
-from .errors import KVPersistError, ModelNotSupported, RequestRefused
+from .errors import ModelNotSupported, RequestRefused
 from .host import manager
 from .host.answers import (
     ClientRequest,
@@ -42,12 +38,10 @@ from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
 from .ranks import ranks
-from .request.guard import Guard
-from .request.idle import IdleWork
-from .request.loading import Asked, Preparation, places
+from .request.loading import Asked, described, load_model, places
 from .request.machine import Pressure
 from .request.memory import Memory, total_bytes, weights_bytes
-from .request.model import LoadedModel, Speed
+from .request.model import Speed
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
 from .request.serving import RequestState, ServedRequest, Serving
@@ -77,14 +71,9 @@ class KVPersistPlugin:
         self._sessions: StoredSessions | None = None
         self._serving: Serving | None = None
         """Requests of the loaded model, if its conversations are kept."""
-        self._work: IdleWork | None = None
-        """Finding out what is not known of the loaded model."""
-        self._is_serving = False
-        self._warm: Callable[[], None] | None = None
-        self._warm_model: str | None = None
-        self._warmed: Root | None = None
-        """The tree that was warmed last."""
         self._refused: set[str] = set()
+        self._address = ""
+        """Where the server listens."""
         self._log = RequestLog()
         self._pressure = Pressure()
         self._metrics = Metrics(self._store_counts, self._memory_parts)
@@ -105,13 +94,14 @@ class KVPersistPlugin:
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
         self._sessions = StoredSessions(self._store)
-        self._warm_model = getattr(args, "model", None)
-        if self._warm_model is None:
+        if host := getattr(args, "host", None):
+            self._address = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
+        if getattr(args, "model", None) is None:
             logger.info("kvpersist: %s", places(self._store))
 
     @hookimpl
     def shutdown(self) -> None:
-        self._drop_model(saves=False)
+        self._drop_model()
         self._sessions = None
         if self._store is not None:
             self._store.close()
@@ -138,66 +128,42 @@ class KVPersistPlugin:
         n_weights = weights_bytes(provider.model, getattr(provider, "draft_model", None))
         n_bytes = ranks().least(total_bytes(asked.memory_bytes, n_weights), "the memory")
         chunk_bytes = min(asked.max_prefill_bytes, n_bytes // CHUNK_SHARE)
-        options = asked.precision, asked.attention, chunk_bytes, asked.store_text
+        options = Asked(asked.precision, asked.attention, chunk_bytes, asked.store_text)
         try:
-            preparation = Preparation(provider, store, Asked(*options), self._prove)
+            model = load_model(provider, options)
         except (ModelNotSupported, OSError) as error:  # its files may be gone
             self._refuse(provider, str(error))
             return None
-        model = preparation.model
-        # The speeds of one model are not those of another.
         isolated, step_s = asked.isolate_sessions, asked.max_stall_s * JOIN_SHARE
         memory = Memory(n_bytes, n_weights, store, self._pressure, refuses=asked.refuses)
-        self._serving = serving = Serving(
-            store, model, self._record, isolated, step_s, memory, preparation
-        )
+        self._serving = Serving(store, model, self._record, isolated, step_s, memory)
+        spec = model.spec
+        logger.info("kvpersist: %s: %s; %s", model.name, described(spec), places(store))
         logger.info("kvpersist: %s", memory)
-        fit, step_s = partial(self._fit, provider, preparation), asked.max_stall_s / 2
-        steps = self._prepare(provider, serving, preparation)
-        if ranks().are_several:  # else each would have come to another step when a request comes
-            completed(steps)
-            if self._serving is None:
-                return None
-        self._work = IdleWork(
-            steps,
-            Guard(serving, asked.precision, fit, step_s).steps(),
-            step_s,
-        )
         draft = None
         if model.draft is not None:
             logger.info("kvpersist: with a draft model requests are served one after another")
-            make_drafts = partial(self._make_caches, serving, of_draft=True)
-            draft = ModelSupport(make_drafts, limits=model.draft.speed.limits(asked.max_stall_s))
+            limits = model.draft.speed.limits(asked.max_stall_s)
+            draft = ModelSupport(model.draft.spec.make_cache, limits=limits)
         return ModelSupport(
-            partial(self._make_caches, serving),
+            spec.make_cache,
             batch_of,
-            lambda rows, n_tokens: rows_of(rows, n_tokens) if serving.model.spec.joins else None,
-            model.spec.batches,
+            rows_of if spec.joins else lambda caches, n_tokens: None,
+            spec.batches,
             model.speed.limits(asked.max_stall_s, store.writer.stepped),
             memory,
             draft,
             lambda caches: most_taken_back(caches) if asked.guesses else 0,
         )
 
-    def _make_caches(self, serving: Serving, *, of_draft: bool = False) -> list[Any] | None:
-        """Return empty caches of the model, which may be replaced, or of its draft model.
-
-        None once it is refused: then it makes the caches of its class.
-        """
-        model = serving.model.draft if of_draft else serving.model
-        return model.spec.make_cache() if model is not None and self._serving is serving else None
-
-    def _drop_model(self, *, saves: bool = True) -> None:
-        """Forget the loaded model. What is being found out of it ends now, files closed."""
-        self._work = None
+    def _drop_model(self) -> None:
+        """Forget the loaded model."""
         if self._serving is not None:
-            self._serving.end(saves=saves)
             self._serving.memory.close()
         self._serving = None
 
     def _refuse(self, provider: Any, why: str) -> None:
         """Let stock serve the loaded model."""
-        self._drop_model(saves=False)
         self._refusal = why
         provider.cli_args.kv_bits = self._config.stock_kv_bits  # stock quantizes here
         if provider.model_key[0] not in self._refused:
@@ -205,49 +171,6 @@ class KVPersistPlugin:
             logger.warning("kvpersist: served as stock does, nothing is kept: %s", why)
             if (bits := self._config.stock_kv_bits) is not None:
                 logger.info("kvpersist: --kv-bits %d holds there, one request at a time", bits)
-
-    def _prove(self, choice: PrecisionChoice) -> Steps[bool]:
-        from .round_trip import checking  # seldom needed
-
-        return checking(choice, self._config.attention)
-
-    def _prepare(self, provider: Any, serving: Serving, preparation: Preparation) -> Steps[None]:
-        """Find out what is not known of the loaded model, and serve it by that."""
-        refusal = ""
-        try:
-            yield from preparation.steps()
-        except ReferenceError:
-            return  # the server has dropped the model
-        except Exception as error:
-            level = logging.DEBUG if isinstance(error, KVPersistError) else logging.ERROR
-            logger.log(level, "kvpersist: the model could not be examined", exc_info=True)
-            preparation.doing = refusal = str(error) or repr(error)
-        if refusal or preparation.model.specs != serving.model.specs:
-            preparation.doing = "the replies that run come to their end"
-            batches = bool(refusal) or preparation.model.spec.batches
-            yield from self._between_batches(provider, batches)
-        if refusal:
-            return self._refuse(provider, refusal)
-        yield from serving.prepared()
-
-    def _fit(
-        self, provider: Any, preparation: Preparation, choice: PrecisionChoice, verdict: Verdict
-    ) -> Steps[LoadedModel]:
-        """Return the loaded model in another precision, at the end of a batch."""
-        model = yield from preparation.fit(choice, verdict)
-        yield from self._between_batches(provider, model.spec.batches)
-        return model
-
-    def _between_batches(self, provider: Any, batches: bool) -> Steps[None]:
-        """Let the replies that run end, and no request join them.
-
-        New caches and theirs do not go into one batch. `batches`: whether the new ones may.
-        """
-        was_batchable = provider.is_batchable
-        while self._is_serving:
-            provider.is_batchable = False
-            yield
-        provider.is_batchable = was_batchable and batches
 
     # A request.
 
@@ -264,35 +187,15 @@ class KVPersistPlugin:
 
     @hookimpl
     def serving_changed(self, serving: bool) -> None:
-        self._is_serving = serving
         if not serving and self._store is not None:
             self._store.writer.stepped(0)
         if not serving and self._serving is not None:
             self._serving.memory.weigh((), (), 0)  # nothing runs any more
 
     @hookimpl
-    def idle(self, seconds: float) -> None:
+    def idle(self) -> None:
         if self._serving is not None:
             self._serving.memory.idle()
-        if self._work is not None:
-            self._work.idle(seconds)
-        self._warm_known()
-
-    @hookimpl
-    def busy(self) -> None:
-        if self._work is not None:
-            self._work.busy()
-        self._warm_known()
-
-    def _warm_known(self) -> None:
-        """Have the files warmed once the model is known, and anew when the guard replaces it."""
-        serving, warm = self._serving, self._warm
-        if warm is None or serving is None or serving.doing:
-            return
-        model = serving.model
-        if model.name == self._warm_model and model.root != self._warmed:
-            self._warmed = model.root
-            warm()
 
     @hookimpl
     def prepare_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
@@ -407,15 +310,18 @@ class KVPersistPlugin:
     @hookimpl
     def started(self, serve: Callable[[Callable[[Any], None]], None]) -> None:
         self._pressure.watch()
+        if self._address:
+            logger.info(
+                "kvpersist: clients connect to %s/v1 (Anthropic's to %s), the page is %s%s",
+                *(self._address, self._address, self._address, PAGE_PATH),
+            )
         if self._config.warm:
-            self._warm = partial(warm_at_start, self._service(), self._config.warm, serve)
-            if self._warm_model is None:
-                self._warm()  # which says that there is no model
+            warm_at_start(self._service(), self._config.warm, serve)
 
     def _service(self) -> Service:
         asked = self._config
         key, by_key = asked.api_key, asked.namespace_by_key
-        return Service(chat_api, self._stored_sessions, key, by_key, lambda: self._doing)
+        return Service(chat_api, self._stored_sessions, key, by_key, lambda: self._refusal)
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
         store = self._store  # the server may end meanwhile
@@ -428,20 +334,12 @@ class KVPersistPlugin:
         return self._sessions
 
     @property
-    def _doing(self) -> str:
-        """What is being found out of the loaded model before it is kept; "" when that is known."""
-        if (serving := self._serving) is None:
-            return ""
-        return "what replies left meanwhile is stored" if serving.is_storing else serving.doing
-
-    @property
     def _model(self) -> dict[str, str | None]:
-        """What is loaded, how it is kept, and what is being found out of it before."""
+        """What is loaded, and how it is kept."""
         model = serving.model if (serving := self._serving) else None
         return {
             "model": model.name if model else None,
             "precision": model.precision if model else None,
-            "examining": self._doing or None,
         }
 
     def _describe_sessions(self, find: str, skip: int) -> dict[str, Any]:
@@ -452,7 +350,7 @@ class KVPersistPlugin:
 
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:
-            return {**serving.model.describe(), "examining": self._doing or None}
+            return serving.model.describe()
         why_not = self._refusal or "no model is loaded"
         return {"model": None, "kept": False, "why_not": why_not}
 

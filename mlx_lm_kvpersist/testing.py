@@ -96,9 +96,8 @@ class _Tested:
         self.ask("serving_changed", serving=True)
         for kind in ("chat", "text"):
             self._request(kind, provider.model)
-        self.ask("busy")
         self.ask("serving_changed", serving=False)
-        self.ask("idle", seconds=60.0)
+        self.ask("idle")
         self.ask("shutdown")
 
     def ask(self, hook: str, refuses: tuple[type[Exception], ...] = (), **given: Any) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
-from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,68 +81,12 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
         plugin.model_loaded(provider)
         assert args.kv_bits == 8
         assert "--kv-bits 8 holds there" in caplog.text
-        monkeypatch.setattr("mlx_lm_kvpersist.plugin.Preparation", mock.MagicMock())
+        monkeypatch.setattr("mlx_lm_kvpersist.plugin.load_model", mock.MagicMock())
         monkeypatch.setattr("mlx_lm_kvpersist.plugin.Memory", mock.MagicMock())
         plugin.model_loaded(provider)
         assert args.kv_bits is None
     finally:
         plugin.shutdown()
-
-
-@pytest.mark.parametrize(("name", "is_warmed"), [("model", True), ("another", False)])
-def test_files_are_warmed_once_the_model_is_known_and_anew_for_a_new_precision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_warmed: bool
-) -> None:
-    """Not for the model that a request has named."""
-    plugin = KVPersistPlugin()
-    parser = argparse.ArgumentParser()
-    plugin.add_options(parser)
-    file = tmp_path / "prompt.json"
-    file.touch()
-    given = copy.copy(ARGS)
-    given.model = "model"
-    options = ["--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-warm", str(file)]
-    plugin.configure(parser.parse_args(options, given))
-    warmed: list[Any] = []
-    monkeypatch.setattr("mlx_lm_kvpersist.plugin.warm_at_start", lambda *given: warmed.append(1))
-    serving: Any = mock.MagicMock()
-    plugin._serving = serving
-    try:
-        plugin.started(lambda run: None)
-        for doing, root, n_times in (
-            ("its caches are tried", "", 0),
-            ("", "old", 1),
-            ("", "new", 2),
-        ):
-            serving.doing, serving.model = doing, SimpleNamespace(root=root, name=name)
-            for _ in range(3):
-                plugin.idle(5.0)
-                plugin.busy()
-            assert len(warmed) == n_times * is_warmed
-    finally:
-        plugin.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("end", "saves"), [("shutdown", False), ("model_loaded", True), ("refused", False)]
-)
-def test_what_a_model_held_ends_with_it(tmp_path: Path, end: str, saves: bool) -> None:
-    plugin = KVPersistPlugin()
-    parser = argparse.ArgumentParser()
-    plugin.add_options(parser)
-    args = parser.parse_args(["--kvpersist-dir", str(tmp_path / "store")], copy.copy(ARGS))
-    plugin.configure(args)
-    serving: Any = mock.MagicMock()
-    plugin._serving = serving
-    provider = SimpleNamespace(
-        cli_args=args, model_key=("model", None, "draft"), model=None, tokenizer=None
-    )
-    if end == "model_loaded":
-        plugin.model_loaded(provider)
-    elif end == "refused":
-        plugin._refuse(provider, "why")
-    plugin.shutdown()
-    serving.end.assert_called_once_with(saves=saves)
 
 
 def test_a_model_whose_files_are_gone_is_left_to_stock(
@@ -157,7 +99,7 @@ def test_a_model_whose_files_are_gone_is_left_to_stock(
     args = parser.parse_args(["--kvpersist-dir", str(tmp_path / "store")], copy.copy(ARGS))
     plugin.configure(args)
     gone = FileNotFoundError(2, "No such file", "model.safetensors")
-    monkeypatch.setattr("mlx_lm_kvpersist.plugin.Preparation", mock.Mock(side_effect=gone))
+    monkeypatch.setattr("mlx_lm_kvpersist.plugin.load_model", mock.Mock(side_effect=gone))
     provider = SimpleNamespace(
         cli_args=args, model_key=("model", None, None), model=None, tokenizer=None
     )
@@ -165,45 +107,6 @@ def test_a_model_whose_files_are_gone_is_left_to_stock(
         assert plugin.model_loaded(provider) is None
         assert "served as stock does" in caplog.text and "model.safetensors" in caplog.text
     finally:
-        plugin.shutdown()
-
-
-@pytest.mark.parametrize("end", ["shutdown", "model_loaded"])
-def test_what_is_being_found_out_ends_with_its_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    """At once: a garbage collector would end it at any time, and its files before its store."""
-    ended: list[str] = []
-
-    def steps() -> Iterator[None]:
-        try:
-            while True:
-                yield
-        finally:
-            ended.append("steps")
-
-    plugin = KVPersistPlugin()
-    parser = argparse.ArgumentParser()
-    plugin.add_options(parser)
-    args = parser.parse_args(["--kvpersist-dir", str(tmp_path / "store")], copy.copy(ARGS))
-    plugin.configure(args)
-    preparation = mock.MagicMock(steps=steps)
-    monkeypatch.setattr("mlx_lm_kvpersist.plugin.Preparation", lambda *given: preparation)
-    monkeypatch.setattr("mlx_lm_kvpersist.plugin.Memory", mock.MagicMock())
-    provider = SimpleNamespace(
-        cli_args=args, model_key=("model", None, None), model=None, tokenizer=None
-    )
-    gc.disable()
-    try:
-        plugin.model_loaded(provider)
-        plugin.idle(1.0)
-        if end == "model_loaded":
-            plugin.model_loaded(provider)
-        else:
-            plugin.shutdown()
-        assert ended == ["steps"]
-    finally:
-        gc.enable()
         plugin.shutdown()
 
 

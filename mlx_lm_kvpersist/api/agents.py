@@ -65,15 +65,15 @@ class Service:
 
     chat: stock's chat completions (`host/dialects/chat_api.py`). sessions: returns the store's
     `StoredSessions`. What either refuses raises RequestRefused. key: the operator's. by_key:
-    whether API keys have namespaces of their own. examining: says what is being found out of the
-    loaded model before anything is kept, "" once all is known.
+    whether API keys have namespaces of their own. refusal: says why nothing is kept of the loaded
+    model, "" if it is kept.
     """
 
     chat: Any
     sessions: Callable[[], Any]
     key: str | None
     by_key: bool
-    examining: Callable[[], str] = lambda: ""
+    refusal: Callable[[], str] = lambda: ""
 
     def namespace(self, headers: Headers) -> str:
         return namespace(headers, by_key=self.by_key)

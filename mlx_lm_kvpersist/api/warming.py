@@ -27,7 +27,7 @@ WARM_PATH = "/v1/kvpersist/warm"
 
 _NOT_SENT = re.compile(r"[^!-~ ]+")
 """Characters that a header cannot have."""
-_KNOWN_S, _SAVED_S = 600.0, 60.0
+_SAVED_S = 60.0
 _POLL_S = 0.1
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def warm_view(service: Service) -> Callable[[Any], None]:
 
 
 def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
-    """Compute a prompt, and pin the session that holds it, once the server knows its model.
+    """Compute a prompt, and pin the session that holds it.
 
     content: messages, or the body of a request to one of the APIs. Raises RequestRefused where it
     is none, or is not stored.
@@ -56,15 +56,10 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     chat_body = chat_body_of(content, handler.headers)
     name = _NOT_SENT.sub("-", name)
     name_session(handler.headers, name)
-    deadline_s = time.time() + _KNOWN_S
-    while doing := service.examining():
-        if time.time() > deadline_s:
-            raise RequestRefused(
-                f"the model is still examined, so nothing is kept yet: {doing}; ask again", 503
-            )
-        time.sleep(_POLL_S)
     since_s = time.time()
     service.chat.prefill(handler, chat_body)
+    if why := service.refusal():
+        raise RequestRefused(f"the prompt was computed, but the model is not kept: {why}", 503)
     tenant, deadline_s = service.namespace(handler.headers), time.time() + _SAVED_S
     while time.time() < deadline_s:
         if (pinned := service.sessions().pin_newest(tenant, name, since_s)) is not None:

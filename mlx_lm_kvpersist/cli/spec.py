@@ -15,6 +15,7 @@ from ..cache.live.packed import GRID
 from ..config import precision_of
 from ..errors import KVPersistError, ModelNotSupported
 from ..host.scheduling.model_provider import check_model_name
+from ..request.loading import facts_of, spec_of
 from ..units import show_bytes
 from .output import records, tell
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """
     model, _ = load_named(args.model, args.adapter_path)
     try:
-        spec = ModelCacheSpec.probe(model, precision_of(args))
+        spec = spec_of(model, precision_of(args), facts_of(model))
     except ModelNotSupported as error:
         said = f"{args.model} is served as stock does, nothing is kept: {error}"
         tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)

@@ -78,13 +78,11 @@ def serving_changed(serving: bool) -> None:
 
 
 @hookspec
-def idle(seconds: float) -> None:
-    """Nothing was served for so long: do a little work; a request would wait. Generation thread."""
+def idle() -> None:
+    """Nothing is served: do very little work; a request would wait for it. Generation thread.
 
-
-@hookspec
-def busy() -> None:
-    """Requests leave no pause: do very little work, if any; replies wait. Generation thread."""
+    Called some ten times a second.
+    """
 
 
 @hookspec

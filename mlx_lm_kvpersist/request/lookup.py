@@ -20,7 +20,6 @@ from ..cache.blocks.canary import CANARY_TOLERANCE, canary_difference
 from ..cache.blocks.cut_join import Joiner, Piece
 from ..cache.geometry.spec import arrays_fit, forms_bytes
 from ..cache.live.packed import headroom
-from ..cache.steps import Steps, completed
 from ..errors import ClientGone
 from ..host.answers import Prompt
 from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
@@ -290,7 +289,7 @@ class Lookup:
         try:
             if ranks().are_several:  # none of them stops by itself
                 started = perf_counter()
-                reuse = completed(self._restoring(in_steps=False))
+                reuse = _completed(self._restoring(in_steps=False))
                 self._spent_s = perf_counter() - started
             else:
                 while (found := self._reuse) is None:
@@ -342,7 +341,7 @@ class Lookup:
 
     def _load(
         self, point: RestorePoint, lost: set[bytes], *, in_steps: bool
-    ) -> Steps[_Restored | None]:
+    ) -> Generator[None, None, _Restored | None]:
         """Load what a restore point needs into caches with room for the rest of the prompt.
 
         Returns None when a block cannot be read by one of the ranks, or the canary found that what
@@ -367,7 +366,8 @@ class Lookup:
         of_all = together.all_of(found, "what is read")
         if restored is None or _NOT_READ in of_all:
             return None
-        if self._canary and _FROM_BELOW in of_all:
+        is_checked = _FROM_BELOW in of_all or not self.model.is_known
+        if self._canary and is_checked:
             restored_ids, caches = ids[: point.n_tokens], restored.caches or ()
             model = self.model
             difference = canary_difference(model.model, model.spec, caches, restored_ids)
@@ -383,7 +383,7 @@ class Lookup:
 
     def _joined(
         self, point: RestorePoint, lost: set[bytes], read: list[Record], *, in_steps: bool
-    ) -> Steps[_Restored | None]:
+    ) -> Generator[None, None, _Restored | None]:
         """Do `_load` without a check of what it gives; `read` gets what came from below RAM."""
         spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
@@ -524,3 +524,13 @@ def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> P
             types.append(segment_type)
             start = stop
     return replace(prompt, ids=ids, segments=segments, segment_types=types)
+
+
+def _completed(steps: Generator[None, None, Reuse]) -> Reuse:
+    """Do all steps at once; return the result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Reuse = end.value
+            return result

@@ -8,8 +8,7 @@ those of the arrays' shapes. Generation thread, but for `parts`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +84,6 @@ class Memory(BatchMemory):
         self._takes = SequenceMemory()
         self.live_bytes = 0
         """Of the caches in the batch and of prompts that are computed, when last weighed."""
-        self.held_bytes = 0
-        """Of turns that wait until it is known how to store them, and of what the guard reads."""
         self._replies: tuple[int, ...] = ()
         self._prompts: tuple[int, ...] = ()
         self._claims: list[Claim] = []
@@ -97,8 +94,6 @@ class Memory(BatchMemory):
         """No prompt of so many tokens or more begins until the account has changed."""
         self._pressure, self._level = pressure, NORMAL
         self._most_blocks = 1 << 62
-        self._idle_bytes = 0
-        """Of all that does not run: the pool, and what is held."""
         self._limit_bytes = weights_bytes + total_bytes
         self._stock_limit_bytes = mx.set_memory_limit(self._limit_bytes)
 
@@ -137,7 +132,7 @@ class Memory(BatchMemory):
 
     @property
     def pool_bytes(self) -> int:
-        """The share that sequences leave to the pool, and to what is held."""
+        """The share that sequences leave to the pool."""
         return min(self._whole_bytes // POOL_SHARE, self._store.limits.max_ram_bytes)
 
     def _settle(self) -> None:
@@ -147,13 +142,13 @@ class Memory(BatchMemory):
             mx.clear_cache()
         needed, pool = self._needed(), self._store.pool
         left = min(self._usable_bytes - needed, self._store.limits.max_ram_bytes)
-        self._idle_bytes = max(self.pool_bytes, left)
-        self._store.resize(max(0, self._idle_bytes - self.held_bytes))
+        idle_bytes = max(self.pool_bytes, left)
+        self._store.resize(idle_bytes)
         if (n_more := len(pool) - self._most_blocks) > 0:
             pool.release(pool.n_bytes * n_more // len(pool) + 1)
         # MLX frees what it keeps where that and the arrays would be more. Beyond its limit it waits
         # for the device before each step: what runs alone, and needs more, shall not.
-        limit = self.weights_bytes + max(self._whole_bytes, needed + self._idle_bytes)
+        limit = self.weights_bytes + max(self._whole_bytes, needed + idle_bytes)
         if limit != self._limit_bytes:
             self._limit_bytes = limit
             mx.set_memory_limit(limit)
@@ -192,7 +187,7 @@ class Memory(BatchMemory):
         if claim.lookup is not None:
             claim.lookup.hold()
         # What it restores stays in RAM, and so does what others do and what is not written yet.
-        fits = self._store.pool.held_bytes + self.held_bytes <= left
+        fits = self._store.pool.held_bytes <= left
         if not fits and claim.lookup is not None:
             claim.lookup.let_go()
         return fits
@@ -220,23 +215,6 @@ class Memory(BatchMemory):
 
     # What runs.
 
-    def lacks(self, n_bytes: int = 0) -> bool:
-        """Tell whether requests lack memory, or would if `n_bytes` more were held."""
-        is_full = self.held_bytes + n_bytes > self._idle_bytes
-        runs = bool(self._replies or self._prompts or self._claims)
-        return (runs and is_full) or any(not one.is_over() for one in self.waiting)
-
-    @contextmanager
-    def holding(self, n_bytes: int) -> Iterator[None]:
-        """Count bytes that are of no request, and of no turn."""
-        self.held_bytes += n_bytes
-        self.changed()
-        try:
-            yield
-        finally:
-            self.held_bytes -= n_bytes
-            self.changed()
-
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
         if n_bytes is None:
             n_bytes = self._takes.caches_bytes(replies, prompts, 0)
@@ -260,7 +238,6 @@ class Memory(BatchMemory):
             "caches": self.live_bytes,
             "restored": sum(lookup.restored_bytes for lookup in lookups),
             "pool": self._store.pool.n_bytes,
-            "held": self.held_bytes,
         }
         active = mx.get_active_memory()
         return {

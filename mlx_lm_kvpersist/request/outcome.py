@@ -58,7 +58,6 @@ class Reason(Enum):
     NO_CHECKPOINT = "no-checkpoint", "the model can go on only from an earlier checkpoint"
     OTHER_RANK = "other-rank", "another rank of the model has less of it"
     STORE_FAILED = "store-failed", "the store could not be read, the log says why"
-    NOT_READY = "not-ready", "the model is still being examined"
     NOT_KEPT = "not-kept", "this request is served as the stock server does"
 
     def __init__(self, word: str, text: str) -> None:

@@ -15,19 +15,15 @@ from secrets import token_hex
 from threading import Event
 from typing import Any
 
-import mlx.core as mx
-
 from ..block import Block, Root
 from ..cache.blocks.cut_join import BLOCK_TOKENS
-from ..cache.steps import Steps
 from ..errors import ClientGone, RequestRefused
-from ..host.answers import PARKED, PREFILL, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
+from ..host.answers import REPLY, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
 from ..ranks import ranks
 from ..store.block_store import BlockStore
 from ..store.records import Leaf
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
-from .loading import Preparation
 from .lookup import Lookup, Reuse
 from .memory import Claim, Memory
 from .model import LoadedModel
@@ -36,8 +32,6 @@ from .replies import remember, retokenize
 from .saver import insert
 from .sharing import fetch_ahead
 
-_Held = tuple[list[int], list[Any], str]
-"""The tokens, the caches and the cache type at an end of a part of a sequence."""
 _ORDER = count()
 """Of the requests, as they come."""
 
@@ -153,8 +147,7 @@ class Serving:
 
     `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing. A
     waiting request may be worked on for `step_s` between two steps of the replies. `computing` are
-    those whose prompts are being computed, and some that have been. While a `preparation` is doing
-    something, nothing is looked up, and what is saved is held.
+    those whose prompts are being computed, and some that have been.
     """
 
     store: BlockStore
@@ -163,31 +156,10 @@ class Serving:
     isolated: bool
     step_s: float
     memory: Memory
-    preparation: Preparation | None = None
     computing: list[RunningSequence] = field(default_factory=list)
-    _held: dict[RunningSequence, list[_Held]] = field(default_factory=dict)
-    _has_ended = False
-    """Whether only the requests that run are still of this model."""
-    _keeps_old = False
-    """Whether the caches of sequences that began before the model was known are as they should."""
 
     def __post_init__(self) -> None:
         self.memory.serve(self.model)
-
-    @property
-    def doing(self) -> str:
-        """What is being found out of the model, in words; "" when all is known."""
-        return self.preparation.doing if self.preparation is not None else ""
-
-    @property
-    def is_storing(self) -> bool:
-        """Whether the model is known, and some of what was held until then is not stored yet."""
-        return bool(self._held) and not self.doing
-
-    def serve(self, model: LoadedModel) -> None:
-        """Serve a model from now on: another form of the one that is loaded."""
-        self.model = model
-        self.memory.serve(model)
 
     def root_of(self, state: RequestState, model: LoadedModel | None = None) -> Root:
         """Return the root of the model's tree, or another's, that the request's tenant may see."""
@@ -201,38 +173,13 @@ class Serving:
 
     def fetch(self, state: RequestState, prompt: Prompt) -> None:
         """Bring what the shared tier has of a prompt into RAM. HTTP thread, which waits for it."""
-        if self.store.shared is not None and self.keeps(state) and not self.doing:
+        if self.store.shared is not None and self.keeps(state):
             state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
-
-    def _take_root(self, sequence: RunningSequence) -> None:
-        """Give a sequence that began before the model was known its place in the store."""
-        sequence.request.root = self.root_of(sequence.request)
-        if sequence.draft is not None:
-            sequence.draft.request.root = self.root_of(sequence.request, self.model.draft)
 
     def save(
         self, sequence: RunningSequence, tokens: Sequence[int], caches: list[Any], cache_type: str
     ) -> None:
-        """Save what was computed of a sequence, or hold the ends of its parts for now."""
-        if sequence.request.root is not None:
-            self._store_held(sequence)
-            self._store(sequence, tokens, caches, cache_type)
-        elif not self.doing:
-            if self._keeps_old:  # it began before the model was known
-                self._take_root(sequence)
-                self.save(sequence, tokens, caches, cache_type)
-        elif cache_type not in (PREFILL, PARKED) and not self._has_ended:
-            mx.eval([cache.state for cache in caches])  # a view would slow down what it is of
-            held = self._held.pop(sequence, [])
-            ends = [] if self.model.spec.any_prefix else held
-            self._held[sequence] = [*ends, (list(tokens), caches, cache_type)]
-            while self._held and _n_bytes(self._held.values()) > self.memory.pool_bytes:
-                del self._held[next(iter(self._held))]
-            self.memory.held_bytes = _n_bytes(self._held.values())
-
-    def _store(
-        self, sequence: RunningSequence, tokens: Sequence[int], caches: list[Any], cache_type: str
-    ) -> None:
+        """Save what was computed of a sequence; `caches` has those of a draft model last."""
         n_layers, parts = len(self.model.spec.template), [(sequence, self.model)]
         if sequence.draft is not None and self.model.draft is not None:
             parts.append((sequence.draft, self.model.draft))
@@ -243,39 +190,6 @@ class Serving:
             except Exception:
                 logger.exception("kvpersist: a turn could not be saved")
         self.remember(sequence.request)
-
-    def _store_held(self, sequence: RunningSequence) -> None:
-        for held in self._held.pop(sequence, ()):
-            self._store(sequence, *held)
-
-    def prepared(self) -> Steps[None]:
-        """Take the model as it was found to be at once; then save what was held, turn by turn.
-
-        If the spec is another one than before, no request runs.
-        """
-        assert self.preparation is not None
-        before = self.model
-        self.serve(self.preparation.model)
-        self.preparation = None
-        self._keeps_old = self.model.specs == before.specs
-        if not self._keeps_old:
-            self._held.clear()  # it is of other caches, or wrong in a batch
-        for sequence in self._held:
-            self._take_root(sequence)
-        while self._held:
-            self._store_held(next(iter(self._held)))
-            yield
-        self.memory.held_bytes = 0
-
-    def end(self, *, saves: bool) -> None:
-        """Hold nothing any more. What is held is saved, if the model is known, or let go of."""
-        self._has_ended = True
-        while saves and self.is_storing:
-            self._store_held(next(iter(self._held)))
-        if self._held:
-            logger.warning("kvpersist: %d turns that were held are not kept", len(self._held))
-            self._held.clear()
-        self.memory.held_bytes = 0
 
     def finish(self, state: RequestState) -> None:
         """Wait until enough of a turn is on disk; its reply was sent but for the end. HTTP thread.
@@ -336,20 +250,18 @@ class ServedRequest(TakenRequest):
         self._waits: bool | None = None
         self._has_guessed = False
         self._n_shared: dict[RunningSequence, int] = {}
-        state.messages, state.root = prompt.messages, None
-        if not serving.doing:
-            self._look_up()
+        state.messages = prompt.messages
+        self._root = state.root = serving.root_of(state)
+        self._look_up()
         self._claim = self._claimed()
 
     def _look_up(self) -> None:
-        serving, state = self._serving, self._state
-        store, model = serving.store, serving.model
-        state.root = root = serving.root_of(state)
+        state, store, model = self._state, self._serving.store, self._serving.model
         if not ranks().decides:
             return
         try:
-            fed = retokenize(self._rendered, root, store, model)
-            state.lookup = Lookup(fed, root, store, model)
+            fed = retokenize(self._rendered, self._root, store, model)
+            state.lookup = Lookup(fed, self._root, store, model)
             self.prompt = state.lookup.found.prompt
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
@@ -361,11 +273,11 @@ class ServedRequest(TakenRequest):
         found = together.first(
             lambda: lookup.agreed() if lookup is not None else None, "what is restored"
         )
-        if found is None or together.decides or (root := self._state.root) is None:
+        if found is None or together.decides:
             return lookup
         prompt, n_worth = found
         model = replace(self._serving.model, text=None)
-        return Lookup(prompt, root, self._serving.store, model, n_worth=n_worth)
+        return Lookup(prompt, self._root, self._serving.store, model, n_worth=n_worth)
 
     def _claimed(self) -> Claim:
         state, request = self._state, self._request
@@ -395,10 +307,6 @@ class ServedRequest(TakenRequest):
     def enter(self) -> Prepared:
         """Restore what is stored of the prompt, and record the outcome. Raises ClientGone."""
         state, serving = self._state, self._serving
-        if self._sequence is None and not serving.doing and state.root != serving.root_of(state):
-            if state.lookup is not None:
-                state.lookup.close()
-            self._look_up()  # the model became known, or got another precision, while it waited
         lookup, state.lookup = self._common(state.lookup), None
         self._claim.lookup = lookup
         serving.memory.enters(self._claim)
@@ -409,10 +317,8 @@ class ServedRequest(TakenRequest):
         if reuse is None:
             is_common = ranks().are_several and lookup is not None  # what all of them read
             fed = lookup.found.prompt if is_common and lookup else self._rendered
-            doing = serving.doing
-            reason = Reason.NOT_READY if doing else Reason.STORE_FAILED
-            detail = f"{reason.text}: {doing}" if doing else ""
-            reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=reason, detail=detail))
+            outcome = Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED)
+            reuse = Reuse(fed, outcome)
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             outcome = reuse.outcome
             said = outcome.detail or (outcome.reason.text if outcome.reason else "")
@@ -429,7 +335,7 @@ class ServedRequest(TakenRequest):
             state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
         )
         draft = self._draft_of(fed, self._sequence)
-        if state.is_kept and state.root is not None and ranks().decides:  # which knows their ends
+        if state.is_kept and ranks().decides:  # which knows their ends
             running = serving.computing
             running = [one for one in running if not (one.is_computed or one.request.is_over)]
             serving.computing = [*running, self._sequence]
@@ -440,10 +346,9 @@ class ServedRequest(TakenRequest):
         serving, state = self._serving, self._state
         if (model := serving.model.draft) is None:
             return None
-        its, reuse = replace(state, lookup=None), None
-        if state.root is not None:
-            its.root = root = serving.root_of(state, model)
-            reuse = self._restored(lambda: Lookup(fed, root, serving.store, model))
+        root = serving.root_of(state, model)
+        its = replace(state, lookup=None, root=root)
+        reuse = self._restored(lambda: Lookup(fed, root, serving.store, model))
         reuse = reuse or Reuse(fed, Outcome(Kind.MISS, len(fed.ids)))
         n_reused = reuse.outcome.n_reused
         n_prompt = len(fed.ids)
@@ -471,9 +376,7 @@ class ServedRequest(TakenRequest):
 
     def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return what followed in what is stored; the first time that has to be read."""
-        root, runs = self._state.root, self._serving.store.runs
-        if root is None:
-            return ()
+        root, runs = self._root, self._serving.store.runs
         self._has_guessed = self._has_guessed or runs.read(root)
         return runs.after(root, run, n)
 
@@ -484,13 +387,9 @@ class ServedRequest(TakenRequest):
         self._waits = None
         if self._sequence is not None:
             self._sequence.is_computed = True  # else it would wait for blocks of its own
-        if state.root is not None and ranks().decides:
-            state.lookup = Lookup(prompt, state.root, self._serving.store, model)
+        if ranks().decides:
+            state.lookup = Lookup(prompt, self._root, self._serving.store, model)
         self._claim = self._claimed()
-
-
-def _n_bytes(held: Iterable[Sequence[_Held]]) -> int:
-    return sum(int(cache.nbytes) for ends in held for _, caches, _ in ends for cache in caches)
 
 
 def awaits_another(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api import warming
 from mlx_lm_kvpersist.api.agents import Service
 from mlx_lm_kvpersist.api.warming import chat_body_of, read_prompt, warm
 from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
@@ -53,27 +51,21 @@ def test_a_file_without_json(content: str | None, tmp_path: Path) -> None:
         read_prompt(file)
 
 
-def service_that_examines(doing: Callable[[], str], done: list[str]) -> Service:
-    """Return a server of which nothing can be pinned but what was computed at last."""
+def service(refusal: str) -> Service:
+    """Return a server that keeps what it computes, unless it says why not."""
+    done: list[str] = []
     chat: Any = SimpleNamespace(prefill=lambda *_: done.append("computed"))
     pin = SimpleNamespace(pin_newest=lambda *_: {"tokens": 7} if done else None)
-    return Service(chat, lambda: pin, None, False, doing)
+    return Service(chat, lambda: pin, None, False, lambda: refusal)
 
 
-def test_a_prompt_is_computed_when_the_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, nothing of it might be kept: the server waits, and says why if that takes long."""
-    monkeypatch.setattr(warming, "_POLL_S", 0.001)
-    handler, done = SimpleNamespace(headers=Message()), list[str]()
-    stages = ["its caches are tried", "its attention is measured", ""]
+def test_a_prompt_is_computed_and_pinned() -> None:
+    handler = SimpleNamespace(headers=Message())
+    assert warm(service(""), handler, "s", [ASK]) == {"tokens": 7}
 
-    def doing() -> str:
-        assert not done
-        return stages.pop(0)
 
-    assert warm(service_that_examines(doing, done), handler, "s", [ASK]) == {"tokens": 7}
-    assert done == ["computed"] and not stages
-    monkeypatch.setattr(warming, "_KNOWN_S", 0.01)
-    busy = service_that_examines(lambda: "its caches are tried", [])
-    with pytest.raises(RequestRefused, match="its caches are tried; ask again") as refused:
-        warm(busy, handler, "s", [ASK])
+def test_a_model_that_is_not_kept_is_said_at_once() -> None:
+    handler = SimpleNamespace(headers=Message())
+    with pytest.raises(RequestRefused, match="not kept: its caches are strange") as refused:
+        warm(service("its caches are strange"), handler, "s", [ASK])
     assert refused.value.status == 503

@@ -36,7 +36,6 @@ from mlx_lm_kvpersist.request import serving
 from mlx_lm_kvpersist.request.outcome import Kind
 from mlx_lm_kvpersist.request.serving import RequestState
 from tests.support import UNMEASURED
-from tests.support.host import examine
 from tests.support.synthetic.tokenizer import token_bytes
 
 Message = dict[str, Any]
@@ -125,7 +124,6 @@ class Replayer:
         self._plugin.configure(args)
         support = self._plugin.model_loaded(self._provider)
         assert support is not None
-        examine(self._plugin)
         self._make_caches = support.make_caches
         self._manager = manager.make_manager()
         self._manager.register(self._plugin)

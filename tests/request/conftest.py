@@ -14,10 +14,9 @@ from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID
-from mlx_lm_kvpersist.cache.steps import Steps, completed
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.loading import Asked, Preparation
+from mlx_lm_kvpersist.request.loading import Asked, load_model
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
@@ -59,17 +58,9 @@ def store_in(folder: Path) -> BlockStore:
     return BlockStore(folder, StoreLimits(1 << 30, 1 << 30, min_free_bytes=0))
 
 
-def unproven() -> Steps[bool]:
-    yield
-    return True
-
-
-def prepared(provider: Any, store: BlockStore, choice: PrecisionChoice) -> Preparation:
-    """Find out everything of a model."""
-    asked = Asked(choice, "dequantize", 1 << 30, with_text=True)
-    made = Preparation(provider, store, asked, lambda choice: unproven())
-    completed(made.steps())
-    return made
+def loaded_in(provider: Any, choice: PrecisionChoice) -> LoadedModel:
+    """Return a provider's model as the server loads it, in a precision."""
+    return load_model(provider, Asked(choice, "auto", 1 << 30, with_text=True))
 
 
 @dataclass

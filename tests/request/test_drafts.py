@@ -15,7 +15,6 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
-from mlx_lm_kvpersist.cache.steps import completed
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
@@ -23,7 +22,7 @@ from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
 from mlx_lm_kvpersist.host.scheduling.single_prompt import SinglePrompt
-from mlx_lm_kvpersist.request.loading import Asked, Preparation
+from mlx_lm_kvpersist.request.loading import Asked, load_model
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
@@ -34,7 +33,7 @@ from tests.support import make_tiny_model, make_zoo_model
 from tests.support.drafts import make_draft
 from tests.support.host import patched_attention
 
-from .conftest import store_in, unproven
+from .conftest import store_in
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,36 +64,18 @@ def provided(model: str, draft: str | None) -> Any:
 class Server:
     """What serves a model, with a draft or without, over a store; no HTTP."""
 
-    def __init__(
-        self, paths: tuple[str, str | None], store: BlockStore, bits: str, *, is_known: bool = True
-    ) -> None:
+    def __init__(self, paths: tuple[str, str | None], store: BlockStore, bits: str) -> None:
         self.provider, self.store = provided(*paths), store
         asked = Asked(KV_BITS[bits], "dequantize", 1 << 30, with_text=False)
-        self.preparation = made = Preparation(
-            self.provider, store, asked, lambda choice: unproven()
-        )
+        self.loaded = loaded = load_model(self.provider, asked)
         memory = Memory(1 << 30, 0, store, Pressure())
-        self.serving = Serving(store, made.model, lambda *_: None, False, 0.1, memory, made)
-        if is_known:
-            self.examine()
-        parts = (self.provider.model, made.model), (self.provider.draft_model, made.model.draft)
+        self.serving = Serving(store, loaded, lambda *_: None, False, 0.1, memory)
+        parts = (self.provider.model, loaded), (self.provider.draft_model, loaded.draft)
         for model, about in parts:
             if about is not None:
                 support = ModelSupport(about.spec.make_cache, limits=about.speed.limits(0.1))
                 model.make_cache = PluginCaches(model, "kvpersist", support)
         self.n_reused: list[int] = []
-
-    @property
-    def loaded(self) -> LoadedModel:
-        return self.serving.model
-
-    def examine(self) -> list[str]:
-        """Find out all of both models; return what was being done."""
-        made = self.preparation
-        said = [made.doing for _ in made.steps()]
-        assert made.doing == ""
-        completed(self.serving.prepared())
-        return said
 
     def turn(self, ids: list[int], max_tokens: int, stop_at: int, n_drafted: int = 3) -> list[int]:
         """Serve a prompt as stock does, up to a stop; return the reply."""
@@ -227,12 +208,10 @@ def test_caches_that_cannot_be_trimmed_are_refused_by_name(
 ) -> None:
     windows = str(make_zoo_model(tmp_path / "windows", "gemma3_text"))
     both = (paths[0], windows) if is_draft else (windows, paths[1])
-    store = store_in(tmp_path / "store")
     asked = Asked(KV_BITS["16"], "dequantize", 1 << 30, with_text=True)
     named = "layer 0 of the draft model has a RotatingKVCache, from which tokens cannot be taken"
     with pytest.raises(ModelNotSupported, match=named if is_draft else named.replace("draft ", "")):
-        Preparation(provided(*both), store, asked, lambda choice: unproven())
-    store.close()
+        load_model(provided(*both), asked)
 
 
 def test_the_draft_is_part_of_the_account(paths: list[str], tmp_path: Path) -> None:
@@ -243,23 +222,4 @@ def test_the_draft_is_part_of_the_account(paths: list[str], tmp_path: Path) -> N
         memory.weigh((), (1000,), None)
         needed.append(memory.live_bytes)
     assert needed[1] == 2 * needed[0]
-    store.close()
-
-
-def test_what_is_computed_while_a_draft_is_examined_is_kept(
-    paths: list[str], tmp_path: Path
-) -> None:
-    """The turn is held until both are known. At the next start nothing is left to find out."""
-    rng, store = random.Random(5), store_in(tmp_path / "store")
-    Server((paths[0], None), store, "16")
-    store.drain()
-    server = Server((paths[0], paths[1]), store, "16", is_known=False)
-    assert server.serving.doing and server.loaded.draft is not None
-    ids = random_ids(rng, 500)
-    whole = [*ids, *server.turn(ids, 20, 20)]
-    assert server.n_reused == [0, 0] and server.serving.memory.held_bytes > 0
-    assert any(said.startswith("the draft model: ") for said in server.examine())
-    server.check(whole, len(whole) - 2)
-    store.drain()
-    assert Server((paths[0], paths[1]), store, "16", is_known=False).serving.doing == ""
     store.close()

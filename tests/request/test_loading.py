@@ -1,31 +1,33 @@
-"""A model that was loaded is made ready: the same bits on every start, and nothing measured."""
+"""A model is known as soon as it is loaded: the same on every start, and nothing is measured."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 
+from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.config import KV_BITS
-from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.errors import ModelNotSupported
+from mlx_lm_kvpersist.ranks import Ranks
+from mlx_lm_kvpersist.request import loading
+from mlx_lm_kvpersist.request.loading import described
 from tests.support.host import patched_attention
 
-from .conftest import prepared, provider_of, store_in
+from .conftest import loaded_in, provider_of
+
+DEFAULT = KV_BITS["k8v4"]
 
 
 @pytest.fixture(scope="module")
 def provider(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return provider_of(tmp_path_factory.mktemp("model"), n_layers=4)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[BlockStore]:
-    made = store_in(tmp_path / "store")
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,20 +40,106 @@ def patched() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("bits", "layout", "words"),
     [
-        ("default", "k8v4b64*1,k6v4b64*2,k8v4b64*1,c256", "keys 6 to 8 bits, values 4 ("),
+        ("k8v4", "k8v4b64,c256", "keys 8 bits, values 4 ("),
         ("k6v4", "k6v4b64,c256", "keys 6 bits, values 4 ("),
         ("16", "full", "full precision;"),
     ],
 )
-def test_the_first_and_the_last_layer_have_more_bits_by_default(
-    provider: Any,
-    store: BlockStore,
-    caplog: pytest.LogCaptureFixture,
-    bits: str,
-    layout: str,
-    words: str,
+def test_each_layer_has_the_bits_that_are_asked_for(
+    provider: Any, bits: str, layout: str, words: str
 ) -> None:
-    caplog.set_level(logging.INFO)
-    loaded = prepared(provider, store, KV_BITS[bits]).model
+    loaded = loaded_in(provider, KV_BITS[bits])
     assert loaded.spec.layout == loaded.root.layout == layout
-    assert words in caplog.text
+    assert words in described(loaded.spec)
+
+
+def test_the_facts_say_what_is_computed_together(
+    provider: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = loaded_in(provider, DEFAULT)
+    assert known.is_known and known.spec.batches and known.spec.joins
+    assert known.spec.plans["0"].can_take_packed
+    apart = Architecture(batches=False, joins=False, packed=False)
+    monkeypatch.setattr(loading, "architecture_of", lambda model: apart)
+    spec = loaded_in(provider, DEFAULT).spec
+    assert not (spec.batches or spec.joins or spec.plans["0"].can_take_packed)
+
+
+def test_an_architecture_without_facts_is_kept_and_nothing_is_taken_for_granted(
+    provider: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = loaded_in(provider, DEFAULT)
+    monkeypatch.setattr(loading, "architecture_of", lambda model: None)
+    caplog.set_level(logging.INFO)
+    unknown = loaded_in(provider, DEFAULT)
+    assert not unknown.is_known and unknown.root == known.root
+    spec = unknown.spec
+    assert spec.batches and not spec.joins and not spec.plans["0"].can_take_packed
+    assert [record.message for record in caplog.records if "no facts ship" in record.message]
+
+
+def test_a_model_that_keeps_state_outside_its_caches_is_refused(
+    provider: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = Architecture(batches=True, joins=True, packed=True, refused="it keeps state outside")
+    monkeypatch.setattr(loading, "architecture_of", lambda model: outside)
+    with pytest.raises(ModelNotSupported, match="it keeps state outside"):
+        loaded_in(provider, DEFAULT)
+
+
+def test_a_model_that_changes_on_disk_is_another_at_the_next_load(tmp_path: Path) -> None:
+    """Although sizes and times stay; and it is the first again when it has its old content."""
+    provider = provider_of(tmp_path / "model", n_layers=2)
+    one = loaded_in(provider, DEFAULT)
+    assert one.fingerprint == model_fingerprint(tmp_path / "model", None)
+    weights = next((tmp_path / "model").glob("*.safetensors"))
+    stat, content = weights.stat(), weights.read_bytes()
+
+    def fingerprint(content: bytes) -> str:
+        weights.write_bytes(content)
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        return loaded_in(provider, DEFAULT).fingerprint
+
+    assert fingerprint(content[:-1] + bytes([content[-1] ^ 1])) != one.fingerprint
+    assert fingerprint(content) == one.fingerprint
+
+
+class RankOfTwo(Ranks):
+    """A rank whose other rank has something else of the things named in `differ`."""
+
+    def __init__(self, *differ: str) -> None:
+        super().__init__(2, 0)
+        self._differ, self.compared = differ, dict[str, object]()
+
+    def same(self, value: object, what: str) -> bool:
+        self.compared[what] = value
+        return what not in self._differ
+
+    def agree(self, value: bool, what: str) -> bool:
+        return value
+
+
+def ranked(provider: Any, monkeypatch: pytest.MonkeyPatch, rank: RankOfTwo) -> Any:
+    monkeypatch.setattr(loading, "ranks", lambda: rank)
+    args = SimpleNamespace(pipeline=False)
+    return SimpleNamespace(**vars(provider), cli_args=args)
+
+
+def test_ranks_with_other_files_of_the_model_are_refused(
+    provider: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = RankOfTwo("the model's files")
+    with pytest.raises(ModelNotSupported, match="different files of the model"):
+        loaded_in(ranked(provider, monkeypatch, rank), DEFAULT)
+    own = model_fingerprint(Path(provider.model_key[0]), None)
+    assert rank.compared == {"the model's files": own}
+
+
+def test_ranks_with_other_facts_take_nothing_for_granted(
+    provider: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = RankOfTwo("the facts of the architecture")
+    assert not loaded_in(ranked(provider, monkeypatch, rank), DEFAULT).is_known
+    rank = RankOfTwo("the kinds of layers")
+    with pytest.raises(ModelNotSupported, match="layers of different kinds"):
+        loaded_in(ranked(provider, monkeypatch, rank), DEFAULT)

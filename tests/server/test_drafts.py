@@ -19,7 +19,6 @@ from tests.support import (
     make_tiny_model,
     make_zoo_model,
     synthetic_text,
-    wait_until,
 )
 from tests.support.drafts import make_draft
 from tests.support.openblas import openblas_env
@@ -54,7 +53,6 @@ def ask(server: ServerProcess, talk: list[Message], draft: str | None, **params:
     its = {"draft_model": draft} if draft is not None else {}
     params = {"model": str(server.model), "max_tokens": 12, "logprobs": True, **its, **params}
     reply = server.chat(talk, **params)
-    wait_until(lambda: not server.is_examining(), "what is found out of a model", 60)
     wait_for_writer(server)
     return reply
 

@@ -32,7 +32,7 @@ from tests.support import (
 from tests.support.host import make_environment
 
 from .lora import make_adapter
-from .stored import wait_for_commit, wait_for_writer
+from .stored import wait_for_commit
 
 SYSTEM: Message = {"role": "system", "content": synthetic_text(120, seed=4)}
 TOOL = {
@@ -120,16 +120,8 @@ def test_text_that_spells_roles_is_not_taken_for_them(
 # Models by request.
 
 
-def examine(server: ServerProcess, **model: Any) -> None:
-    """Have a model loaded, and return when all of it is known, now and when it is loaded again."""
-    server.chat([user("Who are you?")], max_tokens=1, **model)
-    wait_until(lambda: not server.is_examining(), "what is found out of a model", 60)
-    wait_for_writer(server)
-
-
 def test_sentencepiece_sampled(server: ServerProcess, tiny_model_spm: Path) -> None:
     model = str(tiny_model_spm)
-    examine(server, model=model)
     talk = [SYSTEM]
     before = 0
     for n in range(4):
@@ -144,8 +136,6 @@ def test_sentencepiece_sampled(server: ServerProcess, tiny_model_spm: Path) -> N
 def test_each_model_finds_its_own_only(
     server: ServerProcess, tiny_model: Path, other_weights: Path
 ) -> None:
-    for model in (tiny_model, other_weights):
-        examine(server, model=str(model))
     question = [SYSTEM, user("Which weights are these?")]
     first = server.chat(question, "switch", model=str(tiny_model))
     other = server.chat(question, "switch", model=str(other_weights))
@@ -170,7 +160,6 @@ def test_an_adapter_makes_another_model(
     plain = server.chat(question, "a", model=str(tiny_model))
     # Its replies end with broken characters.
     params: dict[str, Any] = {"model": str(tiny_model), "adapters": str(adapter)}
-    examine(server, **params)
     adapted = server.chat(question, "a", **params, logprobs=True)
     assert (adapted.cached_tokens, adapted.kvpersist["outcome"]) == (0, "MISS")
     assert adapted.text != plain.text

@@ -24,7 +24,6 @@ from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from tests.support import UNMEASURED, make_tiny_model, synthetic_text
-from tests.support.host import examine
 from tests.support.zoo import make_zoo_model
 
 
@@ -60,7 +59,6 @@ def test_conversations_share_a_batch(patched: Patched, tiny_model: Path) -> None
     """Two prompts of different length are computed together, and speak together, in 4 bits."""
     provider = patched.server.ModelProvider(patched.args)
     model, tokenizer = provider.load(str(tiny_model))
-    examine(patched.plugin)
     assert provider.is_batchable
     prompts = [tokenizer.encode(synthetic_text(n, seed=n)) for n in (90, 200)]
     alone = [generate(patched, model, [prompt])[0][0] for prompt in prompts]
@@ -77,7 +75,6 @@ def test_a_model_that_reads_padding_computes_its_prompts_alone(
     """Its prompts are computed one by one, and only its replies share a batch."""
     provider = patched.server.ModelProvider(patched.args)
     model, tokenizer = provider.load(str(make_zoo_model(tmp_path / "mamba", "mamba")))
-    examine(patched.plugin)
     assert provider.is_batchable
     prompts = [tokenizer.encode(synthetic_text(n, seed=n)) for n in (20, 60)]
     alone = [generate(patched, model, [prompt])[0][0] for prompt in prompts]
@@ -89,7 +86,6 @@ def test_a_model_that_reads_padding_computes_its_prompts_alone(
 def test_a_model_that_is_wrong_in_a_batch_is_served_alone(patched: Patched, tmp_path: Path) -> None:
     provider = patched.server.ModelProvider(patched.args)
     model, _ = provider.load(str(make_zoo_model(tmp_path / "bigcode", "gpt_bigcode")))
-    examine(patched.plugin)
     assert all(hasattr(cache, "merge") for cache in model.make_cache())  # stock would batch it
     assert not provider.is_batchable
 

@@ -328,8 +328,6 @@ def test_the_commands_know_a_store_with_images(
     again = run.json("sessions", "show", "shown")
     assert [again[name] for name in ("tokens", "chain")] == [shown["tokens"], shown["chain"]]
     server.restart()
-    server.chat([{"role": "user", "content": "Hello"}], max_tokens=1)
-    wait_until(lambda: not server.is_examining(), "what is found out of a model", 60)
     talk.turn(server, "Sure?")
     # Ids of replies that are spelled otherwise are no part of the file, nor of an index made anew.
     assert talk.reused[3] >= talk.prompts[0] - 1

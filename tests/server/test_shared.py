@@ -43,11 +43,6 @@ def wait_until_put(server: ServerProcess) -> None:
     wait_until(lambda: shared_counts(server)["waiting"] == 0, "everything put", 60)
 
 
-def wait_until_known(server: ServerProcess) -> None:
-    """Return when the model is examined, so that its conversations are stored and restored."""
-    wait_until(lambda: not stats_of(server).get("examining"), "the model is examined", 60)
-
-
 class Talk:
     """A conversation whose turns go to any server."""
 
@@ -91,7 +86,6 @@ class Team:
         folder = "--kvpersist-dir", str(self._folder / f"dir-{self._n_servers}")
         at_once = "--kvpersist-max-loss-s", "0"  # no checkpoint is postponed
         server = self._start.with_plugin(self._model, *folder, *at_once, *(options or self._shared))
-        wait_until_known(server)
         return server
 
     def expected(self) -> Talk:
@@ -216,7 +210,6 @@ def test_a_server_starts_serves_and_ends_although_its_shared_folder_hangs(
     (launcher := tmp_path / "hanging.py").write_text(HANGING)
     options = "--kvpersist-shared", str(tmp_path / "nas"), "--kvpersist-shared-plain"
     server = started.with_plugin(tiny_model, *options, launcher=(str(launcher),))
-    wait_until_known(server)
     talk = Talk()
     talk.ask(server, *QUESTIONS[:2])
     assert talk.replies[1].cached_tokens > 512

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import ServerProcess, StartServer, make_zoo_model, synthetic_text, wait_until
+from tests.support import ServerProcess, StartServer, make_zoo_model, synthetic_text
 
 from .stored import wait_for_writer
 
@@ -94,7 +94,6 @@ def check_guesses(tenants: Tenants, *lengths: str) -> None:
     assert again[0] != before["long", "right", "/v1/chat/completions", "False"]
     assert tenants.guess("Bob", *lengths) == before
     server.restart()
-    wait_until(lambda: not server.is_examining(), "the model is known", 60)
     assert tenants.guess("Dave", *lengths) == before
 
 

@@ -165,9 +165,3 @@ def plugged(*plugins: Any) -> Iterator[pluggy.PluginManager]:
         made.register(plugin)
     with manager.using(made):
         yield made
-
-
-def examine(plugin: Any) -> None:
-    """Let a plugin find out all of the model that it was told of, as the server does when idle."""
-    while plugin._serving is not None and plugin._serving.doing:
-        plugin.idle(0.0)

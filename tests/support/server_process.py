@@ -16,8 +16,6 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlx_lm_kvpersist.api.admin import KEY_VARIABLE, SPEC_PATH
-
 from .reply import PortTaken, Reply, ServerError, read_events, read_reply, response_headers
 from .zygote import VARIABLES, Forked, Zygote
 
@@ -67,8 +65,7 @@ class ServerProcess:
     ("--plugin", "kvpersist"). env: set on top of this process's environment. python: whose
     mlx_lm is run. launcher: what Python runs as the server. log_path: where stdout and stderr
     go, appended across restarts; without it a temporary file that `stop` removes.
-    start_timeout_s: until /health must have answered, and the model must be known. examined:
-    whether a start waits until the plugin keeps the model's conversations.
+    start_timeout_s: until /health must have answered.
 
     Requests may be sent from several threads at once.
     """
@@ -91,7 +88,6 @@ class ServerProcess:
         port: int | None = None,
         start_timeout_s: float = 120.0,
         request_timeout_s: float = 300.0,
-        examined: bool = True,
     ) -> None:
         self.model = str(model)
         self.extra = list(extra)
@@ -102,7 +98,6 @@ class ServerProcess:
         self.port = port
         self.start_timeout_s = start_timeout_s
         self.request_timeout_s = request_timeout_s
-        self.examined = examined
         self._fixed_port = port is not None
         self._owns_log = log_path is None
         if log_path is None:
@@ -281,27 +276,6 @@ class ServerProcess:
                 continue
             self.kill9()
             raise error(f"{problem}\n{self._log_report(log_start)}")
-        while self.examined and self.is_examining():
-            if time.monotonic() > deadline:
-                self.kill9()
-                raise ServerError(
-                    f"the model is not known after {self.start_timeout_s:.0f} s\n"
-                    f"{self._log_report(log_start)}"
-                )
-            time.sleep(0.05)
-
-    def is_examining(self) -> bool:
-        """Say whether the plugin does not know yet how to keep the loaded model's conversations."""
-        if "kvpersist" not in self.extra:
-            return False
-        try:
-            key = {**os.environ, **self.env}.get(KEY_VARIABLE, "")
-            status, _, body = self.request(
-                "GET", SPEC_PATH, headers={"Authorization": f"Bearer {key}"}
-            )
-            return status == 200 and bool(json.loads(body).get("examining"))
-        except (OSError, HTTPException):
-            return False  # it has ended
 
     def _is_taken(self) -> bool:
         """Say whether another process listens on this server's port."""

@@ -18,7 +18,6 @@ import mlx.core as mx
 
 from ..live.packed import GRID, scale_dtype
 from ..live.policy import AttentionPlan
-from ..steps import completed
 from .kinds import GroupKind
 from .precision import KVPrecision, PrecisionChoice
 
@@ -130,13 +129,21 @@ class ModelCacheSpec:
     plans: Mapping[str, AttentionPlan] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def probe(
-        cls, model: Any, choice: PrecisionChoice | None = None, *, evaluate: bool = True
-    ) -> ModelCacheSpec:
-        """Find a model's spec by running it: see `probing`."""
-        from .probe import probing  # probe imports this module
+    def probe(cls, model: Any, choice: PrecisionChoice | None = None) -> ModelCacheSpec:
+        """Find a model's spec for the requested precision from shapes; nothing is evaluated.
 
-        return completed(probing(model, choice or PrecisionChoice(), evaluate=evaluate))
+        Full groups get the precision whose group size needs the least padding, if it saves memory
+        and the model's code accepts it; all other groups stay in full precision. Shapes say nothing
+        about batches: `batches` and `joins` have their defaults (`architectures.py` has the facts).
+
+        Raises:
+            ModelNotSupported: a layer's cache is of a class that is not supported, or has another
+                form than its class should have; or the model fails on a few tokens.
+            ValueError: MLX cannot quantize to these bits, or in groups of this size.
+        """
+        from .probe import probe  # which imports this module
+
+        return probe(model, choice or PrecisionChoice())
 
     @cached_property
     def full(self) -> tuple[LayerGroup, ...]:

@@ -97,8 +97,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     _time_budget: Any
     _serving = False
-    _idle_since_s: float | None = None
-    """When a look for requests first found none, since one was served."""
     _model: Any = None
     """The model of the request that entered last; while sequences are served, theirs."""
     _entering: Waiting | None = None
@@ -134,10 +132,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """
         if self._ranks.are_several and self._is_stopping():
             return None
-        was_serving = self._serving
         self._set_serving(timeout is None)
-        if was_serving:
-            manager.ask("busy")
         if timeout is None:
             request = self._enter(self._next_ready())
         elif self._line:
@@ -146,16 +141,14 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             queued = super()._next_request(timeout)
             request = self._enter(Waiting.of(queued) if queued is not None else None)
             if queued is None:
-                self._idle_since_s = self._idle_since_s or time.monotonic()
-                seconds = time.monotonic() - self._idle_since_s
-                manager.ask("idle", seconds=self._ranks.told(seconds, "how long none was served"))
+                manager.ask("idle")
         if request is not None:
             self._set_serving(True)
         return request
 
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving:
-            self._serving, self._idle_since_s, self._has_stepped = serving, None, False
+            self._serving, self._has_stepped = serving, False
             self._line.begin_batch()
             manager.ask("serving_changed", serving=serving)
 

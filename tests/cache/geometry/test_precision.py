@@ -222,5 +222,5 @@ def test_the_layouts_of_specs_are_understood() -> None:
         (PrecisionChoice(4, 4, rotated=False), "keys 4 bits, values 4"),
         (PrecisionChoice(), "keys 8 bits, values 4, rotated"),
     ):
-        spec = ModelCacheSpec.probe(model, choice, evaluate=False)
+        spec = ModelCacheSpec.probe(model, choice)
         assert layout_in_words(spec.layout).startswith(said)

@@ -27,7 +27,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def spec(model: Any) -> ModelCacheSpec:
-    return ModelCacheSpec.probe(model, evaluate=False)
+    return ModelCacheSpec.probe(model)
 
 
 def on_grid(model: Any, ids: list[int], caches: list[Any]) -> mx.array:

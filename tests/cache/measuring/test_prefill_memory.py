@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load
+from mlx_lm_kvpersist.cache.steps import completed
 
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
@@ -19,7 +20,6 @@ from mlx_lm_kvpersist.cache.measuring.prefill_memory import (
     PrefillMemory,
     measuring_prefill,
 )
-from mlx_lm_kvpersist.cache.steps import completed
 
 from ..conftest import tiny_gemma3
 from ..geometry.test_spec import OddLayers
