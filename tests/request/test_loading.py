@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 
+from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
@@ -40,8 +40,8 @@ def patched() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("bits", "layout", "words"),
     [
-        ("k8v4", "k8v4b64,c256", "keys 8 bits, values 4 ("),
-        ("k6v4", "k6v4b64,c256", "keys 6 bits, values 4 ("),
+        ("k8v4", "k8rv4rb64,c256", "keys 8 bits, values 4, rotated ("),
+        ("k6v4", "k6rv4rb64,c256", "keys 6 bits, values 4, rotated ("),
         ("16", "full", "full precision;"),
     ],
 )
