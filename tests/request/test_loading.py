@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
-=======
 from mlx_lm_kvpersist.cache.geometry import architectures
->>>>>>> core
 from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.config import KV_BITS
