@@ -28,7 +28,8 @@ other kernels than Metal's, memory of its own beside the machine's, and a disk b
 not an SSD on the bus. So speedups of a restart and slowdowns of 4-bit attention have to be measured
 again on a Mac before anybody relies on them; bytes do not depend on the machine. Quality was
 measured on one small model, which bears less than large ones; `mlx-lm-kvpersist quality` measures
-yours. Each result says what its side "ours" is: until 2026-11-22 it had 4 bits, not rotated."""
+yours. Each result says what its side "ours" is: until 2026-11-22 it had 4 bits, not rotated, and
+until 2026-11-26 keys of 6 bits and values of 4."""
 
 
 def make_page(

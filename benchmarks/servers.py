@@ -51,22 +51,15 @@ _PLUGIN = (
     *("--plugin", "kvpersist", "--kvpersist-dir", "{store}"),
     *("--kvpersist-min-free", "0", "--kvpersist-disk", "48G"),
 )
-_ROTATED = (*_PLUGIN, "--kvpersist-kv-rotate", "on")
 _STOCK = ("--prompt-cache-size", "64")
 SIDES = {
     side.name: side
     for side in (
-        Side("ours", (*_ROTATED, "--kvpersist-kv-bits", "k6v4"), 5),
-        Side("ours-default", _PLUGIN, 5),
-        Side(
-            "ours-50ms",
-            (*_ROTATED, "--kvpersist-kv-bits", "k6v4", "--kvpersist-max-stall-ms", "50"),
-            5,
-        ),
+        Side("ours", _PLUGIN, 6),  # keys 8 bits, values 4
+        Side("ours-50ms", (*_PLUGIN, "--kvpersist-max-stall-ms", "50"), 6),
         Side("ours-4", (*_PLUGIN, "--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"), 4),
-        Side("ours-5", (*_ROTATED, "--kvpersist-kv-bits", "5"), 5),
-        Side("ours-6", (*_ROTATED, "--kvpersist-kv-bits", "6"), 6),
-        Side("ours-8", (*_ROTATED, "--kvpersist-kv-bits", "8"), 8),
+        Side("ours-k6v4", (*_PLUGIN, "--kvpersist-kv-bits", "k6v4"), 5),
+        Side("ours-8", (*_PLUGIN, "--kvpersist-kv-bits", "8"), 8),
         Side("ours-16", (*_PLUGIN, "--kvpersist-kv-bits", "16"), 16),
         Side("stock", _STOCK, 16),
         # By default stock leaves the first 5,000 tokens as they are.

@@ -29,7 +29,7 @@ from .report import Result
 from .runs import Run, median, parser, run_of
 from .servers import Fleet, cpu_between
 
-SIDE = "ours-default"
+SIDE = "ours"
 UNTHROTTLED = float("inf")
 _SEED = 7_000_000
 _NOT_KEPT = {"X-KVPersist-Keep": "no"}

@@ -1,13 +1,13 @@
-"""`python -m tools.trace`: the functions of the package that a restore and a chat request run.
+"""`python -m tools.trace`: the functions of the package that a start, a restore and a chat run.
 
-restore: a prompt of a tiny model is stored, dropped from RAM, and asked again. Counted is what
-runs in `take_request` and `enter`, from the tokenized prompt to the restored caches, the canary's
-forward pass included. chat: a short chat is asked again, without streaming, of a server on a port.
-Counted is what runs from the accepted connection to the last byte of the reply.
+start: a server starts, with the default options, until its model is loaded. restore: a prompt of a
+tiny model is stored, dropped from RAM, and asked again. Counted is what runs in `take_request` and
+`enter`, from the tokenized prompt to the restored caches, the canary's forward pass included. chat:
+a short chat is asked again, without streaming, of a server on a port. Counted is what runs from the
+accepted connection to the last byte of the reply.
 
 All threads count, each function once; comprehensions count with the function that holds them.
-Layers are dequantized, so that the count does not depend on what is quickest here. `--list` names
-the functions.
+`--list` names the functions.
 """
 
 from __future__ import annotations
@@ -39,10 +39,6 @@ from tests.support import wait_until
 from tests.support.synthetic import make_tiny_model, synthetic_text
 
 PACKAGE = Path(mlx_lm_kvpersist.__file__).parent
-OPTIONS = (
-    *("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"),
-    *("--kvpersist-attention", "dequantize"),
-)
 
 
 class Trace:
@@ -84,7 +80,7 @@ class Server:
         self.plugin = KVPersistPlugin()
         parser = argparse.ArgumentParser()
         self.plugin.add_options(parser)
-        args = parser.parse_args(["--kvpersist-dir", str(store), *OPTIONS], copy.copy(ARGS))
+        args = parser.parse_args(["--kvpersist-dir", str(store)], copy.copy(ARGS))
         args.model = str(model)
         plugins = manager.make_manager()
         plugins.register(self.plugin, name="kvpersist")
@@ -129,14 +125,15 @@ class Server:
 
 
 def traced(folder: Path) -> dict[str, set[tuple[str, str]]]:
-    """Return the functions that a restore from disk and a chat request run."""
-    trace = Trace()
-    server = Server(make_tiny_model(folder / "model"), folder / "store")
+    """Return the functions that a start, a restore from disk and a chat request run."""
+    trace, model = Trace(), make_tiny_model(folder / "model")
+    with trace.running():
+        server = Server(model, folder / "store")
     prompt = synthetic_text(900, seed=1)
     server.complete(prompt)
     server.settle(forget=True)
     stock_take, stock_enter = manager.take_request, manager.Taken.enter
-    found: dict[str, set[tuple[str, str]]] = {"restore": set()}
+    found: dict[str, set[tuple[str, str]]] = {"start": trace.functions, "restore": set()}
 
     def counted(function: Any) -> Any:
         def call(*args: Any) -> Any:
