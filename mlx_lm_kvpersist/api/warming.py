@@ -65,8 +65,8 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
         if (pinned := service.sessions().pin_newest(tenant, name, since_s)) is not None:
             return pinned
         time.sleep(_POLL_S)
-    why = f"the prompt was computed, but not stored within {_SAVED_S:.0f} s; the log says why"
-    raise RequestRefused(why, 503)
+    late = f"the prompt was computed, but not stored within {_SAVED_S:.0f} s; the log says why"
+    raise RequestRefused(late, 503)
 
 
 def warm_at_start(

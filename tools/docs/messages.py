@@ -45,6 +45,7 @@ DYNAMIC = {
     ("host/dialects/chat_api.py", "message"),
     ("host/http/server.py", "_UNSAID[status_code]"),
     ("host/http/server.py", "message"),
+    ("request/loading.py", "facts.refused"),
     ("store/disk.py", "str(error)"),
 }
 """What is raised with words from elsewhere: such as stock's own."""

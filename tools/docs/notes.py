@@ -21,29 +21,23 @@ NOTES: dict[str, str] = {
     "or the plugin changed what it was given. The server goes on without it.",
     "plugin … failed in hook …; ignored": "For its author: the log has the traceback. The server "
     "goes on without it. The same failure is logged once an hour, with its number.",
-    "kvpersist: packed attention over … keys is wrong on …: all layers dequantize": "MLX "
-    "computes something else than plain arithmetic there. Replies are right; decoding is slower.",
+    "kvpersist: packed …; all layers dequantize": "MLX's result for packed keys differs from "
+    "plain arithmetic on this device. Replies are right; decoding is slower.",
     "the generation thread ended": "The process ends with status 1; a service starts it again. "
     + _REPORT,
     "kvpersist: the prompt could not be looked up": "The prompt was computed. " + _REPORT,
-    "kvpersist: prompts are computed one by one on this device: …": (
-        "Several at once are slower then; nothing else changes. " + _REPORT
-    ),
     "kvpersist: a rank could not restore": "All ranks computed the prompt. " + _REPORT,
     "kvpersist: what is stored could not be looked up": "All ranks computed the prompt. " + _REPORT,
     "kvpersist: the prompt could not be restored": "The prompt was computed. " + _REPORT,
     "kvpersist: a turn could not be saved": "The turn is computed again next time. " + _REPORT,
-    "kvpersist: … turns that were held are not kept": "The model was refused, or the server ended "
-    "or loaded another one, before they could be stored. They are computed again.",
     "kvpersist: served as stock does, nothing is kept: …": "The end of the line says why: see "
     '"A model is not kept" below.',
     "kvpersist: this tokenizer's prompts are matched by ids, not by text": "Less is found again "
     "after a sampled reply. Nothing to do.",
-    "kvpersist: … gets … from now on: …": "The default loses too much with this model: see "
-    "[the guard](precision.md#the-guard). Conversations that were stored before are computed once "
-    "more.",
-    "kvpersist: the precision of … could not be checked: …": "The default is used. Often memory "
-    "was short: the next start tries again.",
+    "kvpersist: … has an architecture of which no facts ship: its prompts are computed one by "
+    "one, attention dequantizes, and each restore is checked": "The model has code of its own, or "
+    "this version of mlx-lm or the architecture is newer than the package. Replies are right; some "
+    "requests are slower. An upgrade of the package may know the architecture.",
     "kvpersist: … of its layers stay in full precision: …": "They take more memory and disk; all "
     "else works. The end of the line says why.",
     "… goes to quarantine: …": f"Its tokens are computed again. {_DAMAGED}",
