@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 QUANTIZED = PrecisionChoice(8, 4, rotated=True)
 FULL_PRECISION = PrecisionChoice(FULL_BITS, FULL_BITS)
 
-TOLERANCE = 1e-2
-"""Most that logits may differ, as a share of their spread."""
+TOLERANCE = 5e-4
+"""Most that logits may differ, as a share of their spread. Rounding makes differences of up to
+5e-6; the smallest difference that a fault makes in the zoo is 3e-2."""
 
 _SIZES = ((3, 4), (40, 9), (258, 5))
 """Tokens of each prompt that are computed alone, and in the next call. Two prompts are longer than

@@ -21,7 +21,9 @@ weights. This page is made by
 python -m models_check --write docs/models.md
 ```
 
-on a CPU, here with mlx-lm {{mlx_lm}} and mlx {{mlx}}.
+on a CPU, here with mlx-lm {{mlx_lm}} and mlx {{mlx}}. Each model is served by the facts about its
+architecture that ship with the package, and its attention takes packed keys where they allow it.
+With `--unknown` no facts are used, as for a model with its own code; the results are the same.
 
 Each model holds a conversation of {N_TURNS} turns, longer than a block and than any of its windows,
 in the stock server's batch generator; or alone, as the server does where caches cannot be merged.

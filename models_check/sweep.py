@@ -116,7 +116,7 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
     if facts is None:
         return replace(spec, batches=can_batch(make_prompt_cache(model)))
     if facts.refused:
-        raise ModelNotSupported(facts.refused)
+        raise ModelNotSupported(f"its architecture cannot be kept: {facts.refused}")
     if facts.packed:
         spec = packed(model, spec)
     return replace(spec, batches=facts.batches, joins=facts.joins)

@@ -1,9 +1,9 @@
 """Plan the attention of a model's layers by the policy, and probe it against plain arithmetic.
 
 MLX chooses among kernels by the number of queries and keys, and some versions have kernels that are
-wrong on some devices: docs/upstream.md has an example. So the strategies of a plan are compared with
-plain arithmetic at each load, for the model's own heads and dtype, on both sides of the numbers at
-which MLX takes another kernel. The probe takes milliseconds, so its result is not persisted.
+wrong on some devices: docs/upstream.md has an example. So the strategies of a plan are compared
+with plain arithmetic at each load, for the model's own heads and dtype, on both sides of the
+numbers at which MLX takes another kernel. The probe takes milliseconds: nothing is persisted.
 """
 
 from __future__ import annotations
@@ -99,35 +99,26 @@ def plan_attention(
     n_right = 0 if "dequantize" in wrong else 1 if "packed" in wrong else 2
     n_right = ranks().least(n_right, "how many strategies of attention are right")
     if n_right == 0:
-        raise ModelNotSupported(f"dequantizing attention {_over(spec)} is wrong on {device_key()}")
+        raise ModelNotSupported(f"dequantizing {_what_is_wrong(spec)}")
     if n_right == 1:
-        logger.warning(
-            "kvpersist: packed attention %s is wrong on %s: it dequantizes",
-            _over(spec),
-            device_key(),
-        )
-        plans = {name: _without_packed(plan) for name, plan in plans.items()}
+        logger.warning("kvpersist: packed %s; all layers dequantize", _what_is_wrong(spec))
+        plans = {
+            name: replace(plan, rules=tuple(r for r in plan.rules if r.strategy != "packed"))
+            for name, plan in plans.items()
+        }
     for group in spec.quantized:
         for slot in group.slots:
             slots[slot].plan = plans[group.name]
     return replace(spec, template=replaced(spec.template, slots), plans=plans)
 
 
-def device_key() -> str:
-    """Return a name for this device and version of MLX: results apply to this pair only."""
+def _what_is_wrong(spec: ModelCacheSpec) -> str:
+    """Return what a message says of a strategy that is wrong for the quantized groups."""
     info = mx.device_info()
     name = info.get("device_name") or info.get("architecture")
-    return f"{name} {mx.default_device()} mlx {version('mlx')}"
-
-
-def _over(spec: ModelCacheSpec) -> str:
-    """Return which keys a message is about."""
-    dtypes = sorted({group.keys.dtype for group in spec.quantized if group.keys is not None})
-    return f"over {spec.layout} keys in {' and '.join(dtypes)}"
-
-
-def _without_packed(plan: AttentionPlan) -> AttentionPlan:
-    return replace(plan, rules=tuple(rule for rule in plan.rules if rule.strategy != "packed"))
+    keys = " and ".join(sorted({f"{group.precision} keys" for group in spec.quantized}))
+    device = f"{name} {mx.default_device()} mlx {version('mlx')}"
+    return f"attention over {keys} is wrong on {device}"
 
 
 def _wrong_strategies(
