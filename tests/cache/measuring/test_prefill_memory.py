@@ -53,7 +53,7 @@ def computed(model: Any, caches: list[Any], n_tokens: int) -> int:
 
 
 def told(model: Any, limit_bytes: int = 64 * MIB) -> tuple[PrefillMemory, ModelCacheSpec]:
-    spec = ModelCacheSpec.probe(model, evaluate=False)
+    spec = ModelCacheSpec.probe(model)
     return PrefillMemory.of(model, spec, limit_bytes), spec
 
 
@@ -80,7 +80,7 @@ def test_the_formula_is_plausible_for_every_architecture(name: str) -> None:
     assert taken / 3 < memory.peak_bytes(512, 0) < 8 * taken
 
 
-class Layers(nn.Module):
+class Layers(nn.Module):  # type: ignore[misc]
     """A model with these modules in its only layer."""
 
     def __init__(self, *modules: nn.Module, **arguments: Any) -> None:
