@@ -138,7 +138,7 @@ class Server:
     def _weigh(self) -> None:
         parts = self.memory.parts()
         live = self.generator.prompt_cache_nbytes
-        used = live + sum(parts[part] for part in ("restored", "pool", "held", "records"))
+        used = live + sum(parts[part] for part in ("restored", "pool", "records"))
         self.most_bytes = max(self.most_bytes, used)
 
     def close(self) -> None:
