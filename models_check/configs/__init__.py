@@ -35,7 +35,7 @@ NOT_IN_THE_ZOO = {
 }
 """Modules of `mlx_lm.models` that are no architecture, or none that can run, and why."""
 
-_NOT_BEFORE = {"phi3small": (0, 32, 0)}
+_NOT_BEFORE = {"phi3small": (0, 32, 1)}
 """Modules that write outside their arrays in older versions of mlx-lm, and may end the process."""
 
 

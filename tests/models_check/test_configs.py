@@ -30,9 +30,9 @@ def test_what_the_installed_version_lacks_is_skipped(monkeypatch: pytest.MonkeyP
 def test_what_the_installed_version_cannot_run_is_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("models_check.configs.versions.installed", lambda _: "0.31.3")
-    assert "phi3small" not in available()
     monkeypatch.setattr("models_check.configs.versions.installed", lambda _: "0.32.0")
+    assert "phi3small" not in available()
+    monkeypatch.setattr("models_check.configs.versions.installed", lambda _: "0.32.1")
     assert "phi3small" in available()
 
 
