@@ -14,7 +14,6 @@ from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cli import selftest
 from mlx_lm_kvpersist.cli.doctor import Finding
 from mlx_lm_kvpersist.cli.main import main as command
-from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host.patching import versions
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
@@ -31,7 +30,7 @@ def test_all_checks_pass_and_leave_nothing_behind(
     names = ["mlx-lm", *(f"patch {patch.name}" for patch in PATCHES), "startup", "round trip"]
     assert [one["name"] for one in report["findings"]] == names
     compared = report["findings"][-1]["found"]
-    assert compared.startswith(f"{KV_BITS[DEFAULT_BITS]}: sequences that were batched")
+    assert compared.startswith("k8rv4r, group auto: sequences that were batched")
     assert report["findings"][0]["found"].startswith(versions.installed("mlx-lm"))
     assert _attributes(server) == before and sys.argv == argv
 

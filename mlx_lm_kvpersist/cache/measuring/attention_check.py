@@ -103,8 +103,11 @@ def plan_attention(
     if n_right == 0:
         raise ModelNotSupported(f"dequantizing attention over {keys} keys is wrong on {device}")
     if n_right == 1:
-        message = "kvpersist: packed attention over %s keys is wrong on %s: all layers dequantize"
-        logger.warning(message, keys, device)
+        logger.warning(
+            "kvpersist: packed attention over %s keys is wrong on %s: all layers dequantize",
+            keys,
+            device,
+        )
         plans = {
             name: replace(plan, rules=tuple(r for r in plan.rules if r.strategy != "packed"))
             for name, plan in plans.items()
