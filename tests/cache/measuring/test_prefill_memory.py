@@ -158,7 +158,7 @@ def test_keys_that_no_layer_sees_take_no_memory() -> None:
     assert memory.peak_bytes(512, 100_000) == memory.peak_bytes(512, 0)
     memory = told(build("recurrent_gemma"))[0]
     assert memory.peak_bytes(512, 100_000) == memory.peak_bytes(512, 16)
-    assert memory.most_tokens(100_000) > 16 * MIN_CHUNK
+    assert memory.most_tokens(100_000) > 8 * MIN_CHUNK
 
 
 def test_models_with_windows_stop_where_a_checkpoint_is_made() -> None:
