@@ -80,7 +80,7 @@ def test_the_formula_is_plausible_for_every_architecture(name: str) -> None:
     assert taken / 3 < memory.peak_bytes(512, 0) < 8 * taken
 
 
-class Layers(nn.Module):
+class Layers(nn.Module):  # type: ignore[misc]
     """A model with these modules in its only layer."""
 
     def __init__(self, *modules: nn.Module, **arguments: Any) -> None:
