@@ -70,7 +70,8 @@ def test_a_chunk_takes_about_what_the_formula_tells(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", available())
 def test_the_formula_is_plausible_for_every_architecture(name: str) -> None:
-    model = build(name)
+    # Its second layer uses the keys of the first: of two layers, a chunk computes only these keys.
+    model = build(name, config={"num_hidden_layers": 4} if name == "hunyuan" else {})
     try:
         memory, spec = told(model)
     except Exception as error:
