@@ -49,7 +49,7 @@ _MARGIN, _EASING = 1.2, 0.1
 of the difference with each chunk."""
 
 
-@dataclass(eq=False)
+@dataclass
 class PrefillMemory:
     """Bytes that a chunk takes beside the model and the caches, and the limit for them.
 

@@ -70,7 +70,8 @@ def test_a_chunk_takes_about_what_the_formula_tells(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", available())
 def test_the_formula_is_plausible_for_every_architecture(name: str) -> None:
-    model = build(name)
+    # Its second layer uses the keys of the first: of two layers, a chunk computes only these keys.
+    model = build(name, config={"num_hidden_layers": 4} if name == "hunyuan" else {})
     try:
         memory, spec = told(model)
     except Exception as error:
@@ -158,7 +159,7 @@ def test_keys_that_no_layer_sees_take_no_memory() -> None:
     assert memory.peak_bytes(512, 100_000) == memory.peak_bytes(512, 0)
     memory = told(build("recurrent_gemma"))[0]
     assert memory.peak_bytes(512, 100_000) == memory.peak_bytes(512, 16)
-    assert memory.most_tokens(100_000) > 16 * MIN_CHUNK
+    assert memory.most_tokens(100_000) > 8 * MIN_CHUNK
 
 
 def test_models_with_windows_stop_where_a_checkpoint_is_made() -> None:
