@@ -2,9 +2,9 @@
 
     python -m benchmarks.measured_server --model … [--plugin kvpersist]
 
-No code of the server is touched. On SIGUSR1 the process writes MLX's and the kernel's numbers to
-the file that MEMORY_FILE names, and forgets the peaks. It needs neither a .pth file nor an
-installed package to load the plugin.
+No code of the server is touched; resets of MLX's peak are noted. On SIGUSR1 the process writes
+MLX's and the kernel's numbers to the file that MEMORY_FILE names, and forgets the peaks. It needs
+neither a .pth file nor an installed package to load the plugin.
 """
 
 from __future__ import annotations
@@ -30,8 +30,20 @@ MEMORY_FILE = "BENCHMARK_MEMORY_FILE"
 _GROUP = "mlx_lm.server.plugins"
 
 
+_resets_peak = mx.reset_peak_memory
+_peaks: list[int] = []
+"""Those that the plugin forgot since the last signal: it measures each chunk of a prompt."""
+
+
+def note_peak() -> None:
+    """Forget MLX's peak as `mx.reset_peak_memory` does, but note it."""
+    _peaks[:] = [max([mx.get_peak_memory(), *_peaks])]
+    _resets_peak()
+
+
 def main() -> None:
     if path := os.environ.get(MEMORY_FILE):
+        mx.reset_peak_memory = note_peak
         signal.signal(signal.SIGUSR1, lambda *_: tell_memory(Path(path)))
     argv = sys.argv[1:]
     if requested_plugins(argv):
@@ -62,12 +74,13 @@ def tell_memory(path: Path) -> None:
     """
     told = {
         "active": mx.get_active_memory(),
-        "peak": mx.get_peak_memory(),
+        "peak": max([mx.get_peak_memory(), *_peaks]),
         "free_buffers": mx.get_cache_memory(),
         "peak_rss": peak_rss_bytes(),
         "cpu_s": time.process_time(),
     }
-    mx.reset_peak_memory()
+    _resets_peak()
+    _peaks.clear()
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(told), encoding="utf-8")
     os.replace(temporary, path)

@@ -19,16 +19,6 @@ from .report import FOLDER, Result, device_slug
 from .servers import BEFORE, DEFAULT_SIDES, REPOSITORY, SIDES, Fleet
 
 
-def parsed_out(about: str | None) -> Path | None:
-    """Read the options of a benchmark that has none but where its result goes."""
-    options = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--out", type=Path, help="folder of the result")
-    out: Path | None = options.parse_args().out
-    return out
-
-
 class Deadline:
     """When a run must have ended, if ever. Nothing is begun that would not be done by then."""
 

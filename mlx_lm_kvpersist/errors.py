@@ -9,7 +9,7 @@ KVPersistError
 │   ├── TargetMissing           the thing to patch is not there
 │   ├── SignatureChanged        it is there, but looks different
 │   └── PatchNotEffective       it was patched, and the server does not use it
-├── SelfTestFailed              a check, or the round trip, gave a wrong answer
+├── SelfTestFailed              a check of `selftest` gave a wrong answer
 ├── ModelNotSupported           this model's cache cannot be kept
 ├── RequestRefused              a request cannot be served (its HTTP status: 400, or another)
 ├── GenerationStopped           the generation thread has ended (HTTP status 503)
@@ -66,7 +66,7 @@ class PatchNotEffective(PatchError):
 
 
 class SelfTestFailed(KVPersistError):
-    """A check of `selftest` failed, or the round trip: then a server stores nothing."""
+    """A check of `selftest` failed."""
 
 
 class ModelNotSupported(KVPersistError):

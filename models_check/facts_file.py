@@ -125,9 +125,8 @@ def _evaluated(chosen: Sequence[str], jobs: int, seed: int) -> tuple[dict[str, F
                 found[version] = facts_with(python, jobs, seed)
             except RowFailed as error:
                 failures.append(f"mlx-lm {version}: {error}")
-            else:
-                seconds = time.monotonic() - start
-                print(f"mlx-lm {version}: {len(found[version])} modules ({seconds:.0f} s)")
+            result = f"{len(found[version])} modules" if version in found else "no result"
+            print(f"mlx-lm {version}: {result} ({time.monotonic() - start:.0f} s)", flush=True)
     return found, failures
 
 

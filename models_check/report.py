@@ -66,7 +66,7 @@ turns of a tool follow each other, prompts are computed at 1,000 tokens a second
 is written every two seconds of computing; quicker machines write less. *After a rest*: nobody went
 on for 30 seconds, so the checkpoint of the reply's end is written. The last column is what each
 turn writes if no checkpoint is postponed. The shapes are those of the makers' config.json, in
-bfloat16. `python -m benchmarks.tool_turns` counts what tiny models with such layers write.
+bfloat16. Tiny models with such layers write [as much](benchmarks.md#settled-questions).
 
 <!-- made: turns -->
 <!-- end of turns -->

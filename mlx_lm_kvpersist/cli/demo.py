@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             from .demo_model import make_model
 
             model = str(make_model(folder / "model"))
-        replies = converse(model, args.model is None, folder, args.chars, say)
+        replies = converse(model, folder, args.chars, say)
     print_line = console().print
     if args.model is not None:
         for question, reply in zip(_QUESTIONS, replies, strict=False):
@@ -53,13 +53,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def converse(
-    model: str, is_random: bool, folder: Path, n_chars: int, say: Callable[[str], None]
-) -> list[Reply]:
+def converse(model: str, folder: Path, n_chars: int, say: Callable[[str], None]) -> list[Reply]:
     """Return the replies before kill -9, after it, and of stock; the servers log into `folder`.
 
     The first request sends a text of `n_chars` characters; each asks a question about it. `say`
-    takes what is done next. Random weights bear no guard: they say nothing.
+    takes what is done next.
     Raises KVPersistError where a server does not start or does not answer.
     """
     first, second = _QUESTIONS
@@ -69,8 +67,6 @@ def converse(
         return server.chat(messages, "demo", _MAX_TOKENS)
 
     plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(folder / "store")]
-    if is_random:
-        plugin += ["--kvpersist-kv-bits", "8"]
     say("1 of 5: mlx_lm.server starts with the plugin")
     with StartedServer(model, *plugin, log_path=folder / "plugin.log") as server:
         say("2 of 5: it reads a long text")

@@ -256,7 +256,8 @@ def _add_quality(add: Any) -> None:
 
 
 def _add_selftest(add: Any) -> None:
-    selftest = add("selftest", "selftest:run", "prove every patch, start the plugin", json=True)
+    about = "prove every patch, start the plugin, check its numbers"
+    selftest = add("selftest", "selftest:run", about, json=True)
     selftest.add_argument(
         "server_options",
         nargs="*",

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..cache.geometry.architectures import facts_of, spec_of
 from ..cache.geometry.precision import PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
@@ -25,7 +26,6 @@ from ..cache.measuring.divergence import AT_ONCE, Predictions, compared
 from ..cache.measuring.texts import encode
 from ..host.patching.patch import PatchSet
 from ..host.patching.patches import PATCHES
-from ..request.loading import facts_of, spec_of
 
 MakeCache = Callable[[], list[Any]]
 """Returns an empty prompt cache."""

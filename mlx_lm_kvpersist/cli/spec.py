@@ -9,13 +9,13 @@ from typing import Any
 from mlx_lm.utils import load
 from rich.table import Table
 
+from ..cache.geometry.architectures import facts_of, spec_of
 from ..cache.geometry.precision import FULL_BITS, layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.packed import GRID
 from ..config import precision_of
 from ..errors import KVPersistError, ModelNotSupported
 from ..host.scheduling.model_provider import check_model_name
-from ..request.loading import facts_of, spec_of
 from ..units import show_bytes
 from .output import records, tell
 

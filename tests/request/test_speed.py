@@ -44,6 +44,8 @@ def test_the_server_computes_at_the_pace_that_is_learned_and_within_the_memory()
     limits = found.limits(0.5)
     assert limits is not None and (limits.max_stall_s, limits.max_unused_bytes) == (0.5, 64 << 20)
     assert limits.most_tokens(0) == memory.most_tokens(0) == 64
+    limits.took(512, 0, 1024 << 20)
+    assert limits.most_tokens(0) == memory.most_tokens(0) < 32 + 1
     limits.pace.learn(0, 512, 1.0)
     assert found.pace.seconds(0, 1024) == pytest.approx(2.0)
     assert found.describe() == {

@@ -201,7 +201,7 @@ def test_the_buffers_are_not_all_made_in_one_step(
     made.append(0)
     while not lookup.advance(0.0) and sum(made) == made[-1]:
         made.append(0)
-    assert 0 < max(made) < stored.spec.bytes_per_token * N_PROMPT / 3
+    assert 0 < max(made) < stored.spec.bytes_per_token * N_PROMPT / 2
 
 
 def test_a_client_that_left_leaves_no_caches_behind(stored: StoredModel) -> None:

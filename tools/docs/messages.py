@@ -40,12 +40,12 @@ SECTIONS = {
     "Commands": "One line, and exit status 1.",
 }
 DYNAMIC = {
+    ("cache/geometry/architectures.py", "facts.refused"),
     ("cli/asking.py", "why"),
     ("cli/spec.py", "str(error)"),
     ("host/dialects/chat_api.py", "message"),
     ("host/http/server.py", "_UNSAID[status_code]"),
     ("host/http/server.py", "message"),
-    ("request/loading.py", "facts.refused"),
     ("store/disk.py", "str(error)"),
 }
 """What is raised with words from elsewhere: such as stock's own."""

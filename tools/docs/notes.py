@@ -21,8 +21,9 @@ NOTES: dict[str, str] = {
     "or the plugin changed what it was given. The server goes on without it.",
     "plugin … failed in hook …; ignored": "For its author: the log has the traceback. The server "
     "goes on without it. The same failure is logged once an hour, with its number.",
-    "kvpersist: packed …; all layers dequantize": "MLX's result for packed keys differs from "
-    "plain arithmetic on this device. Replies are right; decoding is slower.",
+    "kvpersist: packed attention over … keys is wrong on …: all layers dequantize": "MLX's "
+    "result for packed keys differs from plain arithmetic on this device. Replies are right; "
+    "decoding is slower.",
     "the generation thread ended": "The process ends with status 1; a service starts it again. "
     + _REPORT,
     "kvpersist: the prompt could not be looked up": "The prompt was computed. " + _REPORT,

@@ -7,13 +7,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-from ...errors import KVPersistError
+from ...errors import KVPersistError, ModelNotSupported
+from ...ranks import ranks
+from .precision import PrecisionChoice
+from .spec import ModelCacheSpec
 
 FILE = Path(__file__).with_name("architectures.json")
 
@@ -72,3 +75,23 @@ def known() -> tuple[tuple[str, ...], dict[str, Architecture]]:
             f"{FILE} cannot be used ({type(error).__name__}: {error}); "
             "install the package again: pip install --force-reinstall mlx-lm-kvpersist"
         ) from error
+
+
+def facts_of(model: Any) -> Architecture | None:
+    """Return the facts about a model's architecture; None if this or another rank has none."""
+    facts = architecture_of(model)
+    return facts if ranks().same(repr(facts), "the facts of the architecture") else None
+
+
+def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
+    """Return how a model's caches are kept in a precision, and what is computed together.
+
+    Without `facts`, replies are batched if stock batches them, and prompts are computed one by one.
+
+    Raises ModelNotSupported if the caches cannot be kept.
+    """
+    if facts is not None and facts.refused:
+        raise ModelNotSupported(facts.refused)
+    spec = ModelCacheSpec.probe(model, choice)
+    batches, joins = (facts.batches, facts.joins) if facts is not None else (True, False)
+    return replace(spec, batches=batches, joins=joins)

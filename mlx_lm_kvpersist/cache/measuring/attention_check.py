@@ -98,10 +98,13 @@ def plan_attention(
         plans[group.name] = plan
     n_right = 0 if "dequantize" in wrong else 1 if "packed" in wrong else 2
     n_right = ranks().least(n_right, "how many strategies of attention are right")
+    keys = " and ".join(dict.fromkeys(str(group.precision) for group in spec.quantized))
+    device = _device()
     if n_right == 0:
-        raise ModelNotSupported(f"dequantizing {_what_is_wrong(spec)}")
+        raise ModelNotSupported(f"dequantizing attention over {keys} keys is wrong on {device}")
     if n_right == 1:
-        logger.warning("kvpersist: packed %s; all layers dequantize", _what_is_wrong(spec))
+        message = "kvpersist: packed attention over %s keys is wrong on %s: all layers dequantize"
+        logger.warning(message, keys, device)
         plans = {
             name: replace(plan, rules=tuple(r for r in plan.rules if r.strategy != "packed"))
             for name, plan in plans.items()
@@ -112,13 +115,11 @@ def plan_attention(
     return replace(spec, template=replaced(spec.template, slots), plans=plans)
 
 
-def _what_is_wrong(spec: ModelCacheSpec) -> str:
-    """Return what a message says of a strategy that is wrong for the quantized groups."""
+def _device() -> str:
+    """Return a name for this device and version of MLX: results apply to this pair only."""
     info = mx.device_info()
     name = info.get("device_name") or info.get("architecture")
-    keys = " and ".join(sorted({f"{group.precision} keys" for group in spec.quantized}))
-    device = f"{name} {mx.default_device()} mlx {version('mlx')}"
-    return f"attention over {keys} is wrong on {device}"
+    return f"{name} {mx.default_device()} mlx {version('mlx')}"
 
 
 def _wrong_strategies(

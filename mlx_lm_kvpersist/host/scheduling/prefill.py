@@ -10,7 +10,7 @@ others are computed with it. Generation thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,16 +45,19 @@ def chunk_size(position: int, most: int) -> int:
     return size - position % ROUND if size >= ROUND else size
 
 
-def evaluated(caches: Iterable[Any]) -> int:
-    """Evaluate what a chunk appends to `caches`; return the most bytes that it took beside them.
+class PeakMemory:
+    """Counts what is used from now on, beside what is in use now or at the end.
 
-    MLX's counter of the peak is reset. Memory that was in use before or after the chunk is not
-    counted.
+    It resets MLX's counter. Some models evaluate within their call, so it begins before that.
     """
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval([cache.state for cache in caches])
-    return int(max(0, mx.get_peak_memory() - max(before, mx.get_active_memory())))
+
+    def __init__(self) -> None:
+        self._before = mx.get_active_memory()
+        mx.reset_peak_memory()
+
+    @property
+    def n_bytes(self) -> int:
+        return int(max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory())))
 
 
 @dataclass(eq=False)
@@ -157,16 +160,16 @@ class Prefills:
             ids, one.segments[0] = one.segments[0][:n_tokens], one.segments[0][n_tokens:]
             one.tokens += ids
             inputs.append(ids + [0] * (width - n_tokens))
-        started = time.perf_counter()
+        started, peak = time.perf_counter(), PeakMemory()
         self._model(mx.array(inputs), cache=caches)
         built = time.perf_counter()
         mx.synchronize()  # a step of the replies may still run, and is no part of the pace
         begun = time.perf_counter()
-        taken_bytes = evaluated([cache for one in chunk for cache in one.batch.prompt_cache])
+        mx.eval([cache.state for one in chunk for cache in one.batch.prompt_cache])
         self._waited_s = begun - built
         seconds = time.perf_counter() - started - self._waited_s
         self._limits.pace.learn(position, width * len(chunk), seconds)
-        self._limits.took(width * len(chunk), position, taken_bytes)
+        self._limits.took(width * len(chunk), position, peak.n_bytes)
         for one, n_tokens in chunk.items():
             one.progress[1] += n_tokens
 

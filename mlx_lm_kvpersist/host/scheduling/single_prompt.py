@@ -23,7 +23,7 @@ from ..answers import PREFILL, PrefillLimits
 from ..manager import TakenTokens
 from .images import Images
 from .model_provider import PluginCaches
-from .prefill import IDLE_CHUNK, IDLE_CHUNK_S, chunk_size, evaluated
+from .prefill import IDLE_CHUNK, IDLE_CHUNK_S, PeakMemory, chunk_size
 from .reply import ReplyQueue
 
 MOST_DRAFTED = 32
@@ -48,11 +48,11 @@ class _Computed:
             embedded = images.embedded(self.model, position, position + len(ids))
             if embedded is not None:
                 ids, given = ids[: embedded.shape[1]], {"input_embeddings": embedded}
-        started = time.perf_counter()
+        started, peak = time.perf_counter(), PeakMemory()
         self.model(mx.array([ids]), cache=self.caches, **given)
-        taken_bytes = evaluated(self.caches)
+        mx.eval([cache.state for cache in self.caches])
         limits.pace.learn(position, len(ids), time.perf_counter() - started)
-        limits.took(len(ids), position, taken_bytes)
+        limits.took(len(ids), position, peak.n_bytes)
         if mx.get_cache_memory() > limits.max_unused_bytes:
             mx.clear_cache()
         self.n_tokens += len(ids)

@@ -44,8 +44,7 @@ PLANS: dict[str, AttentionPlan | None] = {
     "arrays": None,
     "dequantize": forced_plan("dequantize"),
     "packed": forced_plan("packed"),
-    "tiles of heads": forced_plan("tiled"),
-    "tiles of keys": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=25 * 4 * 96),
+    "tiles of heads": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=1),
 }
 
 

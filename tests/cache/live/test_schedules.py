@@ -184,8 +184,7 @@ def patched() -> Iterator[None]:
 MIXED = (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1))
 PLANS = {
     "packed": forced_plan("packed"),
-    # Tiles of one head of 6 keys: softmaxes of parts are put together all the time.
-    "tiled": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=3 << 10),
+    "tiled": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=1),  # by heads
     "mixed": AttentionPlan(MIXED, can_take_packed=True),
 }
 

@@ -76,8 +76,9 @@ DEQUANTIZES = AttentionPlan(can_take_packed=True)
 @pytest.fixture(params=["cpu", "metal"])
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """The backend whose cases are tried, without the largest."""
-    computed_on(request.param, monkeypatch)
-    return request.param
+    backend: Backend = request.param
+    computed_on(backend, monkeypatch)
+    return backend
 
 
 def computed_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

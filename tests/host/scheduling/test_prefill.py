@@ -181,8 +181,10 @@ def right_answer(client: Client) -> list[int]:
 def serve(patched_server: ModuleType) -> Iterator[Callable[..., Serving]]:
     made = []
 
-    def start(most: int = 64, max_stall_s: float = 1.0, *, joins: bool = False) -> Serving:
-        plugin = Plugin(PrefillLimits(max_stall_s, lambda position: most), joins=joins)
+    def start(
+        most: int = 64, max_stall_s: float = 1.0, *, joins: bool = False, **limits: Any
+    ) -> Serving:
+        plugin = Plugin(PrefillLimits(max_stall_s, lambda position: most, **limits), joins=joins)
         plugin.limit(model := Counting())
         stream = mx.default_stream(mx.default_device())
         generator = patched_server.BatchGenerator(model, stream=stream)
@@ -558,6 +560,28 @@ def test_whoever_joins_after_a_step_that_failed_is_alone(serve: Callable[..., Se
         serving.generator.next()
     assert all("bad luck" in str(client.error) for client in pair)
     assert not joins.context._should_stop
+
+
+def test_a_plugin_is_told_what_each_chunk_took(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that makes 8 MiB on the way to its keys stands for activations."""
+    computed, told = Counting.__call__, list[tuple[int, int, int]]()
+
+    def wasteful(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
+        logits = computed(model, ids, cache)
+        if hasattr(cache[0], "keys"):
+            passing = mx.arange(2 << 20, dtype=mx.float32) + ids.sum()
+            cache[0].keys = cache[0].keys + (passing.max() < 0)
+        return logits
+
+    monkeypatch.setattr(Counting, "__call__", wasteful)
+    serving = serve(most=256, joins=True, took=lambda *chunk: told.append(chunk))
+    serving.run(serving.ask(1000, 600))
+    assert [chunk[:2] for chunk in told] == [(256, 0), (44, 256), (212, 300), (87, 512)]
+    assert all(7 << 20 < n_bytes < 20 << 20 for *_, n_bytes in told)
+    serving.run(serving.ask(2000, 50), serving.ask(3000, 40))
+    assert told[4][:2] == (2 * 25, 0)
 
 
 def test_a_plugin_that_cannot_say_how_much_at_once_ends_this_request_alone(

@@ -116,3 +116,12 @@ def test_without_limits_stock_computes_it(change: Callable[[Single], None]) -> N
     single.plugin.limits = None  # type: ignore[assignment]
     change(single)
     assert single.compute() == (None, IDS) and not single.model.computed
+
+
+def test_a_plugin_is_told_what_each_chunk_of_a_single_prompt_took() -> None:
+    single, told = Single(), []
+    took = lambda *chunk: told.append(chunk)  # noqa: E731
+    single.plugin.limits = replace(single.plugin.limits, took=took)
+    limited(single).compute()
+    assert [chunk[:2] for chunk in told] == [(64, 0), (6, 64), (58, 70), (64, 128), (7, 192)]
+    assert all(n_bytes >= 0 for *_, n_bytes in told)
