@@ -30,7 +30,7 @@ from tests.support import (
 from tests.support.lock_holder import lock_holder
 
 from .lora import make_adapter
-from .stored import wait_for_commit
+from .stored import wait_for_commit, wait_for_reply
 
 N_START_LINES = 8
 """The lines of ours that a start may log."""
@@ -81,6 +81,12 @@ def started_on(
     return start_server(model, *plugin, *extra, **options)
 
 
+def wait_until_written(server: ServerProcess, store: Path, talk: Talk) -> None:
+    """Return when the last turn and the ids of its reply are on disk."""
+    wait_for_commit(store, talk.session, talk.n_tokens)
+    wait_for_reply(server)
+
+
 def test_each_turn_reuses_at_least_what_stock_reuses(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -109,7 +115,7 @@ def test_a_kill_after_the_second_reply_loses_no_more_than_a_later_kill(
         for _ in range(2):
             talk.turn(server)
         if moment == "when the turn is written":
-            wait_for_commit(store, talk.session, talk.n_tokens)
+            wait_until_written(server, store, talk)
         killed = talk.replies[-1]
         server.restart(kill=True)
         reused = talk.turn(server).cached_tokens
@@ -241,7 +247,7 @@ def test_a_start_does_not_wait_for_the_stores_lock(
         talk.turn(server)
         assert talk.lost() <= 1
         wait_until(lambda: "is being changed by process" in server.log, "the lock's holder", 10.0)
-    wait_for_commit(store, talk.session, talk.n_tokens)
+    wait_until_written(server, store, talk)
     server.restart(kill=True)
     talk.turn(server)
     assert talk.lost() <= 1
