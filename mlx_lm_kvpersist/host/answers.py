@@ -139,9 +139,11 @@ class PrefillLimits:
 
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
     `most_tokens(position)` is how many tokens may be computed at once after `position` cached ones.
-    `max_unused_bytes` is how much freed memory MLX may keep for the next chunk. `pace` learns from
-    every chunk; a plugin may keep it and ask it, too. `stepped(n_replies, seconds)` is told of each
-    step of the replies; it has no seconds where a prompt is computed beside them.
+    If prompts may be computed together, each has at least `least_width` tokens in a call of the
+    model, padded. `max_unused_bytes` is how much freed memory MLX may keep for the next chunk.
+    `pace` learns from every chunk; a plugin may keep it and ask it, too. `stepped(n_replies,
+    seconds)` is told of each step of the replies; it has no seconds where a prompt is computed
+    beside them.
     `took(n_tokens, position, n_bytes)` is told of the memory that each chunk took beside the model
     and the caches.
     """
@@ -152,6 +154,7 @@ class PrefillLimits:
     pace: Pace = field(default_factory=Pace)
     stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None
     took: Callable[[int, int, int], None] = lambda n_tokens, position, n_bytes: None
+    least_width: int = 1
 
 
 class BatchMemory:

@@ -151,10 +151,10 @@ class Prefills:
         `chunk` then says how many of which. The last step of the replies took `step_s`, None where
         none run. Those of uids `alone` join no others. The logits are never evaluated.
         """
-        caches = self._joined(chunk, step_s, alone)
+        caches, width = self._joined(chunk, step_s, alone)
         for one in self.all:
             one.passed_over = 0 if one in chunk else one.passed_over + 1
-        position, width = max(len(one.tokens) for one in chunk), max(chunk.values())
+        position = max(len(one.tokens) for one in chunk)
         inputs = []
         for one, n_tokens in chunk.items():
             ids, one.segments[0] = one.segments[0][:n_tokens], one.segments[0][n_tokens:]
@@ -175,16 +175,18 @@ class Prefills:
 
     def _joined(
         self, chunk: dict[Prefill, int], step_s: float | None, alone: Collection[int]
-    ) -> list[Any]:
-        """Say in `chunk` how many tokens of which prompts to compute; return a cache a layer.
+    ) -> tuple[list[Any], int]:
+        """Say in `chunk` how many tokens of which prompts to compute.
 
         If the segment of the prompt whose turn it is ends now, those whose segments do join it, as
-        long as all together, padded, are no more than a chunk.
+        long as all together, padded, are no more than a chunk. Return a cache for each layer, and
+        how many tokens each prompt has in the call, padding included.
         """
         (turn,) = chunk
         sizes = ranks().first(lambda: self._sizes(turn, step_s, alone), "a chunk")
         chunk[turn] = sizes[turn.uid]
-        if len(sizes) > 1:
+        width = max(*sizes.values(), self._limits.least_width)
+        if len(sizes) > 1 or width > sizes[turn.uid]:
             by_uid = {one.uid: one for one in self.all}
             joined = {by_uid[uid]: n_tokens for uid, n_tokens in sizes.items()}
             layers = zip(*(one.batch.prompt_cache for one in joined), strict=True)
@@ -195,9 +197,8 @@ class Prefills:
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
             if ranks().agree(is_one_mask, "whether prompts join"):
                 chunk.update(joined)
-                return caches
-        own: list[Any] = turn.batch.prompt_cache
-        return own
+                return caches, width
+        return turn.batch.prompt_cache, chunk[turn]
 
     def _sizes(self, turn: Prefill, step_s: float | None, alone: Collection[int]) -> dict[int, int]:
         """Return how many tokens of which prompts are computed now, by uid."""

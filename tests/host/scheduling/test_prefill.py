@@ -217,6 +217,19 @@ def test_parts_that_fit_a_chunk_are_computed_together(serve: Callable[..., Servi
     assert prompts[0] == [35] * 5, "the halves of all but the long one, padded"
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_call_has_the_least_width_where_prompts_may_join(
+    serve: Callable[..., Serving], *, joins: bool
+) -> None:
+    serving = serve(most=256, joins=joins, least_width=33)
+    client = serving.ask(1000, 20)
+    serving.run(client)
+    assert client.answer == right_answer(client)
+    prompts = [rows for rows in serving.model.computed if rows != [1]]
+    assert prompts == ([[33], [33]] if joins else [[10], [9]])
+    assert all(tokens == keys[: len(tokens)] for tokens, keys in serving.segment_ends)
+
+
 @pytest.mark.parametrize("full_precision", [0, 1])
 def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_precision: int) -> None:
     """The model makes one mask for all layers, and quantized rows have another than padded ones."""
