@@ -10,6 +10,7 @@ from typing import Any
 from mlx_lm.utils import load
 from rich.table import Table
 
+from ..cache.geometry.architectures import architecture_of
 from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.precision import FULL_BITS, PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     verdict = verdict_of(args, choice)
     try:
         spec = ModelCacheSpec.probe(model, verdict.choice(choice) if verdict else choice)
+        facts = architecture_of(model)
+        spec = facts.applied_to(spec) if facts else spec
     except ModelNotSupported as error:
         said = f"{args.model} is served as stock does, nothing is kept: {error}"
         tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)

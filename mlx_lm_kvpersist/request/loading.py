@@ -234,9 +234,8 @@ class Preparation:
             spec = ModelCacheSpec.probe(model, choice)
         facts = architecture_of(self._model)
         if facts is not None:
-            if facts.refused:
-                raise ModelNotSupported(f"its architecture cannot be kept: {facts.refused}")
-            spec = replace(spec, batches=facts.batches, joins=facts.joins and joins)
+            spec = facts.applied_to(spec)
+        spec = replace(spec, joins=spec.joins and joins)
         _check_equal_layers(spec, ranks())
         say(2)
         yield

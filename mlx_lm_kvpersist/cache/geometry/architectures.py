@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-from ...errors import KVPersistError
+from ...errors import KVPersistError, ModelNotSupported
+from .spec import ModelCacheSpec
 
 FILE = Path(__file__).with_name("architectures.json")
 
@@ -35,6 +36,16 @@ class Architecture:
     joins: bool
     packed: bool
     refused: str = ""
+
+    def applied_to(self, spec: ModelCacheSpec) -> ModelCacheSpec:
+        """Return the spec of a model of this architecture, with `batches` and `joins`.
+
+        Raises:
+            ModelNotSupported: the architecture is refused.
+        """
+        if self.refused:
+            raise ModelNotSupported(f"its architecture cannot be kept: {self.refused}")
+        return replace(spec, batches=self.batches, joins=self.joins)
 
 
 def architecture_of(model: Any) -> Architecture | None:
