@@ -164,7 +164,8 @@ def test_nothing_is_evaluated(tmp_path: Path) -> None:
 
     class Absent(Attention):
         def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-            return super().__call__(inputs, cache) + weights
+            logits: mx.array = super().__call__(inputs, cache) + weights
+            return logits
 
     (group,) = ModelCacheSpec.probe(Absent()).groups
     assert group.keys == TensorShape(1, DIM, "float32") and group.precision is not None
