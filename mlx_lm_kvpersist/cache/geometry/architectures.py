@@ -1,4 +1,4 @@
-"""What is known about mlx-lm's architectures without running them: facts that ship as data.
+"""Facts about mlx-lm's architectures that ship as data, so that no model is run to find them.
 
 `python -m models_check --facts write` evaluates a tiny model of every architecture and writes
 `architectures.json`. CI does so again, and fails if the file says anything else.
@@ -23,13 +23,13 @@ _MODELS = "mlx_lm.models."
 
 @dataclass(frozen=True)
 class Architecture:
-    """The facts of one module of `mlx_lm.models`; they hold for every model of it.
+    """The facts of one module of `mlx_lm.models`; they hold for every model of the module.
 
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: their
-    prompts may be computed in one call, too. `packed`: all layers whose keys are quantized attend
-    over packed keys with the result of dequantized keys. `refused`: why its conversations cannot
-    be kept, "" if they can; a cache class that is not supported is no reason here, but one of
-    `ModelCacheSpec.probe`.
+    prompts may be computed in one call, too. `packed`: a layer that calls attention over its packed keys
+    (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why its
+    conversations cannot be kept, "" if they can. `ModelCacheSpec.probe`, not this, refuses models
+    for the classes of their caches.
     """
 
     batches: bool
