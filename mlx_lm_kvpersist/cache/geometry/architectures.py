@@ -26,10 +26,10 @@ class Architecture:
     """The facts of one module of `mlx_lm.models`; they hold for every model of the module.
 
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: their
-    prompts may be computed in one call, too. `packed`: a layer that calls attention over its packed keys
-    (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why its
-    conversations cannot be kept, "" if they can. `ModelCacheSpec.probe`, not this, refuses models
-    for the classes of their caches.
+    prompts may be computed in one call, too. `packed`: a layer that calls attention over its
+    packed keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why
+    its conversations cannot be kept, "" if they can. `ModelCacheSpec.probe`, not this, refuses
+    models for the classes of their caches.
     """
 
     batches: bool
