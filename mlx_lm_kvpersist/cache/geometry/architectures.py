@@ -62,24 +62,27 @@ def architecture_of(model: Any) -> Architecture | None:
         return None
     installed = distribution("mlx-lm")
     is_snapshot = installed.read_text("direct_url.json") is not None  # with any number
-    versions, architectures = known()
-    if is_snapshot or installed.version not in versions:
-        return None
-    return architectures.get(module.removeprefix(_MODELS))
+    facts = {} if is_snapshot else known().get(installed.version, {})
+    return facts.get(module.removeprefix(_MODELS))
 
 
 @cache
-def known() -> tuple[tuple[str, ...], dict[str, Architecture]]:
-    """Return the versions of mlx-lm that the facts are proven for, and the facts by module.
+def known() -> dict[str, dict[str, Architecture]]:
+    """Return the facts by version of mlx-lm, and by module.
 
     Raises KVPersistError as `architecture_of` does.
     """
     try:
         content = json.loads(FILE.read_text(encoding="utf-8"))
-        facts = {name: Architecture(**its) for name, its in content["architectures"].items()}
-        return tuple(content["mlx_lm"]), facts
+        newest = _read(content["architectures"])
+        older = {version: newest | _read(its) for version, its in content["older"].items()}
+        return {content["newest"]: newest, **older}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise KVPersistError(
             f"{FILE} cannot be used ({type(error).__name__}: {error}); "
             "install the package again: pip install --force-reinstall mlx-lm-kvpersist"
         ) from error
+
+
+def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
+    return {module: Architecture(**its) for module, its in facts.items()}
