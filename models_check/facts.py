@@ -115,7 +115,7 @@ def evaluated(model: Any) -> Evaluated:
         restored = difference_of_restored(model, spec)
         assert plain.alone and dequantized.alone
     except Exception as error:
-        return Evaluated(refused=f"it fails over the plugin's caches: {error!r}")
+        return Evaluated(refused=f"it fails over the plugin's caches ({type(error).__name__})")
     found = {"restored": restored}
     if spec.quantized:
         ways["dequantized"] = dequantized

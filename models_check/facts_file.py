@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 
 from mlx_lm_kvpersist.cache.geometry import architectures
@@ -26,8 +26,8 @@ Facts = Mapping[str, Architecture]
 
 _ABOUT = (
     "Facts about the architectures of mlx-lm, by module of mlx_lm.models.",
-    "They are found by evaluating tiny models, and proven for the versions of mlx-lm in `mlx_lm`.",
-    "A fact is true if it is true for every model of the module in each of these versions.",
+    "They are found by evaluating tiny models with each of these versions of mlx-lm.",
+    "A fact is true if it is true for every model of the module. `older` has what differs.",
     "`python -m models_check --facts write` makes this file. Do not edit it by hand.",
 )
 _EVALUATION_S = 1800.0
@@ -44,8 +44,8 @@ def write(jobs: int, seed: int) -> list[str]:
     """Evaluate every version and write the file; return what went wrong, a line each."""
     found, failures = _evaluated(proven(), jobs, seed)
     if not failures:
-        architectures.FILE.write_text(written(over_all(found)), encoding="utf-8")
-        print(f"{architectures.FILE.relative_to(REPOSITORY)} is written")
+        architectures.FILE.write_text(written(found), encoding="utf-8")
+        print(f"{architectures.FILE} is written")
     return failures
 
 
@@ -53,63 +53,53 @@ def check(jobs: int, seed: int, *, every_version: bool) -> list[str]:
     """Compare the file with the oldest and the newest version, or with all; return differences."""
     chosen = proven() if every_version else [proven()[0], proven()[-1]]
     found, failures = _evaluated(chosen, jobs, seed)
-    in_file, shipped = architectures.known()
-    if list(in_file) != proven():
+    if (in_file := sorted(architectures.known())) != proven():
         failures.append(f"the file is for {', '.join(in_file)}, expected {', '.join(proven())}")
-    return failures + differences(shipped, found)
+    return failures + differences(found)
 
 
-def over_all(found: Mapping[str, Facts]) -> Facts:
-    """Return what holds in each of several versions that have a module."""
-    modules = sorted({module for facts in found.values() for module in facts})
-    return {
-        module: reduce(_both, (facts[module] for facts in found.values() if module in facts))
-        for module in modules
-    }
+def written(found: Mapping[str, Facts]) -> str:
+    """Return the file's text for the facts by version: one line for each architecture.
+
+    The newest version comes whole; of each older one comes what differs.
+    """
+    *older, newest = sorted(found, key=versions.parse)
+    parts = [
+        f' "about": {json.dumps(_ABOUT, indent=2)}'.replace("\n]", "\n ]"),
+        f' "newest": {json.dumps(newest)}',
+        f' "architectures": {_rows(found[newest], 1)}',
+    ]
+    others = [
+        f"  {json.dumps(version)}: {_rows(_without(found[version], found[newest]), 2)}"
+        for version in older
+    ]
+    parts.append(' "older": {\n' + ",\n".join(others) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _both(one: Architecture, other: Architecture) -> Architecture:
-    return Architecture(
-        one.batches and other.batches,
-        one.joins and other.joins,
-        one.packed and other.packed,
-        one.refused or other.refused,
-    )
+def _without(facts: Facts, others: Facts) -> Facts:
+    return {module: its for module, its in facts.items() if others.get(module) != its}
 
 
-def written(facts: Facts) -> str:
-    """Return the file's text: one line for each architecture."""
+def _rows(facts: Facts, n_spaces: int) -> str:
     rows = []
     for module, its in sorted(facts.items()):
         values = {name: value for name, value in asdict(its).items() if value != ""}
-        rows.append(f"  {json.dumps(module)}: {json.dumps(values)}")
-    about = json.dumps(_ABOUT, indent=1).replace("\n", "\n ")
-    return (
-        f'{{\n "about": {about},\n "mlx_lm": {json.dumps(proven())},\n'
-        ' "architectures": {\n' + ",\n".join(rows) + "\n }\n}\n"
-    )
+        rows.append(f"\n{' ' * n_spaces} {json.dumps(module)}: {json.dumps(values)}")
+    return "{" + ",".join(rows) + f"\n{' ' * n_spaces}}}"
 
 
-def differences(shipped: Facts, found: Mapping[str, Facts]) -> list[str]:
-    """Return how the shipped facts differ from those found in each version, a line each.
-
-    The file may say less than one version shows, but not less than all of them show.
-    """
+def differences(found: Mapping[str, Facts]) -> list[str]:
+    """Return how the facts found in each version differ from the file's, a line each."""
     lines = []
     for version, facts in found.items():
-        for module, its in facts.items():
-            claimed = shipped.get(module)
-            if claimed is None:
-                lines.append(f"mlx-lm {version}: {module} is not in the file")
-            elif _both(claimed, its) != claimed:
-                lines.append(f"mlx-lm {version}: {module} is {its}, the file has {claimed}")
-    if not lines and list(found) == proven():
-        expected = over_all(found)
-        lines += [
-            f"{module} is {expected.get(module)} in every version, the file has {claimed}"
-            for module, claimed in shipped.items()
-            if expected.get(module) != claimed
-        ]
+        shipped = architectures.known().get(version, {})
+        for module in sorted(facts.keys() | shipped.keys()):
+            # The file has modules of later versions, too, which no model can be of.
+            if module in facts or version == proven()[-1]:
+                its, in_file = facts.get(module), shipped.get(module)
+                if its != in_file:
+                    lines.append(f"mlx-lm {version}: {module} is {its}, the file has {in_file}")
     return lines
 
 

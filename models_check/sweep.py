@@ -115,11 +115,7 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
     facts = None if unknown else architecture_of(model)
     if facts is None:
         return replace(spec, batches=can_batch(make_prompt_cache(model)))
-    if facts.refused:
-        raise ModelNotSupported(f"its architecture cannot be kept: {facts.refused}")
-    if facts.packed:
-        spec = packed(model, spec)
-    return replace(spec, batches=facts.batches, joins=facts.joins)
+    return facts.applied_to(packed(model, spec) if facts.packed else spec)
 
 
 class _Sweep:

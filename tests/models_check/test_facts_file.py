@@ -12,57 +12,52 @@ from mlx_lm_kvpersist.cache.geometry.architectures import FILE, Architecture, kn
 from models_check import facts_file
 from models_check.__main__ import main
 from models_check.configs import CONFIGS, module_of
-from models_check.facts_file import Facts, differences, over_all, proven, written
+from models_check.facts_file import Facts, differences, proven, written
 
 TRUE = Architecture(True, True, True)
 ALONE = Architecture(False, False, True)
+OLDEST, SECOND, *_, NEWEST = proven()
 
 
 def test_the_file_is_as_it_is_written() -> None:
     """Sorted, one line for each architecture, for the versions that serve."""
-    versions, facts = known()
-    assert FILE.read_text(encoding="utf-8") == written(facts)
-    assert list(versions) == proven() and list(facts) == sorted(facts)
+    assert FILE.read_text(encoding="utf-8") == written(known())
+    assert sorted(known()) == proven()
+    assert list(known()[NEWEST]) == sorted(known()[NEWEST])
 
 
 def test_every_architecture_of_the_zoo_is_in_the_file() -> None:
-    assert known()[1].keys() == {module_of(name) for name in CONFIGS}
+    assert known()[NEWEST].keys() == {module_of(name) for name in CONFIGS}
 
 
-def test_prompts_are_computed_together_only_where_replies_are() -> None:
-    assert [name for name, its in known()[1].items() if its.joins and not its.batches] == []
+@pytest.mark.parametrize("version", proven())
+def test_prompts_are_computed_together_only_where_replies_are(version: str) -> None:
+    assert [name for name, its in known()[version].items() if its.joins and not its.batches] == []
 
 
-def test_a_fact_holds_in_every_version_that_has_the_module() -> None:
-    found = {"0.31.3": {"a": TRUE}, "0.32.0": {"a": ALONE, "b": TRUE}}
-    assert over_all(found) == {"a": ALONE, "b": TRUE}
-
-
-def test_a_file_may_say_less_than_one_version_shows_but_not_more() -> None:
-    shipped = {"a": ALONE, "b": TRUE}
-    newest = proven()[-1]
-    assert differences(shipped, {newest: {"a": TRUE, "b": TRUE}}) == []
-    (line,) = differences(shipped, {newest: {"a": TRUE, "b": ALONE}})
-    assert line.startswith(f"mlx-lm {newest}: b is Architecture(batches=False")
-    refused = Architecture(True, True, True, "why")
-    (line,) = differences(shipped, {newest: {"b": refused}})
-    assert "refused='why'" in line
-    assert differences(shipped, {newest: {"c": TRUE}}) == [f"mlx-lm {newest}: c is not in the file"]
-
-
-def test_a_file_says_what_all_versions_show() -> None:
-    everywhere = {version: {"a": TRUE} for version in proven()}
-    assert differences({"a": TRUE}, everywhere) == []
-    (line,) = differences({"a": ALONE}, everywhere)
-    assert line.startswith("a is Architecture(batches=True") and "every version" in line
-    (line,) = differences({"a": TRUE, "gone": TRUE}, everywhere)
-    assert line.startswith("gone is None in every version")
+def test_older_versions_have_their_own_facts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refused = Architecture(False, False, False, "why")
+    found = {
+        OLDEST: {"a": ALONE, "gone": TRUE},
+        SECOND: {"a": TRUE, "b": refused},
+        NEWEST: {"a": TRUE, "b": TRUE},
+    }
+    monkeypatch.setattr(architectures, "FILE", tmp_path / "architectures.json")
+    architectures.FILE.write_text(written(found), encoding="utf-8")
+    known.cache_clear()
+    try:
+        shipped = known()
+    finally:
+        known.cache_clear()
+    assert shipped == {**found, OLDEST: {"a": ALONE, "b": TRUE, "gone": TRUE}}
 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Facts]:
-    """What each version shows; at first what the file says. No version is installed for it."""
-    found: dict[str, Facts] = {version: dict(known()[1]) for version in proven()}
+    """What each version shows; at first what the file has. No version is installed for it."""
+    found: dict[str, Facts] = {version: dict(known()[version]) for version in proven()}
 
     def evaluated(
         chosen: Sequence[str], jobs: int, seed: int
@@ -77,11 +72,21 @@ def test_a_check_fails_on_a_difference_and_names_it(
     shown: dict[str, Facts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--facts", "check"]) == 0
-    shown[proven()[1]] = {**known()[1], "llama": ALONE}
+    shown[SECOND] = {**shown[SECOND], "llama": ALONE}
     assert main(["--facts", "check"]) == 0  # the oldest and the newest version
     assert main(["--facts", "check", "--every-version"]) == 1
     said = capsys.readouterr().out
-    assert f"mlx-lm {proven()[1]}: llama is " in said and "--facts write" in said
+    assert f"mlx-lm {SECOND}: llama is Architecture(batches=False" in said
+    assert "--facts write" in said
+
+
+def test_a_check_fails_on_a_module_that_is_new_or_gone(shown: dict[str, Facts]) -> None:
+    shown[NEWEST] = {**shown[NEWEST], "new": TRUE}
+    del shown[NEWEST]["llama"]
+    del shown[OLDEST]["Klear"]  # which came later
+    gone, new = differences(shown)
+    assert f"mlx-lm {NEWEST}: llama is None" in gone
+    assert f"mlx-lm {NEWEST}: new is Architecture" in new and "the file has None" in new
 
 
 def test_a_check_fails_if_a_version_was_added(
@@ -89,25 +94,21 @@ def test_a_check_fails_if_a_version_was_added(
 ) -> None:
     versions = [*proven(), "0.32.9"]
     monkeypatch.setattr(facts_file, "proven", lambda: versions)
-    shown["0.32.9"] = dict(known()[1])
+    shown["0.32.9"] = dict(known()[NEWEST])
     assert main(["--facts", "check"]) == 1
-    assert "expected 0.31.3" in capsys.readouterr().out
+    assert f"expected {OLDEST}, {SECOND}" in capsys.readouterr().out
 
 
 def test_facts_are_written_for_every_version(
-    shown: dict[str, Facts], monkeypatch: pytest.MonkeyPatch
+    shown: dict[str, Facts], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    written_to = FILE.with_name("architectures-of-a-test.json")
-    monkeypatch.setattr(architectures, "FILE", written_to)
-    shown[proven()[1]] = {**known()[1], "llama": ALONE}
-    try:
-        assert main(["--facts", "write"]) == 0
-        assert written_to.read_text() == written({**known()[1], "llama": ALONE})
-    finally:
-        Path(written_to).unlink(missing_ok=True)
+    monkeypatch.setattr(architectures, "FILE", tmp_path / "architectures.json")
+    shown[SECOND] = {**shown[SECOND], "llama": ALONE}
+    assert main(["--facts", "write"]) == 0
+    assert architectures.FILE.read_text(encoding="utf-8") == written(shown)
 
 
 @pytest.mark.slow
 def test_the_facts_are_those_of_the_installed_version() -> None:
     found, failures = facts_file._evaluated([proven()[-1]], jobs=2, seed=0)
-    assert failures == [] and differences(known()[1], found) == []
+    assert failures == [] and differences(found) == []

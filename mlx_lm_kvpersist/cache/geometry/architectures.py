@@ -1,4 +1,4 @@
-"""What is known about mlx-lm's architectures without running them: facts that ship as data.
+"""Facts about mlx-lm's architectures that ship as data, so that no model is run to find them.
 
 `python -m models_check --facts write` evaluates a tiny model of every architecture and writes
 `architectures.json`. CI does so again, and fails if the file says anything else.
@@ -25,19 +25,29 @@ _MODELS = "mlx_lm.models."
 
 @dataclass(frozen=True)
 class Architecture:
-    """The facts of one module of `mlx_lm.models`; they hold for every model of it.
+    """The facts of one module of `mlx_lm.models`; they hold for every model of the module.
 
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: their
-    prompts may be computed in one call, too. `packed`: all layers whose keys are quantized attend
-    over packed keys with the result of dequantized keys. `refused`: why its conversations cannot
-    be kept, "" if they can; a cache class that is not supported is no reason here, but one of
-    `ModelCacheSpec.probe`.
+    prompts may be computed in one call, too. `packed`: a layer that calls attention over its
+    packed keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why
+    its conversations cannot be kept, "" if they can. `ModelCacheSpec.probe`, not this, refuses
+    models for the classes of their caches.
     """
 
     batches: bool
     joins: bool
     packed: bool
     refused: str = ""
+
+    def applied_to(self, spec: ModelCacheSpec) -> ModelCacheSpec:
+        """Return the spec of a model of this architecture, with `batches` and `joins`.
+
+        Raises:
+            ModelNotSupported: the architecture is refused.
+        """
+        if self.refused:
+            raise ModelNotSupported(f"its architecture cannot be kept: {self.refused}")
+        return replace(spec, batches=self.batches, joins=self.joins)
 
 
 def architecture_of(model: Any) -> Architecture | None:
@@ -54,27 +64,30 @@ def architecture_of(model: Any) -> Architecture | None:
         return None
     installed = distribution("mlx-lm")
     is_snapshot = installed.read_text("direct_url.json") is not None  # with any number
-    versions, architectures = known()
-    if is_snapshot or installed.version not in versions:
-        return None
-    return architectures.get(module.removeprefix(_MODELS))
+    facts = {} if is_snapshot else known().get(installed.version, {})
+    return facts.get(module.removeprefix(_MODELS))
 
 
 @cache
-def known() -> tuple[tuple[str, ...], dict[str, Architecture]]:
-    """Return the versions of mlx-lm that the facts are proven for, and the facts by module.
+def known() -> dict[str, dict[str, Architecture]]:
+    """Return the facts by version of mlx-lm, and by module.
 
     Raises KVPersistError as `architecture_of` does.
     """
     try:
         content = json.loads(FILE.read_text(encoding="utf-8"))
-        facts = {name: Architecture(**its) for name, its in content["architectures"].items()}
-        return tuple(content["mlx_lm"]), facts
+        newest = _read(content["architectures"])
+        older = {version: newest | _read(its) for version, its in content["older"].items()}
+        return {content["newest"]: newest, **older}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise KVPersistError(
             f"{FILE} cannot be used ({type(error).__name__}: {error}); "
             "install the package again: pip install --force-reinstall mlx-lm-kvpersist"
         ) from error
+
+
+def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
+    return {module: Architecture(**its) for module, its in facts.items()}
 
 
 def facts_of(model: Any) -> Architecture | None:
@@ -90,8 +103,5 @@ def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> 
 
     Raises ModelNotSupported if the caches cannot be kept.
     """
-    if facts is not None and facts.refused:
-        raise ModelNotSupported(facts.refused)
     spec = ModelCacheSpec.probe(model, choice)
-    batches, joins = (facts.batches, facts.joins) if facts is not None else (True, False)
-    return replace(spec, batches=batches, joins=joins)
+    return spec if facts is None else facts.applied_to(spec)
