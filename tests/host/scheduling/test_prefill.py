@@ -235,7 +235,8 @@ def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_preci
     """The model makes one mask for all layers, and quantized rows have another than padded ones."""
     model = tiny_model(n_layers=3)
     spec = ModelCacheSpec.probe(model, PrecisionChoice())
-    groups = list(spec.groups)
+    (group,) = spec.groups
+    groups = [replace(group, slots=(0, 2)), replace(group, name="1", slots=(1,))]
     groups[full_precision] = replace(groups[full_precision], precision=None)
     spec = spec_with(model, groups)
     for cache in spec.template:
