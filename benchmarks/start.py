@@ -213,7 +213,11 @@ def measure_conversation(run: Run, folder: Path, n_repeats: int, short_s: float)
         for side in rotated(SIDES, repeat):
             plugin = "--plugin", "kvpersist", "--kvpersist-dir", f"{folder}/conversation-{repeat}"
             options = plugin if side == OURS else ()
-            with ServerProcess(run.model.path, *options, request_timeout_s=_TIMEOUT_S) as server:
+            # On CUDA, MLX keeps compiled kernels here; a first start has none.
+            env = {"MLX_PTX_CACHE_DIR": f"{folder}/kernels-{side}-{repeat}"}
+            with ServerProcess(
+                run.model.path, *options, env=env, request_timeout_s=_TIMEOUT_S
+            ) as server:
                 with ThreadPoolExecutor(1) as pool:
                     longest = pool.submit(_longest_wait, server, time.monotonic() + short_s)
                     turns[side].append(_converse(server, system))
