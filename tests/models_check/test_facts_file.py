@@ -12,7 +12,7 @@ from mlx_lm_kvpersist.cache.geometry.architectures import FILE, Architecture, kn
 from models_check import facts_file
 from models_check.__main__ import main
 from models_check.configs import CONFIGS, module_of
-from models_check.facts_file import Facts, differences, proven, written
+from models_check.facts_file import differences, proven, written
 
 TRUE = Architecture(True, True, True)
 ALONE = Architecture(False, False, True)
@@ -55,13 +55,13 @@ def test_older_versions_have_their_own_facts(
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Facts]:
+def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Architecture]]:
     """What each version shows; at first what the file has. No version is installed for it."""
-    found: dict[str, Facts] = {version: dict(known()[version]) for version in proven()}
+    found = {version: dict(known()[version]) for version in proven()}
 
     def evaluated(
         chosen: Sequence[str], jobs: int, seed: int
-    ) -> tuple[dict[str, Facts], list[str]]:
+    ) -> tuple[dict[str, dict[str, Architecture]], list[str]]:
         return {version: found[version] for version in chosen}, []
 
     monkeypatch.setattr(facts_file, "_evaluated", evaluated)
@@ -69,7 +69,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Facts]:
 
 
 def test_a_check_fails_on_a_difference_and_names_it(
-    shown: dict[str, Facts], capsys: pytest.CaptureFixture[str]
+    shown: dict[str, dict[str, Architecture]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--facts", "check"]) == 0
     shown[SECOND] = {**shown[SECOND], "llama": ALONE}
@@ -80,7 +80,9 @@ def test_a_check_fails_on_a_difference_and_names_it(
     assert "--facts write" in said
 
 
-def test_a_check_fails_on_a_module_that_is_new_or_gone(shown: dict[str, Facts]) -> None:
+def test_a_check_fails_on_a_module_that_is_new_or_gone(
+    shown: dict[str, dict[str, Architecture]],
+) -> None:
     shown[NEWEST] = {**shown[NEWEST], "new": TRUE}
     del shown[NEWEST]["llama"]
     del shown[OLDEST]["Klear"]  # which came later
@@ -90,7 +92,9 @@ def test_a_check_fails_on_a_module_that_is_new_or_gone(shown: dict[str, Facts]) 
 
 
 def test_a_check_fails_if_a_version_was_added(
-    shown: dict[str, Facts], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shown: dict[str, dict[str, Architecture]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     versions = [*proven(), "0.32.9"]
     monkeypatch.setattr(facts_file, "proven", lambda: versions)
@@ -100,7 +104,7 @@ def test_a_check_fails_if_a_version_was_added(
 
 
 def test_facts_are_written_for_every_version(
-    shown: dict[str, Facts], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shown: dict[str, dict[str, Architecture]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(architectures, "FILE", tmp_path / "architectures.json")
     shown[SECOND] = {**shown[SECOND], "llama": ALONE}
