@@ -336,7 +336,7 @@ class KVPersistPlugin:
 
     @property
     def _model(self) -> dict[str, str | None]:
-        """What is loaded, and how it is kept."""
+        """The name of the loaded model, and its precision in words."""
         model = serving.model if (serving := self._serving) else None
         return {
             "model": model.name if model else None,

@@ -142,10 +142,9 @@ class PrefillLimits:
     If prompts may be computed together, each has at least `least_width` tokens in a call of the
     model, padded. `max_unused_bytes` is how much freed memory MLX may keep for the next chunk.
     `pace` learns from every chunk; a plugin may keep it and ask it, too. `stepped(n_replies,
-    seconds)` is told of each step of the replies; it has no seconds where a prompt is computed
-    beside them.
-    `took(n_tokens, position, n_bytes)` is told of the memory that each chunk took beside the model
-    and the caches.
+    seconds)` is called after each step of the replies, without seconds if a prompt is computed at
+    the same time. `took(n_tokens, position, n_bytes)` is called after each chunk with its memory,
+    without the model and the caches.
     """
 
     max_stall_s: float

@@ -93,8 +93,8 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
     name = str(model_path)
     if facts is None:
         logger.warning(
-            "kvpersist: %s has an architecture of which no facts ship: its prompts are computed "
-            "one by one, attention dequantizes, and each restore is checked",
+            "kvpersist: no facts ship about the architecture of %s: each prompt is computed alone, "
+            "attention dequantizes, and each restore is checked",
             name,
         )
     is_known = facts is not None
@@ -106,8 +106,8 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, asked: Asked) -> LoadedModel:
     """Return what is known of the draft model. It reads the ids of the other's tokenizer.
 
-    `spec` is that of the model. Raises ModelNotSupported if tokens cannot be taken back from the
-    caches of one of them, as mlx-lm does with those of a draft.
+    `spec` belongs to the model. Raises ModelNotSupported if tokens cannot be taken back from the
+    caches of either model, as mlx-lm does after each draft.
     """
     loaded = SimpleNamespace(
         model=provider.draft_model, tokenizer=provider.tokenizer, model_key=(path, None, None)

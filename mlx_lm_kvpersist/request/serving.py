@@ -179,7 +179,7 @@ class Serving:
     def save(
         self, sequence: RunningSequence, tokens: Sequence[int], caches: list[Any], cache_type: str
     ) -> None:
-        """Save what was computed of a sequence; `caches` has those of a draft model last."""
+        """Save the computed part of a sequence; a draft model's caches come last in `caches`."""
         n_layers, parts = len(self.model.spec.template), [(sequence, self.model)]
         if sequence.draft is not None and self.model.draft is not None:
             parts.append((sequence.draft, self.model.draft))

@@ -91,13 +91,13 @@ def test_a_model_that_is_not_there_leaves_the_one_that_is(
     server: ServerProcess, fields: dict[str, Any], status: int, says: str
 ) -> None:
     server.chat(TALK, max_tokens=2)
-    n_loads = server.log.count("; conversations in ")
+    n_loads = server.log.count("a token, keys ")
     assert n_loads
     found, reply = ask(server, CHAT, {"messages": TALK, "max_tokens": 2, **fields})
     assert (found, says in reply["error"]["message"]) == (status, True), reply
     assert len(reply["error"]["message"]) < 300
     assert server.chat(TALK, max_tokens=2).completion_tokens == 2
-    assert server.log.count("; conversations in ") == n_loads
+    assert server.log.count("a token, keys ") == n_loads
 
 
 @pytest.mark.parametrize("path", FORMS)

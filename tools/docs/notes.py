@@ -35,8 +35,8 @@ NOTES: dict[str, str] = {
     '"A model is not kept" below.',
     "kvpersist: this tokenizer's prompts are matched by ids, not by text": "Less is found again "
     "after a sampled reply. Nothing to do.",
-    "kvpersist: … has an architecture of which no facts ship: its prompts are computed one by "
-    "one, attention dequantizes, and each restore is checked": "The model has code of its own, or "
+    "kvpersist: no facts ship about the architecture of …: each prompt is computed alone, "
+    "attention dequantizes, and each restore is checked": "The model has code of its own, or "
     "this version of mlx-lm or the architecture is newer than the package. Replies are right; some "
     "requests are slower. An upgrade of the package may know the architecture.",
     "kvpersist: … of its layers stay in full precision: …": "They take more memory and disk; all "

@@ -99,7 +99,7 @@ def facts_of(model: Any) -> Architecture | None:
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
     """Return how a model's caches are kept in a precision, and what is computed together.
 
-    Without `facts`, replies are batched if stock batches them, and prompts are computed one by one.
+    Without `facts` stock decides whether replies are batched, and each prompt is computed alone.
 
     Raises ModelNotSupported if the caches cannot be kept.
     """

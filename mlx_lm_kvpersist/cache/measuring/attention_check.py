@@ -54,7 +54,7 @@ _METAL_CASES: _Cases = {
 on, and from 6 to 33, which depends on the device."""
 
 _N_COMPUTED = 40
-"""Keys that the queries see as they were computed: those of the queries, and some before them."""
+"""Keys in full precision: the keys of the queries, and some before them."""
 
 _TOLERANCE = 0.1
 """Most that the result of a query may differ from plain arithmetic, as a share of its norm."""
@@ -128,7 +128,7 @@ def _device() -> str:
 def _wrong_strategies(
     plan: AttentionPlan, shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype
 ) -> frozenset[Strategy]:
-    """Return those of "dequantize" and "packed" that are wrong in calls that follow the plan.
+    """Return which of "dequantize" and "packed" are wrong in calls that follow the plan.
 
     Tiles run the kernels of dequantizing.
     """

@@ -67,12 +67,12 @@ class PrefillMemory:
     stops_every: int | None = None
     window: int | None = None
     _factors: Mapping[int, float] = field(default_factory=dict)
-    """What chunks took, relative to the formula, by the power of two of their position. Replaced,
-    never changed."""
+    """The measured bytes of chunks over the formula's, by the power of two of the position. The
+    mapping is replaced, never changed."""
 
     @classmethod
     def of(cls, model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
-        """Return that of a model by the shapes of its parameters; nothing is evaluated.
+        """Return the memory of a model's chunks by the shapes of its parameters; evaluate nothing.
 
         On the CPU the formula tells 0.5 to 2 times the measured bytes for most architectures of
         mlx-lm, and up to 7 times for layers with states or without matrices of their own.
@@ -150,10 +150,10 @@ class PrefillMemory:
 
 
 def _activation_bytes(model: Any) -> tuple[int, int]:
-    """Return a token's bytes in the widest layer, and those of a number in most weights or scales.
+    """Return the bytes of a token in the widest layer, and of a number in most weights or scales.
 
-    A matrix [..., out, in], packed or not, makes `out` numbers for each of its parts. A stack of
-    experts makes them for those that a token goes to.
+    A matrix [..., out, in], packed or not, makes `out` numbers for each of its parts. In a stack of
+    experts, only the experts that a token is routed to make numbers.
     """
     top_k = max(_arguments(model, _TOP_K), default=8)
     n_experts = set(_arguments(model, _EXPERTS))

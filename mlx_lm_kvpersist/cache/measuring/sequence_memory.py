@@ -74,7 +74,7 @@ class SequenceMemory:
     def step_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
         """Return the most bytes that a chunk, or a step of the replies, takes beside the caches.
 
-        Between steps MLX keeps as much of freed buffers, and idle work takes it where nothing runs.
+        Between two steps MLX keeps this amount of freed buffers.
         """
         if self.prefill is None:
             return 0
