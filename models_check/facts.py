@@ -57,6 +57,8 @@ the zoo's windows, and one has a block of the grid behind it, which is read quan
 _NEXT_IDS = (7, 11, 13)
 """The reply to every prompt."""
 
+_MORE_PADDING = 2
+"""Tokens behind the longest prompt of a joint call: a short prompt alone is padded, too."""
 _N_RESTORED, _CUT = 24, 16
 
 Logits = list[mx.array]
@@ -189,7 +191,8 @@ class Runs:
         layers = [rows_of(caches, n_tokens) for caches in zip(*rows, strict=True)]
         if None in layers:
             raise ValueError("caches of these classes are not joined")
-        ids = [[*last, *[0] * (max(n_tokens) - len(last))] for last in lasts]
+        width = max(n_tokens) + _MORE_PADDING
+        ids = [[*last, *[0] * (width - len(last))] for last in lasts]
         mx.eval(self.model(mx.array(ids, mx.int32), cache=layers))
         return [_reply(self.model, caches)[0] for caches in rows]
 

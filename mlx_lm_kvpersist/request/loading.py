@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,29 +60,30 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
         OSError: a file of the model cannot be read.
     """
     model_path, adapter_path, draft_path = provider.model_key
-    # Several ranks must have equal facts and layers: they decide alike, and never wait in vain.
-    together = ranks()
-    fingerprint = model_fingerprint(
-        local_path(model_path), Path(adapter_path) if adapter_path else None
-    )
-    text = TokenText.of(provider.tokenizer) if asked.with_text else None
-    if text is None and asked.with_text:
-        logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
+    name, adapter = str(model_path), Path(adapter_path) if adapter_path else None
     model: Any = weakref.proxy(provider.model)
-    computed = model
+    computed, together = model, ranks()
+    facts = facts_of(model)
+    with _on_all_ranks():
+        fingerprint = model_fingerprint(local_path(model_path), adapter)
+        text = TokenText.of(provider.tokenizer) if asked.with_text else None
+        spec = spec_of(model, asked.choice, facts)
+        memory = PrefillMemory.of(model, spec, asked.max_prefill_bytes)
     if together.are_several:
         computed = _OneCallAtATime(model)
         if not together.same(fingerprint, "the model's files"):
             raise ModelNotSupported("the ranks have different files of the model")
         fingerprint += f" {part_of_model(provider, together)}"
-    facts = facts_of(model)
-    spec = spec_of(model, asked.choice, facts)
     kinds = [(group.kind.name, group.precision is not None) for group in spec.groups]
     if not together.same(kinds, "the kinds of layers"):
         raise ModelNotSupported(
             "the ranks have layers of different kinds; divide the model evenly, or by tensors"
         )
     spec = plan_attention(model, spec, asked.attention, facts is not None and facts.packed)
+    end_on_grid(model)
+    draft = _draft_of(provider, draft_path, spec, asked) if draft_path else None
+    if text is None and asked.with_text:
+        logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
     for group in spec.full:
         if group.precision is None and not asked.choice.is_full_precision:
             logger.warning(
@@ -88,19 +91,37 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
                 len(group.slots),
                 group.why,
             )
-    end_on_grid(model)
-    speed = Speed(PrefillMemory.of(model, spec, asked.max_prefill_bytes))
-    name = str(model_path)
     if facts is None:
         logger.warning(
             "kvpersist: no facts ship about the architecture of %s: each prompt is computed alone, "
-            "attention dequantizes, and each restore is checked",
+            "attention dequantizes, and each restore is checked as far as caches can step back",
             name,
         )
-    is_known = facts is not None
-    loaded = LoadedModel(computed, provider.tokenizer, spec, fingerprint, text, name, is_known)
-    draft = _draft_of(provider, draft_path, spec, asked) if draft_path else None
-    return replace(loaded, speed=speed, draft=draft)
+    is_known, speed = facts is not None, Speed(memory)
+    return LoadedModel(
+        computed, provider.tokenizer, spec, fingerprint, text, name, is_known, speed, draft
+    )
+
+
+@contextmanager
+def _on_all_ranks() -> Iterator[None]:
+    """Work that each rank does alone, without a message: if it fails on one, it fails on all.
+
+    Otherwise the other ranks would wait for the next message of the one that failed. Raises
+    ModelNotSupported for all errors but OSError.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if ranks().agree(error is None, "whether the model can be kept"):
+        return
+    if isinstance(error, ModelNotSupported | OSError):
+        raise error
+    if error is not None:  # stock may still serve a model that is like no other
+        raise ModelNotSupported(f"the model cannot be examined: {error!r}") from error
+    raise ModelNotSupported("another rank cannot keep the model; its log says why")
 
 
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, asked: Asked) -> LoadedModel:

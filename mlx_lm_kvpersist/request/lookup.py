@@ -374,7 +374,8 @@ class Lookup:
             if not together.agree(difference <= CANARY_TOLERANCE, "the canary"):
                 for record in read:
                     store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")
-                    lost.add(record.key)
+                # Blocks in RAM are not damaged, but the model does not continue from them.
+                lost.update(one.record.key for one in point.needed)
                 return None
         used = [block.key for block in self.found.match.path if block.start < point.n_tokens]
         records = [one.record for one in point.needed if isinstance(one.record, Checkpoint)]

@@ -1,8 +1,7 @@
 """The index's small state: persisted values, notes, replies, last requests, bytes written.
 
 An index that is rebuilt keeps it all if the old one can be read. Of a damaged one it keeps the
-persisted values, as far as they can be read. It loses all if the old index is gone: then
-what was measured of a model is measured anew.
+persisted values, as far as they can be read. It loses all if the old index is gone.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class SmallState:
                 row = key, _sealed(key, json.dumps(value))
                 db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
         except (OSError, sqlite3.Error) as error:
-            self._report("persist what was measured", error)
+            self._report("keep a note", error)
 
     def note(self, session_id: str) -> dict[str, str]:
         """Return what people know a session by: its `title`, `client`, first `words`, each if any.

@@ -14,6 +14,7 @@ import pytest
 from mlx_lm_kvpersist.cache.geometry import architectures
 from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
+from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.ranks import Ranks
@@ -134,7 +135,7 @@ def test_ranks_with_other_files_of_the_model_are_refused(
     with pytest.raises(ModelNotSupported, match="different files of the model"):
         loaded_in(ranked(provider, monkeypatch, rank), DEFAULT)
     own = model_fingerprint(Path(provider.model_key[0]), None)
-    assert rank.compared == {"the model's files": own}
+    assert rank.compared["the model's files"] == own
 
 
 def test_ranks_with_other_facts_take_nothing_for_granted(
@@ -145,3 +146,28 @@ def test_ranks_with_other_facts_take_nothing_for_granted(
     rank = RankOfTwo("the kinds of layers")
     with pytest.raises(ModelNotSupported, match="layers of different kinds"):
         loaded_in(ranked(provider, monkeypatch, rank), DEFAULT)
+
+
+class RankThatIsLeft(RankOfTwo):
+    """A rank whose other rank cannot keep the model."""
+
+    def agree(self, value: bool, what: str) -> bool:
+        return value and what != "whether the model can be kept"
+
+
+def test_what_fails_on_one_rank_fails_on_all(
+    provider: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelNotSupported, match="another rank cannot keep the model"):
+        loaded_in(ranked(provider, monkeypatch, RankThatIsLeft()), DEFAULT)
+
+
+def test_whatever_a_model_raises_stock_may_serve_it(
+    provider: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def strange(*_: Any) -> None:
+        raise AttributeError("no such argument")
+
+    monkeypatch.setattr(PrefillMemory, "of", strange)
+    with pytest.raises(ModelNotSupported, match=r"cannot be examined: .*no such argument"):
+        loaded_in(provider, DEFAULT)

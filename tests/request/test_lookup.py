@@ -20,6 +20,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import _Buffers
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request import model as model_module
 from mlx_lm_kvpersist.request import saver as saver_module
 from mlx_lm_kvpersist.request.lookup import Lookup
@@ -416,3 +417,23 @@ def test_another_models_blocks_are_not_found(talk: Conversations) -> None:
     talk.remember(ids, n_prompt=200)
     other = replace(talk, loaded=replace(talk.loaded, fingerprint="other"))
     assert other.ask(ids)[2].kind is Kind.MISS
+
+
+def test_what_a_model_without_facts_does_not_continue_from_is_computed(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is in RAM, where nothing is damaged; a known model needs no check of that."""
+    ids = [i * 7 % 300 + 5 for i in range(600)]
+    talk.remember(ids, 590)
+    n_checked = 0
+
+    def differs(*_: Any) -> float:
+        nonlocal n_checked
+        n_checked += 1
+        return 1.0
+
+    monkeypatch.setattr(lookup, "canary_difference", differs)
+    assert talk.look_up([*ids, 5, 6]).outcome.n_reused == 600 and n_checked == 0
+    talk.loaded = replace(talk.loaded, is_known=False)
+    reuse = talk.look_up([*ids, 5, 6])
+    assert reuse.caches is None and 0 < n_checked < 10

@@ -21,6 +21,8 @@ NOTES: dict[str, str] = {
     "or the plugin changed what it was given. The server goes on without it.",
     "plugin … failed in hook …; ignored": "For its author: the log has the traceback. The server "
     "goes on without it. The same failure is logged once an hour, with its number.",
+    "kvpersist: attention over quantized keys fails: …": "The server serves the model as stock "
+    "does, and keeps nothing. " + _REPORT,
     "kvpersist: packed attention over … keys is wrong on …: all layers dequantize": "MLX's "
     "result for packed keys differs from plain arithmetic on this device. Replies are right; "
     "decoding is slower.",
@@ -36,9 +38,9 @@ NOTES: dict[str, str] = {
     "kvpersist: this tokenizer's prompts are matched by ids, not by text": "Less is found again "
     "after a sampled reply. Nothing to do.",
     "kvpersist: no facts ship about the architecture of …: each prompt is computed alone, "
-    "attention dequantizes, and each restore is checked": "The model has code of its own, or "
-    "this version of mlx-lm or the architecture is newer than the package. Replies are right; some "
-    "requests are slower. An upgrade of the package may know the architecture.",
+    "attention dequantizes, and each restore is checked as far as caches can step back": "The "
+    "model has code of its own, or this version of mlx-lm or the architecture is newer than the "
+    "package. Some requests are slower. An upgrade of the package may know the architecture.",
     "kvpersist: … of its layers stay in full precision: …": "They take more memory and disk; all "
     "else works. The end of the line says why.",
     "… goes to quarantine: …": f"Its tokens are computed again. {_DAMAGED}",

@@ -63,9 +63,10 @@ def architecture_of(model: Any) -> Architecture | None:
     if not module.startswith(_MODELS):
         return None
     installed = distribution("mlx-lm")
-    is_snapshot = installed.read_text("direct_url.json") is not None  # with any number
-    facts = {} if is_snapshot else known().get(installed.version, {})
-    return facts.get(module.removeprefix(_MODELS))
+    source = json.loads(installed.read_text("direct_url.json") or "{}")
+    if "vcs_info" in source or source.get("dir_info", {}).get("editable"):
+        return None  # a snapshot, which has the number of a release
+    return known().get(installed.version, {}).get(module.removeprefix(_MODELS))
 
 
 @cache

@@ -173,8 +173,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         super().__init__(len(caches[0].cache))
         self._rows = caches
         self.cache = [_joined(states) for states in zip(*(c.cache for c in caches), strict=True)]
-        if len(set(n_tokens)) > 1:
-            self.prepare(lengths=list(n_tokens))
+        self.prepare(lengths=list(n_tokens))  # rows of equal length may be padded, too
 
     def __setitem__(self, idx: int, value: mx.array) -> None:
         super().__setitem__(idx, value)

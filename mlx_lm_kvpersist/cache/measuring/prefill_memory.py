@@ -44,6 +44,9 @@ _EXPERTS = r"(n|num|moe_num)_(routed_|local_)?experts"
 _LEAST_LEARNED = 256
 """Shorter chunks are mostly overhead, which does not grow with their tokens."""
 
+_LEAST_FACTOR = 0.1
+"""A peak of few bytes may be an accident: something else was freed."""
+
 _MARGIN, _EASING = 1.2, 0.1
 """Peaks of similar chunks differ by some percent. A prediction that was too high falls by a tenth
 of the difference with each chunk."""
@@ -117,16 +120,16 @@ class PrefillMemory:
         longer chunks should.
         """
         told = self._formula(n_tokens, position)
-        is_short = n_tokens < _LEAST_LEARNED and 2 * told < self.limit_bytes
+        place, before = position.bit_length(), self._factor(position)
+        is_short = n_tokens < _LEAST_LEARNED and 2 * before * told < self.limit_bytes
         if is_short:
             told = self._formula(_LEAST_LEARNED, position)
-        factor, before = _MARGIN * (n_bytes + 1) / (told + 1), self._factor(position)
-        place = position.bit_length()
+        factor = max(_LEAST_FACTOR, _MARGIN * n_bytes / max(told, 1.0))
         if factor < before:
             if is_short:
                 return
-            is_known = place in self._factors
-            factor = before - _EASING * (before - factor) if is_known else max(1.0, factor)
+            is_guessed = place not in self._factors and n_tokens >= _LEAST_LEARNED
+            factor = max(1.0, factor) if is_guessed else before - _EASING * (before - factor)
         self._factors = {**self._factors, place: factor}
 
     def _factor(self, position: int) -> float:
@@ -201,12 +204,18 @@ def _score_bytes(group: LayerGroup, n_heads: int, itemsize: int) -> int:
 
 def _arguments(model: Any, name: str) -> Iterator[int]:
     """Yield the numbers among a model's arguments whose whole name is like the pattern `name`."""
-    left = [getattr(model, "args", None), getattr(model, "config", None)]
+    left: list[Any] = [getattr(model, "args", None), getattr(model, "config", None)]
+    seen = list[Any]()
     while left:
         arguments = left.pop()
-        for key, value in getattr(arguments, "__dict__", arguments or {}).items():
+        if any(arguments is one for one in seen):
+            continue
+        seen.append(arguments)
+        if not isinstance(arguments, dict):
+            arguments = getattr(arguments, "__dict__", {})  # an own model may have any object
+        for key, value in arguments.items():
             if isinstance(value, dict) or is_dataclass(value):
                 left.append(value)
-            elif re.fullmatch(name, key):
+            elif re.fullmatch(name, str(key)):
                 numbers = value if isinstance(value, list | tuple) else [value]
                 yield from (n for n in numbers if isinstance(n, int))

@@ -169,7 +169,8 @@ class Prefills:
         self._waited_s = begun - built
         seconds = time.perf_counter() - started - self._waited_s
         self._limits.pace.learn(position, width * len(chunk), seconds)
-        self._limits.took(width * len(chunk), position, peak.n_bytes)
+        if step_s is None:  # else the peak may be that of a step of the replies
+            self._limits.took(width * len(chunk), position, peak.n_bytes)
         for one, n_tokens in chunk.items():
             one.progress[1] += n_tokens
 

@@ -90,9 +90,19 @@ def test_nothing_is_known_in_a_version_that_is_not_proven(
     assert architecture_of(tiny_llama()) is None
 
 
-def test_nothing_is_known_in_a_snapshot_with_the_number_of_a_release(installed: Installed) -> None:
-    installed.direct_url = "{}"
-    assert architecture_of(tiny_llama()) is None
+@pytest.mark.parametrize(
+    ("direct_url", "is_known"),
+    [
+        ({"url": "file:///wheels/mlx_lm.whl", "archive_info": {}}, True),
+        ({"url": "https://github.com/x/mlx-lm", "vcs_info": {"vcs": "git"}}, False),
+        ({"url": "file:///home/me/mlx-lm", "dir_info": {"editable": True}}, False),
+    ],
+)
+def test_nothing_is_known_in_a_snapshot_with_the_number_of_a_release(
+    installed: Installed, direct_url: dict[str, Any], is_known: bool
+) -> None:
+    installed.direct_url = json.dumps(direct_url)
+    assert (architecture_of(tiny_llama()) is not None) == is_known
 
 
 def test_the_file_is_read_once(installed: Installed, file: Path) -> None:

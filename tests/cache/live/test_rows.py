@@ -142,10 +142,11 @@ def test_a_model_with_windows_or_states_computes_rows_as_alone(name: str) -> Non
         for row, cache, n in zip(ids, caches, at, strict=True):
             if n:
                 model(mx.array([row[:n]]), cache=cache)
-    for n_tokens in ([5, 40, 1, 23], [2, 1, 30, 9]):
+    # The last call pads rows of equal length.
+    for n_tokens, width in (([5, 40, 1, 23], 40), ([2, 1, 30, 9], 30), ([4, 4, 4, 4], 9)):
         layers = [rows_of(layer, n_tokens) for layer in zip(*together, strict=True)]
         places = list(zip(ids, at, n_tokens, strict=True))
-        padding = [[7] * (max(n_tokens) - n) for n in n_tokens]
+        padding = [[7] * (width - n) for n in n_tokens]
         read = [row[a : a + n] for row, a, n in places]
         model(mx.array([x + y for x, y in zip(read, padding, strict=True)]), cache=layers)
         for row, cache in zip(read, alone, strict=True):

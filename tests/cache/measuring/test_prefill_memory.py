@@ -277,6 +277,29 @@ def test_no_chunk_exceeds_the_limit_once_chunks_have_taught(
         position, n_chunks = position + n_tokens, n_chunks + 1
 
 
+@pytest.mark.parametrize("n_bytes", [0, 640 * MIB])
+def test_one_strange_peak_is_forgotten(n_bytes: int) -> None:
+    """Something else was freed, or made, while the chunk was computed."""
+    memory, usual = formula(), formula().most_tokens(5000)
+    for _ in range(60 if not n_bytes else 1):
+        memory.learn(512, 5000, n_bytes)
+    for position in (5000, 20_000):
+        for _ in range(100):
+            n_tokens = memory.most_tokens(position)
+            learn(memory, n_tokens, position, 1.0)
+    assert usual / 1.5 < memory.most_tokens(5000) <= usual
+
+
+def test_arguments_of_any_form_are_read() -> None:
+    model = SimpleNamespace(args=None, config=None)
+    own: dict[Any, Any] = {0: "label", "num_attention_heads": 4, "more": {"num_heads": [2, 8]}}
+    own["itself"] = own
+    model.args = own
+    assert sorted(prefill_memory._arguments(model, ".*_heads")) == [2, 4, 8]
+    model.args = (3,)
+    assert list(prefill_memory._arguments(model, ".*_heads")) == []
+
+
 @pytest.mark.parametrize("is_evaluated_within", [False, True])
 def test_what_a_chunk_takes_is_neither_what_it_leaves_nor_what_was_there(
     is_evaluated_within: bool,
