@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import mlx.nn as nn
 import pytest
 
 from mlx_lm_kvpersist.api.session_keys import KEEP_HEADER
@@ -75,7 +76,7 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
     plugin.configure(args)
     assert args.kv_bits is None
     provider = SimpleNamespace(
-        cli_args=args, model_key=("model", None, "draft"), model=None, tokenizer=None
+        cli_args=args, model_key=("model", None, "draft"), model=nn.Module(), tokenizer=None
     )
     try:
         plugin.model_loaded(provider)
