@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -66,7 +67,8 @@ class Server:
 
     def __init__(self, paths: tuple[str, str | None], store: BlockStore, bits: str) -> None:
         self.provider, self.store = provided(*paths), store
-        asked = Asked(KV_BITS[bits], "dequantize", 1 << 30, with_text=False)
+        # Not rotated: a number that rounds to another step would change all of its head.
+        asked = Asked(replace(KV_BITS[bits], rotated=False), "dequantize", 1 << 30, with_text=False)
         self.loaded = loaded = load_model(self.provider, asked)
         memory = Memory(1 << 30, 0, store, Pressure())
         self.serving = Serving(store, loaded, lambda *_: None, False, 0.1, memory)
