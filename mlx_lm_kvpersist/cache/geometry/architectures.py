@@ -100,7 +100,7 @@ def facts_of(model: Any) -> Architecture | None:
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
     """Return how a model's caches are kept in a precision, and what is computed together.
 
-    Without `facts` stock decides whether replies are batched, and each prompt is computed alone.
+    If `facts` is None, replies are batched as in stock, and prompts are never computed together.
 
     Raises ModelNotSupported if the caches cannot be kept.
     """

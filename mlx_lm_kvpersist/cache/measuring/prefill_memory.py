@@ -196,7 +196,7 @@ def _state_bytes(group: LayerGroup) -> int:
 def _score_bytes(group: LayerGroup, n_heads: int, itemsize: int) -> int:
     """Return the bytes of the scores and masks of a token and a key in one layer."""
     assert group.keys is not None and group.values is not None
-    is_latent = group.keys.dim != group.values.dim  # scores of positions are added to the others
+    is_latent = group.keys.dim != group.values.dim  # positions have scores of their own
     if backend() == "cpu" or is_latent or group.keys.dim not in _FUSED_DIMS or itemsize > 2:
         return n_heads * (itemsize + 1) * (1 + is_latent)
     return itemsize  # a mask alone, for all heads

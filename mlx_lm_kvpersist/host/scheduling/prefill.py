@@ -46,7 +46,7 @@ def chunk_size(position: int, most: int) -> int:
 
 
 class PeakMemory:
-    """Counts what is used from now on, beside what is in use now or at the end.
+    """Counts the peak from now on, without the memory that is in use now or at the end.
 
     It resets MLX's counter. Some models evaluate within their call, so it begins before that.
     """
@@ -169,7 +169,7 @@ class Prefills:
         self._waited_s = begun - built
         seconds = time.perf_counter() - started - self._waited_s
         self._limits.pace.learn(position, width * len(chunk), seconds)
-        if step_s is None:  # else the peak may be that of a step of the replies
+        if step_s is None:  # else a step of the replies may cause the peak
             self._limits.took(width * len(chunk), position, peak.n_bytes)
         for one, n_tokens in chunk.items():
             one.progress[1] += n_tokens
