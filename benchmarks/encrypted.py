@@ -128,8 +128,7 @@ def _save(folder: Path, sealing: Sealing, blocks: Sequence[Stored]) -> Taken:
     with closing(BlockStore(folder, limits, sealing=sealing)) as store:
         store.drain()
         nodes = tuple(node for node, _ in blocks)
-        keys = tuple(node.key for node in nodes)
-        turn = Commit(ROOT, nodes, Leaf("long", keys[-1], nodes[-1].stop, keys))
+        turn = Commit(ROOT, nodes, Leaf("long", nodes[-1].key, nodes[-1].stop))
         clock = Clock()
         store.commit(turn, blocks)
         store.drain()
@@ -158,7 +157,7 @@ def _small_turns(folder: Path, sealing: Sealing, n_turns: int) -> Taken:
         clock = Clock()
         for n in range(n_turns):
             (node,) = chain(8, seed=n)
-            leaf = Leaf(f"{n}", node.key, node.stop, (node.key,))
+            leaf = Leaf(f"{n}", node.key, node.stop)
             store.commit(Commit(ROOT, (node,), leaf), [(node, {"0.k": array})])
             store.drain()
         taken = clock.taken()

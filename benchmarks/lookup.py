@@ -195,9 +195,9 @@ def measure_verify(out: Path | None, n_sessions: int, n_blocks: int = 10) -> Res
                 node = Block(block_key(parent, packed), parent, 2 * start, packed, f"{start} {n}")
                 nodes.append(node)
                 parent = node.key
-            leaf = Leaf(f"session {n}", parent, 2 * n_blocks, tuple(node.key for node in nodes))
-            file_of = partial(disk.new_file, root, lambda key: arrays)
-            disk.save(partial(Commit, root, tuple(nodes), leaf), file_of)
+            leaf = Leaf(f"session {n}", parent, 2 * n_blocks)
+            file_of = partial(disk.new_file, arrays=arrays)
+            disk.save([partial(Commit, root, tuple(nodes), leaf)], file_of)
         row: dict[str, Any] = {"sessions": n_sessions, "blocks": disk.index.totals().n_blocks}
         problems: list[object] = []
         row["verify s"] = timed_ms(lambda: problems.extend(find_problems(disk.folder, disk.index)))

@@ -25,7 +25,7 @@ from .objects import Objects
 from .pool import BlockPool, KVBlock
 from .putting import RepliesOf
 from .reading import Prefetch, Reader
-from .records import Commit, Gone, StoreLimits
+from .records import Commit, Gone, NewFile, Saved, StoreLimits
 from .seal import PLAIN, Sealing
 from .sealed_objects import SealedObjects
 from .shared import SharedTier
@@ -75,6 +75,10 @@ class DiskTier:
     def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
         return [one for one, _ in self.view.checkpoints(blocks)]
 
+    def chain(self, leaf: bytes) -> list[Block]:
+        """Return the blocks from the root to a leaf; none if a block is missing."""
+        return [block for block, _ in self.view.chain(leaf)]
+
     def __contains__(self, key: bytes) -> bool:
         return key in self.view
 
@@ -87,17 +91,28 @@ class DiskTier:
             raise BlockCorrupt(f"{block} belongs to another model")
         return arrays
 
-    def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
+    def write(
+        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
+    ) -> list[Saved | Exception | None]:
         lost = self._lost.copy()
-        # What is postponed has no blocks: those that it needs may go, and it is not written then.
+        # Postponed checkpoints come without blocks. If their blocks go, they are not written.
         keep = {key for one in self._writer.commits() if one.blocks for key in one.keys()}
-        file_of = partial(self.disk.new_file, commit.root, arrays_of)
-        saved = self.disk.save(lambda: commit, file_of, keep, self._writer.rest, lost)
-        if saved is None:
-            return None
-        # What was lost meanwhile may not have been written anew.
-        self._lost.difference_update(lost & {record.key for record in saved[0].records})
-        return saved[0]
+
+        def file_of(root: Root, record: Record) -> NewFile | None:
+            entry = entry_of(record.key)
+            return self.disk.new_file(root, record, entry.arrays) if entry else None
+
+        def block_of(key: bytes) -> Block | None:
+            entry = entry_of(key)
+            return entry.block if entry and isinstance(entry.block, Block) else None
+
+        planned = [partial(lambda commit: commit, commit) for commit in commits]
+        results = self.disk.save(planned, file_of, block_of, keep, self._writer.rest, lost)
+        for saved in results:
+            if isinstance(saved, Saved):
+                # A record that was lost since then may not have been written again.
+                self._lost.difference_update(lost & {record.key for record in saved.commit.records})
+        return results
 
     def forget(self, key: bytes, reason: str | None = None) -> None:
         self._lost.add(key)
@@ -187,7 +202,7 @@ class BlockStore:
         be worth matching again."""
         self.disk = DiskStore(folder, limits, whole=False, sealing=sealing)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
-        self.writer = Writer(_queue_bytes(limits.max_ram_bytes))
+        self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
         """What is on disk: for those who want to know what fails, and for serving threads."""
@@ -212,15 +227,16 @@ class BlockStore:
 
         All servers put at most `max_bytes` there; for `replies_of` see `Putting`.
         """
-        above = self.disk.content_of, self.disk_tier.checkpoints, self._land, self.pool
+        disk = self.disk_tier
+        above = self.disk.content_of, disk.chain, disk.checkpoints, self._land, self.pool
         own = SealedObjects(objects, sealing, self.failures)
         self.shared = SharedTier(own, *above, replies_of, max_bytes)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
         """Put what was fetched into RAM, and have it written to disk in the background."""
-        pinned = self._pinned(commit.records, {entry.block.key: entry for entry in entries})
+        task = self._task(commit, {entry.block.key: entry for entry in entries})
         self.n_changes += 1
-        self.turns_not_saved += self.writer.submit_commit(self._task(commit, pinned))
+        self.turns_not_saved += self.writer.submit_commit(task)
 
     # Find.
 
@@ -310,28 +326,30 @@ class BlockStore:
         Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
         Its checkpoints are postponed if they take no more than a limit to compute again: `loss_s`.
         """
-        chain = [block.key for block in commit.blocks]
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
-        goes_on = chain if commit.checkpoints else []
+        keys = [block.key for block in commit.blocks]
+        goes_on = [commit.parent, *keys] if commit.checkpoints else []
         later = commit.checkpoints if loss_s <= self.limits.max_loss_s else ()
         postponed = Commit(commit.root, (), checkpoints=later)
-        commit = replace(commit, checkpoints=() if later else commit.checkpoints)
-        pinned = [self._pinned(one.records, entries) for one in (commit, postponed)]
-        self.pool.touch(chain)
+        unwritten = self.pool.unwritten(commit.parent)
+        commit = replace(
+            commit,
+            blocks=(*unwritten, *commit.blocks),
+            checkpoints=() if later else commit.checkpoints,
+        )
+        tasks = [self._task(one, entries) for one in (commit, postponed)]
+        self.pool.touch(keys)
         self.n_changes += 1
         self.writer.withdraw([*goes_on, *(one.block for one in commit.superseded)])
-        self.turns_not_saved += self.writer.submit_commit(self._task(commit, pinned[0]))
+        self.turns_not_saved += self.writer.submit_commit(tasks[0])
         if later:
-            task = self._task(postponed, pinned[1])
-            self.writer.postpone(chain[-1], task, has_ended=commit.leaf is not None)
+            self.writer.postpone(keys[-1], tasks[1], has_ended=commit.leaf is not None)
 
-    def _task(self, commit: Commit, pinned: list[KVBlock]) -> Task:
-        return Task(
-            partial(self._save, commit, pinned),
-            commit,
-            partial(self.pool.unpin, pinned),
-            {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored},
-        )
+    def _task(self, commit: Commit, new: Mapping[bytes, KVBlock]) -> Task:
+        """Return the task of writing a commit, whose records are pinned until it is done."""
+        pinned = self._pinned(commit.records, new)
+        sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored}
+        return Task(commit=commit, let_go=partial(self.pool.unpin, pinned), sizes=sizes)
 
     def _pinned(self, records: Iterable[Record], new: Mapping[bytes, KVBlock]) -> list[KVBlock]:
         """Pin records in RAM, those that are new put there; return them."""
@@ -468,38 +486,33 @@ class BlockStore:
 
     # Writer thread.
 
-    def _save(self, commit: Commit, pinned: list[KVBlock]) -> None:
+    def _save(self, tasks: Sequence[Task]) -> None:
+        """Write the commits of tasks. A commit that fails stays in RAM, where it may be evicted."""
+        commits = [task.commit for task in tasks if task.commit is not None]
+        results: Sequence[Saved | Exception | None]
         try:
-            written = [tier.write(commit, self._arrays_of) for tier in self.below]
-        except Exception as error:  # whatever it is, the commit's pins are let go of
-            self._failed("save a turn", error)
-            self._abandon(commit, pinned)
-            return
-        saved = [one for one in written if one is not None]
-        if not saved:
-            self._abandon(commit, pinned)
-            return
-        if any(one.records or one.replies for one in saved):
+            results = self.disk_tier.write(commits, self.pool.get)
+        except Exception as error:
+            results = [error] * len(tasks)
+        for task, result in zip(tasks, results, strict=True):
+            if isinstance(result, Saved):
+                self._set_saved(result.commit)
+            elif isinstance(result, Exception):
+                self._failed("save a turn", result)
+            task.let_go()
+            self.turns_not_saved += task.is_turn and not isinstance(result, Saved)
+
+    def _set_saved(self, commit: Commit) -> None:
+        if commit.records or commit.replies:
             self.turns_saved += commit.leaf is not None
             self._failures.clear()
-        if self.shared is not None and written[0] is not None:
-            self.shared.write(written[0])
-        self.pool.set_stored({record.key for one in saved for record in one.records})
-        self.pool.unpin(pinned)
-        for one in saved:
-            for replaced, _ in one.leaf.replaced if one.leaf else ():
-                self.pool.drop_unpinned(replaced)
-            for block in set(one.superseded).difference(one.checkpoints):
-                self.pool.drop_unpinned(block.key)
-
-    def _arrays_of(self, key: bytes) -> Arrays | None:
-        entry = self.pool.get(key)
-        return None if entry is None else entry.arrays
-
-    def _abandon(self, commit: Commit, pinned: list[KVBlock]) -> None:
-        """A commit stays in memory only, where its blocks may now be evicted."""
-        self.turns_not_saved += commit.leaf is not None
-        self.pool.unpin(pinned)
+        if self.shared is not None:
+            self.shared.write(commit)
+        self.pool.set_stored({record.key for record in commit.records})
+        for replaced, _ in commit.leaf.replaced if commit.leaf else ():
+            self.pool.drop_unpinned(replaced)
+        for checkpoint in set(commit.superseded).difference(commit.checkpoints):
+            self.pool.drop_unpinned(checkpoint.key)
 
     def _failed(self, what: str, error: Exception) -> None:
         # A full disk fails here with one error and there with another.

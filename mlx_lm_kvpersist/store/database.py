@@ -161,10 +161,22 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Change the file, all or nothing. A transaction inside another one is part of it."""
+        """Change the file, all or nothing.
+
+        A transaction inside another one is part of it: if only the inner one fails, and the caller
+        goes on, the outer one has no change of the inner one. Some errors end the outer one, too.
+        """
         db = self.connection
         if db.in_transaction:
-            yield db
+            db.execute("SAVEPOINT inner")
+            try:
+                yield db
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK TO inner")
+                    db.execute("RELEASE inner")
+                raise
+            db.execute("RELEASE inner")
             return
         try:
             with db:

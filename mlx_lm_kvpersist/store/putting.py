@@ -43,32 +43,33 @@ RepliesOf = Callable[[Root, Sequence[Mapping[str, Any]]], Mapping[bytes, bytes]]
 
 @dataclass(frozen=True)
 class _Turn:
-    """What is new of a conversation: its chain, if a turn has ended, or packed ids of replies."""
+    """A conversation has a new `leaf`, if a turn has ended, or new replies, by their packed ids."""
 
     root: Root
-    opening: bytes
     messages: Sequence[Mapping[str, Any]]
-    chain: tuple[Block, ...] = ()
+    leaf: bytes | None = None
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 class Putting:
     """Puts blocks, checkpoints and conversations.
 
-    `content_of` returns what the file of a record on disk holds, `checkpoints_of` the checkpoints
-    of blocks that are on disk, and `replies_of` what is remembered of replies among messages. The
-    oldest objects are removed if all servers have put more than `max_bytes`.
+    `content_of` returns what the file of a record on disk holds, `chain_of` the blocks on disk up
+    to a leaf, `checkpoints_of` the checkpoints of blocks that are on disk, and `replies_of` what is
+    remembered of replies among messages. The oldest objects are removed if all servers have put
+    more than `max_bytes`.
     """
 
     def __init__(
         self,
         store: SealedObjects,
         content_of: Callable[[Record], bytes],
+        chain_of: Callable[[bytes], Sequence[Block]],
         checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
         replies_of: RepliesOf,
         max_bytes: int | None = None,
     ) -> None:
-        self._store, self._content_of = store, content_of
+        self._store, self._content_of, self._chain_of = store, content_of, chain_of
         self._checkpoints_of, self._replies_of = checkpoints_of, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
@@ -106,9 +107,7 @@ class Putting:
         """Return what a commit adds to conversations."""
         new: list[_Turn] = []
         if commit.leaf is not None:
-            messages = commit.leaf.messages
-            opening = opening_of(messages, commit.blocks[0].packed_ids)
-            turn = _Turn(commit.root, opening, messages, commit.blocks)
+            turn = _Turn(commit.root, commit.leaf.messages, commit.leaf.key)
             self._turns[commit.leaf.key] = turn
             self._turns.move_to_end(commit.leaf.key)
             while len(self._turns) > _N_TURNS:
@@ -118,8 +117,7 @@ class Putting:
             ends = dict.fromkeys(one.block for one in commit.checkpoints)
             new += [self._turns[end] for end in ends if end in self._turns]
         if commit.replies and commit.messages:
-            opening = opening_of(commit.messages)
-            new.append(_Turn(commit.root, opening, (), replies=commit.replies))
+            new.append(_Turn(commit.root, commit.messages, replies=commit.replies))
         return new
 
     def _run(self) -> None:
@@ -178,15 +176,23 @@ class Putting:
         self._store.put(record.key, content)
 
     def _put_turn(self, new: _Turn) -> None:
-        """Put a conversation, with the replies that other servers and earlier turns put."""
-        store, root, opening = self._store, new.root, new.opening
+        """Put a conversation, with the replies that other servers and earlier turns put.
+
+        Blocks of its chain that were not put when they were written are put now.
+        """
+        store, root, chain = self._store, new.root, tuple[Block, ...]()
+        if new.leaf is not None and not (chain := tuple(self._chain_of(new.leaf))):
+            return  # it was evicted, or removed
+        for block in chain:
+            self._put(block)
+        opening = opening_of(new.messages, chain[0].packed_ids if chain else b"")
         there, _ = store.conversation(root, opening)
-        chain, checkpoints = there.chain, there.checkpoints
-        if new.chain:
-            chain = new.chain
+        checkpoints = there.checkpoints
+        if chain:
             checkpoints = tuple(self._checkpoints_of([block.key for block in chain]))
-        replies = {**there.replies, **self._replies_of(root, new.messages), **new.replies}
-        now = Conversation(chain, checkpoints, replies)
+        known = {} if new.leaf is None else self._replies_of(root, new.messages)
+        replies = {**there.replies, **known, **new.replies}
+        now = Conversation(chain or there.chain, checkpoints, replies)
         store.put(conversation_key(root, opening), now.packed())
         if store.lacks(layout := layout_key(root, opening)):
             store.put(layout, root.layout.encode())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
-from ..block import Checkpoint, Record
+from ..block import Block, Checkpoint, Record
 from .fetching import N_AHEAD, Fetching, Wanted
 from .pool import BlockPool, KVBlock
 from .putting import Putting, RepliesOf
@@ -40,6 +40,7 @@ class SharedTier:
         self,
         objects: SealedObjects,
         content_of: Callable[[Record], bytes],
+        chain_of: Callable[[bytes], Sequence[Block]],
         checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
         land: Callable[[Commit, list[KVBlock]], None],
         pool: BlockPool,
@@ -48,7 +49,8 @@ class SharedTier:
     ) -> None:
         self._land, self._pool = land, pool
         self.objects = objects
-        self.putting = Putting(self.objects, content_of, checkpoints_of, replies_of, max_bytes)
+        below = content_of, chain_of, checkpoints_of
+        self.putting = Putting(self.objects, *below, replies_of, max_bytes)
         self._threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
         """How long a store that was slower than computing is not asked, until when, and the loss in

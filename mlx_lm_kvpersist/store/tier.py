@@ -6,12 +6,15 @@ What is found in a tier below RAM is read into RAM, and what enters RAM is writt
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..block import Checkpoint, Record, Root
 from ..match.tree import BlockSource
 from .files import Arrays
-from .records import Commit
+from .records import Commit, Saved
+
+if TYPE_CHECKING:
+    from .pool import KVBlock
 
 RAM, DISK, SHARED = "ram", "disk", "shared"
 
@@ -49,8 +52,13 @@ class LowerTier(Tier, Protocol):
         StoreFormatError, OSError or MemoryError when they cannot be read now.
         """
 
-    def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
-        """Store a commit; return what is stored of it, None for nothing. Writer thread."""
+    def write(
+        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
+    ) -> Sequence[Saved | Exception | None]:
+        """Store commits; return for each what is stored, None for nothing. Writer thread.
+
+        `entry_of` returns a record that is in RAM.
+        """
 
     def forget(self, key: bytes, reason: str | None = None) -> None:
         """Hide what is not there or, for a reason, must not be used, and remove it soon."""

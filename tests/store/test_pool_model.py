@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -148,7 +149,9 @@ class Naive:
             parents = self.parents()
             order = sorted(self.held.items(), key=lambda item: item[1].used)
             free = [k for k, e in order if not e.pins and not e.prefetched and k not in parents]
-            spare = [k for k, e in order if e.is_stored and not e.prefetched]
+            stored = [item for item in self.held.items() if item[1].is_stored]
+            deepest = sorted(stored, key=lambda item: (-start(item[1].block), item[0]))
+            spare = [k for k, e in deepest if not e.prefetched]
             found = free or (not only_unneeded and spare)
             if not found:
                 return
@@ -156,6 +159,11 @@ class Naive:
             for key in self.points(found[0]) if not gone.is_stored else ():
                 if not self.held[key].pins and not self.held[key].prefetched:
                     del self.held[key]
+
+
+def start(record: Record) -> float:
+    """Return where a block begins; a checkpoint goes before all blocks."""
+    return record.start if isinstance(record, Block) else math.inf
 
 
 class User:
