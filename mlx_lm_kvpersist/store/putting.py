@@ -73,8 +73,9 @@ class Putting:
         self._checkpoints_of, self._replies_of = checkpoints_of, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
-        self._waiting: deque[tuple[Record | _Turn, int]] = deque()
-        """With the number of failed attempts of each."""
+        self._waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
+        """Objects to put, with the number of failed attempts of each. A key stands for the chain
+        that ends in this block."""
         self._since_s = 0.0
         """When the attempt that is being made began, by the monotonic clock."""
         self._changed = threading.Condition()
@@ -94,7 +95,8 @@ class Putting:
         blocks = [one for one in commit.blocks if commit.leaf or one.n_tokens == BLOCK_TOKENS]
         records: list[Record] = [*blocks, *commit.checkpoints]
         unseen = [one for one in records if not self._store.is_seen(one.key)]
-        new: list[Record | _Turn] = [*unseen, *self._new_of(commit)]
+        before = [commit.parent] if commit.leaf and commit.parent != commit.root.key else []
+        new: list[Record | _Turn | bytes] = [*before, *unseen, *self._new_of(commit)]
         with self._changed:
             if len(self._waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
@@ -147,6 +149,11 @@ class Putting:
         n_before, n_in_a_row = store.counts["written"], 0
         while self._waiting and n_in_a_row < MOST_ATTEMPTS:
             (one, n_failed), self._since_s = self._waiting[0], time.monotonic()
+            if isinstance(one, bytes):
+                self._waiting.popleft()
+                blocks = [block for block in self._chain_of(one) if not store.is_seen(block.key)]
+                self._waiting.extendleft((block, 0) for block in reversed(blocks))
+                continue
             try:
                 self._put_turn(one) if isinstance(one, _Turn) else self._put(one)
                 n_in_a_row = 0
@@ -176,15 +183,10 @@ class Putting:
         self._store.put(record.key, content)
 
     def _put_turn(self, new: _Turn) -> None:
-        """Put a conversation, with the replies that other servers and earlier turns put.
-
-        Blocks of its chain that were not put when they were written are put now.
-        """
+        """Put a conversation, with the replies that other servers and earlier turns put."""
         store, root, chain = self._store, new.root, tuple[Block, ...]()
         if new.leaf is not None and not (chain := tuple(self._chain_of(new.leaf))):
             return  # it was evicted, or removed
-        for block in chain:
-            self._put(block)
         opening = opening_of(new.messages, chain[0].packed_ids if chain else b"")
         there, _ = store.conversation(root, opening)
         checkpoints = there.checkpoints

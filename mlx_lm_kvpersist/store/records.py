@@ -91,7 +91,7 @@ class Commit:
 
         As long as these are not evicted, the blocks before them are not.
         """
-        keys = {self.parent, *(record.key for record in self.records)}
+        keys = {self.parent, *(record.key for record in self.records)} - {self.root.key}
         return keys.union(checkpoint.block for checkpoint in self.checkpoints)
 
 

@@ -319,14 +319,14 @@ def test_what_is_larger_than_the_pool_evicts_nothing() -> None:
 def test_evicting_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, pinned or not."""
     n_looks = 0
-    is_last_resort = BlockPool._is_last_resort
+    place_of = BlockPool._place_of
 
     def counted(pool: BlockPool, entry: KVBlock) -> object:
         nonlocal n_looks
         n_looks += 1
-        return is_last_resort(pool, entry)
+        return place_of(pool, entry)
 
-    monkeypatch.setattr(BlockPool, "_is_last_resort", counted)
+    monkeypatch.setattr(BlockPool, "_place_of", counted)
     looks = []
     for n in (100, 3000):
         pool = BlockPool(max_bytes=20 * n)

@@ -315,5 +315,5 @@ def check_sums(pool: BlockPool) -> None:
     assert pool.n_checkpoints == len(points) == sum(map(len, found))
     assert len(pool) - len(points) == sum(len(c["text"]) for c in pool._children.values())
     places = {key: is_last_resort for is_last_resort, _, key in pool._places}
-    expected = {entry.block.key: pool._is_last_resort(entry) for entry in entries}
-    assert places == {key: last for key, last in expected.items() if last is not None}
+    expected = {entry.block.key: pool._place_of(entry) for entry in entries}
+    assert places == {key: place[0] for key, place in expected.items() if place is not None}

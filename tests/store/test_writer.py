@@ -143,8 +143,8 @@ def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
 
 def test_nobody_waits_longer_than_asked_for_what_is_written(writer: Writer) -> None:
     may_end = threading.Event()
-    save(writer, chain([1]))
-    save(writer, chain([2]), partial(may_end.wait, 10))
+    save(writer, chain([1]), ended=False)
+    save(writer, chain([2]), partial(may_end.wait, 10), ended=False)
     started = time.monotonic()
     writer.finish(lambda: writer.n_tasks <= 1, 5)
     assert time.monotonic() - started < 4
