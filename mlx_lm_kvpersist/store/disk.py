@@ -174,18 +174,12 @@ class DiskStore:
                         left = [job for job in left if job.result is None]
                         if not left:
                             staging.close()  # under the lock: no room is made for files in place
-                except Exception as error:
-                    if len(left) == 1:
-                        left[0].result = error
-                        break
+                except Exception as error:  # the lock or the whole transaction has failed
                     for job in left:
-                        alone = [job.make]
-                        (job.result,) = self.save(
-                            alone, file_of, block_of, keep, before_file, damaged
-                        )
-                    break
+                        job.result = error
                 for job in left:
-                    self._write_files(job, staging, before_file)
+                    if job.result is None:
+                        self._write_files(job, staging, before_file)
                 left = [job for job in left if job.result is None]
         return [job.result for job in jobs]
 
@@ -233,7 +227,7 @@ class DiskStore:
     def _make_room(self, jobs: Sequence[_Job], keep: Collection[bytes], staging: Staging) -> None:
         """Make room for the files that commits lack. If that fails, it is the job's result."""
         kept = {*keep, *chain.from_iterable(job.commit.keys() for job in jobs)}
-        counted: set[bytes] = set()
+        counted, n_bytes = set[bytes](), 0
         for job in jobs:
             # A block that several of the commits need is written once.
             todo = [file for file in job.todo(staging) if file.block.key not in counted]
@@ -242,11 +236,15 @@ class DiskStore:
             rows = max(0, sum(_row_bytes(file.block) for file in todo) - self.files.reserve_bytes)
             job.needed_bytes = sum(file.n_bytes for file in todo) + rows
             try:
+                self._check_hour(n_bytes + job.needed_bytes)
                 self._reserve(job.needed_bytes, kept, job.commit.root)
                 staging.announce(job.needed_bytes)
                 job.reserved_bytes += job.needed_bytes
+                n_bytes += job.needed_bytes
             except Exception as error:
                 job.result = error
+        if n_bytes:
+            self.index.state.count_write(n_bytes)
 
     def _write_files(self, job: _Job, staging: Staging, before_file: Callable[[], None]) -> None:
         """Write the files that a commit lacks. If that fails, it is the job's result."""
@@ -319,21 +317,23 @@ class DiskStore:
         write = partial(write_block, block=block, root=root, arrays=arrays, sealing=self.sealing)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
-    def _reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
-        """Make room for what is to be written. Raises StoreError when it is too much."""
-        limit, state = self.limits.max_hourly_bytes, self.index.state
-        if limit is not None and state.written_last_hour() + n_bytes > limit:
+    def _check_hour(self, n_bytes: int) -> None:
+        """Raise a StoreError if fewer bytes than these may be written now."""
+        limit = self.limits.max_hourly_bytes
+        if limit is not None and self.index.state.written_last_hour() + n_bytes > limit:
             raise StoreError(
                 f"--kvpersist-max-writes-per-hour ({show_bytes(limit)}) is used up; "
                 "turns stay in memory for now"
             )
+
+    def _reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
+        """Make room for what is to be written. Raises StoreError when it is too much."""
         if not self.files.make_room(n_bytes, keep, root):
             raise StoreError(
                 f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
                 f"({show_bytes(self.limits.max_disk_bytes)}) and --kvpersist-min-free "
                 f"({show_bytes(self.limits.min_free_bytes)})"
             )
-        state.count_write(n_bytes)
 
     def _is_there(self, key: bytes, name: str = Block.folder) -> bool:
         """Say whether a block or a checkpoint has its row and its file, neither alone."""
