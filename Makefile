@@ -5,6 +5,8 @@
 # make patches checks what is changed in the installed mlx-lm; a few seconds, and a server that is
 #              killed
 # make own-tests  mlx-lm's own tests of its server, in its oldest and newest version, with our changes
+# make facts   evaluates the facts about architectures with the oldest and the newest mlx-lm, and compares
+#              the package's; EVERY=1 takes every version
 # make soak    two streams of long prompts over small budgets, for MINUTES=5; MODEL=PATH any model
 # PYTHON=python3.12 chooses the interpreter that .venv is made with.
 
@@ -33,7 +35,7 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo soak test test-slow patches own-tests matrix dist docs picture mutate lint format dev clean
+.PHONY: help demo soak test test-slow patches own-tests facts matrix dist docs picture mutate lint format dev clean
 
 help:
 	@echo "make demo       make .venv and a tiny model, kill the server, see the conversation go on"
@@ -44,6 +46,7 @@ help:
 	@echo "make docs       remake the parts of docs/ that come from the code, and the site (build/site)"
 	@echo "make patches    check what is changed in the installed mlx-lm"
 	@echo "make own-tests  mlx-lm's own tests with that in place; about a minute"
+	@echo "make facts      what the package knows about mlx-lm's architectures, evaluated again"
 	@echo "make matrix     the same for other versions, each in an environment of its own"
 	@echo "make dist       build the wheel and the source distribution, and try the wheel"
 	@echo "make mutate     change the source in small ways, and list what no test notices"
@@ -135,6 +138,10 @@ patches: $(VENV)/.installed
 own-tests: $(VENV)/.installed-dev
 	$(SAY) "mlx-lm's own tests with our changes in place, two versions, about a minute"
 	$(BIN)/python -m patches_check --own-tests
+
+facts: $(VENV)/.installed-dev
+	$(SAY) "facts about architectures, $(if $(EVERY),every version,two versions), a few minutes"
+	$(BIN)/python -m models_check --facts check $(if $(EVERY),--every-version)
 
 # CHECKOUT=PATH adds a row for mlx-lm from a folder. OUTPUT=FILE writes the outcome there, and
 # changes nothing here.

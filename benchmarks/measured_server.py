@@ -73,6 +73,15 @@ def tell_memory(path: Path) -> None:
     os.replace(temporary, path)
 
 
+def process_cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process until now; 0 on systems without /proc."""
+    path = Path(f"/proc/{pid}/stat")
+    if not path.exists():
+        return 0.0
+    fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user, system
+
+
 def peak_rss_bytes() -> int:
     """Return the most memory that the process had, since the last call where Linux allows that."""
     status = Path("/proc/self/status")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .goals import reached
@@ -28,20 +28,32 @@ other kernels than Metal's, memory of its own beside the machine's, and a disk b
 not an SSD on the bus. So speedups of a restart and slowdowns of 4-bit attention have to be measured
 again on a Mac before anybody relies on them; bytes do not depend on the machine. Quality was
 measured on one small model, which bears less than large ones; `mlx-lm-kvpersist quality` measures
-yours. Each result says what its side "ours" is: until 2026-11-22 it had 4 bits, not rotated."""
+yours. Each result says what its side "ours" is: until 2026-11-22 it had 4 bits, not rotated, and
+until 2026-11-26 keys of 6 bits and values of 4.
+
+A result is "not current" if its code is not in the history of this repository. The goals do not
+count such results."""
 
 
 def make_page(
-    results: Sequence[tuple[str, dict[str, Any]]], pictures: Mapping[tuple[str, str], str]
+    results: Sequence[tuple[str, dict[str, Any]]],
+    pictures: Mapping[tuple[str, str], str],
+    lost_commits: Collection[str] = (),
 ) -> str:
-    """Return the page; `pictures` are paths, relative to it, by device and result."""
-    parts = [_INTRODUCTION, "", "## Goals", "", *_goals(results)]
+    """Return the page.
+
+    pictures: paths relative to the page, by device and result.
+    lost_commits: commits that are not in the history; their results are not judged.
+    """
+    judged = [each for each in results if each[1]["commit"] not in lost_commits]
+    parts = [_INTRODUCTION, "", "## Goals", "", *_goals(judged)]
     devices = list(dict.fromkeys(device for device, _ in results))
     for device in devices:
         parts += ["", f"## {device}"]
         for its_device, result in results:
             if its_device == device:
-                parts += ["", *_section(result, pictures.get((device, result["name"])))]
+                picture = pictures.get((device, result["name"]))
+                parts += ["", *_section(result, picture, result["commit"] in lost_commits)]
     return "\n".join(parts) + "\n"
 
 
@@ -61,7 +73,7 @@ def _goals(results: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     return _markdown(rows)
 
 
-def _section(result: dict[str, Any], picture: str | None) -> list[str]:
+def _section(result: dict[str, Any], picture: str | None, is_lost: bool) -> list[str]:
     setting = dict(result["setting"])
     sides: dict[str, str] = setting.pop("sides", {})
     facts = [f"{key} {shown(value)}" for key, value in setting.items() if value is not None]
@@ -80,6 +92,7 @@ def _section(result: dict[str, Any], picture: str | None) -> list[str]:
         "",
         f"{versions}; {named}; commit {result['commit']}, {result['date']}.",
         "",
+        *(["**Not current**: the history does not have this commit.", ""] if is_lost else ()),
         *_markdown(result["rows"]),
     ]
     if sides:

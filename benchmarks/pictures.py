@@ -115,22 +115,6 @@ def _draw_store(pyplot: Any, rows: Rows) -> Any:
     return figure
 
 
-def _draw_lookup(pyplot: Any, rows: Rows) -> Any:
-    figure, axes = pyplot.subplots(figsize=(5, 3.6))
-    for name in ("found ms", "edited ms", "unknown ms", "slowest ms"):
-        axes.plot(
-            [row["sessions"] for row in rows],
-            [row[name] for row in rows],
-            "o-",
-            label=name.removesuffix(" ms"),
-        )
-    axes.set(xscale="log", xlabel="stored conversations", ylabel="ms")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
-
-
 def _context(row: dict[str, Any]) -> int:
     return int(row["context"])
 
@@ -144,5 +128,4 @@ _DRAW: dict[str, Callable[[Any, Rows], Any]] = {
     "decode": _draw_decode,
     "stall": _draw_stall,
     "store": _draw_store,
-    "lookup": _draw_lookup,
 }

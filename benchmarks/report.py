@@ -13,6 +13,8 @@ import json
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -94,17 +96,28 @@ def device_slug() -> str:
 def _commit() -> str:
     if given := os.environ.get(COMMIT):
         return given
+    return _git("describe", "--always", "--dirty") or "unknown"
+
+
+def lost_commits(commits: Iterable[str]) -> set[str]:
+    """Return the commits that are not in the history of HEAD, such as one with `-dirty`.
+
+    Without git, or outside of a checkout, say so and return none.
+    """
+    if _git("rev-parse", "HEAD") is None:
+        print("no history of git: results of lost commits are not marked", file=sys.stderr)
+        return set()
+    return {each for each in commits if _git("merge-base", "--is-ancestor", each, "HEAD") is None}
+
+
+def _git(*arguments: str) -> str | None:
+    """Return the output of a git command in this folder; None if the command fails."""
+    command = ["git", "-C", str(FOLDER.parent), *arguments]
     try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=FOLDER.parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        return "unknown"
-    return answer.stdout.strip() or "unknown"
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def shown(value: Any) -> str:
@@ -156,8 +169,8 @@ def write_page(folder: Path = FOLDER, page: Path | None = None) -> None:
     from .pictures import draw_all
 
     results = kept_results(folder)
-    pictures = draw_all(folder, results)
-    text = make_page(results, pictures)
+    lost = lost_commits({result["commit"] for _, result in results})
+    text = make_page(results, draw_all(folder, results), lost)
     (page or folder.parent / "RESULTS.md").write_text(text, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""All benchmarks in one command, the most important first, within a time.
+"""First tokens, decoding, stalls and the store in one command, within a time.
 
     python -m benchmarks.run_all --preset cpu        # a tiny model, about 15 minutes on 2 cores
     python -m benchmarks.run_all --preset gpu --deadline 540 --out FOLDER
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import decode, lookup, stall, store, ttft
+from . import decode, stall, store, ttft
 from .models import DEFAULT_MODELS_DIR, find_model
 from .report import FOLDER, Result, device_slug, write_page
 from .runs import Deadline, Run
@@ -56,12 +56,6 @@ def _store(model: str, n_tokens: int, repeats: int) -> Step:
     return Step("store", measure)
 
 
-def _lookup(sessions: Sequence[int], n_tokens: int) -> Step:
-    return Step(
-        "lookup", lambda run, _: lookup.measure_all(run.out, sessions, n_tokens, run.deadline)
-    )
-
-
 @dataclass(frozen=True)
 class Preset:
     model: str
@@ -78,7 +72,6 @@ PRESETS = {
             _ttft("ttft at 1K", (1024,), 3),
             _decode("decode of 1 to 8 at 1K", (1024,), (1, 2, 4, 8), 3, 64),
             _stall(4096, 2),
-            _lookup((10, 100, 1000, 10_000), 8192),
             _ttft("ttft at 4K", (4096,), 2),
             _decode("decode of 1 to 4 at 4K", (4096,), (1, 2, 4), 2, 64),
         ),
@@ -102,7 +95,6 @@ PRESETS = {
             _decode("decode", (256,), (2,), 1, 16),
             _stall(512, 1),
             _store("synthetic:tiny", 1024, 1),
-            _lookup((10,), 4608),
         ),
     ),
 }

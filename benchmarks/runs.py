@@ -19,16 +19,6 @@ from .report import FOLDER, Result, device_slug
 from .servers import BEFORE, DEFAULT_SIDES, REPOSITORY, SIDES, Fleet
 
 
-def parsed_out(about: str | None) -> Path | None:
-    """Read the options of a benchmark that has none but where its result goes."""
-    options = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--out", type=Path, help="folder of the result")
-    out: Path | None = options.parse_args().out
-    return out
-
-
 class Deadline:
     """When a run must have ended, if ever. Nothing is begun that would not be done by then."""
 
@@ -71,7 +61,6 @@ class Run:
     deadline: Deadline = field(default_factory=Deadline)
     costs: Costs = field(default_factory=Costs)
     before: Path = REPOSITORY
-    store: Path | None = None
     _results: dict[str, Result] = field(default_factory=dict)
 
     @cached_property
@@ -79,7 +68,7 @@ class Run:
         return Prompts(self.model.tokenizer)
 
     def fleet(self, sides: Sequence[str] | None = None, extra: Sequence[str] = ()) -> Fleet:
-        return Fleet(self.model.path, sides or self.sides, extra, self.before, self.store)
+        return Fleet(self.model.path, sides or self.sides, extra, self.before)
 
     def result(self, name: str, about: str, setting: dict[str, Any]) -> Result:
         """Return the result of this name: a benchmark may add to it in several steps."""
@@ -123,12 +112,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         help="compare with the code of this folder, too: side `before`",
     )
     made.add_argument(
-        "--store",
-        type=Path,
-        metavar="FOLDER",
-        help="begin with a copy of this store: the model is not examined again",
-    )
-    made.add_argument(
         "--deadline", type=float, metavar="SECONDS", help="end cleanly before that, with what is"
     )
     return made
@@ -143,7 +126,6 @@ def run_of(args: argparse.Namespace) -> Run:
         (*args.sides, *((BEFORE,) if args.before else ())),
         deadline,
         before=args.before.resolve() if args.before else REPOSITORY,
-        store=args.store,
     )
 
 

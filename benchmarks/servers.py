@@ -16,7 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from mlx_lm_kvpersist.api.admin import SPEC_PATH, STATS_PATH
+from mlx_lm_kvpersist.cache.geometry.precision import parse_precision
 from mlx_lm_kvpersist.cli.machine import device
+from mlx_lm_kvpersist.config import KV_BITS
 from tests.support import Reply, ServerProcess
 from tests.support.synthetic import Message, synthetic_text
 
@@ -49,22 +51,15 @@ _PLUGIN = (
     *("--plugin", "kvpersist", "--kvpersist-dir", "{store}"),
     *("--kvpersist-min-free", "0", "--kvpersist-disk", "48G"),
 )
-_ROTATED = (*_PLUGIN, "--kvpersist-kv-rotate", "on")
 _STOCK = ("--prompt-cache-size", "64")
 SIDES = {
     side.name: side
     for side in (
-        Side("ours", (*_ROTATED, "--kvpersist-kv-bits", "k6v4"), 5),
-        Side("ours-default", _PLUGIN, 5),
-        Side(
-            "ours-50ms",
-            (*_ROTATED, "--kvpersist-kv-bits", "k6v4", "--kvpersist-max-stall-ms", "50"),
-            5,
-        ),
+        Side("ours", _PLUGIN, 6),  # keys 8 bits, values 4
+        Side("ours-50ms", (*_PLUGIN, "--kvpersist-max-stall-ms", "50"), 6),
         Side("ours-4", (*_PLUGIN, "--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"), 4),
-        Side("ours-5", (*_ROTATED, "--kvpersist-kv-bits", "5"), 5),
-        Side("ours-6", (*_ROTATED, "--kvpersist-kv-bits", "6"), 6),
-        Side("ours-8", (*_ROTATED, "--kvpersist-kv-bits", "8"), 8),
+        Side("ours-k6v4", (*_PLUGIN, "--kvpersist-kv-bits", "k6v4"), 5),
+        Side("ours-8", (*_PLUGIN, "--kvpersist-kv-bits", "8"), 8),
         Side("ours-16", (*_PLUGIN, "--kvpersist-kv-bits", "16"), 16),
         Side("stock", _STOCK, 16),
         # By default stock leaves the first 5,000 tokens as they are.
@@ -78,10 +73,7 @@ _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 class Fleet:
-    """A server for each side, all running, for a `with` block. Requests go to one at a time.
-
-    store: a folder that each store begins as a copy of, so that the model is known already.
-    """
+    """A server for each side, all running, for a `with` block. Requests go to one at a time."""
 
     def __init__(
         self,
@@ -89,7 +81,6 @@ class Fleet:
         sides: Iterable[str],
         extra: Sequence[str] = (),
         before: Path = REPOSITORY,
-        store: Path | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
         known = {**SIDES, BEFORE: replace(SIDES["ours"], name=BEFORE, checkout=before)}
@@ -97,8 +88,6 @@ class Fleet:
         self.servers: dict[str, ServerProcess] = {}
         self.start_s = 0.0  # how long the last start of all took
         for name, side in self.sides.items():
-            if store is not None and side.keeps:
-                shutil.copytree(store, self.store(name))
             flags = [flag.replace("{store}", str(self.store(name))) for flag in side.flags]
             self.servers[name] = ServerProcess(
                 model,
@@ -141,7 +130,10 @@ class Fleet:
         return {name: " ".join(side.flags) for name, side in self.sides.items()}
 
     def start(self) -> None:
-        """Start all servers and let each compute something, so that kernels are compiled."""
+        """Start all servers and let each compute something, so that kernels are compiled.
+
+        Raises SystemExit if a side of ours does not keep the model: it would be stock's twin.
+        """
         # On a GPU a prompt of more than one chunk: each shape of a kernel is compiled once.
         n_chars = 12_000 if device()["kind"] == "gpu" else 100
         warm_up = [{"role": "user", "content": f"Warm up: {synthetic_text(n_chars)}"}]
@@ -153,6 +145,9 @@ class Fleet:
         started = time.monotonic()
         self._each(start)
         self.start_s = time.monotonic() - started
+        for name, side in self.sides.items():
+            if side.keeps:
+                check_kept(self.told(name, SPEC_PATH))
 
     def restart(self, *, drop_page_cache: bool = False) -> float | None:
         """End all servers and start them again; the stores stay.
@@ -240,6 +235,26 @@ class Fleet:
     def _each(self, action: Callable[[ServerProcess], Any]) -> None:
         with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
             list(pool.map(action, self.servers.values()))
+
+
+def check_kept(spec: dict[str, Any], bits: str | None = None) -> None:
+    """Raise SystemExit if a server that answered `spec` does not keep its model.
+
+    bits: an option of --kvpersist-kv-bits; every layer that grows must have its precision.
+    """
+    if not spec["kept"]:
+        raise SystemExit(f"nothing is measured: the model is not kept: {spec['why_not']}")
+    if bits is None:
+        return
+    choice = KV_BITS[bits]
+    for group in spec["groups"]:
+        precision = parse_precision(group["bits"] or "full")
+        found = precision and (precision.keys.bits, precision.values.bits)
+        if group["kind"] == "full" and found != (choice.key_bits, choice.value_bits):
+            raise SystemExit(
+                f"nothing is measured: layers are kept in {group['bits'] or 'full precision'}, "
+                f"not in {bits}: {group['why_not_quantized'] or spec['precision']}"
+            )
 
 
 def cpu_between(before: dict[str, float], after: dict[str, float]) -> float | None:

@@ -15,7 +15,6 @@ the median that of computing.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from .report import Result
 from .runs import Run, median, parser, run_of
 from .servers import Fleet, cpu_between
 
-SIDE = "ours-default"
+SIDE = "ours"
 UNTHROTTLED = float("inf")
 _SEED = 7_000_000
 _NOT_KEPT = {"X-KVPersist-Keep": "no"}
@@ -51,7 +50,6 @@ def measure(run: Run, n_tokens: int, mb_per_s: Sequence[float], n_repeats: int) 
     prompts = [run.prompts.of_length(n_tokens, _SEED + n) for n in range(n_repeats)]
     with tempfile.TemporaryDirectory(prefix="kvpersist-shared-") as name:
         folder = Path(name)
-        known = _examined(run, folder / "known")
         (folder / "weed").mkdir()
         bucket = Bucket(folder / "weed")
         try:
@@ -60,7 +58,7 @@ def measure(run: Run, n_tokens: int, mb_per_s: Sequence[float], n_repeats: int) 
             places = {"a folder": str(folder / "shared"), "S3": bucket.url}
             result: Result | None = None
             for place in places.values():
-                with _server(run, place, known) as fleet:
+                with _server(run, place) as fleet:
                     setting = {"sides": fleet.flags, "prompt tokens": n_tokens}
                     about = "First tokens of prompts that another server has put."
                     result = result or run.result("shared", about, setting)
@@ -71,7 +69,7 @@ def measure(run: Run, n_tokens: int, mb_per_s: Sequence[float], n_repeats: int) 
             lines = [(place, UNTHROTTLED) for place in places] + [("S3", one) for one in mb_per_s]
             for place, rate in lines:
                 bucket.link.bytes_per_s = rate * 1e6
-                with _server(run, places[place], known) as fleet:
+                with _server(run, places[place]) as fleet:
                     row = {"store": place, "MB/s": None if rate == UNTHROTTLED else rate}
                     result.add({**row, **_pairs(fleet, prompts)})
         finally:
@@ -79,26 +77,9 @@ def measure(run: Run, n_tokens: int, mb_per_s: Sequence[float], n_repeats: int) 
     return result
 
 
-def _examined(run: Run, folder: Path) -> Path:
-    """Return a folder with what a server found out of the model, and next to nothing else."""
-    with Fleet(run.model.path, [SIDE]) as fleet:
-        _wait_until_known(fleet)
-        fleet.settle(SIDE)
-        fleet[SIDE].terminate(timeout_s=60.0)
-        shutil.copytree(fleet.store(SIDE), folder)
-    return folder
-
-
-def _server(run: Run, place: str, known: Path) -> Fleet:
+def _server(run: Run, place: str) -> Fleet:
     shared = "--kvpersist-shared", place, "--kvpersist-shared-plain"
-    return Fleet(run.model.path, [SIDE], shared, store=known)
-
-
-def _wait_until_known(fleet: Fleet) -> None:
-    def is_known() -> bool:
-        return not fleet.told(SIDE, "/v1/kvpersist/stats").get("examining")
-
-    wait_until(is_known, "the model is examined", 600)
+    return Fleet(run.model.path, [SIDE], shared)
 
 
 def _wait_until_put(fleet: Fleet) -> None:
@@ -115,7 +96,6 @@ def _pairs(fleet: Fleet, prompts: Sequence[list[Message]]) -> dict[str, Any]:
     """Have each prompt computed, then answered with the store; return medians and ratios."""
     found: dict[str, list[tuple[float, float]]] = {"computed": [], "shared": []}
     reused = []
-    _wait_until_known(fleet)
     for prompt in prompts:
         for what, its in found.items():
             fleet.settle(SIDE)  # the writer's work belongs to no other's time

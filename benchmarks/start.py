@@ -1,15 +1,17 @@
-"""How long a start takes: from the start of the process to the first token of a short reply.
+"""A server's start: from the start of the process to the first token, and the first conversation.
 
-    python -m benchmarks.start [--model …] [--repeats 7] [--requests 200]
+    python -m benchmarks.start [--scenarios start stages conversation] [--model …] [--repeats 7]
 
-Stock, ours with an empty store (`first`), and ours with a store of an earlier start (`later`) take
-turns. A client tries to connect from the first moment on, sends a chat as soon as the port is open,
-and the process is killed at the first token of the reply. So its CPU seconds are those of the
-start. Each start asks something else: nothing is restored but the beginning that all prompts share.
+A real model on a CPU wants `python -m tests.support.openblas` before the command. A GPU takes
+`--scenarios conversation --model synthetic:llama-3.1-8b`.
 
-A second table says where the seconds go: the same servers in a launcher that times a few functions
-(`benchmarks.traced_start`). A third one is of short requests that begin with the port of a first
-start, one every `--every` seconds, beside the same on stock; both must be able to keep up.
+Stock and ours take turns. Ours has the default options, and an empty store at each start.
+
+`start`: a client tries to connect from the first moment on and sends a chat as soon as the port is
+open. The process is killed at the reply's first token, so its CPU seconds are the start's.
+`stages`: the seconds of each part of a start (`benchmarks.traced_start`).
+`conversation`: an agent sends its turns as soon as /health answers 200. Another client asks for
+four tokens every two seconds. The run fails if ours does not keep the model by default.
 """
 
 from __future__ import annotations
@@ -22,26 +24,29 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.api.admin import SPEC_PATH
+from mlx_lm_kvpersist.config import DEFAULT_BITS
+from tests.support import Message, ServerProcess, synthetic_text
 from tests.support.server_process import HOST, free_port
 
+from .measured_server import process_cpu_s
 from .report import Result
-from .runs import Run, median, parser, percentile, ratio, run_of
-from .servers import rotated
+from .runs import Run, median, parser, ratio, run_of
+from .servers import check_kept, rotated
 from .traced_start import TRACE_FILE
 
-STOCK, FIRST, LATER = "stock", "ours, first", "ours, later"
-SIDES = (STOCK, FIRST, LATER)
-_KNOWN_S = 600.0
-"""How long a server may take to find out all of a model."""
+SIDES = STOCK, OURS = "stock", "ours"
+SCENARIOS = ("start", "stages", "conversation")
+_TIMEOUT_S = 600.0
+_N_TURNS, _SYSTEM_TOKENS = 6, 1500
+_SHORT_EVERY_S = 2.0
+_COLUMNS = "prompt", "reused", "first token s", "CPU s"
 
 
 @dataclass
@@ -58,8 +63,7 @@ class Server:
         plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(self.store)]
         launcher = ["mlx_lm", "server"] if self.trace is None else ["benchmarks.traced_start"]
         # Installed packages have their bytecode.
-        unset = {"PYTHONDONTWRITEBYTECODE"}
-        env = {name: value for name, value in os.environ.items() if name not in unset}
+        env = {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
         env |= {"HF_HUB_OFFLINE": "1", TRACE_FILE: str(self.trace)}
         self.started_s = time.perf_counter()
         self.process = subprocess.Popen(
@@ -74,7 +78,6 @@ class Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.process.kill()
         self.kill_s()
 
     def kill_s(self) -> float:
@@ -97,63 +100,35 @@ class Server:
                 time.sleep(0.002)
         raise RuntimeError(f"the server of {self.side} ended")
 
-    def first_token(self, question: str, max_tokens: int = 8) -> float:
-        """Ask; return the seconds until the first event of the reply's text."""
-        asked_s = time.perf_counter()
+    def wait_for_first_token(self, question: str, max_tokens: int = 8) -> None:
+        """Ask; return at the first event of the reply's text."""
         message = {"role": "user", "content": question}
         body = {"messages": [message], "max_tokens": max_tokens, "temperature": 0, "stream": True}
-        connection = HTTPConnection(HOST, self.port, timeout=_KNOWN_S)
+        connection = HTTPConnection(HOST, self.port, timeout=_TIMEOUT_S)
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
-        first_s = 0.0
         for line in connection.getresponse():
-            if not first_s and _has_text(line):
-                first_s = time.perf_counter() - asked_s
-                if max_tokens > 1:
-                    break
+            choices = json.loads(line[6:])["choices"] if line.startswith(b"data: {") else []
+            if choices and choices[0]["delta"].get("content"):
+                break
         connection.close()
-        return first_s
-
-    def wait_until_known(self) -> None:
-        """Return when the plugin has found out all of the model."""
-        deadline = time.monotonic() + _KNOWN_S
-        while time.monotonic() < deadline:
-            connection = HTTPConnection(HOST, self.port, timeout=_KNOWN_S)
-            try:
-                connection.request("GET", SPEC_PATH)
-                if "examining" in (said := json.load(connection.getresponse())):
-                    if not said["examining"]:
-                        return
-                time.sleep(0.1)
-            except (OSError, HTTPException, ValueError):
-                time.sleep(0.1)
-        raise TimeoutError("the model is not known")
-
-
-def _has_text(line: bytes) -> bool:
-    if not line.startswith(b"data: {"):
-        return False
-    choices = json.loads(line[6:])["choices"]
-    return any(choices and choices[0]["delta"].get(name) for name in ("content", "reasoning"))
 
 
 def main() -> None:
     options = parser(__doc__)
+    options.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
     options.add_argument("--repeats", type=int, default=7)
-    options.add_argument("--requests", type=int, default=200)
-    options.add_argument("--every", type=float, default=0.1)
+    options.add_argument("--conversations", type=int, default=2)
+    options.add_argument("--seconds", type=float, default=60.0, help="of short requests")
     args = options.parse_args()
     run = run_of(args)
-    with stores() as folder:
-        measure(run, folder, args.repeats).show()
-        measure_stages(run, folder).show()
-        if args.requests:
-            measure_requests(run, folder, args.requests, args.every).show()
-
-
-@contextmanager
-def stores() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as name:
+        folder = Path(name)
+        if "start" in args.scenarios:
+            measure(run, folder, args.repeats).show()
+        if "stages" in args.scenarios:
+            measure_stages(run, folder).show()
+        if "conversation" in args.scenarios:
+            measure_conversation(run, folder, args.conversations, args.seconds).show()
 
 
 def measure(run: Run, folder: Path, n_repeats: int) -> Result:
@@ -162,13 +137,16 @@ def measure(run: Run, folder: Path, n_repeats: int) -> Result:
         "Seconds from the start of the process to an open port and to a reply's first token.",
         {"repeats": n_repeats, "load of the machine before": os.getloadavg()[0]},
     )
-    _prepare(run, folder)
+    for side in SIDES:  # the files of models and packages are in the page cache from now on
+        with _server(run, folder, side) as server:
+            server.wait_for_port()
+            server.wait_for_first_token("Hello?", 1)
     found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for repeat in range(n_repeats):
         for side in rotated(SIDES, repeat):
             with _server(run, folder, side) as server:
                 port_s = server.wait_for_port()
-                server.first_token(f"{repeat}{side}: what is the capital of France?")
+                server.wait_for_first_token(f"{repeat}{side}: what is the capital of France?")
                 first_s = time.perf_counter() - server.started_s
                 found[side].append((port_s, first_s, server.kill_s()))
     for side in SIDES:
@@ -200,7 +178,7 @@ def measure_stages(run: Run, folder: Path) -> Result:
         trace.unlink(missing_ok=True)
         with _server(run, folder, side, trace) as server:
             server.wait_for_port()
-            server.first_token(f"{side}: what is the capital of Spain?", 1)
+            server.wait_for_first_token(f"{side}: what is the capital of Spain?", 1)
             whole_s = time.perf_counter() - server.started_s
             while not trace.exists():
                 time.sleep(0.01)
@@ -217,53 +195,75 @@ def measure_stages(run: Run, folder: Path) -> Result:
     return result
 
 
-def measure_requests(run: Run, folder: Path, n_requests: int, every_s: float) -> Result:
-    """Send short requests from the first moment on, to stock and to a first start of ours."""
+def measure_conversation(run: Run, folder: Path, n_repeats: int, short_s: float) -> Result:
+    """Have an agent's first turns answered by stock and by ours, which take turns.
+
+    Raises SystemExit if ours does not keep the model in the default precision.
+    """
     result = run.result(
-        "start-requests",
-        "Seconds that short requests wait for their first token, from the opening of the port on.",
-        {"requests": n_requests, "every s": every_s},
+        "start-conversation",
+        "An agent's turns from the first answer of /health on: tokens reused, seconds to the first "
+        "token, CPU seconds of the server. Beside it, the longest wait of short requests.",
+        {"repeats": n_repeats, "short requests for s": short_s},
     )
-    waits: dict[str, Sequence[float]] = {}
-    for side in (STOCK, FIRST):
-        with _server(run, folder, side) as server, ThreadPoolExecutor(n_requests) as pool:
-            server.wait_for_port()
-            asked = []
-            for number in range(n_requests):
-                asked.append(pool.submit(server.first_token, f"{number} and {number}?", 1))
-                time.sleep(every_s)
-            waits[side] = [one.result() for one in asked]
-    more = [ours - stock for ours, stock in zip(waits[FIRST], waits[STOCK], strict=True)]
-    for side, its in waits.items():
-        result.add(
-            {
-                "side": side,
-                "median s": median(its),
-                "p99 s": percentile(its, 0.99),
-                "longest s": max(its),
-                "most above stock's s": max(more) if side == FIRST else None,
-            }
-        )
+    system = run.prompts.of_length(_SYSTEM_TOKENS, seed=0)[0]["content"]
+    turns: dict[str, list[list[dict[str, float]]]] = {side: [] for side in SIDES}
+    waits: dict[str, list[float]] = {side: [] for side in SIDES}
+    for repeat in range(n_repeats):
+        for side in rotated(SIDES, repeat):
+            plugin = "--plugin", "kvpersist", "--kvpersist-dir", f"{folder}/conversation-{repeat}"
+            options = plugin if side == OURS else ()
+            with ServerProcess(run.model.path, *options, request_timeout_s=_TIMEOUT_S) as server:
+                with ThreadPoolExecutor(1) as pool:
+                    longest = pool.submit(_longest_wait, server, time.monotonic() + short_s)
+                    turns[side].append(_converse(server, system))
+                waits[side].append(longest.result())
+                if side == OURS:
+                    check_kept(json.loads(server.request("GET", SPEC_PATH)[2]), DEFAULT_BITS)
+    for number in range(_N_TURNS):
+        row: dict[str, Any] = {"turn": number + 1}
+        for column in _COLUMNS:
+            for side, its in turns.items():
+                row[f"{side} {column}"] = median([its_turns[number][column] for its_turns in its])
+        firsts = [[its[number]["first token s"] for its in turns[side]] for side in (OURS, STOCK)]
+        result.add({**row, "first token, ours / stock": ratio(*firsts)})
+    longest_s = {f"{side} first token s": max(its) for side, its in waits.items()}
+    ratios = {"first token, ours / stock": ratio(waits[OURS], waits[STOCK])}
+    result.add({"turn": "longest wait of a short request", **longest_s, **ratios})
     return result
 
 
+def _converse(server: ServerProcess, system: str) -> list[dict[str, float]]:
+    """Have an agent's turns answered: a system prompt, and a history that grows."""
+    messages: list[Message] = [{"role": "system", "content": system}]
+    turns = []
+    for number in range(_N_TURNS):
+        question = f"Step {number}: {synthetic_text(400, seed=number)}"
+        messages.append({"role": "user", "content": question})
+        before_s = process_cpu_s(server.pid)
+        reply = server.chat(messages, "agent", stream=True, max_tokens=32, temperature=0.0)
+        cpu_s = process_cpu_s(server.pid) - before_s
+        seen = reply.prompt_tokens, reply.cached_tokens, reply.ttft_s, cpu_s
+        turns.append(dict(zip(_COLUMNS, seen, strict=True)))
+        messages.append({"role": "assistant", "content": reply.text})
+    return turns
+
+
+def _longest_wait(server: ServerProcess, until_s: float) -> float:
+    """Ask for four tokens every two seconds; return the longest wait for the first of them."""
+    longest_s, number = 0.0, 0
+    while (asked_s := time.monotonic()) < until_s:
+        question: Message = {"role": "user", "content": f"{number} and {number}?"}
+        reply = server.chat([question], stream=True, max_tokens=4, temperature=0.0)
+        longest_s, number = max(longest_s, reply.ttft_s), number + 1
+        time.sleep(max(0.0, asked_s + _SHORT_EVERY_S - time.monotonic()))
+    return longest_s
+
+
 def _server(run: Run, folder: Path, side: str, trace: Path | None = None) -> Server:
-    store = folder / ("known" if side == LATER else "new")
-    if side == FIRST:
-        shutil.rmtree(store, ignore_errors=True)
+    store = folder / "store"
+    shutil.rmtree(store, ignore_errors=True)
     return Server(run.model.path, side, store, trace)
-
-
-def _prepare(run: Run, folder: Path) -> None:
-    """Start once and let all be found out of the model, for the later starts."""
-    with _server(run, folder, LATER) as server:
-        server.wait_for_port()
-        server.first_token("Hello?", 1)
-        server.wait_until_known()
-        time.sleep(1.0)  # what was found is written
-    with _server(run, folder, STOCK) as server:
-        server.wait_for_port()
-        server.first_token("Hello?", 1)
 
 
 if __name__ == "__main__":

@@ -84,11 +84,9 @@ def layout_of(name: str, models_dir: Path) -> Layout:
     """Return the layout of what `--model` names; of a synthetic shape nothing is made."""
     shape = name.removeprefix(SYNTHETIC)
     if shape in MODEL_SHAPES:
-        return Layout(name, ModelCacheSpec.probe(shaped_architecture(shape), evaluate=False))
+        return Layout(name, ModelCacheSpec.probe(shaped_architecture(shape)))
     found = find_model(name, models_dir)
-    return Layout(
-        found.name, ModelCacheSpec.probe(load_model(found.path, lazy=True)[0], evaluate=False)
-    )
+    return Layout(found.name, ModelCacheSpec.probe(load_model(found.path, lazy=True)[0]))
 
 
 def refuse_windows(layout: Layout) -> None:

@@ -29,7 +29,7 @@ from .report import Result
 from .runs import Run, median, parser, ratio, run_of
 from .servers import Fleet, cpu_between, rotated
 
-SIDES = ("ours-16", "ours-default", "stock")
+SIDES = ("ours-16", "ours", "stock")
 N_TURNS, CONTEXT, NEW = 8, 1024, (40, 68)
 """Conversations, the tokens that each has, and how many a turn adds: the fewest and the most."""
 N_AGENTS, SYSTEM = 6, 2048

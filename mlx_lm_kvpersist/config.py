@@ -5,7 +5,6 @@ The commands take some of these options, too, so nothing of MLX is imported befo
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
@@ -27,8 +26,6 @@ from .units import parse_folder, parse_share, parse_size, show_bytes
 if TYPE_CHECKING:
     from .cache.live.attention import Strategy
 
-logger = logging.getLogger(__name__)
-
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 LEAST_BYTES = 128 << 20
@@ -36,17 +33,15 @@ LEAST_BYTES = 128 << 20
 MIN_PREFILL_BYTES = GIB // 2
 """A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
 _STOCK_GROUP_SIZE = 64
-DEFAULT_BITS = "default"
-_OLD_DEFAULT = "auto"
-"""Once it measured every layer of a model."""
 KV_BITS = {
-    # Models that keep outliers in their keys have the largest in the first and the last layer.
-    DEFAULT_BITS: PrecisionChoice(6, 4, outer_key_bits=8),
-    **{str(bits): PrecisionChoice(bits, bits) for bits in (4, 5, 6, 8)},
-    **{f"k{bits}v4": PrecisionChoice(bits, 4) for bits in (5, 6, 8)},
+    "k8v4": PrecisionChoice(),
+    "4": PrecisionChoice(4, 4),
+    "k6v4": PrecisionChoice(6, 4),
+    "8": PrecisionChoice(8, 8),
     "16": PrecisionChoice(FULL_BITS, FULL_BITS),
 }
-"""Bits of keys and of values, by their spelling on the command line."""
+"""Bits of keys and of values, by their spelling on the command line. The first is the default."""
+DEFAULT_BITS = next(iter(KV_BITS))
 
 
 @dataclass(frozen=True)
@@ -222,10 +217,9 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     )
     add(
         "kv-bits",
-        "Bits of each key and value; default: 6 for keys, 8 for those of the first and the last "
-        "layer, 4 for values; k8v4: 8 for all keys, 4 for values; 16: the model's own precision; "
-        "auto is an old name of default (default: that of --kv-bits, or default)",
-        choices=(*KV_BITS, _OLD_DEFAULT),
+        "Bits of each key and value; k8v4: 8 for keys, 4 for values; k6v4: 6 for keys, 4 for "
+        "values; 16: the model's own precision (default: that of --kv-bits, or k8v4)",
+        choices=KV_BITS,
     )
     add(
         "max-stall-ms",
@@ -315,11 +309,6 @@ def from_args(args: Namespace) -> Config:
         )
     precision, stock_kv_bits = precision_of(args), getattr(args, "kv_bits", None)
     args.kv_bits = None
-    if args.kvpersist_kv_bits == _OLD_DEFAULT:
-        logger.info(
-            "kvpersist: --kvpersist-kv-bits auto is now an old name of default; nothing is "
-            "measured at the start"
-        )
     stall_ms = args.kvpersist_max_stall_ms
     if not 10 <= stall_ms <= 60_000:  # less is less than a token takes on most devices
         raise ConfigError(
@@ -420,10 +409,11 @@ def precision_of(args: Namespace) -> PrecisionChoice:
         # Stock's default says nothing of what the model's heads allow.
         if args.kv_group_size != _STOCK_GROUP_SIZE:
             group_size = args.kv_group_size
-    if bits in (None, _OLD_DEFAULT):
-        bits = DEFAULT_BITS
+    bits = bits or DEFAULT_BITS
     if bits not in KV_BITS:
-        raise ConfigError(f"--kv-bits {bits} cannot be kept; choose 4, 5, 6 or 8")
+        raise ConfigError(
+            f"--kv-bits {bits} cannot be kept; give 4 or 8, or --kvpersist-kv-bits in its place"
+        )
     if group_size not in (None, *GROUP_SIZES):
         raise ConfigError(
             f"--kv-group-size {group_size} cannot be kept; choose one of "

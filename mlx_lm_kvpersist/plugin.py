@@ -138,7 +138,8 @@ class KVPersistPlugin:
         memory = Memory(n_bytes, n_weights, store, self._pressure, refuses=asked.refuses)
         self._serving = Serving(store, model, self._record, isolated, step_s, memory)
         spec = model.spec
-        logger.info("kvpersist: %s: %s; %s", model.name, described(spec), places(store))
+        logger.info("kvpersist: %s: %s", model.name, described(spec))
+        logger.info("kvpersist: %s", places(store))
         logger.info("kvpersist: %s", memory)
         draft = None
         if model.draft is not None:

@@ -1,17 +1,16 @@
-"""The check before anything is stored: a tiny model's live path gives what mlx-lm's caches give.
+"""The long check of the numbers: a tiny model's live path gives what mlx-lm's caches give.
 
-The reference is stock arithmetic without any class of ours: one sequence at a time in mlx-lm's
-KVCache, over keys and values that `mx.quantize` and `mx.dequantize` have rounded. The live path
-is what the server runs: sequences that are batched, join, leave, are cancelled, stored, and
-restored from disk while others decode.
+`selftest`, `patches_check` and CI run it; a server does not. The reference is stock arithmetic
+without any class of ours: each sequence alone in mlx-lm's KVCache, over keys and values that
+`mx.quantize` and `mx.dequantize` have rounded. The live path is the server's: sequences are
+batched, join, leave, are cancelled, stored, and restored from disk while others decode.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +31,9 @@ from .cache.geometry.spec import ModelCacheSpec
 from .cache.live.attention import Strategy
 from .cache.live.batch import PaddedBatch
 from .cache.live.packed import GRID
-from .cache.live.policy import AttentionPlan, AttentionShape, Rule, forced_plan
 from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
-from .cache.measuring.attention_check import checking_attention
-from .cache.steps import Steps, completed
+from .cache.measuring.attention_check import plan_attention
 from .errors import SelfTestFailed
 from .host.answers import REPLY, ModelSupport, PrefillLimits, Prompt
 from .host.scheduling.batch_generator import PluginBatchGenerator
@@ -47,8 +44,6 @@ from .request.outcome import Kind
 from .request.saver import insert
 from .request.serving import RequestState, RunningSequence
 from .store.block_store import BlockStore, StoreLimits
-
-logger = logging.getLogger(__name__)
 
 _VOCAB = 64
 _PROMPTS = {
@@ -69,73 +64,37 @@ Precisions = Sequence[KVPrecision | None]
 
 
 def check_round_trip(
-    choice: PrecisionChoice | None = None, attention: Strategy | Literal["auto"] = "auto"
-) -> bool:
-    """Do all of `checking` at once."""
-    return completed(checking(choice or PrecisionChoice(), attention))
+    choice: PrecisionChoice, attention: Strategy | Literal["auto"] = "auto"
+) -> None:
+    """Check the live path in this precision, with the policy's attention, or always `attention`.
 
-
-def checking(choice: PrecisionChoice, attention: Strategy | Literal["auto"]) -> Steps[bool]:
-    """Check the live path in this precision; return whether prompts may be computed together.
-
-    They may where that is right on this device. If all else is, they are computed one by one.
+    It needs the patch of mlx-lm's attention.
 
     Raises:
         SelfTestFailed: the live path is not taken, or its logits are not those of the reference.
+        ModelNotSupported: dequantizing is wrong on this device.
     """
-    try:
-        yield from _checking(choice, attention, rows_of)
-    except SelfTestFailed as error:
-        yield from _checking(choice, attention, lambda caches, n_tokens: None)
-        logger.warning("kvpersist: prompts are computed one by one on this device: %s", error)
-        return False
-    return True
-
-
-def _checking(
-    choice: PrecisionChoice,
-    attention: Strategy | Literal["auto"],
-    together: Callable[[Sequence[Any], Sequence[int]], Any],
-) -> Steps[None]:
-    """Check the live path, with this way of attention, and of computing prompts together.
-
-    With "auto" prefill dequantizes and decoding attends both packed and tiled. Packed attention is
-    left out if MLX's packed arithmetic is wrong here. These need the patch of mlx-lm's attention.
-
-    Raises:
-        SelfTestFailed: the live path is not taken, or its logits are not those of the reference.
-    """
-    n_inner = 1 if choice.outer_key_bits else 0
-    model = tiny_model(head_dim=max(64, choice.group_size or 0), n_layers=2 + n_inner)
+    model = tiny_model(head_dim=max(64, choice.group_size or 0))
     spec = ModelCacheSpec.probe(model, choice)
     precisions = list(spec.precisions.values())
-    allowed: list[Precisions] = [
-        [choice.outer(one), *[one] * n_inner, choice.outer(one)] for one in choice.candidates()
-    ]
+    allowed: list[Precisions] = [[each, each] for each in choice.candidates()]
     if precisions not in (allowed or [[None, None]]):
         raise SelfTestFailed(f"the tiny model's cache is {spec.layout}, expected {choice}")
-    plan = yield from _plan(model, spec, attention)
-    for cache in spec.template:
-        cache.plan = plan  # which a KVCache does not look at
+    spec = plan_attention(model, spec, attention)
     limits = PrefillLimits(max_stall_s=1.0, most_tokens=lambda position: GRID * 2)
-    support = ModelSupport(spec.make_cache, batch_of, together, limits=limits)
+    support = ModelSupport(spec.make_cache, batch_of, rows_of, limits=limits)
     model.make_cache = PluginCaches(model, "kvpersist", support)
     with tempfile.TemporaryDirectory() as folder:
         store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))
         try:
-            loaded = LoadedModel(model, None, spec, "selftest", None)
-            sequences = yield from _run(loaded, store)
+            sequences = _run(LoadedModel(model, None, spec, "selftest", None), store)
         except SelfTestFailed:
             raise
         except Exception as error:
             raise SelfTestFailed(f"the live path fails: {type(error).__name__}: {error}") from error
         finally:
             store.close()
-    references = []
-    for one in sequences:
-        yield
-        references.append(_reference(model, one.ids, precisions))
-    yield
+    references = [_reference(model, each.ids, precisions) for each in sequences]
     rounding = _rounding(model, precisions, sequences[0].ids, references[0])
     for sequence, reference in zip(sequences, references, strict=True):
         # Both round alike, except for numbers so near to a rounding step that the order of a sum
@@ -151,25 +110,6 @@ def _checking(
                 f"mlx-lm's own caches in {layout_in_words(spec.layout)}, expected at most "
                 f"{tolerance:.2g}"
             )
-
-
-def _plan(
-    model: Any, spec: ModelCacheSpec, attention: Strategy | Literal["auto"]
-) -> Steps[AttentionPlan]:
-    """Return a plan that attends as asked, or in many ways, as far as these are right here."""
-    args = model.args
-    heads = AttentionShape(
-        args.num_attention_heads, args.num_key_value_heads, args.head_dim, args.head_dim
-    )
-    plan = AttentionPlan(
-        (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1)), True
-    )
-    if attention != "auto":
-        plan = forced_plan(attention)
-    for group in spec.quantized:
-        assert group.precision is not None
-        plan = yield from checking_attention(plan, heads, group.precision, mx.float32)
-    return plan
 
 
 class _Generator(PluginBatchGenerator, BatchGenerator):  # type: ignore[misc]
@@ -255,14 +195,13 @@ class _Batch:
                 sequence.caches = response.prompt_cache
                 del self.running[response.uid]
 
-    def until_ended(self, sequence: _Sequence) -> Steps[None]:
+    def until_ended(self, sequence: _Sequence) -> None:
         while sequence in self.running.values():
-            yield
             self.step()
 
 
-def _run(loaded: LoadedModel, store: BlockStore) -> Steps[list[_Sequence]]:
-    """Take four sequences through everything that the server does with a sequence."""
+def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
+    """Take four sequences through all that the server does with a sequence."""
     batch = _Batch(loaded.model)
     cancelled, long, short, late = (_Sequence(name, list(ids)) for name, ids in _PROMPTS.items())
     batch.add(long, 14)
@@ -270,18 +209,17 @@ def _run(loaded: LoadedModel, store: BlockStore) -> Steps[list[_Sequence]]:
     uid = batch.add(cancelled, 20)
     batch.add(short, 4)
     for _ in range(4):
-        yield
         batch.step()
     batch.generator.remove([uid])
     del batch.running[uid]
-    yield from batch.until_ended(short)
+    batch.until_ended(short)
     restored = _restored(short, loaded, store, canary=False)
     batch.add(late, 9)  # goes on into another block of the grid
     batch.add(short, 9, restored)
     for sequence in (long, short, late):
-        yield from batch.until_ended(sequence)
+        batch.until_ended(sequence)
     batch.add(long, 4, _restored(long, loaded, store, canary=True))
-    yield from batch.until_ended(long)
+    batch.until_ended(long)
     batch.generator.close()
     return [long, cancelled, short, late]
 

@@ -1,4 +1,7 @@
-"""`python -m models_check`: sweep the zoo, one process per name, and print or write a table."""
+"""`python -m models_check`: sweep the zoo, one process per name, and print or write a table.
+
+With `--facts` nothing is swept: the facts that ship with the package are evaluated.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 
 from .configs import available, module_of
@@ -25,7 +29,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table as Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
     parser.add_argument("--here", action="store_true", help="in this process, one after another")
+    parser.add_argument(
+        "--unknown", action="store_true", help="as if the package had no facts about any model"
+    )
+    parser.add_argument(
+        "--facts",
+        choices=("check", "write"),
+        help="evaluate the facts about all architectures, with the oldest and the newest mlx-lm "
+        "that is proven, and compare the package's; or write these, with every version",
+    )
+    parser.add_argument(
+        "--every-version", action="store_true", help="with --facts check: all that are proven"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="with --facts: of the weights")
     args = parser.parse_args(argv)
+    if args.facts:
+        return _facts(args)
     names = [
         name
         for name in available()
@@ -34,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     if not names:
         parser.error(f"the zoo has none of {', '.join(args.only)}")
     findings = []
-    for finding in map(sweep, names) if args.here else _in_processes(names, args.jobs):
+    run = partial(sweep if args.here else _in_a_process, unknown=args.unknown)
+    for finding in map(run, names) if args.here else _in_processes(names, args.jobs, run):
         findings.append(finding)
         print(line(finding), flush=True)
     findings.sort(key=lambda finding: finding.name)
@@ -47,15 +67,33 @@ def main(argv: Sequence[str]) -> int:
     return int(any(finding.result not in FINE for finding in findings))
 
 
-def _in_processes(names: Sequence[str], jobs: int) -> Iterator[Finding]:
-    """Yield findings as they come; a process that dies or hangs is a finding of its own."""
+def _facts(args: argparse.Namespace) -> int:
+    """Write the package's facts, or compare them; return 0 if nothing went wrong."""
+    from . import facts_file  # needs what only the environment of developers has
+
+    if args.facts == "write":
+        failures = facts_file.write(args.jobs, args.seed)
+    else:
+        failures = facts_file.check(args.jobs, args.seed, every_version=args.every_version)
+    for failure in failures:
+        print(failure)
+    if failures and args.facts == "check":
+        print("if the change is right, run python -m models_check --facts write")
+    return int(bool(failures))
+
+
+def _in_processes(
+    names: Sequence[str], jobs: int, run: Callable[[str], Finding]
+) -> Iterator[Finding]:
+    """Yield findings as they come."""
     with ThreadPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(_in_a_process, name) for name in names]):
+        for done in as_completed([pool.submit(run, name) for name in names]):
             yield done.result()
 
 
-def _in_a_process(name: str) -> Finding:
-    command = [sys.executable, "-m", "models_check.one", name]
+def _in_a_process(name: str, *, unknown: bool = False) -> Finding:
+    """Sweep one name; a process that dies or hangs is a finding of its own."""
+    command = [sys.executable, "-m", "models_check.one", name, *["unknown"] * unknown]
     try:
         run = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

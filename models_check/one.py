@@ -1,4 +1,4 @@
-"""`python -m models_check.one NAME`: sweep one name and print the finding as a line of JSON."""
+"""`python -m models_check.one NAME [unknown]`: sweep one name, print the finding as JSON."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ import sys
 from .sweep import sweep
 
 if __name__ == "__main__":
-    print(json.dumps(sweep(sys.argv[1]).to_json()))
+    print(json.dumps(sweep(sys.argv[1], unknown="unknown" in sys.argv[2:]).to_json()))

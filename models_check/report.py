@@ -21,7 +21,9 @@ weights. This page is made by
 python -m models_check --write docs/models.md
 ```
 
-on a CPU, here with mlx-lm {{mlx_lm}} and mlx {{mlx}}.
+on a CPU, here with mlx-lm {{mlx_lm}} and mlx {{mlx}}. Each model is served by the facts about its
+architecture that ship with the package, and its attention takes packed keys where they allow it.
+With `--unknown` no facts are used, as for a model with its own code; the results are the same.
 
 Each model holds a conversation of {N_TURNS} turns, longer than a block and than any of its windows,
 in the stock server's batch generator; or alone, as the server does where caches cannot be merged.
@@ -64,7 +66,7 @@ turns of a tool follow each other, prompts are computed at 1,000 tokens a second
 is written every two seconds of computing; quicker machines write less. *After a rest*: nobody went
 on for 30 seconds, so the checkpoint of the reply's end is written. The last column is what each
 turn writes if no checkpoint is postponed. The shapes are those of the makers' config.json, in
-bfloat16. `python -m benchmarks.tool_turns` counts what tiny models with such layers write.
+bfloat16. Tiny models with such layers write [as much](benchmarks.md#settled-questions).
 
 <!-- made: turns -->
 <!-- end of turns -->

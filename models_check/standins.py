@@ -1,4 +1,4 @@
-"""Stand-ins for the Metal kernels that two architectures need, on machines without Metal.
+"""Stand-ins for the Metal kernels that two architectures need, where models run without Metal.
 
 A cache is filled by attention, and that stays mlx-lm's own. Replaced is only what feeds it.
 """
@@ -14,6 +14,10 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from . import kernels
+
+
+def _are_needed() -> bool:
+    return not mx.metal.is_available() or mx.default_device() == mx.Device(mx.cpu)
 
 
 @contextlib.contextmanager
@@ -36,7 +40,7 @@ def _no_kernel(**_: Any) -> None:
 
 def put_in(module: Any) -> None:
     """Replace in an architecture's module the functions that launch kernels."""
-    if module.__name__.endswith(".muse_spark") and not mx.metal.is_available():
+    if module.__name__.endswith(".muse_spark") and _are_needed():
         for name, function in vars(kernels).items():
             if callable(function) and hasattr(module, name):
                 setattr(module, name, function)
@@ -44,7 +48,7 @@ def put_in(module: Any) -> None:
 
 def replace_layers(model: Any) -> None:
     """Put plain linear layers in the place of bitnet's, which multiply by a Metal kernel."""
-    if mx.metal.is_available():
+    if not _are_needed():
         return
     replaced = [
         (path, nn.Linear(layer.in_features, layer.out_features, layer.get("bias") is not None))

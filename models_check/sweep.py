@@ -11,7 +11,7 @@ import copy
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm_kvpersist.cache.steps import completed
 
-from mlx_lm_kvpersist.cache.blocks.canary import warming_up
+from mlx_lm_kvpersist.cache.geometry.architectures import architecture_of
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.errors import ModelNotSupported
@@ -29,7 +28,8 @@ from mlx_lm_kvpersist.errors import ModelNotSupported
 from .build import build
 from .compare import TOLERANCE, Comparison, compare, worst
 from .conversation import N_REPLY, N_STRANGER, N_TURNS, Conversation, random_ids
-from .drive import Reply, Row, alone, generate, plainly
+from .drive import Reply, Row, alone, can_batch, generate, plainly
+from .facts import QUANTIZED, packed, server_attention
 from .geometry import describe_caches, describe_precisions, describe_reuse
 from .rounded import rounded
 from .stock import StockFails, batches_right, difference_of_pieces
@@ -74,8 +74,12 @@ class Finding:
         return asdict(self)
 
 
-def sweep(name: str, seed: int = 0) -> Finding:
-    """Return what is found out about one name of the zoo. Errors are findings, too."""
+def sweep(name: str, seed: int = 0, *, unknown: bool = False) -> Finding:
+    """Return what is found out about one name of the zoo. Errors are findings, too.
+
+    The model is served by the facts that ship with the package; `unknown` serves it as if there
+    were none.
+    """
     finding = Finding(name)
     started = time.perf_counter()
     try:
@@ -83,13 +87,12 @@ def sweep(name: str, seed: int = 0) -> Finding:
         finding.caches = describe_caches(make_prompt_cache(model))
         finding.stock_batches_right = batches_right(model)
         try:
-            spec = ModelCacheSpec.probe(model)
-            completed(warming_up(model, spec))
+            spec = served(model, unknown=unknown)
             end_on_grid(model)
         except ModelNotSupported as error:
             finding.result, finding.reason = "refused", str(error)
             return finding
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, server_attention():
             _Sweep(model, spec, Path(folder), finding).run()
     except StockFails as error:
         finding.result, finding.reason = "stock fails", str(error)
@@ -98,6 +101,25 @@ def sweep(name: str, seed: int = 0) -> Finding:
     finally:
         finding.seconds = time.perf_counter() - started
     return finding
+
+
+def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
+    """Return how the server keeps a model by the shipped facts, or without any if it is `unknown`.
+
+    Packed keys are always attended to, where the facts allow them, not only when it is quicker.
+
+    Raises:
+        ModelNotSupported: its caches are of classes that are refused, or its facts refuse it.
+    """
+    spec = ModelCacheSpec.probe(model, QUANTIZED)
+    facts = None if unknown else architecture_of(model)
+    if facts is None:
+        return replace(spec, batches=can_batch(make_prompt_cache(model)))
+    if facts.refused:
+        raise ModelNotSupported(f"its architecture cannot be kept: {facts.refused}")
+    if facts.packed:
+        spec = packed(model, spec)
+    return replace(spec, batches=facts.batches, joins=facts.joins)
 
 
 class _Sweep:
@@ -110,7 +132,7 @@ class _Sweep:
 
     def run(self) -> None:
         finding = self.finding
-        finding.batching = "replies" if self.spec.batches else "nothing"
+        finding.batching = self.spec.batching
         carried = self._carried(self.talk, N_TURNS)
         finding.precisions = describe_precisions(self.spec)
         self.replies = [reply.ids for reply in carried]
@@ -255,10 +277,16 @@ class _Sweep:
                 stored.row(ending.segments, len(ending.reply.ids), ending.reply.ids, session=what)
                 for ending in endings
             ]
-            replies = generate(self.model, rows, batches, joint=joint)
-            pairs = zip(endings, replies, strict=True)
-            found = [compare(ending.reply.logprobs, reply.logprobs) for ending, reply in pairs]
             stock_is_wrong = self.finding.stock_batches_right.startswith("no")
+            try:
+                replies = generate(self.model, rows, batches, joint=joint)
+            except Exception:
+                if not stock_is_wrong:
+                    raise
+                found = [Comparison(float("inf"))]
+            else:
+                pairs = zip(endings, replies, strict=True)
+                found = [compare(ending.reply.logprobs, reply.logprobs) for ending, reply in pairs]
             self._check(what, worst(found), stock_is_wrong=stock_is_wrong)
 
 

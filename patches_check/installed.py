@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_lm_kvpersist.cli.doctor import Finding, mlx_lm
 from mlx_lm_kvpersist.cli.output import console, table
-from mlx_lm_kvpersist.cli.selftest import check_patch, check_startup, tried
+from mlx_lm_kvpersist.cli.selftest import check_numbers, check_patch, check_startup, tried
 from mlx_lm_kvpersist.host.patching import versions
 from mlx_lm_kvpersist.host.patching.patch import Patch
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
@@ -37,6 +37,7 @@ class Report:
     versions: Finding
     patches: list[Finding] = field(default_factory=list)
     startup: Finding | None = None
+    round_trip: Finding | None = None
     cache_classes: list[Found] = field(default_factory=list)
     bindings: list[Found] = field(default_factory=list)
     conversation: Conversation | None = None
@@ -45,7 +46,8 @@ class Report:
     @property
     def failures(self) -> list[str]:
         """The faults, a line each."""
-        checks = [self.versions, *self.patches, self.startup, self.conversation_check]
+        checks = [self.versions, *self.patches, self.startup, self.round_trip]
+        checks.append(self.conversation_check)
         lines = [f"{one.name}: {one.found}" for one in checks if one and not one.passed]
         lines += [
             f"{found.name} in {found.where}: {found.said}"
@@ -73,6 +75,7 @@ def examine(patches: Sequence[Patch] = PATCHES, *, with_conversation: bool = Fal
         return report
     report.patches = [tried(f"patch {each.name}", partial(check_patch, each)) for each in patches]
     report.startup = tried("startup", check_startup)
+    report.round_trip = tried("round trip", check_numbers)
     report.cache_classes, report.bindings = cache_classes(), bindings(patches)
     if with_conversation:
         report.conversation_check = tried("conversation", partial(converse, report))
@@ -106,6 +109,8 @@ def print_report(report: Report) -> None:
             out.print(table([title, "where", "what of it"], rows))
     if report.startup is not None and report.startup.passed:
         out.print("\nstartup with the plugin: ok")
+    if report.round_trip is not None and report.round_trip.passed:
+        out.print(f"round trip: {report.round_trip.found}")
     if report.conversation is not None:
         out.print(f"chat, kill -9, restart, chat: {report.conversation}")
     failures = report.failures

@@ -215,6 +215,20 @@ def make_environment(row: Row, folder: Path, wheel: Path) -> Path | None:
     return python
 
 
+def python_with(version: str, folder: Path) -> Path:
+    """Return a Python that has a version of mlx-lm: this one, or that of a new environment.
+
+    Raises RowFailed if the environment cannot be made.
+    """
+    if version == versions.installed("mlx-lm"):
+        return Path(sys.executable)
+    here = ".".join(map(str, sys.version_info[:2]))
+    row = Row(version, NEWEST, here, "serves")
+    python = make_environment(row, folder / "environment", build_wheel(folder))
+    assert python is not None
+    return python
+
+
 def _report(python: Path) -> dict[str, Any]:
     """Run all checks with a row's Python; return what they print."""
     done = _in_row([python, "-m", "patches_check", "--json", "--conversation"], REPOSITORY)

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_lm_kvpersist.host.patching.versions import installed
 from tests.support import make_tiny_model
 
-from .matrix import NEWEST, REPOSITORY, Row, RowFailed, build_wheel, make_environment, uv
+from .matrix import REPOSITORY, RowFailed, python_with, uv
 
 VERSIONS = ("0.31.3", "0.32.2")
 MODULES = ("test_server.py", "test_generate.py", "test_prompt_cache.py")
@@ -72,13 +71,8 @@ def run() -> list[str]:
 
 def _run(version: str, folder: Path, hub: Path) -> str:
     """Run the tests of a version in its environment; return pytest's last line."""
-    python = Path(sys.executable)
-    if version != installed("mlx-lm"):
-        here = ".".join(map(str, sys.version_info[:2]))
-        row = Row(version, NEWEST, here, "serves")
-        found = make_environment(row, folder / "environment", build_wheel(folder))
-        assert found is not None
-        python = found
+    python = python_with(version, folder)
+    if python != Path(sys.executable):
         uv("pip", "install", "--quiet", "--python", python, "pytest", "requests")
     tests = own_tests(version, folder / "source")
     command = [python, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", tests]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -33,7 +32,7 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
     assert made.limits.max_disk_bytes <= shutil.disk_usage(tmp_path).total // 10
     assert made.limits.min_free_bytes == 10 << 30
     assert made.store_text
-    assert (made.precision, made.attention) == (DEFAULT, "auto")
+    assert (made.precision, made.attention) == (PrecisionChoice(), "auto")
     assert not (tmp_path / "new").exists()
 
 
@@ -80,40 +79,22 @@ def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionChoice
     return config.from_args(parsed("--kvpersist-dir", str(folder), *arguments, **stock)).precision
 
 
-DEFAULT = PrecisionChoice(6, 4, None, True, 8)
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), DEFAULT),
-        (("--kvpersist-kv-bits", "default"), DEFAULT),
-        (("--kvpersist-kv-bits", "auto"), DEFAULT),
-        (("--kvpersist-kv-bits", "4"), PrecisionChoice(4, 4, None, True)),
-        (("--kvpersist-kv-bits", "5"), PrecisionChoice(5, 5, None, True)),
-        (("--kvpersist-kv-bits", "6"), PrecisionChoice(6, 6, None, True)),
-        (("--kvpersist-kv-bits", "8"), PrecisionChoice(8, 8, None, True)),
-        (("--kvpersist-kv-bits", "k5v4"), PrecisionChoice(5, 4, None, True)),
-        (("--kvpersist-kv-bits", "k6v4"), PrecisionChoice(6, 4, None, True)),
+        ((), PrecisionChoice(8, 4, None, True)),
         (("--kvpersist-kv-bits", "k8v4"), PrecisionChoice(8, 4, None, True)),
+        (("--kvpersist-kv-bits", "4"), PrecisionChoice(4, 4, None, True)),
+        (("--kvpersist-kv-bits", "k6v4"), PrecisionChoice(6, 4, None, True)),
+        (("--kvpersist-kv-bits", "8"), PrecisionChoice(8, 8, None, True)),
         (("--kvpersist-kv-bits", "16"), PrecisionChoice(16, 16, None, True)),
-        (("--kvpersist-kv-rotate", "off"), PrecisionChoice(6, 4, None, False, 8)),
+        (("--kvpersist-kv-rotate", "off"), PrecisionChoice(8, 4, None, False)),
     ],
 )
 def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionChoice) -> None:
     found = precision(tmp_path, *arguments)
     assert found == expected
     assert found.is_full_precision == ("16" in arguments)
-
-
-def test_the_old_name_of_the_default_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    precision(tmp_path)
-    assert not caplog.text
-    precision(tmp_path, "--kvpersist-kv-bits", "auto")
-    assert caplog.text.count("an old name of default") == 1
 
 
 def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
@@ -125,8 +106,11 @@ def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
     assert precision(tmp_path, **stock) == PrecisionChoice(8, 8, None, True)
     k8v4 = precision(tmp_path, "--kvpersist-kv-bits", "k8v4", **stock)
     assert k8v4 == PrecisionChoice(8, 4, None, True)
-    with pytest.raises(ConfigError, match="choose 4, 5, 6 or 8"):
-        precision(tmp_path, kv_bits=3, kv_group_size=64)
+    for bits in (3, 6):
+        with pytest.raises(ConfigError, match=f"--kv-bits {bits} cannot be kept; give 4 or 8"):
+            precision(tmp_path, kv_bits=bits, kv_group_size=64)
+    k6v4 = precision(tmp_path, "--kvpersist-kv-bits", "k6v4", kv_bits=6, kv_group_size=64)
+    assert k6v4 == PrecisionChoice(6, 4, None, True)
     with pytest.raises(ConfigError, match="choose one of 32, 64, 128"):
         precision(tmp_path, kv_bits=4, kv_group_size=16)
 
@@ -140,8 +124,7 @@ def test_attention(tmp_path: Path, choice: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--kvpersist-kv-bits", "3"),
-        ("--kvpersist-kv-bits", "k4v8"),
+        *(("--kvpersist-kv-bits", bits) for bits in ("default", "auto", "5", "6", "k5v4", "k4v8")),
         ("--kvpersist-kv-rotate", "auto"),
         ("--kvpersist-attention", "fused"),
     ],

@@ -81,8 +81,8 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
         plugin.model_loaded(provider)
         assert args.kv_bits == 8
         assert "--kv-bits 8 holds there" in caplog.text
-        monkeypatch.setattr("mlx_lm_kvpersist.plugin.load_model", mock.MagicMock())
-        monkeypatch.setattr("mlx_lm_kvpersist.plugin.Memory", mock.MagicMock())
+        for name in ("load_model", "Memory", "described"):
+            monkeypatch.setattr(f"mlx_lm_kvpersist.plugin.{name}", mock.MagicMock())
         plugin.model_loaded(provider)
         assert args.kv_bits is None
     finally:

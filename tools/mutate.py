@@ -56,21 +56,14 @@ _LOOKUP = ["tests/request/test_costs.py", "tests/request/test_lookup.py"]
 _FOLDER = ["tests/store/test_store.py", "tests/store/test_recovery.py"]
 TESTS = {
     "api/session_keys": ["tests/api/test_session_keys.py"],
-    "cache/blocks/canary": [
-        "tests/cache/blocks/test_canary.py",
-        "tests/cache/blocks/test_warm_up.py",
-    ],
+    "cache/blocks/canary": ["tests/cache/blocks/test_canary.py"],
     "cache/live/attention": ["tests/cache/live/test_attention.py", "-k", "not long"],
     "cache/live/batch": [
         *("tests/cache/live/test_batch.py", "tests/cache/live/test_full_precision_batch.py"),
         *("-k", "not give_what and not fault_shows"),
     ],
     "cache/measuring/divergence": ["tests/cache/measuring/test_divergence.py"],
-    "cache/measuring/observe": [
-        "tests/cache/live/test_attention.py",
-        "-k",
-        "models or layers_of or observed",
-    ],
+    "cache/measuring/observe": ["tests/cache/measuring/test_observe.py"],
     "cache/live/newest": [
         *(
             "tests/cache/live/test_newest.py",

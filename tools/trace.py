@@ -1,13 +1,14 @@
-"""`python -m tools.trace`: the functions of the package that a restore and a chat request run.
+"""`python -m tools.trace`: functions of the package that a start, a save, a restore and a chat run.
 
-restore: a prompt of a tiny model is stored, dropped from RAM, and asked again. Counted is what
-runs in `take_request` and `enter`, from the tokenized prompt to the restored caches, the canary's
-forward pass included. chat: a short chat is asked again, without streaming, of a server on a port.
-Counted is what runs from the accepted connection to the last byte of the reply.
+start: a server with a tiny model starts, with the default options, until its model is loaded.
+save: the prompt and the reply of a request are stored. The calls of `insert` count, and all
+work of the writer's thread. restore: the prompt is dropped from RAM, and asked again. The calls of
+`take_request` and `enter` count, from the tokenized prompt to the restored caches, the canary's
+forward pass included. chat: a short chat is asked again, without streaming. The time from the
+accepted connection to the last byte of the reply counts.
 
 All threads count, each function once; comprehensions count with the function that holds them.
-Layers are dequantized, so that the count does not depend on what is quickest here. `--list` names
-the functions.
+`--list` names the functions.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import socket
 import sys
 import tempfile
 import threading
+import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import mlx_lm_kvpersist
 from mlx_lm_kvpersist.host import manager
@@ -39,40 +42,60 @@ from tests.support import wait_until
 from tests.support.synthetic import make_tiny_model, synthetic_text
 
 PACKAGE = Path(mlx_lm_kvpersist.__file__).parent
-OPTIONS = (
-    *("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"),
-    *("--kvpersist-attention", "dequantize"),
-)
+Functions = set[tuple[str, str]]
+"""Functions by file and name."""
 
 
 class Trace:
-    """The functions of the package that run while it is on, by file and name."""
+    """The functions of the package that run on a journey."""
 
     def __init__(self) -> None:
-        self.functions: set[tuple[str, str]] = set()
+        self._functions: Functions = set()
         self._is_on = False
+        self._threads: tuple[str, ...] = ()
         # Before the server's threads start: a thread asks for its profiler only then.
         threading.setprofile(self)
         sys.setprofile(self)
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if not self._is_on or event != "call" or code.co_name.startswith("<"):
+        if event != "call" or code.co_name.startswith("<"):
             return
-        if threading.current_thread().name == "clients":  # it looks at sockets now and then
+        thread = threading.current_thread().name
+        # The thread "clients" looks at sockets now and then.
+        if not (self._is_on or thread in self._threads) or thread == "clients":
             return
         path = Path(code.co_filename)
         if path.is_relative_to(PACKAGE):
             name = getattr(code, "co_qualname", code.co_name)
-            self.functions.add((str(path.relative_to(PACKAGE)), name))
+            self._functions.add((str(path.relative_to(PACKAGE)), name))
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        self.functions, self._is_on = set(), True
-        try:
-            yield
-        finally:
-            self._is_on = False
+    def journey(
+        self, *entries: tuple[Any, str], threads: tuple[str, ...] = ()
+    ) -> Iterator[Functions]:
+        """Yield the functions that run from now on, to the end of the block.
+
+        entries: objects with the name of a function: only its calls count, if there are any
+        entries. threads: names of threads that always count.
+        """
+        self._functions, self._threads, self._is_on = set(), threads, not entries
+        with ExitStack() as stack:
+            for holder, name in entries:
+                counted = self._counted(getattr(holder, name))
+                stack.enter_context(mock.patch.object(holder, name, counted))
+            yield self._functions
+        self._threads, self._is_on = (), False
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            self._is_on = True
+            try:
+                return function(*args, **named)
+            finally:
+                self._is_on = False
+
+        return call
 
 
 class Server:
@@ -84,7 +107,7 @@ class Server:
         self.plugin = KVPersistPlugin()
         parser = argparse.ArgumentParser()
         self.plugin.add_options(parser)
-        args = parser.parse_args(["--kvpersist-dir", str(store), *OPTIONS], copy.copy(ARGS))
+        args = parser.parse_args(["--kvpersist-dir", str(store)], copy.copy(ARGS))
         args.model = str(model)
         plugins = manager.make_manager()
         plugins.register(self.plugin, name="kvpersist")
@@ -107,16 +130,18 @@ class Server:
         connection.close()
         return status, content
 
-    def chat(self, messages: list[dict[str, str]]) -> None:
-        self._generate("/v1/chat/completions", messages=messages, max_tokens=4)
+    def chat(self, messages: list[dict[str, str]]) -> int:
+        return self._generate("/v1/chat/completions", messages=messages, max_tokens=4)
 
-    def complete(self, prompt: str) -> None:
-        self._generate("/v1/completions", prompt=prompt, max_tokens=1)
+    def complete(self, prompt: str) -> int:
+        return self._generate("/v1/completions", prompt=prompt, max_tokens=1)
 
-    def _generate(self, path: str, **body: Any) -> None:
-        """Ask for a short reply."""
+    def _generate(self, path: str, **body: Any) -> int:
+        """Ask for a short reply; return the number of prompt tokens that were not computed."""
         status, content = self.ask("POST", path, {**body, "temperature": 0.0})
         assert status == 200, content
+        n_cached: int = json.loads(content)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return n_cached
 
     def settle(self, *, forget: bool) -> None:
         """Wait until all turns are on disk; drop them from RAM if they are to be forgotten."""
@@ -128,42 +153,30 @@ class Server:
             store.pool.clear()
 
 
-def traced(folder: Path) -> dict[str, set[tuple[str, str]]]:
-    """Return the functions that a restore from disk and a chat request run."""
-    trace = Trace()
-    server = Server(make_tiny_model(folder / "model"), folder / "store")
+def traced(folder: Path) -> dict[str, Functions]:
+    """Return the functions of each journey."""
+    trace, model = Trace(), make_tiny_model(folder / "model")
+    with trace.journey() as start:
+        server = Server(model, folder / "store")
+    server.complete(synthetic_text(300, seed=0))
+    server.settle(forget=False)
     prompt = synthetic_text(900, seed=1)
-    server.complete(prompt)
-    server.settle(forget=True)
-    stock_take, stock_enter = manager.take_request, manager.Taken.enter
-    found: dict[str, set[tuple[str, str]]] = {"restore": set()}
-
-    def counted(function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            with trace.running():
-                answer = function(*args)
-            found["restore"] |= trace.functions
-            return answer
-
-        return call
-
-    name = "mlx_lm_kvpersist.host.scheduling.waiting"
-    waiting: Any = importlib.import_module(name)
-    waiting.take_request = counted(stock_take)
-    manager.Taken.enter = counted(stock_enter)  # type: ignore[method-assign]
-    server.complete(prompt)
-    waiting.take_request = stock_take
-    manager.Taken.enter = stock_enter  # type: ignore[method-assign]
+    with trace.journey((manager.Taken, "insert"), threads=("kvpersist-writer",)) as save:
+        server.complete(prompt)
+        server.settle(forget=True)
+    waiting = importlib.import_module("mlx_lm_kvpersist.host.scheduling.waiting")
+    with trace.journey((waiting, "take_request"), (manager.Taken, "enter")) as restore:
+        n_restored = server.complete(prompt)
+    assert n_restored > 0, "nothing was restored"
     messages = [
         {"role": "system", "content": synthetic_text(300, seed=2)},
         {"role": "user", "content": synthetic_text(300, seed=3)},
     ]
     server.chat(messages)
     server.settle(forget=False)
-    with trace.running():
+    with trace.journey() as chat:
         server.chat(messages)
-    found["chat"] = trace.functions
-    return found
+    return {"start": start, "save": save, "restore": restore, "chat": chat}
 
 
 def main() -> None:
@@ -171,7 +184,11 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the functions of each file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        found = traced(Path(folder))
+        try:
+            found = traced(Path(folder))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # the server's threads would outlive the interpreter
     for journey, functions in found.items():
         files = sorted({file for file, _ in functions})
         print(f"{journey}: {len(functions)} functions in {len(files)} files")

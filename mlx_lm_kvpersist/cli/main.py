@@ -145,8 +145,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=12_000,
         help="characters of the text that it asks about (default: %(default)s, 4,000 tokens)",
     )
-    _add_quality(_adder(commands, *_STORE, "kv-rotate"))
-    add_spec = _adder(commands, *_STORE, "kv-bits", "kv-rotate")
+    _add_quality(_adder(commands, "kv-rotate"))
+    add_spec = _adder(commands, "kv-bits", "kv-rotate")
     spec = add_spec("spec", "spec:run", "load a model and say how its cache is kept")
     spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
     spec.add_argument("--adapter-path", help="a folder with a trained adapter")
@@ -241,8 +241,7 @@ def _add_quality(add: Any) -> None:
     quality.description = (
         "Measure what every KV precision changes in a model's output: the next tokens of a text "
         "and of short ones in many languages and formats, replies to questions about a long "
-        "context, facts hidden in it, a chain of tool calls. The row default is what a server with "
-        "the store in --kvpersist-dir runs: more bits, where its guard found the default too lossy."
+        "context, facts hidden in it, a chain of tool calls."
     )
     quality.add_argument("--model", required=True, help="a folder, or a name on the hub")
     quality.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)")

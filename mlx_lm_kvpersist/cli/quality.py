@@ -17,14 +17,13 @@ from rich.table import Table
 from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.measuring.divergence import Predictions, part_means
-from ..cache.measuring.guard import Verdict, precision_in_words
 from ..cache.measuring.texts import encode, placed
 from ..config import DEFAULT_BITS, KV_BITS, precision_of
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
 from . import quality_checks as checks
 from .output import progress, table, tell
-from .spec import load_named, verdict_of
+from .spec import load_named
 from .story import OWN_TEXT
 
 REFERENCE = "16"
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         )
     with checks.server_attention():
         with progress("the model's layers") as told:
-            verdict, specs, left_out = _specs(args, model, told)
+            specs, left_out = _specs(args, model, told)
         if not specs:
             reasons = "; ".join(sorted(set(left_out.values())))
             why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
@@ -79,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
         "stride": _STRIDE,
         "needle_context": context,
         "template_takes_tools": bool(calls),
-        "guard": str(verdict) if verdict else None,
         "rows": rows,
         "left_out": left_out,
     }
@@ -88,16 +86,8 @@ def run(args: argparse.Namespace) -> int:
         f"{_WINDOW:,} that advance by {_STRIDE:,}. Compared with {REFERENCE}, the model's "
         f"own {dtype}. ±: standard error.\n"
     )
-    default = specs.get(DEFAULT_BITS)
-    words = [precision_in_words(default.layout, verdict)] if default else []
-    tell(
-        args,
-        content,
-        about,
-        _table(rows),
-        *(f"{DEFAULT_BITS}: {each}" for each in words),
-        *(f"{name}: left out, {reason}" for name, reason in left_out.items()),
-    )
+    said = (f"{name}: left out, {reason}" for name, reason in left_out.items())
+    tell(args, content, about, _table(rows), *said)
     return 0
 
 
@@ -207,32 +197,25 @@ def _measured(
 
 def _specs(
     args: argparse.Namespace, model: Any, on_progress: Callable[[int, int], None]
-) -> tuple[Verdict | None, dict[str, ModelCacheSpec], dict[str, str]]:
-    """Return the spec of every precision that the model can be kept in, and why not in others.
-
-    The default is what the server's guard has made of it, if it has judged the model.
-    """
-    verdict = None
+) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
+    """Return the spec of each precision that the model takes, and why it takes no other."""
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
     names = [name for name in KV_BITS if name != REFERENCE]
     for n_done, name in enumerate(names):
         on_progress(n_done, len(names))
         args.kvpersist_kv_bits = name
-        choice = precision_of(args)
-        if (found := verdict_of(args, choice)) is not None:
-            verdict, choice = found, found.choice(choice)
         try:
-            spec = checks.served(model, choice)
+            spec = checks.served(model, precision_of(args))
         except ModelNotSupported as error:
             left_out[name] = str(error)
             continue
         if spec.quantized:
             specs[name] = spec
         else:
-            reasons = [str(found)] if found else [group.why for group in spec.full if group.why]
+            reasons = [group.why for group in spec.full if group.why]
             left_out[name] = reasons[0] if reasons else "no layer of this model is quantized"
-    return verdict, specs, left_out
+    return specs, left_out
 
 
 def read_text(path: Path | None) -> tuple[str, str]:
@@ -260,7 +243,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     cells = [
         [
-            row["precision"],
+            row["precision"] + " (default)" * (row["precision"] == DEFAULT_BITS),
             f"{row['bits_per_number']:.2f}",
             show_bytes(row["kv_bytes_per_token"]),
             estimate(row, "perplexity", ".3f"),

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..cache.geometry.architectures import facts_of, spec_of
 from ..cache.geometry.precision import PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.live.packed import GRID
-from ..cache.measuring.attention_check import planning
+from ..cache.measuring.attention_check import plan_attention
 from ..cache.measuring.divergence import AT_ONCE, Predictions, compared
 from ..cache.measuring.texts import encode
-from ..cache.steps import completed
 from ..host.patching.patch import PatchSet
 from ..host.patching.patches import PATCHES
 
@@ -83,8 +83,9 @@ def served(
     They follow the policy unless `attention` names a strategy. Raises ModelNotSupported if nothing
     of the model is kept.
     """
-    spec = ModelCacheSpec.probe(model, choice)
-    return completed(planning(model, spec, attention))
+    facts = facts_of(model)
+    spec = spec_of(model, choice, facts)
+    return plan_attention(model, spec, attention, facts is not None and facts.packed)
 
 
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:

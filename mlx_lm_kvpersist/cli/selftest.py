@@ -1,7 +1,8 @@
-"""`mlx-lm-kvpersist selftest`: check what the server checks: patches, plugins, numbers.
+"""`mlx-lm-kvpersist selftest`: check the patches, the plugins and the numbers.
 
 Each patch is applied alone to show that its probe tells a patched server from a stock one.
 Then the server's own `main` is run with all patches, up to the point where it would listen.
+Last, a tiny model takes the round trip (`round_trip.py`), which is too long for a start.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..host.patching.patch import Patch, PatchSet, look_up
 from ..host.patching.patches import PATCHES
 from ..round_trip import check_round_trip
 from .doctor import PLUGIN, Finding, mlx_lm, report
+from .quality_checks import server_attention
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,23 +39,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:
-    """Check the versions, every patch, and the plugins' start from configure to shutdown."""
-    return [
+    """Check the versions, every patch, the plugins' start, and the numbers of kvpersist."""
+    findings = [
         mlx_lm(),
         *(tried(f"patch {patch.name}", partial(check_patch, patch)) for patch in PATCHES),
         tried("startup", partial(check_startup, server_options)),
     ]
+    if PLUGIN in (requested_plugins(server_options) or [PLUGIN]):
+        findings.append(tried("round trip", partial(check_numbers, server_options)))
+    return findings
 
 
-def tried(name: str, check: Callable[[], None]) -> Finding:
-    """Run a check; what it raises becomes what was found."""
+def tried(name: str, check: Callable[[], str | None]) -> Finding:
+    """Run a check. It returns what it found, None for "works"; an error becomes what was found."""
     try:
-        check()
+        found = check() or "works"
     except KVPersistError as error:
         return Finding(name, False, str(error))
     except Exception as error:
         return Finding(name, False, f"{type(error).__name__}: {error}")
-    return Finding(name, True, "works")
+    return Finding(name, True, found)
 
 
 def check_patch(patch: Patch) -> None:
@@ -91,8 +96,7 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
     """Run the server's `main` with plugins and without a model, until it listens.
 
     Parses options, configures the plugins, probes the patches, runs the plugins' `self_test`,
-    starts the generation thread, opens a port, and shuts all down; then checks the plugin's
-    numbers. Raises what stopped it.
+    starts the generation thread, opens a port, and shuts all down. Raises what stopped it.
     The plugin is kvpersist, with a temporary store, unless `server_options` name others.
     """
     plugins = requested_plugins(server_options)
@@ -112,8 +116,6 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
                 warnings.simplefilter("ignore")  # stock's, about production use
                 server.main()
     except _Listening:
-        if PLUGIN in (plugins or [PLUGIN]):
-            check_numbers(server_options)
         return
     except SystemExit as end:
         # argparse prints and exits; our own exits carry their cause.
@@ -123,15 +125,21 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
     raise SelfTestFailed("the server ended before it listened; expected it to start")
 
 
-def check_numbers(server_options: Sequence[str] = ()) -> None:
-    """Take a tiny model through the live path, in the precision that the options name.
+def check_numbers(server_options: Sequence[str] = ()) -> str:
+    """Take a tiny model through the live path as the options name it; return what was compared.
 
-    A server does so before it stores anything with these versions. Raises SelfTestFailed.
+    Raises SelfTestFailed, or ModelNotSupported.
     """
     parser = argparse.ArgumentParser()
     add_options(parser)
     args, _ = parser.parse_known_args(server_options)
-    check_round_trip(precision_of(args), args.kvpersist_attention)
+    choice = precision_of(args)
+    with server_attention():
+        check_round_trip(choice, args.kvpersist_attention)
+    return (
+        f"{choice}: sequences that were batched, joined, cancelled, stored and restored have the "
+        "logits of mlx-lm's own caches"
+    )
 
 
 class _Listening(BaseException):

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import load
 from rich.table import Table
 
-from ..cache.geometry.fingerprint import local_path, model_fingerprint
-from ..cache.geometry.precision import FULL_BITS, PrecisionChoice
+from ..cache.geometry.architectures import facts_of, spec_of
+from ..cache.geometry.precision import FULL_BITS, layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.packed import GRID
-from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, precision_in_words
 from ..config import precision_of
-from ..errors import KVPersistError, ModelNotSupported, StoreError
+from ..errors import KVPersistError, ModelNotSupported
 from ..host.scheduling.model_provider import check_model_name
-from ..store.folder import INDEX_FILES
 from ..units import show_bytes
-from .opening import folder_of, reading
 from .output import records, tell
 
 
@@ -45,32 +41,16 @@ def run(args: argparse.Namespace) -> int:
     Raises KVPersistError when the model cannot be loaded.
     """
     model, _ = load_named(args.model, args.adapter_path)
-    choice = precision_of(args)
-    verdict = verdict_of(args, choice)
     try:
-        spec = ModelCacheSpec.probe(model, verdict.choice(choice) if verdict else choice)
+        spec = spec_of(model, precision_of(args), facts_of(model))
     except ModelNotSupported as error:
         said = f"{args.model} is served as stock does, nothing is kept: {error}"
         tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
         return 1
-    words = precision_in_words(spec.layout, verdict)
+    words = layout_in_words(spec.layout)
     content = {"model": args.model, "kept": True, "precision": words, **spec.describe()}
     tell(args, content, *_explained(spec), f"Precision: {words}.")
     return 0
-
-
-def verdict_of(args: argparse.Namespace, choice: PrecisionChoice) -> Verdict | None:
-    """Return what a server's guard found of the model, if its store has it and may be read."""
-    folder, adapter = folder_of(args), getattr(args, "adapter_path", None)
-    try:
-        if not (is_guarded(choice) and (folder / INDEX_FILES[0]).exists()):
-            return None
-        with reading(args) as index:
-            paths = local_path(args.model), Path(adapter) if adapter else None
-            fingerprint = model_fingerprint(*paths)
-            return known_verdict(index.state, fingerprint, choice)
-    except (PermissionError, StoreError):
-        return None
 
 
 def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:

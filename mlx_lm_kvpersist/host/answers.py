@@ -142,6 +142,8 @@ class PrefillLimits:
     `max_unused_bytes` is how much freed memory MLX may keep for the next chunk. `pace` learns from
     every chunk; a plugin may keep it and ask it, too. `stepped(n_replies, seconds)` is told of each
     step of the replies; it has no seconds where a prompt is computed beside them.
+    `took(n_tokens, position, n_bytes)` is told of the memory that each chunk took beside the model
+    and the caches.
     """
 
     max_stall_s: float
@@ -149,6 +151,7 @@ class PrefillLimits:
     max_unused_bytes: int = 1 << 30
     pace: Pace = field(default_factory=Pace)
     stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None
+    took: Callable[[int, int, int], None] = lambda n_tokens, position, n_bytes: None
 
 
 class BatchMemory:

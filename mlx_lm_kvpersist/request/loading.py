@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from ..cache.geometry.architectures import Architecture, architecture_of
+from ..cache.geometry.architectures import facts_of, spec_of
 from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.kinds import GroupKind
 from ..cache.geometry.on_grid import end_on_grid
@@ -32,10 +32,6 @@ from ..units import show_bytes
 from .model import LoadedModel, Speed
 
 logger = logging.getLogger(__name__)
-
-_CAREFUL = Architecture(batches=True, joins=False, packed=False)
-"""An architecture without facts: batched where stock batches it, and nothing else is taken for
-granted."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
         raise ModelNotSupported(
             "the ranks have layers of different kinds; divide the model evenly, or by tensors"
         )
-    spec = plan_attention(model, spec, asked.attention, (facts or _CAREFUL).packed)
+    spec = plan_attention(model, spec, asked.attention, facts is not None and facts.packed)
     for group in spec.full:
         if group.precision is None and not asked.choice.is_full_precision:
             logger.warning(
@@ -105,24 +101,6 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
     loaded = LoadedModel(computed, provider.tokenizer, spec, fingerprint, text, name, is_known)
     draft = _draft_of(provider, draft_path, spec, asked) if draft_path else None
     return replace(loaded, speed=speed, draft=draft)
-
-
-def facts_of(model: Any) -> Architecture | None:
-    """Return the facts about a model's architecture; None if one of several ranks lacks them."""
-    facts = architecture_of(model)
-    return facts if ranks().same(repr(facts), "the facts of the architecture") else None
-
-
-def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
-    """Return how a model's caches are kept in a precision, and what is computed together.
-
-    `facts`: see `facts_of`. Raises ModelNotSupported if the caches cannot be kept.
-    """
-    facts = facts or _CAREFUL
-    if facts.refused:
-        raise ModelNotSupported(facts.refused)
-    spec = ModelCacheSpec.probe(model, choice)
-    return replace(spec, batches=facts.batches, joins=facts.joins)
 
 
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, asked: Asked) -> LoadedModel:
@@ -188,8 +166,8 @@ def part_of_model(provider: Any, together: Ranks) -> str:
 
 def places(store: BlockStore) -> str:
     """Return where conversations are kept and how much space they take, for the log."""
-    disk, ram = map(show_bytes, (store.limits.max_disk_bytes, store.limits.max_ram_bytes))
-    return f"conversations in {store.disk.files}, up to {disk}, and up to {ram} of RAM"
+    ram = show_bytes(store.limits.max_ram_bytes)
+    return f"conversations in {store.disk.files}, and up to {ram} of RAM"
 
 
 def described(spec: ModelCacheSpec) -> str:

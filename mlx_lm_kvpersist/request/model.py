@@ -24,6 +24,9 @@ MIN_RESTORE_BYTES = 4 << 20
 _WEIGHT = 0.2
 """Of the newest measurement in a running average: a handful of requests settle it."""
 
+_SUPPOSED_TOKEN_S = 1e-3
+"""Seconds to compute a token, for as long as no chunk told the pace."""
+
 
 @dataclass
 class Speed:
@@ -45,8 +48,6 @@ class Speed:
     """None: prompts are computed as stock does."""
     pace: Pace = field(default_factory=Pace)
     rates: dict[str, float] = field(default_factory=dict)
-    supposed_token_s: float = 1e-3
-    """Seconds to compute a token of a short chunk, for as long as no prompt told the pace."""
 
     def limits(
         self,
@@ -57,14 +58,11 @@ class Speed:
 
         `stepped` is told of the steps of the replies.
         """
-        if self.memory is None:
+        memory = self.memory
+        if memory is None:
             return None
-
-        def most_tokens(position: int) -> int:
-            assert self.memory is not None
-            return self.memory.most_tokens(position)  # which is measured while requests come
-
-        return PrefillLimits(max_stall_s, most_tokens, self.memory.limit_bytes, self.pace, stepped)
+        about = memory.most_tokens, memory.limit_bytes, self.pace, stepped, memory.learn
+        return PrefillLimits(max_stall_s, *about)
 
     def learn(self, tier: str, n_bytes: int, seconds: float) -> None:
         """Learn that `n_bytes` of a tier took `seconds`; few bytes are ignored."""
@@ -76,7 +74,7 @@ class Speed:
     def compute_s(self, position: int, n_tokens: int) -> float:
         """Return about how many seconds `n_tokens` after the first `position` take to compute."""
         seconds = self.pace.seconds(position, n_tokens)
-        return n_tokens * self.supposed_token_s if seconds is None else seconds
+        return n_tokens * _SUPPOSED_TOKEN_S if seconds is None else seconds
 
     def describe(self) -> dict[str, Any]:
         """Return the speeds as JSON values; the pace by position."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import mlx_lm_kvpersist
-from benchmarks import decode, stall, together, ttft
+from benchmarks import decode, stall, start, together, ttft
 from benchmarks.measured_server import peak_rss_bytes
 from benchmarks.page_cache import drop_cached_pages
 from benchmarks.runs import Costs, Deadline, Run
+from benchmarks.servers import check_kept
 from tests.support import Reply
 
 
@@ -88,6 +90,30 @@ def test_a_client_beside_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
         assert alone["slowdown"] == 0
     restored = found["ours", stall.RESTORED]["max ms"]
     assert restored < found["stock", stall.RESTORED]["max ms"]
+
+
+@pytest.mark.slow
+def test_a_first_conversation(run: Run, tmp_path: Path) -> None:
+    *turns, short = start.measure_conversation(run, tmp_path, 1, 1.0).rows
+    assert [row["turn"] for row in turns] == [1, 2, 3, 4, 5, 6]
+    assert turns[0]["ours reused"] == turns[0]["stock reused"] == 0
+    for before, row in pairwise(turns):
+        assert row["ours reused"] >= before["ours prompt"] >= row["stock reused"] / 2 > 0
+    assert short["ours first token s"] > 0 and short["stock first token s"] > 0
+
+
+def test_a_model_that_is_not_kept_by_default_is_not_measured() -> None:
+    """A server that refuses a model is stock's twin, and nobody sees that in its times."""
+    group = {"kind": "full", "bits": "k8rv4rb64", "why_not_quantized": None}
+    spec = {"kept": True, "precision": "keys 8 bits, values 4", "groups": [group]}
+    check_kept(spec, "k8v4")
+    full = {**group, "bits": None, "why_not_quantized": "a head of 20 numbers"}
+    for other in ({**group, "bits": "4b64"}, full):
+        with pytest.raises(SystemExit, match="not in k8v4"):
+            check_kept({**spec, "groups": [group, other]}, "k8v4")
+        check_kept({**spec, "groups": [group, other]})
+    with pytest.raises(SystemExit, match="is not kept: layer 0"):
+        check_kept({"kept": False, "why_not": "layer 0 has a LayerCache"})
 
 
 def test_no_time_left_is_said(run: Run) -> None:

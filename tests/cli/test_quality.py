@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,32 +12,26 @@ import mlx.core as mx
 import pytest
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 
-from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.cache.measuring import texts
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import quality as command
 from mlx_lm_kvpersist.cli import quality_checks as checks
 from mlx_lm_kvpersist.cli.story import OWN_TEXT
-from mlx_lm_kvpersist.config import KV_BITS
-from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.records import StoreLimits
+from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from tests.support import make_tiny_model, make_zoo_model
 
 from ..cache.conftest import tiny_llama
 
-PRECISIONS = ("default", "4", "6", "8", "k6v4", "16")
 SHORT = ("--context", "400")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few texts and precisions and short replies."""
+    """Few texts and short replies."""
     few = {name: texts.all_parts()[name] for name in ("context", "English", "far copy")}
     monkeypatch.setattr(texts, "all_parts", lambda: few)
     monkeypatch.setattr(command, "_TOOL_TOKENS", 20)
-    monkeypatch.setattr(command, "KV_BITS", {name: KV_BITS[name] for name in PRECISIONS})
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +56,8 @@ def test_fewer_bits_are_further_away(
     assert report["text"]["name"] == str(text) and report["reference"] == "float32"
     assert report["text"]["predicted"] == report["text"]["tokens"] - 1
     rows = {row["precision"]: row for row in report["rows"]}
-    assert list(rows) == ["16", *PRECISIONS[:-1]] and not report["left_out"]
+    assert list(rows) == ["16", *(name for name in KV_BITS if name != "16")]
+    assert not report["left_out"]
     own, eight, four = rows["16"], rows["8"], rows["4"]
     nothing = {"value": 0.0, "error": 0.0}
     assert (own["divergence_nats"], own["perplexity_rise"]) == (nothing, nothing)
@@ -75,9 +67,7 @@ def test_fewer_bits_are_further_away(
     assert own["tool_calls"]["same"] == own["tool_calls"]["tried"] == 4
     assert 1 >= eight["agreement"]["value"] > four["agreement"]["value"] > 0.3
     nats = {name: row["divergence_nats"]["value"] for name, row in rows.items()}
-    assert 0 < 5 * nats["8"] < nats["6"] < nats["4"] / 3
-    for mixed in ("k6v4", "default"):
-        assert nats["8"] < nats[mixed] < nats["4"]
+    assert 0 < nats["8"] < nats["k8v4"] < nats["k6v4"] < nats["4"]
     for row in rows.values():
         assert row["texts"].keys() == {str(text), "English", "far copy"}
         assert row["texts"][row["worst_text"]] == max(row["texts"].values())
@@ -95,51 +85,12 @@ def test_the_table_names_the_texts(
     text: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "KV_BITS", {name: KV_BITS[name] for name in ("default", "8")})
+    monkeypatch.setattr(command, "KV_BITS", {name: KV_BITS[name] for name in ("k8v4", "8")})
     assert quality("--model", tiny_model_bos, "--text", text, "--context", "0") == 0
     out = capsys.readouterr().out
     assert f"on {text}: " in out and "worst text" in out
-    assert re.search(r"\ndefault .* 0\.\d{4}, (English|far copy) ", out)
-    assert "\ndefault: keys 8 bits, values 4, rotated\n" in out
+    assert re.search(r"\nk8v4 \(default\) +6\.50 .* 0\.\d{4}, (English|far copy) ", out)
     assert re.search(r"\n8 .* [+-]0\.\d\d% ± 0\.\d\d%", out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("losses", [(0.2, 0.002), (0.3, 0.2, 0.1)])
-def test_the_default_is_what_the_guard_has_made_of_it(
-    tmp_path: Path,
-    text: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    losses: tuple[float, ...],
-) -> None:
-    bits = {name: KV_BITS[name] for name in ("default", "8")}
-    monkeypatch.setattr(command, "KV_BITS", bits)
-    model, store = make_tiny_model(tmp_path / "model", n_layers=4), tmp_path / "store"
-    choice = replace(bits["default"], rotated=True)
-    verdict = Verdict(tuple(("far copy", nats) for nats in losses))
-    with closing(DiskStore(store, StoreLimits(0, 1 << 30))) as disk:
-        fingerprint = model_fingerprint(model, None)
-        put_verdict(disk.index.state, fingerprint, choice, verdict)
-    probed: list[tuple[int, int]] = []
-
-    @contextmanager
-    def progress(what: str) -> Iterator[Any]:
-        yield lambda *counts: probed.append(counts) if "layers" in what else None
-
-    monkeypatch.setattr(command, "progress", progress)
-    argv = ("--model", model, "--text", text, "--context", "0", "--kvpersist-dir", store)
-    assert quality(*argv, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["guard"] == str(verdict) and probed == [(0, 2), (1, 2)]
-    layouts = {row["precision"]: row["layout"] for row in report["rows"]}
-    if len(losses) == 2:
-        assert layouts["default"] == "k8rv4rb64,c256"
-        assert quality(*argv) == 0
-        said = "default: keys 8 bits, values 4, rotated (the default loses 0.2 nats (far copy)"
-        assert said in capsys.readouterr().out
-    else:
-        assert list(layouts) == ["16", "8"] and report["left_out"] == {"default": str(verdict)}
 
 
 def test_a_model_of_which_nothing_is_quantized(
@@ -151,7 +102,7 @@ def test_a_model_of_which_nothing_is_quantized(
     assert quality("--model", model, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["rows"] == [] and report["why"].startswith("Nothing")
-    assert report["left_out"].keys() == set(PRECISIONS) - {"16"}
+    assert report["left_out"].keys() == set(KV_BITS) - {"16"}
 
 
 def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +185,7 @@ def test_facts_lie_where_they_should(tiny_model: Path, text: str | None) -> None
     assert "".join(document.split())[:300] == "".join(text.split())[:300]
 
 
-@pytest.mark.parametrize("bits", [None, "default"])
+@pytest.mark.parametrize("bits", [None, DEFAULT_BITS])
 def test_replies_are_those_of_each_prompt_alone(bits: str | None) -> None:
     model = tiny_llama(seed=5)
     shared = [i * 7 % 61 + 2 for i in range(300)]

@@ -14,6 +14,7 @@ from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cli import selftest
 from mlx_lm_kvpersist.cli.doctor import Finding
 from mlx_lm_kvpersist.cli.main import main as command
+from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host.patching import versions
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
@@ -27,8 +28,10 @@ def test_all_checks_pass_and_leave_nothing_behind(
     assert command(["selftest", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["works"] and all(one["passed"] for one in report["findings"])
-    names = ["mlx-lm", *(f"patch {patch.name}" for patch in PATCHES), "startup"]
+    names = ["mlx-lm", *(f"patch {patch.name}" for patch in PATCHES), "startup", "round trip"]
     assert [one["name"] for one in report["findings"]] == names
+    compared = report["findings"][-1]["found"]
+    assert compared.startswith(f"{KV_BITS[DEFAULT_BITS]}: sequences that were batched")
     assert report["findings"][0]["found"].startswith(versions.installed("mlx-lm"))
     assert _attributes(server) == before and sys.argv == argv
 
@@ -44,15 +47,16 @@ def test_a_plugin_that_is_not_installed_fails_the_start() -> None:
 
 
 def test_the_round_trip_is_that_of_the_precision_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of the batch in full precision is found with 16 bits."""
+    """A fault of the batch in full precision is found with 16 bits, and only then."""
     extract = FullPrecisionBatchKVCache.extract
 
     def other_row(self: FullPrecisionBatchKVCache, idx: int) -> Any:
         return extract(self, (idx + 1) % len(self._padding))
 
     monkeypatch.setattr(FullPrecisionBatchKVCache, "extract", other_row)
+    selftest.check_numbers()
     with pytest.raises(SelfTestFailed):
-        selftest.check_startup(["--kvpersist-kv-bits", "16"])
+        selftest.check_numbers(["--kvpersist-kv-bits", "16"])
 
 
 def test_a_wrong_server_option_fails_the_start(server: ModuleType) -> None:

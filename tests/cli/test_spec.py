@@ -2,22 +2,13 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 
-from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
-from mlx_lm_kvpersist.errors import StoreError
-from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.records import StoreLimits
-from tests.support import make_tiny_model, make_zoo_model
+from tests.support import make_zoo_model
 
 PLAIN = ("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off")
 
@@ -47,17 +38,18 @@ def test_precision_as_the_server_takes_it(
             *("--model", str(tiny_model)),
             *("--kvpersist-kv-bits", bits, "--kvpersist-kv-rotate", rotate),
         )["layout"]
-        for bits, rotate in (("4", "off"), ("8", "off"), ("auto", "on"), ("16", "on"))
+        for bits, rotate in (("4", "off"), ("8", "off"), ("k6v4", "on"), ("16", "on"))
     ]
-    assert layouts == ["4b64,c256", "8b64,c256", "k8rv4rb64,c256", "full"]
+    assert layouts == ["4b64,c256", "8b64,c256", "k6rv4rb64,c256", "full"]
 
 
-def test_the_bits_of_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_tiny_model(tmp_path, n_layers=4)
-    assert cli.main(["spec", "--model", str(model)]) == 0
+def test_the_default(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["spec", "--model", str(tiny_model)]) == 0
     said = capsys.readouterr().out
-    assert "Bits of the keys by layer: 8668\n" in said
-    assert "Bits of the values by layer: 4444\n" in said
+    assert "Bits of the keys by layer: 88\n" in said
+    assert "Bits of the values by layer: 44\n" in said
+    assert "Precision: keys 8 bits, values 4, rotated.\n" in said
+    assert described(capsys, "--model", str(tiny_model))["layout"] == "k8rv4rb64,c256"
 
 
 def test_windows_and_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,33 +81,3 @@ def test_a_folder_that_does_not_exist_is_named(
     assert cli.main(["spec", f"--model={name}"]) == 1
     err = capsys.readouterr().err
     assert f"there is no model folder {name}; expected a folder" in err and err.count("\n") == 1
-
-
-def test_what_the_servers_guard_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, store = make_tiny_model(tmp_path / "model", n_layers=4), tmp_path / "store"
-    options = ("--model", str(model), "--kvpersist-dir", str(store))
-    assert cli.main(["spec", *options]) == 0
-    assert "Precision: keys 6 to 8 bits, values 4, rotated.\n" in capsys.readouterr().out
-    choice = replace(KV_BITS[DEFAULT_BITS], rotated=True)
-    fingerprint = model_fingerprint(model, None)
-    with closing(DiskStore(store, StoreLimits(0, 1 << 30))) as disk:
-        losses = ("far copy", 0.2), ("German", 0.002)
-        put_verdict(disk.index.state, fingerprint, choice, Verdict(losses))
-    assert cli.main(["spec", *options]) == 0
-    said = capsys.readouterr().out
-    assert "Bits of the keys by layer: 8888\n" in said
-    assert (
-        "rotated (the default loses 0.2 nats (far copy), more than 0.01; this loses 0.002" in said
-    )
-
-    assert described(capsys, *options)["precision"].endswith("0.002 nats (German))")
-    asked = described(capsys, *options, "--kvpersist-kv-bits", "k6v4")
-    assert asked["precision"] == "keys 6 bits, values 4, rotated"
-
-    for error in (PermissionError("no"), StoreError("damaged")):
-        reading = Mock(side_effect=error)
-        monkeypatch.setattr("mlx_lm_kvpersist.cli.spec.reading", reading)
-        assert described(capsys, *options)["precision"] == "keys 6 to 8 bits, values 4, rotated"
-        reading.assert_called_once()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.request.saver import insert
 from models_check.__main__ import _in_a_process
@@ -19,7 +20,7 @@ from models_check.compare import compare
 from models_check.configs import available
 from models_check.stock import batches_right
 from models_check.stored import restored
-from models_check.sweep import FINE, Finding, sweep
+from models_check.sweep import FINE, Finding, served, sweep
 
 REPRESENTATIVE = [
     "gemma3_text",
@@ -33,11 +34,36 @@ def test_representative_models(name: str) -> None:
     assert finding.result in FINE, finding
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in available() if name not in REPRESENTATIVE])
-def test_every_model(name: str) -> None:
-    finding = _in_a_process(name)
+@pytest.mark.parametrize("name", ["gemma2", "jamba"])
+def test_a_model_of_which_nothing_is_known_is_right(name: str) -> None:
+    """Its batches are those of stock, wrong or not; all else is as right as with facts."""
+    finding = sweep(name, unknown=True)
     assert finding.result in FINE, finding
+    assert finding.batching == "replies"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unknown", [False, True], ids=["known", "unknown"])
+@pytest.mark.parametrize("name", [name for name in available() if name not in REPRESENTATIVE])
+def test_every_model(name: str, unknown: bool) -> None:
+    finding = _in_a_process(name, unknown=unknown)
+    assert finding.result in FINE, finding
+
+
+def test_a_model_is_served_by_the_facts_about_its_architecture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = served(build("llama"))
+    assert known.batching == "prompts and replies" and known.plans
+    unknown = served(build("llama"), unknown=True)
+    assert unknown.batching == "replies" and not unknown.plans
+    alone = served(build("gemma2"))
+    assert alone.batching == "nothing" and not alone.plans
+    facts = Architecture(True, True, True, "it keeps state outside its caches")
+    monkeypatch.setattr("models_check.sweep.architecture_of", lambda model: facts)
+    finding = sweep("llama")
+    assert finding.result == "refused"
+    assert finding.reason == "its architecture cannot be kept: it keeps state outside its caches"
 
 
 def test_llama_is_kept_and_reused_up_to_the_block_where_it_is_left() -> None:
@@ -45,7 +71,7 @@ def test_llama_is_kept_and_reused_up_to_the_block_where_it_is_left() -> None:
     assert finding.result == "equal"
     assert finding.reused == finding.possible
     assert finding.reusable == "by blocks"
-    assert finding.batching == "replies"
+    assert finding.batching == "prompts and replies"
     assert finding.stock_batches_right == "yes"
     assert Finding(**json.loads(json.dumps(finding.to_json()))) == finding
 

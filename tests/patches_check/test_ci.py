@@ -15,7 +15,7 @@ import yaml
 from tests.support.host import REPOSITORY
 
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
-TARGETS = ("test", "patches", "own-tests")
+TARGETS = ("test", "patches", "own-tests", "facts")
 """Of .ci/run, in this order."""
 PROGRAMS = {"test", "jq", "tee"}
 """Those that a runner has."""

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 
+from mlx_lm_kvpersist.cache.geometry import architectures
+from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
@@ -40,8 +41,8 @@ def patched() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("bits", "layout", "words"),
     [
-        ("k8v4", "k8v4b64,c256", "keys 8 bits, values 4 ("),
-        ("k6v4", "k6v4b64,c256", "keys 6 bits, values 4 ("),
+        ("k8v4", "k8rv4rb64,c256", "keys 8 bits, values 4, rotated ("),
+        ("k6v4", "k6rv4rb64,c256", "keys 6 bits, values 4, rotated ("),
         ("16", "full", "full precision;"),
     ],
 )
@@ -60,7 +61,7 @@ def test_the_facts_say_what_is_computed_together(
     assert known.is_known and known.spec.batches and known.spec.joins
     assert known.spec.plans["0"].can_take_packed
     apart = Architecture(batches=False, joins=False, packed=False)
-    monkeypatch.setattr(loading, "architecture_of", lambda model: apart)
+    monkeypatch.setattr(architectures, "architecture_of", lambda model: apart)
     spec = loaded_in(provider, DEFAULT).spec
     assert not (spec.batches or spec.joins or spec.plans["0"].can_take_packed)
 
@@ -69,7 +70,7 @@ def test_an_architecture_without_facts_is_kept_and_nothing_is_taken_for_granted(
     provider: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = loaded_in(provider, DEFAULT)
-    monkeypatch.setattr(loading, "architecture_of", lambda model: None)
+    monkeypatch.setattr(architectures, "architecture_of", lambda model: None)
     caplog.set_level(logging.INFO)
     unknown = loaded_in(provider, DEFAULT)
     assert not unknown.is_known and unknown.root == known.root
@@ -82,7 +83,7 @@ def test_a_model_that_keeps_state_outside_its_caches_is_refused(
     provider: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = Architecture(batches=True, joins=True, packed=True, refused="it keeps state outside")
-    monkeypatch.setattr(loading, "architecture_of", lambda model: outside)
+    monkeypatch.setattr(architectures, "architecture_of", lambda model: outside)
     with pytest.raises(ModelNotSupported, match="it keeps state outside"):
         loaded_in(provider, DEFAULT)
 
@@ -120,7 +121,8 @@ class RankOfTwo(Ranks):
 
 
 def ranked(provider: Any, monkeypatch: pytest.MonkeyPatch, rank: RankOfTwo) -> Any:
-    monkeypatch.setattr(loading, "ranks", lambda: rank)
+    for module in (loading, architectures):
+        monkeypatch.setattr(module, "ranks", lambda: rank)
     args = SimpleNamespace(pipeline=False)
     return SimpleNamespace(**vars(provider), cli_args=args)
 

@@ -41,7 +41,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def loaded(model: Any) -> Any:
     spec = ModelCacheSpec.probe(model, PrecisionChoice(6, 4))
-    speed = SimpleNamespace(memory=PrefillMemory.of(spec, 8 * MIB, (1000.0, 0.0)))
+    speed = SimpleNamespace(memory=PrefillMemory(1000.0, 0.0, 512.0, 8 * MIB))
     return SimpleNamespace(model=model, spec=spec, speed=speed, draft=None)
 
 

@@ -53,7 +53,7 @@ class Server:
         model: Any = build(family)
         spec = ModelCacheSpec.probe(model, PrecisionChoice(6, 4))
         end_on_grid(model)
-        speed = Speed(PrefillMemory.of(spec, MIB, (100.0, 0.0)))
+        speed = Speed(PrefillMemory.of(model, spec, MIB))
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))
         loaded = LoadedModel(model, None, spec, "fingerprint", None, speed=speed)
         self.memory = Memory(1 << 40, 0, self.store, Pressure())

@@ -1,299 +1,268 @@
-"""From the first moment on requests are served right, and what they computed is kept in the end.
+"""A server keeps conversations from its first request on, with the options that users get.
 
-At a first start what a model's caches can do is found out between requests.
+No test here waits between a start and its first request.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Iterator
+import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api.admin import REQUESTS_PATH, SPEC_PATH
-from mlx_lm_kvpersist.api.page import SESSIONS_PATH
-from tests.support import Message, Reply, ServerProcess, StartServer, synthetic_text, wait_until
+from mlx_lm_kvpersist.api.admin import SPEC_PATH
+from mlx_lm_kvpersist.api.page import PAGE_PATH
+from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.units import show_bytes
+from tests.support import (
+    Message,
+    Reply,
+    ServerProcess,
+    StartServer,
+    make_tiny_model,
+    make_zoo_model,
+    synthetic_text,
+    wait_until,
+)
 from tests.support.lock_holder import lock_holder
 
 from .lora import make_adapter
-from .stored import wait_for_writer
+from .stored import wait_for_commit
 
-AGAIN: list[Message] = 2 * [
-    {"role": "assistant", "content": "It is so."},
-    {"role": "user", "content": "Is it?"},
-]
-QUESTION: list[Message] = [{"role": "user", "content": synthetic_text(300)}]
-TALKS: list[list[Message]] = [
-    [{"role": "user", "content": synthetic_text(2000, seed=seed)}] for seed in range(3)
-]
-SENT: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0}
+N_START_LINES = 8
+"""The lines of ours that a start may log."""
+N_REPLY = 24
+"""The tokens of each reply."""
 
 
-def told(server: ServerProcess, path: str) -> Any:
-    status, _, body = server.request("GET", path)
-    assert status == 200
-    return json.loads(body)
+class Talk:
+    """A conversation of long questions; it sends back each reply, or `answer` in its place."""
 
+    def __init__(
+        self, session: str, seed: int = 0, model: Path | None = None, answer: str = ""
+    ) -> None:
+        self.session = session
+        self.replies: list[Reply] = []
+        self._answer = answer
+        self._seed = seed
+        self._params: dict[str, Any] = {} if model is None else {"model": str(model)}
+        system = f"{session} {synthetic_text(600, seed=seed)}"
+        self._messages: list[Message] = [{"role": "system", "content": system}]
 
-def wait_until_known(server: ServerProcess) -> None:
-    wait_until(lambda: not told(server, SPEC_PATH)["examining"], "all of the model", 60)
-
-
-def begun(
-    start_server: StartServer, model: Path, store: Path, *extra: str, **how: Any
-) -> ServerProcess:
-    """Start a server; it answers, and does not know its model."""
-    options = "--kvpersist-dir", str(store), "--kvpersist-attention", "auto", *extra
-    return start_server.with_plugin(model, *options, examined=False, **how)
-
-
-def test_a_conversation_from_the_first_moment_on_is_right_and_kept(
-    start_server: StartServer, tiny_model: Path, tmp_path: Path
-) -> None:
-    stock = start_server(tiny_model)
-    server = begun(start_server, tiny_model, tmp_path / "store", "--kvpersist-kv-bits", "16")
-    talk, n_unknown = list(QUESTION), 0
-    for turn in range(6):
-        its, expected = (
-            one.chat(talk, max_tokens=8, temperature=0.0, session="s") for one in (server, stock)
+    def turn(self, server: ServerProcess) -> Reply:
+        question = synthetic_text(900, seed=10 * self._seed + len(self.replies))
+        self._messages.append({"role": "user", "content": question})
+        reply = server.chat(
+            self._messages, self.session, max_tokens=N_REPLY, temperature=0.0, **self._params
         )
-        assert its.text == expected.text
-        n_unknown += "reason=not-ready" in its.headers["x-kvpersist"]
-        if turn == 0:
-            assert n_unknown, "the first reply waits for what is found out"
-            said = told(server, SESSIONS_PATH)
-            assert said["examining"] is None or said["examining"].endswith(" of 5)")
-            (record,) = told(server, REQUESTS_PATH)
-            assert "the model is still being examined: " in record["sentence"]
-        talk += [
-            {"role": "assistant", "content": its.text},
-            {"role": "user", "content": f"And number {turn}?"},
-        ]
-        if turn == 3:
-            wait_until_known(server)
-    assert n_unknown <= 4
-    # The last turn that was held is there, so the first that was looked up went on from it.
-    outcomes = [one["outcome"] for one in told(server, REQUESTS_PATH)[::-1]]
-    assert outcomes[4:] == ["EXTEND", "EXTEND"]
-    wait_for_writer(server)
-    server.restart(kill=True)
-    again = server.chat(talk, max_tokens=8, temperature=0.0, session="s")
-    assert "outcome=EXTEND" in again.headers["x-kvpersist"]
-    stages = [line.partition("nothing is kept yet: ")[2] for line in server.log.splitlines()]
-    assert [stage[-8:] for stage in stages if stage] == [f"({n} of 5)" for n in range(1, 6)]
+        self._messages.append({"role": "assistant", "content": self._answer or reply.text})
+        self.replies.append(reply)
+        return reply
+
+    @property
+    def n_tokens(self) -> int:
+        """The tokens of the last prompt and its reply."""
+        return self.replies[-1].prompt_tokens + self.replies[-1].completion_tokens
+
+    def lost(self) -> int:
+        """Return the tokens of the turn before the last one that the last turn computed again."""
+        before, last = self.replies[-2:]
+        return before.prompt_tokens + before.completion_tokens - last.cached_tokens
 
 
-def test_an_end_in_the_middle_and_a_second_server_change_nothing(
+def started_on(
+    start_server: StartServer, model: Path, store: Path, *extra: str, **options: Any
+) -> ServerProcess:
+    """Start a server with the plugin's default options; it has answered /health and no more."""
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
+    return start_server(model, *plugin, *extra, **options)
+
+
+def test_each_turn_reuses_at_least_what_stock_reuses(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
+    server = started_on(start_server, tiny_model, tmp_path / "store")
+    stock = start_server(tiny_model)
+    ours, stocks = Talk("talk"), Talk("talk")
+    outcomes = [ours.turn(server).kvpersist["outcome"]]
+    stocks.turn(stock)
+    for _ in range(3):
+        outcomes.append(ours.turn(server).kvpersist["outcome"])
+        stocks.turn(stock)
+        assert stocks.replies[-1].cached_tokens > 0
+        assert ours.lost() <= stocks.lost()
+    assert outcomes == ["MISS", "EXTEND", "EXTEND", "EXTEND"]
+
+
+@pytest.mark.parametrize("moment", ["at the last byte", "when the turn is written"])
+def test_a_kill_after_the_second_reply_loses_no_more_than_a_later_kill(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path, moment: str
+) -> None:
+    """A kill at the last byte loses at most the last block of the prompt and of the reply."""
     store = tmp_path / "store"
-    server = begun(start_server, tiny_model, store)
-    for pause_s in (0.0, 0.3, 0.8):
-        time.sleep(pause_s)
+    server = started_on(start_server, tiny_model, store)
+    talk = Talk("talk")
+    for _ in range(2):  # in the first moments of the server, and later
+        for _ in range(2):
+            talk.turn(server)
+        if moment == "when the turn is written":
+            wait_for_commit(store, talk.session, talk.n_tokens)
+        killed = talk.replies[-1]
         server.restart(kill=True)
-    other = begun(start_server, tiny_model, store)
-    first = server.chat(QUESTION, max_tokens=8, temperature=0.0)
-    assert other.chat(QUESTION, max_tokens=8, temperature=0.0).text == first.text
-    wait_until_known(server)
-    wait_until_known(other)
-    plans = [told(one, SPEC_PATH)["attention"] for one in (server, other)]
-    for one in (server, other):
-        wait_for_writer(one)
-        one.restart(kill=True)
-        assert told(one, SPEC_PATH)["examining"] is None
-    assert told(server, SPEC_PATH)["attention"] == told(other, SPEC_PATH)["attention"]
-    assert told(server, SPEC_PATH)["attention"] in plans
+        reused = talk.turn(server).cached_tokens
+        if moment == "when the turn is written":
+            assert talk.lost() <= 1
+        else:
+            assert killed.prompt_tokens - reused <= BLOCK_TOKENS
+            assert talk.lost() <= 2 * BLOCK_TOKENS
+
+
+def test_an_end_after_the_first_turns_keeps_them(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Four clients ask at once, and SIGTERM comes as soon as all of them have their replies."""
+    server = started_on(start_server, tiny_model, tmp_path / "store")
+    talks = [Talk(f"client {n}", seed=n) for n in range(4)]
+    with ThreadPoolExecutor(len(talks)) as pool:
+        list(pool.map(lambda talk: talk.turn(server), talks))
+    server.restart()
+    for talk in talks:
+        assert talk.turn(server).kvpersist["outcome"] == "EXTEND"
+        assert talk.lost() <= 1
+
+
+@pytest.mark.parametrize("n_models", [2, 3])
+def test_models_that_alternate_keep_all_conversations(
+    start_server: StartServer, tiny_model: Path, other_model: Path, tmp_path: Path, n_models: int
+) -> None:
+    """Each turn loads another model than the turn before."""
+    third = make_zoo_model(tmp_path / "third", "qwen3") if n_models == 3 else None
+    models = [model for model in (tiny_model, other_model, third) if model is not None]
+    server = started_on(start_server, tiny_model, tmp_path / "store")
+    talks = [Talk("talk", model=model) for model in models]
+    for turn in range(4):
+        for talk in talks:
+            reply = talk.turn(server)
+            assert reply.kvpersist["outcome"] == ("MISS" if turn == 0 else "EXTEND")
+            if turn:
+                assert talk.lost() <= 1
+        if turn == 2:
+            server.restart()
+
+
+@pytest.mark.parametrize("bits", ["default", "16"])
+def test_a_model_with_code_of_its_own_is_kept_and_replies_as_stock_does(
+    start_server: StartServer, tmp_path: Path, bits: str
+) -> None:
+    """Its name is that of a known architecture, and nothing is known of its code.
+
+    In its own precision a reply has the numbers of stock's.
+    """
+    model = make_tiny_model(tmp_path / "model", config={"model_file": "own.py"})
+    (model / "own.py").write_text(OWN_CODE, encoding="utf-8")
+    precision = () if bits == "default" else ("--kvpersist-kv-bits", bits)
+    trusted = ("--trust-remote-code", *precision)
+    server = started_on(start_server, model, tmp_path / "store", *trusted)
+    # Stock tokenizes a reply that comes back, and ours takes the ids that the model produced.
+    talks = [Talk(f"client {n}", seed=n, answer="It is so.") for n in range(3)]
+    with ThreadPoolExecutor(len(talks)) as pool:
+        for turn in range(3):
+            list(pool.map(lambda talk: talk.turn(server), talks))
+            if turn == 1:
+                server.restart()  # the second start
+            if turn:
+                assert all(talk.lost() <= N_REPLY + 1 for talk in talks)
+    said = [line for line in own_lines(server.log) if re.search("no facts|unknown arch", line)]
+    assert len(said) == 2, "one line for each start"
+    if bits == "16":
+        stock = start_server(model, "--trust-remote-code")
+        for n, talk in enumerate(talks):
+            expected = Talk(talk.session, seed=n, answer="It is so.")
+            texts = [expected.turn(stock).text for _ in talk.replies]
+            assert [reply.text for reply in talk.replies] == texts
+
+
+OWN_CODE = """
+from mlx_lm.models import llama
+
+ModelArgs = llama.ModelArgs
+
+
+class Model(llama.Model):
+    pass
+"""
+
+
+def test_a_start_says_in_few_lines_what_it_keeps_and_where(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A later turn adds one line, and nothing else comes."""
+    store = tmp_path / "store"
+    server = started_on(start_server, tiny_model, store)
+    spec = json.loads(server.request("GET", SPEC_PATH)[2])
+    lines = own_lines(server.log)
+    assert 0 < len(lines) <= N_START_LINES
+    told = "\n".join(lines)
+    assert re.search(r"keys 8 bits, values 4", told)
+    assert show_bytes(spec["bytes_per_token"]) in told
+    assert str(store) in told and "of RAM" in told
+    address = f"http://127.0.0.1:{server.port}"
+    assert f"{address}/v1" in told and f"{address}{PAGE_PATH}" in told
+    talk = Talk("talk")
+    for _ in range(2):
+        talk.turn(server)
+    assert len(own_lines(server.log)) <= len(lines) + 2
+
+
+def own_lines(log: str) -> list[str]:
+    """Return the lines of a log that the plugin wrote."""
+    return [line for line in log.splitlines() if "kvpersist: " in line]
+
+
+@pytest.fixture(scope="module")
+def other_model(models_dir: Path) -> Path:
+    """The tiny model with other weights."""
+    return make_tiny_model(models_dir / "first-minute-other", seed=7)
 
 
 def test_a_start_does_not_wait_for_the_stores_lock(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """It says who has it, within 5 s, and serves."""
+    """The log names the process that has the lock, and requests are served and kept."""
     store = tmp_path / "store"
-    begun(start_server, tiny_model, store).terminate()
+    started_on(start_server, tiny_model, store).terminate()
+    talk = Talk("talk")
     with lock_holder(store):
-        server = begun(start_server, tiny_model, store)
-        assert server.chat(QUESTION, max_tokens=4).text
-        wait_until(lambda: "is being changed by process" in server.log, "who has the lock", 5.0)
-        wait_until_known(server)
-    wait_for_writer(server)
+        server = started_on(start_server, tiny_model, store)
+        talk.turn(server)
+        talk.turn(server)
+        assert talk.lost() <= 1
+        wait_until(lambda: "is being changed by process" in server.log, "the lock's holder", 10.0)
+    wait_for_commit(store, talk.session, talk.n_tokens)
     server.restart(kill=True)
-    assert told(server, SPEC_PATH)["examining"] is None
+    talk.turn(server)
+    assert talk.lost() <= 1
 
 
-@pytest.mark.parametrize("fault", ["round_trip", "canary"])
-def test_a_model_that_fails_is_served_as_stock_does(
-    start_server: StartServer, tiny_model: Path, tmp_path: Path, fault: str
-) -> None:
-    """Nothing is stored of it, before and after."""
-    stock = start_server(tiny_model)
-    server = start_server.with_plugin(
-        tiny_model,
-        *("--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-kv-bits", "16"),
-        launcher=launcher(tmp_path, fault),
-        examined=False,
-    )
-    talk = QUESTION
-    expected = stock.chat(talk, max_tokens=8, temperature=0.0)
-    assert server.chat(talk, max_tokens=8, temperature=0.0).text == expected.text
-    wait_until(lambda: not told(server, SPEC_PATH)["kept"], "the refusal", 60)
-    assert "served as stock does, nothing is kept" in server.log
-    its = server.chat(talk, max_tokens=8, temperature=0.0)
-    assert its.text == expected.text and "outcome=STOCK" in its.headers["x-kvpersist"]
-    assert not list((tmp_path / "store").glob("blocks/*/*"))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "an adapter",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("another device", "a refusal")),
-    ],
-)
-def test_what_is_another_model_at_a_later_start_is_served_right_from_its_first_second(
-    start_server: StartServer, tiny_model: Path, tmp_path: Path, change: str
-) -> None:
-    """And what was found and stored of the first is there when it comes back."""
-    options, extra = ("--kvpersist-kv-bits", "16"), list[str]()
-    store, sent = tmp_path / "store", dict[str, Any](max_tokens=8, temperature=0.0)
-    if change == "an adapter":
-        extra += ["--adapter-path", str(make_adapter(tmp_path / "adapter", tiny_model))]
-    first = begun(start_server, tiny_model, store, *options)
-    plain = first.chat(QUESTION, **sent).text
-    wait_until_known(first)
-    wait_for_writer(first)
-    first.terminate()
-    stock = start_server(tiny_model, *extra)
-    talks = [[*QUESTION, *AGAIN[:n]] for n in (0, 2, 4)]
-    expected = [stock.chat(talk, **sent).text for talk in talks]
-    stock.terminate()
-    assert (expected[0] != plain) == (change == "an adapter")
-    program = launcher(tmp_path, *({change} & CHANGES.keys()))
-    changed = begun(start_server, tiny_model, store, *options, *extra, launcher=program)
-
-    def ask_all() -> list[Reply]:
-        with ThreadPoolExecutor(3) as pool:
-            return list(pool.map(lambda talk: changed.chat(talk, **sent), talks))
-
-    for _ in range(2):
-        assert [reply.text for reply in ask_all()] == expected
-    wait_until(lambda: not told(changed, SPEC_PATH).get("examining"), "all of the model", 60)
-    replies = ask_all()
-    assert [reply.text for reply in replies] == expected
-    outcome = "STOCK" if change == "a refusal" else "EXACT"
-    assert {reply.kvpersist["outcome"] for reply in replies} == {outcome}
-    assert changed.log.count("nothing is kept: ") == (change == "a refusal")
-    assert ("nothing is kept yet" in changed.log) == (change != "a refusal")
-    changed.terminate()
-    again = begun(start_server, tiny_model, store, *options)
-    assert told(again, SPEC_PATH)["examining"] is None
-    reply = again.chat(QUESTION, **sent)
-    assert (reply.text, reply.kvpersist["outcome"]) == (plain, "EXACT")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("found", ["as expected", "no batches", "canary"])
-def test_a_server_that_is_never_idle_gets_to_know_its_model(
-    start_server: StartServer, tiny_model: Path, tmp_path: Path, found: str
-) -> None:
-    """Between the steps of the replies, all of which are right, and what they leave is kept."""
-    server = start_server.with_plugin(
-        tiny_model,
-        *("--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-kv-bits", "16"),
-        launcher=launcher(tmp_path, "never idle", *({found} & CHANGES.keys())),
-        examined=False,
-    )
-    first = server.chat(TALKS[0], **SENT).headers["x-kvpersist"]
-    expected = [server.chat(talk, **SENT).text for talk in TALKS]
-    with kept_busy(server) as replies:
-        wait_until(lambda: not told(server, SPEC_PATH).get("examining"), "all of the model", 90)
-        n_before = len(replies)
-        wait_until(lambda: len(replies) > n_before + 9, "some replies", 60)
-    outcomes = [reply.headers["x-kvpersist"] for _, reply in replies]
-    assert all(reply.text == expected[number] for number, reply in replies)
-    assert "not-ready" in first and "not-ready" not in outcomes[-1]
-    if found == "canary":
-        assert "outcome=STOCK" in outcomes[-1] and not told(server, SPEC_PATH)["kept"]
-        return
-    assert "outcome=EXACT" in outcomes[-1]
-    assert told(server, SPEC_PATH)["batching"] == (
-        "nothing" if found == "no batches" else "prompts and replies"
-    )
-    wait_for_writer(server)
-    server.restart(kill=True)
-    assert "outcome=EXACT" in server.chat(TALKS[0], session="0", **SENT).headers["x-kvpersist"]
-
-
-@pytest.mark.slow
-def test_a_server_that_is_never_idle_gets_another_precision_where_the_default_is_not_borne(
+def test_an_adapter_at_a_later_start_makes_another_model(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Each reply is wholly of the one precision or of the other, which is the model's own here."""
-    stock = start_server(tiny_model)
-    own = [stock.chat(talk, **SENT).text for talk in TALKS]
-    stock.terminate()
-    server = start_server(
-        tiny_model,
-        *("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store")),
-        launcher=launcher(tmp_path, "never idle", "a strict guard"),
-        examined=False,
-    )
-    default = [server.chat(talk, **SENT).text for talk in TALKS]
-    assert default != own
-    with kept_busy(server) as replies:
-        wait_until(lambda: "from now on: the default loses" in server.log, "the precision", 120)
-        n_before = len(replies) + len(TALKS)
-        wait_until(lambda: len(replies) > n_before + 9, "some replies", 60)
-    assert all(reply.text in (default[number], own[number]) for number, reply in replies)
-    assert all(reply.text == own[number] for number, reply in replies[n_before:])
-    assert "outcome=EXACT" in replies[-1][1].headers["x-kvpersist"]
-    assert "Traceback" not in server.log
-
-
-@contextmanager
-def kept_busy(server: ServerProcess) -> Iterator[list[tuple[int, Reply]]]:
-    """Ask for `TALKS` all the time, at the same time; yield the replies, with their numbers."""
-    is_over, replies = threading.Event(), list[tuple[int, Reply]]()
-
-    def client(number: int) -> None:
-        while not is_over.is_set():
-            replies.append((number, server.chat(TALKS[number], session=str(number), **SENT)))
-
-    with ThreadPoolExecutor(len(TALKS)) as pool:
-        clients = [pool.submit(client, number) for number in range(len(TALKS))]
-        try:
-            yield replies
-        finally:
-            is_over.set()
-        for one in clients:
-            one.result()
-
-
-def launcher(folder: Path, *changes: str) -> tuple[str]:
-    """Return the program of a server in which lines of `CHANGES` were run."""
-    path = folder / "launcher.py"
-    lines = "import sys", "from mlx_lm_kvpersist import _startup", *map(CHANGES.get, changes)
-    path.write_text("\n".join([*map(str, lines), "_startup.serve(sys.argv[1:])"]))
-    return (str(path),)
-
-
-CHANGES = {
-    "round_trip": "from mlx_lm_kvpersist import round_trip; round_trip._NOISE = -1.0",
-    "canary": "from mlx_lm_kvpersist.cache.blocks import canary\n"
-    "canary.canary_difference = lambda *_: 1.0",
-    "another device": "from mlx_lm_kvpersist.request import loading\n"
-    "loading.device_key = lambda: 'another'",
-    "a refusal": "from mlx_lm_kvpersist.cache.geometry import probe; probe.KINDS = {}",
-    "no batches": "from mlx_lm_kvpersist.cache.geometry import probe\n"
-    "probe._batching = lambda *_: (yield) or (False, False)",
-    "a strict guard": "from mlx_lm_kvpersist.cache.measuring import guard\n"
-    "guard.LIMIT_NATS, guard._FALLBACKS = 1e-12, guard._FALLBACKS[-1:]",
-    "never idle": "from mlx_lm_kvpersist.request import idle\n"
-    "idle.IdleWork.idle, idle.PATIENCE_S, idle._BUSY_SHARE = lambda *_: None, 1.0, 0.6",
-}
+    """Its first request reuses nothing, and the first model finds its conversation again."""
+    store = tmp_path / "store"
+    adapted = "--adapter-path", str(make_adapter(tmp_path / "adapter", tiny_model))
+    plain, other = Talk("talk"), Talk("talk")
+    server = started_on(start_server, tiny_model, store)
+    plain.turn(server)
+    server.terminate()
+    changed = started_on(start_server, tiny_model, store, *adapted)
+    assert other.turn(changed).kvpersist["reused"] == "0"
+    assert other.replies[0].text != plain.replies[0].text
+    other.turn(changed)
+    assert other.lost() <= 1
+    changed.terminate()
+    server.restart()
+    plain.turn(server)
+    assert plain.lost() <= 1

@@ -46,7 +46,7 @@ class Talk:
         wait_for_reply(self.server)
 
 
-DEFAULT = ("--kvpersist-kv-bits", "default", "--kvpersist-kv-rotate", "on")
+DEFAULT = ("--kvpersist-kv-bits", "k8v4", "--kvpersist-kv-rotate", "on")
 
 
 def talk_on(folder: Path, model: Path, *, is_killed: bool) -> list[Reply]:

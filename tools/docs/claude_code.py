@@ -108,12 +108,12 @@ def _requests() -> list[dict[str, Any]]:
 
 
 def _wait_until_ready() -> None:
-    """Wait until what the server computes is kept."""
+    """Wait until the model is loaded and its conversations are kept."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
         time.sleep(0.5)
         try:
-            if not ask(_URL, SPEC_PATH).get("examining"):
+            if ask(_URL, SPEC_PATH)["kept"]:
                 return
         except KVPersistError:
             continue

@@ -117,7 +117,7 @@ def spec_of(name: str) -> ModelCacheSpec:
     config = {"model_type": architecture, **small, **config}
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    return ModelCacheSpec.probe(model, KV_BITS[DEFAULT_BITS], evaluate=False)
+    return ModelCacheSpec.probe(model, KV_BITS[DEFAULT_BITS])
 
 
 def in_bits(group: LayerGroup, bits: int) -> LayerGroup:

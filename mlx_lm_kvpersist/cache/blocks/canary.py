@@ -1,6 +1,6 @@
 """The canary: compute the last tokens of restored caches again, and see whether they agree.
 
-It runs before the first restore of a model is needed, and over each restore from disk.
+It runs over each restore from disk.
 """
 
 from __future__ import annotations
@@ -12,22 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...errors import ModelNotSupported
-from ...ranks import ranks
 from ..geometry.kinds import Fields, kind_of, slots_of
 from ..geometry.spec import LayerGroup, ModelCacheSpec
 from ..live import packed as pk
-from ..live.packed import GRID, headroom
-from ..steps import Steps
-from .cut_join import (
-    Joiner,
-    Piece,
-    concatenated,
-    copy_newest,
-    copy_state,
-    first_cached,
-    split,
-)
+from ..live.packed import GRID
+from .cut_join import concatenated
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = 0.25
@@ -36,9 +25,6 @@ CANARY_TOLERANCE = 0.25
 Arithmetic noise moves a few values to the next of 16 steps: some percent. KV of other tokens, other
 positions or another model differs by about its whole norm.
 """
-
-_IDS = tuple(i % 16 + 1 for i in range(24))
-_CUT = 16
 
 
 def canary_difference(
@@ -110,50 +96,3 @@ def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> 
         tuple(concatenated(arrays, axis=0) for arrays in zip(*part, strict=True))
         for part in zip(*by_slot, strict=True)
     ]
-
-
-def warming_up(model: Any, spec: ModelCacheSpec) -> Steps[None]:
-    """Cut, join and check a few tokens as a restore does, so that the first restore is quick.
-
-    A GPU's kernels are compiled, or loaded, when they are first used. If caches can step back, the
-    canary also shows whether the model goes on from restored caches as it did from those that it
-    filled.
-
-    Raises:
-        ModelNotSupported: it does not, or it fails; it may keep state outside its caches.
-    """
-    try:
-        restored = yield from _restoring(model, spec)
-        yield
-        difference = canary_difference(model, spec, restored, _IDS)
-    except Exception as error:
-        raise ModelNotSupported(f"its caches cannot be cut and joined: {error!r}") from error
-    if not ranks().agree(difference <= CANARY_TOLERANCE, "whether a restore is right"):
-        raise ModelNotSupported(
-            f"its keys and values after a restore differ by {difference:.0%}: "
-            "it keeps state outside its caches"
-        )
-    mx.clear_cache()
-
-
-def _restoring(model: Any, spec: ModelCacheSpec) -> Steps[list[Any]]:
-    """Return caches of a few tokens that were cut and joined."""
-    n_tokens = len(_IDS)
-    caches = spec.make_cache()
-    mx.eval(model(mx.array([_IDS]), cache=caches))
-    yield
-    starts = {
-        window: max(first_cached(spec, window, caches), n_tokens - window)
-        for window in spec.sliding
-    }
-    n_held = {window: n_tokens - start for window, start in starts.items()}
-    joiner = Joiner(spec, n_tokens, headroom(1), n_held, whole=False)
-    cuts = [(0, _CUT), (_CUT, n_tokens)] if spec.full else []
-    for (start, stop), block in zip(cuts, split(spec.full, caches, cuts), strict=True):
-        joiner.add(Piece(block, 0, stop - start))
-    for window, start in starts.items():
-        (arrays,) = split(spec.sliding[window], caches, [(start, n_tokens)])
-        joiner.add(Piece(arrays, 0, n_tokens - start), window)
-    newest = copy_newest(spec.quantized, caches, n_tokens)
-    joiner.add_state({**copy_state(spec, caches), **newest}, n_tokens)
-    return joiner.finish()

@@ -128,16 +128,14 @@ def parse_precision(name: str) -> KVPrecision | None:
 class PrecisionChoice:
     """The requested bits of keys and of values; `FULL_BITS` for both requests full precision.
 
-    `outer_key_bits` are those of the keys in the first and the last layer that is quantized; None:
-    as in the others. Without a group size, each layer group takes the one of `GROUP_SIZES` with the
-    least padding.
+    The default is the server's, k8v4. If no group size is given, each layer group takes the size of
+    `GROUP_SIZES` that needs the least padding.
     """
 
-    key_bits: int = 4
+    key_bits: int = 8
     value_bits: int = 4
     group_size: int | None = None
-    rotated: bool = False
-    outer_key_bits: int | None = None
+    rotated: bool = True
 
     @property
     def is_full_precision(self) -> bool:
@@ -156,18 +154,15 @@ class PrecisionChoice:
 
     def __str__(self) -> str:
         turned = "r" if self.rotated else ""
-        outer = f", outer keys {self.outer_key_bits}" if self.outer_key_bits else ""
         bits = f"k{self.key_bits}{turned}v{self.value_bits}{turned}"
-        return f"{bits}{outer}, group {self.group_size or 'auto'}"
-
-    def outer(self, precision: KVPrecision) -> KVPrecision:
-        """Return the precision of the first and the last layer where others have `precision`."""
-        bits = self.outer_key_bits or self.key_bits
-        return replace(precision, keys=replace(precision.keys, bits=bits))
+        return f"{bits}, group {self.group_size or 'auto'}"
 
 
 def layout_in_words(layout: str) -> str:
-    """Return a layout for people: "keys 4 to 6 bits, values 4, rotated"; as it is if unknown."""
+    """Return a layout for people: "keys 8 bits, values 4, rotated"; unchanged if it is unknown.
+
+    Older stores have layouts whose first and last layers have other bits: "keys 6 to 8 bits".
+    """
     parts = [part.partition("*")[0] for part in layout.split(",")]
     names = [part for part in parts if part != "state" and not re.fullmatch(r"[cw]\d+", part)]
     try:

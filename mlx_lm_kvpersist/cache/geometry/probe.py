@@ -1,14 +1,13 @@
-"""Run a model for a few tokens to learn its caches' geometry, and which of them can be quantized.
+"""Trace a model for a few tokens to learn its caches' geometry, and which can be quantized.
 
-Nothing is decided by a model's name. The caches that it makes are filled first, to learn their
-geometry. Then ours take their place, and a forward pass shows whether the model works with them.
-Last, the first and the last quantized layer get the bits that are asked for them.
+Nothing is decided by a model's name, and nothing is evaluated: shapes need no weights and no time.
+The caches that the model makes are filled first, to learn their geometry. Then ours take their
+place, and a forward pass shows whether the model's code accepts them.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +15,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from ...errors import ModelNotSupported
-from ...ranks import ranks
-from ..live.quantized import SequenceQuantizedKVCache, batch_of
-from ..live.rows import rows_of
-from ..steps import Steps
+from ..live.quantized import SequenceQuantizedKVCache
 from .kinds import KINDS, REFUSED, GroupKind, replaced, slots_of
 from .precision import KVPrecision, PrecisionChoice
 from .spec import LayerGroup, ModelCacheSpec, TensorShape, dtype_name
-
-logger = logging.getLogger(__name__)
 
 _PROBE_IDS = tuple(range(1, 17))
 """Longer than the context of any convolution or n-gram, so that states have their final shape."""
@@ -33,37 +27,13 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 """Fields of a model's arguments that can give the length of a table of position embeddings."""
 
 _SCALE_DTYPES = ("float16", "bfloat16", "float32")
-_ROWS = ((1, 2, 3), (5, 4, 6, 2, 3, 1, 4))
-_NEXT_ID = 1
-_BATCH_TOLERANCE, _MOST_TOLERANCE = 0.08, 0.5
-_TIMES_NOISE = 4
-"""The most that logits of a batch may differ from those of each sequence alone: this share of their
-spread, or this many times the difference between two cuts of a prompt (some percent in bfloat16).
-"""
 
 
-def probing(
-    model: Any,
-    choice: PrecisionChoice,
-    *,
-    evaluate: bool,
-    refused: Mapping[tuple[int, ...], str] | None = None,
-) -> Steps[ModelCacheSpec]:
-    """Find the spec of a model for the requested precision. In each step it makes its own caches.
-
-    Full groups get the precision whose group size needs the least padding, if it saves memory and a
-    forward pass works with it; the others stay in full precision. Without `evaluate` nothing is
-    computed but shapes, which takes no time and no weights; batching then is not tested. `refused`
-    has the slots of groups that were found to fail in that precision, and why.
-
-    Raises:
-        ModelNotSupported: a layer's cache is of a class that is not supported, or has another
-            form than its class should have; or the model fails on a few tokens.
-        ValueError: MLX cannot quantize to these bits, or in groups of this size.
-    """
+def probe(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
+    """Return the spec of a model for the requested precision: see `ModelCacheSpec.probe`."""
     choice.candidates()  # its ValueError is about the choice, not about the model
     try:
-        return (yield from _probing(model, choice, evaluate, refused or {}))
+        return _probe(model, choice)
     except ModelNotSupported:
         raise
     except Exception as error:
@@ -71,33 +41,19 @@ def probing(
         raise ModelNotSupported(f"the model cannot be probed: {error!r}") from error
 
 
-def _probing(
-    model: Any, choice: PrecisionChoice, evaluate: bool, refused: Mapping[tuple[int, ...], str]
-) -> Steps[ModelCacheSpec]:
+def _probe(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
     caches = make_prompt_cache(model)
     _check_classes(caches)
-    logits = _forward(model, caches)
-    if evaluate:
-        mx.eval(logits)
+    _forward(model, caches)
     groups = _groups(caches, choice)
     if not groups:
         raise ModelNotSupported("the model keeps no cache")
-    plain = [replace(group, precision=None) for group in groups]
-    working = list(plain)
+    working = [replace(group, precision=None) for group in groups]
     for place, group in enumerate(groups):
         if group.precision is not None:
-            trial = spec_with(model, [*working[:place], group])
-            yield
-            why = refused.get(group.slots) or _why_not(model, trial, evaluate=evaluate)
-            if evaluate and not ranks().agree(not why, "whether a precision works"):
-                why = why or "another rank's attention does not take it"
+            why = _why_not(model, spec_with(model, [*working[:place], group]))
             working[place] = replace(working[place], why=why) if why else group
-    layers = [layer for layer, cache in enumerate(caches) for _ in slots_of([cache])]
-    spec = spec_with(model, _with_outer(working, layers, choice))
-    if not evaluate:
-        return spec
-    batches, joins = yield from _batching(model, spec, spec_with(model, plain))
-    return replace(spec, batches=batches, joins=joins)
+    return spec_with(model, working)
 
 
 def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
@@ -136,11 +92,10 @@ def _check_classes(caches: Sequence[Any], place: str = "layer") -> None:
             raise ModelNotSupported(f"{where} has a {name}: {reason}")
 
 
-def _forward(model: Any, caches: list[Any]) -> mx.array:
-    """Feed a prompt and then one token, as prefill and decode do; return the last logits, lazy."""
-    model(mx.array([_PROBE_IDS[:-1]], mx.int32), cache=caches)
-    logits: mx.array = model(mx.array([_PROBE_IDS[-1:]], mx.int32), cache=caches)[:, -1]
-    return logits
+def _forward(model: Any, caches: list[Any]) -> None:
+    """Feed a prompt and then one token, as prefill and decode do; the results stay lazy."""
+    for ids in (_PROBE_IDS[:-1], _PROBE_IDS[-1:]):
+        model(mx.array([ids], mx.int32), cache=caches)
 
 
 def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
@@ -167,30 +122,6 @@ def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
             group = replace(group, precision=None, why=why)
         groups.append(group)
     return groups
-
-
-def _with_outer(
-    groups: Sequence[LayerGroup], layers: Sequence[int], choice: PrecisionChoice
-) -> list[LayerGroup]:
-    """Return groups whose slots in the first and the last quantized layer have their own bits.
-
-    `layers` has the layer of each slot. Slots that get other bits than the rest of their group
-    become a group of their own.
-    """
-    quantized = {layers[slot] for group in groups if group.precision for slot in group.slots}
-    ends = {min(quantized, default=None), max(quantized, default=None)}
-    made: list[LayerGroup] = []
-    for group in groups:
-        parts: dict[KVPrecision | None, list[int]] = {}
-        for slot in group.slots:
-            precision = group.precision
-            if precision is not None and layers[slot] in ends:
-                precision = choice.outer(precision)
-            parts.setdefault(precision, []).append(slot)
-        for precision, slots in parts.items():
-            name = str(len(made))
-            made.append(replace(group, name=name, slots=tuple(slots), precision=precision))
-    return made
 
 
 def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
@@ -237,108 +168,10 @@ def _fitting(
     return min(fitted, key=lambda one: one.keys.padding + one.values.padding), ""
 
 
-def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:
+def _why_not(model: Any, spec: ModelCacheSpec) -> str | None:
     """Return why the model cannot work with these live caches, or None if it can."""
     try:
-        caches = spec.make_cache()
-        logits = _forward(model, caches)
-        if evaluate:
-            mx.eval(logits, [slot.state for slot in slots_of(caches) if not slot.empty()])
+        _forward(model, spec.make_cache())
     except Exception as error:
         return f"the model's attention does not take it: {type(error).__name__}: {error}"
     return None
-
-
-def _batching(
-    model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec
-) -> Steps[tuple[bool, bool]]:
-    """Find out whether replies of unequal length can be decoded together, and prompts computed.
-
-    Caches in full precision, without the noise of quantizing, show whether the results are right.
-    Those of `spec` need only not fail.
-    """
-    alone, cut = [], []
-    for row in _ROWS:
-        yield
-        alone.append(_alone(model, full_precision, [row]))
-        yield
-        cut.append(_alone(model, full_precision, [row[:2], row[2:]]))
-    noise = max(map(logits_difference, alone, cut))
-    tolerance = min(max(_BATCH_TOLERANCE, _TIMES_NOISE * noise), _MOST_TOLERANCE)
-    try:
-        yield
-        together = _decoded_together(model, full_precision)
-        yield
-        _decoded_together(model, spec)
-    except Exception as error:
-        logger.debug("a batch fails: %s", error)
-        together = []
-    if not ranks().agree(bool(together), "whether a batch works"):
-        return False, False
-    yield
-    joined = _computed_together(model, full_precision)
-    differences = [list(map(logits_difference, alone, rows)) for rows in (together, joined)]
-    logger.debug("a batch differs by %s, noise is %.3f", differences, noise)
-    batches, joins = (
-        bool(rows) and all(difference <= tolerance for difference in rows)  # nan is not
-        for rows in differences
-    )
-    return batches, batches and joins
-
-
-def _alone(model: Any, spec: ModelCacheSpec, chunks: Sequence[Sequence[int]]) -> mx.array:
-    """Prefill one row in chunks; return its logits after one more token."""
-    caches = spec.make_cache()
-    for chunk in chunks:
-        model(mx.array([list(chunk)], mx.int32), cache=caches)
-    logits: mx.array = model(mx.array([[_NEXT_ID]], mx.int32), cache=caches)[0, -1]
-    mx.eval(logits)
-    return logits
-
-
-def _decoded_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
-    """Prefill rows alone and merge them; return each one's logits after one more token."""
-    rows = []
-    for row in _ROWS:
-        caches = spec.make_cache()
-        model(mx.array([list(row)], mx.int32), cache=caches)
-        rows.append(caches)
-    batch = [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
-    logits = list(model(mx.full((len(_ROWS), 1), _NEXT_ID, mx.int32), cache=batch)[:, -1])
-    for cache in batch:
-        cache.extract(0)  # as the server does with a row that has ended
-    mx.eval(logits)
-    return logits
-
-
-def _computed_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
-    """Compute all but the first token of rows in one call; return each one's logits after one more.
-
-    Return none where that fails, or caches of this class stay apart.
-    """
-    starts = [spec.make_cache() for _ in _ROWS]
-    n_tokens = [len(row) - 1 for row in _ROWS]
-    try:
-        for row, caches in zip(_ROWS, starts, strict=True):
-            model(mx.array([row[:1]], mx.int32), cache=caches)
-        batches = [[batch_of([one]) or one.merge([one]) for one in caches] for caches in starts]
-        layers = [rows_of(caches, n_tokens) for caches in zip(*batches, strict=True)]
-        if None in layers:
-            return []
-        ids = [
-            [*row[1:], *[0] * (max(n_tokens) - n)] for row, n in zip(_ROWS, n_tokens, strict=True)
-        ]
-        model(mx.array(ids, mx.int32), cache=layers)
-        next_id = mx.array([[_NEXT_ID]], mx.int32)
-        logits = [model(next_id, cache=caches)[0, -1] for caches in batches]
-        mx.eval(logits)
-    except Exception as error:
-        logger.debug("prompts cannot be computed together: %s", error)
-        return []
-    return logits
-
-
-def logits_difference(one: mx.array, other: mx.array) -> float:
-    """Return how far logits differ, as a share of their spread (root mean squares)."""
-    one, other = one.astype(mx.float32), other.astype(mx.float32)
-    return float(mx.sqrt(mx.square(one - other).mean()) / (mx.std(one) + 1e-6))

@@ -18,7 +18,6 @@ import mlx.core as mx
 
 from ..live.packed import GRID, scale_dtype
 from ..live.policy import AttentionPlan
-from ..steps import completed
 from .kinds import GroupKind
 from .precision import KVPrecision, PrecisionChoice
 
@@ -130,13 +129,21 @@ class ModelCacheSpec:
     plans: Mapping[str, AttentionPlan] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def probe(
-        cls, model: Any, choice: PrecisionChoice | None = None, *, evaluate: bool = True
-    ) -> ModelCacheSpec:
-        """Find a model's spec by running it: see `probing`."""
-        from .probe import probing  # probe imports this module
+    def probe(cls, model: Any, choice: PrecisionChoice | None = None) -> ModelCacheSpec:
+        """Find a model's spec for the requested precision from shapes; nothing is evaluated.
 
-        return completed(probing(model, choice or PrecisionChoice(), evaluate=evaluate))
+        Full groups get the precision whose group size needs the least padding, if it saves memory
+        and the model's code accepts it; all other groups stay in full precision. Shapes say nothing
+        about batches: `batches` and `joins` have their defaults (`architectures.py` has the facts).
+
+        Raises:
+            ModelNotSupported: a layer's cache is of a class that is not supported, or has another
+                form than its class should have; or the model fails on a few tokens.
+            ValueError: MLX cannot quantize to these bits, or in groups of this size.
+        """
+        from .probe import probe  # which imports this module
+
+        return probe(model, choice or PrecisionChoice())
 
     @cached_property
     def full(self) -> tuple[LayerGroup, ...]:
@@ -194,10 +201,10 @@ class ModelCacheSpec:
     def layout(self) -> str:
         """One word for how this model's KV is stored; different layouts have different words.
 
-        It lists the precisions of layers in order, with their number if they differ:
-        "k8rv4rb64*1,k6rv4rb64*12,k8rv4rb64*1,c256". "c256" says that queries see their own block of
-        the grid as it was computed, that an unfinished one is stored so, and that scales and biases
-        have 16 bits.
+        It lists the precisions of layers in order. If layers differ, for example in the size of
+        their heads, it counts them: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256" says that queries see
+        their own block of the grid in full precision, that an unfinished block is stored in full
+        precision, and that scales and biases have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]

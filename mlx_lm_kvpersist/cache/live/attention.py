@@ -134,6 +134,16 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         """Return the same tokens in the form that is packed."""
         return pk.prepared(self.computed(rows, heads, first, last), self.quantization)
 
+    def joined(self, packed: mx.array, own: mx.array, spans: Sequence[_Span]) -> mx.array:
+        """Return what the queries of a span see of their own block.
+
+        With a single span, `packed` and `own` have zeros where a row's tokens are in the other. The
+        first token that a single row has as computed is the first of `own`, so nothing of `packed`
+        is read: a read before a write makes MLX copy the whole buffer. With several spans, the
+        block may be packed already, for the queries of later spans.
+        """
+        return own if len(spans) > 1 or self[0].shape[0] == 1 else packed + own
+
 
 def dequantized_attention(
     queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
@@ -160,7 +170,7 @@ def _fused(
     """
     spans = keys.spans(queries.shape[2], mask)
     first, last = spans[0].first, keys.n_tokens
-    is_padded = len(spans) > 1 and mask == "causal" and builds_for_each_length()
+    is_padded = queries.shape[2] > 1 and mask == "causal" and builds_for_each_length()
     n_more = -last % PADDED_TOKENS if is_padded else 0
     both, rounded = [], []
     for x in (keys, values):
@@ -171,7 +181,7 @@ def _fused(
             rounded.append(x.dequantized(*where, slice(first, last), after, queries.dtype))
         if first < last:
             own = x.prepared(*where, first, last)
-            array[:, :, first:last] = _joined(array[:, :, first:last], own, spans)
+            array[:, :, first:last] = x.joined(array[:, :, first:last], own, spans)
         both.append(array)
     out: list[mx.array] = []
     for done, span in zip([None, *spans], spans, strict=False):
@@ -212,15 +222,6 @@ def _causal(span: _Span, n_keys: int, dtype: mx.Dtype) -> mx.array:
     own = mx.arange(span.last - (span.stop - span.start), span.last)[:, None]
     zero, lowest = mx.zeros(1, dtype), mx.array(-mx.inf, dtype)
     return mx.where(mx.arange(n_keys) <= own, zero, lowest)
-
-
-def _joined(packed: mx.array, own: mx.array, spans: Sequence[_Span]) -> mx.array:
-    """Return what the queries of a span see of their own block.
-
-    With a single span, each of both has zeros where a row's tokens are in the other. With several,
-    the block may be packed already, for the queries of later ones.
-    """
-    return packed + own if len(spans) == 1 else own
 
 
 def packed_attention(
@@ -266,7 +267,7 @@ def packed_attention(
         first, last = span.first, span.last
         if first < last:
             own = block @ keys.computed(every, every, first, last).swapaxes(-1, -2)
-            scores[..., first:last] = _joined(scores[..., first:last], own, spans)
+            scores[..., first:last] = keys.joined(scores[..., first:last], own, spans)
         if mask is not None:
             scores = scores.reshape(n_rows, n_kv_heads, -1, n, capacity)
         scores = _hidden(scores, mask, n_queries, n_keys, at, slice(0, capacity))
@@ -352,7 +353,7 @@ def _one_head(
                 seen = [copy.copy(x) for x in tile]
                 for array, x in zip(seen, (keys, values), strict=True):
                     own = x.prepared(*where, first, last)
-                    array[:, :, its] = _joined(array[:, :, its], own, spans)
+                    array[:, :, its] = x.joined(array[:, :, its], own, spans)
             tile_keys, tile_values = (x[:, :, None] for x in seen)
             block = scaled[:, :, :, at]
             if after is not None:

@@ -1,9 +1,9 @@
 """Which strategy attends over quantized keys: a fixed policy, and the plan of a group of layers.
 
-The policy is a table. A call that no row is for dequantizes: the fused kernel over dequantized keys
-is right on every backend, and the quickest for prompts. A row only makes a call quicker. A plan
-has a row only if the row's strategy was found right for the layers on this device
-(`measuring/attention_check.py`), so nothing else may choose a strategy.
+The policy is a table. A call without a row dequantizes: the fused kernel over dequantized keys is
+right on every backend, and the fastest for prompts. A row only makes a call faster. A plan keeps a
+row only if the row's strategy was found right for the layers on this device
+(`measuring/attention_check.py`), so no other code may choose a strategy.
 """
 
 from __future__ import annotations
@@ -38,23 +38,22 @@ class Rule:
     """A strategy, and the calls that take it: by queries of a sequence, and by sequences."""
 
     strategy: Strategy
-    least_queries: int = 1
     most_queries: int = 1 << 30
     least_rows: int = 1
 
     def applies(self, n_queries: int, n_rows: int) -> bool:
         """Say whether a call of this size takes the strategy."""
-        return self.least_queries <= n_queries <= self.most_queries and n_rows >= self.least_rows
+        return n_queries <= self.most_queries and n_rows >= self.least_rows
 
 
-def _quick_on_metal(shape: AttentionShape, keys: Quantization) -> bool:
+def _fast_on_metal(shape: AttentionShape, keys: Quantization) -> bool:
     width = shape.k_dim + keys.padding
-    is_quick = width > 128 or (width in (64, 128) and keys.bits in (2, 4, 8))
-    return is_quick and shape.n_q_heads < 4 * shape.n_kv_heads
+    is_fast = width > 128 or (width in (64, 128) and keys.bits in (4, 8))
+    return is_fast and shape.n_q_heads < 4 * shape.n_kv_heads
 
 
 class Row(NamedTuple):
-    """A row of the policy: a rule of one backend, for the layers that it fits, and its reason."""
+    """A row of the policy: a rule of one backend, the reason, and the layers that it fits."""
 
     backend: Backend
     rule: Rule
@@ -62,37 +61,32 @@ class Row(NamedTuple):
     fits: Callable[[AttentionShape, Quantization], bool] = lambda shape, keys: True
 
 
+_FEW = 17
+"""Most queries of a decoding step: a token and 16 draft tokens."""
+
 POLICY = (
     Row(
         "cpu",
-        Rule("packed", most_queries=4),
-        "Packed keys are a quarter of the bytes: 4,096 keys of 8 heads take 43 ms instead of 167. "
-        "From 8 queries on dequantizing is quicker.",
-    ),
-    Row(
-        "cuda",
-        Rule("packed", least_queries=2, most_queries=32),
-        "cuDNN builds the fused kernel for each number of keys, which takes 40 to 65 ms.",
-    ),
-    Row(
-        "cuda",
-        Rule("packed", most_queries=1, least_rows=3),
-        "8 rows of 32,768 keys take 0.93 ms instead of 1.76 on an H200. A single row is quicker "
-        "dequantized: 0.38 ms against 0.47.",
+        Rule("packed", most_queries=_FEW),
+        "Packed keys of 8 bits are a quarter of the bytes of float32: a query over 4,089 keys of "
+        "8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298, and 17 as long.",
     ),
     Row(
         "metal",
-        Rule("packed", most_queries=17, least_rows=8),
+        Rule("packed", most_queries=_FEW, least_rows=8),
         "Eight rows fill the GPU, and dequantizing would write all of their keys.",
     ),
     Row(
         "metal",
-        Rule("packed", most_queries=17),
-        "MLX has a quick kernel for few queries over keys of 2, 4 or 8 bits. With four query heads "
-        "or more for a key head, its product with values is nearly serial.",
-        _quick_on_metal,
+        Rule("packed", most_queries=_FEW),
+        "MLX has a fast kernel for few queries over keys of 4 or 8 bits. If a key head has four "
+        "query heads or more, the product with values runs in few threadgroups.",
+        _fast_on_metal,
     ),
 )
+"""CUDA has no row. MLX compiles each packed kernel when it is first used, which took up to 47 s on
+an H100, and packed products over keys of 8 bits are wrong on Hopper for heads of 64
+(docs/upstream.md). A request would wait for the first, and the second would need a check."""
 
 
 def backend() -> Backend:
@@ -140,13 +134,8 @@ class AttentionPlan:
         return "tiled" if is_tiled else "dequantize"
 
     def describe(self) -> dict[str, Any]:
-        """Return the plan as JSON values, from which `read` makes it."""
+        """Return the plan as JSON values."""
         return asdict(self)
-
-    @classmethod
-    def read(cls, described: Any) -> AttentionPlan:
-        """Return the plan of a description. Raises KeyError or TypeError if it describes none."""
-        return cls(**{**described, "rules": tuple(Rule(**rule) for rule in described["rules"])})
 
     def __str__(self) -> str:
         sizes = _PHASES.items()

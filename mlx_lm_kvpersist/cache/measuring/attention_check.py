@@ -1,15 +1,17 @@
-"""Check that attention over quantized keys is right on this device, and plan the layers by that.
+"""Plan the attention of a model's layers by the policy, and probe it against plain arithmetic.
 
 MLX chooses among kernels by the number of queries and keys, and some versions have kernels that are
-wrong on some devices: docs/upstream.md has one. So each strategy is compared with plain arithmetic,
-for a model's own heads and dtype, on both sides of the numbers at which MLX takes another kernel.
+wrong on some devices: docs/upstream.md has an example. So the strategies of a plan are compared
+with plain arithmetic at each load, for the model's own heads and dtype, on both sides of the
+numbers at which MLX takes another kernel. The probe takes milliseconds: nothing is persisted.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -22,102 +24,134 @@ from ..geometry.precision import KVPrecision, Quantization
 from ..geometry.spec import ModelCacheSpec
 from ..live import packed as pk
 from ..live.attention import PackedKV, Strategy
-from ..live.policy import AttentionPlan, AttentionShape, Backend, backend, forced_plan, rules_for
-from ..steps import Steps
-from .observe import probing_packed
+from ..live.policy import AttentionPlan, AttentionShape, backend, forced_plan, rules_for
+from .observe import packed_shapes
 
 logger = logging.getLogger(__name__)
 
-_CASES: Mapping[Backend, Mapping[tuple[int, int], Sequence[int]]] = {
-    "cpu": {(300, 0): (1, 4), (1037, 243): (1, 4)},
-    "cuda": {
-        (300, 0): (1, 8, 16, 32),
-        (301, 0): (1, 32),
-        (1037, 243): (1, 8, 16, 32),
-        (33_000, 0): (1,),
-    },
-    "metal": {
-        (301, 0): (1, 2, 3, 4, 17, 32),
-        (1037, 243): (1, 2, 3, 4, 17, 32),
-        (33_000, 0): (1, 32),
-    },
-}
-"""Queries of a sequence, by its keys and the spare room behind them.
+_Cases = Mapping[tuple[int, int], Sequence[int]]
+"""Numbers of queries of a sequence, by its keys and the spare room behind them."""
 
-The CPU backend has one kernel for all sizes. On Metal MLX 0.32 takes other kernels from 1,024 keys
-on, beyond 32,767, from 4 rows of a product on, and from 6 to 33, which depends on the device; the
-rows are the queries of all heads of a key head. On CUDA it takes other kernels if the keys, here
-with their spare room, are a multiple of 4, of 128, or neither, and for 16, 32, 64 and 128 rows.
-Each kernel is compiled when it is first used, so these cases are few."""
+_FEW_CASES: _Cases = {(72, 8): (1, 4)}
+"""A decoding step, and a chunk."""
+
+_CUDA_CASES: _Cases = {
+    (300, 0): (1, 8, 16, 32),
+    (301, 0): (1, 32),
+    (1037, 243): (1, 8, 16, 32),
+    (33_000, 0): (1,),
+}
+"""CUDA takes other packed kernels if the keys, here with their spare room, are a multiple of 4, of
+128, or neither, and for 16, 32, 64 and 128 rows of a product: the queries of all heads of a key
+head. MLX compiles each kernel when it is first used."""
+
+_METAL_CASES: _Cases = {
+    (301, 0): (1, 2, 3, 4, 17, 32),
+    (1037, 243): (1, 2, 3, 4, 17, 32),
+    (33_000, 0): (1, 17, 32),
+}
+"""On Metal MLX 0.32 takes other kernels from 1,024 keys on, beyond 32,767, from 4 rows of a product
+on, and from 6 to 33, which depends on the device."""
+
+_N_COMPUTED = 40
+"""Keys that the queries see as they were computed: those of the queries, and some before them."""
 
 _TOLERANCE = 0.1
 """Most that the result of a query may differ from plain arithmetic, as a share of its norm."""
 
 
-def planning(
-    model: Any, spec: ModelCacheSpec, choice: Strategy | Literal["auto"] = "auto"
-) -> Steps[ModelCacheSpec]:
-    """Plan every quantized group: by the policy, or always `choice`, if that is right here.
+def plan_attention(
+    model: Any,
+    spec: ModelCacheSpec,
+    choice: Strategy | Literal["auto"] = "auto",
+    packed: bool = True,
+) -> ModelCacheSpec:
+    """Plan every quantized group: by the policy, or always `choice`, as far as that is right here.
 
-    A forward pass shows which groups the model can attend to packed, and with how many query
-    heads. All other groups dequantize. Raises ModelNotSupported if dequantizing is wrong.
+    `packed` says whether the architecture's attention accepts packed keys. Tracing the model shows
+    the shapes. A group whose layers do not attend to packed keys, or attend in several shapes,
+    dequantizes. Groups that are alike are probed once. If packed attention is wrong for any group,
+    or on any rank, all groups dequantize.
+
+    Raises ModelNotSupported if dequantizing is wrong, which no other strategy could replace.
     """
+    slots = slots_of(spec.make_cache())
+    shapes: list[AttentionShape | None] = [None] * len(slots)
+    if packed:
+        quantized = [slot for group in spec.quantized for slot in group.slots]
+        shapes = packed_shapes(model, spec.make_cache, quantized)
+    wrong_strategies = cache(_wrong_strategies)
+    wrong: set[Strategy] = set()
     plans: dict[str, AttentionPlan] = {}
     for group in spec.quantized:
-        assert group.precision is not None and group.keys is not None
-        found = yield from probing_packed(model, spec.make_cache, group.slots)
-        shape, *others = {found[slot] for slot in group.slots}
+        assert group.precision is not None and group.keys is not None and group.values is not None
         plan = AttentionPlan()
-        if shape is not None and not others:
-            if choice == "auto":
-                plan = AttentionPlan(rules_for(shape, group.precision.keys), can_take_packed=True)
-            else:
-                plan = forced_plan(choice)
-            plan = yield from checking_attention(plan, shape, group.precision, group.keys.mx_dtype)
+        shape, *others = {shapes[slot] for slot in group.slots}
+        if shape is None or others:
+            n_heads = group.keys.n_heads
+            shape = AttentionShape(n_heads, n_heads, group.keys.dim, group.values.dim)
+        elif choice == "auto":
+            plan = AttentionPlan(rules_for(shape, group.precision.keys), can_take_packed=True)
+        else:
+            plan = forced_plan(choice)
+        wrong |= wrong_strategies(plan, shape, group.precision, group.keys.mx_dtype)
         plans[group.name] = plan
-    return planned(spec, plans)
-
-
-def planned(spec: ModelCacheSpec, plans: dict[str, AttentionPlan]) -> ModelCacheSpec:
-    """Return the spec with these plans, by the names of its quantized groups."""
-    slots = slots_of(spec.make_cache())
+    n_right = 0 if "dequantize" in wrong else 1 if "packed" in wrong else 2
+    n_right = ranks().least(n_right, "how many strategies of attention are right")
+    if n_right == 0:
+        raise ModelNotSupported(f"dequantizing {_what_is_wrong(spec)}")
+    if n_right == 1:
+        logger.warning("kvpersist: packed %s; all layers dequantize", _what_is_wrong(spec))
+        plans = {
+            name: replace(plan, rules=tuple(r for r in plan.rules if r.strategy != "packed"))
+            for name, plan in plans.items()
+        }
     for group in spec.quantized:
         for slot in group.slots:
             slots[slot].plan = plans[group.name]
     return replace(spec, template=replaced(spec.template, slots), plans=plans)
 
 
-def checking_attention(
-    plan: AttentionPlan, shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype
-) -> Steps[AttentionPlan]:
-    """Return a plan without the rules whose strategy is wrong for layers of `shape` in `dtype`.
-
-    Raises ModelNotSupported if dequantizing is wrong, which no other strategy could replace. Tiles
-    run the kernels of dequantizing.
-    """
-    right: list[Strategy] = ["dequantize", "packed"]
-    for size, counts in _CASES[backend()].items():
-        layer = _Layer(shape, precision, dtype, *size)
-        for n_queries in counts:
-            yield
-            right = layer.agreeing(right, n_queries)
-        del layer
-        mx.clear_cache()
-    about = f"attention over {precision} keys is wrong in {dtype}"
-    if not ranks().agree("dequantize" in right, "whether dequantizing is right"):
-        raise ModelNotSupported(f"dequantizing {about} on {device_key()}")
-    is_right = ranks().agree("packed" in right, "whether packed attention is right")
-    kept = tuple(rule for rule in plan.rules if is_right or rule.strategy != "packed")
-    if len(kept) < len(plan.rules):
-        logger.warning("kvpersist: packed %s on %s: they dequantize", about, device_key())
-    return replace(plan, rules=kept)
-
-
-def device_key() -> str:
-    """Return a name for this device and version of MLX: results apply to this pair only."""
+def _what_is_wrong(spec: ModelCacheSpec) -> str:
+    """Return what a message says of a strategy that is wrong for the quantized groups."""
     info = mx.device_info()
     name = info.get("device_name") or info.get("architecture")
-    return f"{name} {mx.default_device()} mlx {version('mlx')}"
+    keys = " and ".join(sorted({f"{group.precision} keys" for group in spec.quantized}))
+    device = f"{name} {mx.default_device()} mlx {version('mlx')}"
+    return f"attention over {keys} is wrong on {device}"
+
+
+def _wrong_strategies(
+    plan: AttentionPlan, shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype
+) -> frozenset[Strategy]:
+    """Return those of "dequantize" and "packed" that are wrong in calls that follow the plan.
+
+    Tiles run the kernels of dequantizing.
+    """
+    wrong: set[Strategy] = set()
+    for size, counts in _cases(plan).items():
+        layer = _Layer(shape, precision, dtype, *size)
+        for n_queries in counts:
+            tried: list[Strategy] = ["dequantize"]
+            if any(r.strategy == "packed" and n_queries <= r.most_queries for r in plan.rules):
+                tried.append("packed")
+            wrong.update(layer.disagreeing(tried, n_queries))
+        del layer
+        mx.clear_cache()
+    return frozenset(wrong)
+
+
+def _cases(plan: AttentionPlan) -> _Cases:
+    """Return the cases of this backend that a plan needs.
+
+    The CPU has one kernel for all sizes. On CUDA, only packed products have kernels that depend on
+    the size.
+    """
+    on = backend()
+    if on == "metal":
+        return _METAL_CASES
+    is_packed = any(rule.strategy == "packed" for rule in plan.rules)
+    return _CUDA_CASES if on == "cuda" and is_packed else _FEW_CASES
 
 
 class _Layer:
@@ -138,30 +172,32 @@ class _Layer:
         self.n_repeats, self.k_dim = shape.n_q_heads // shape.n_kv_heads, shape.k_dim
         self.scale = 2 * shape.k_dim**-0.5  # a peaked softmax, so that errors do not average out
         self.sides: list[tuple[Quantization, mx.array, pk.Packed]] = []
+        self.plain: list[tuple[mx.array, mx.array]] = []
+        """Keys and values [1, H, 1, n_keys, D] in float32, as computed and dequantized."""
         # As in a live cache, buffers have zeros for the tokens of the last block, and spare room.
-        n_packed = (n_keys - 1) // pk.GRID * pk.GRID
-        spare = [(0, 0), (0, 0), (0, n_keys - n_packed + n_spare), (0, 0)]
+        n_packed = n_keys - _N_COMPUTED
+        spare = [(0, 0), (0, 0), (0, _N_COMPUTED + n_spare), (0, 0)]
         for dim, side in ((shape.k_dim, precision.keys), (shape.v_dim, precision.values)):
             computed = self._random((1, self.n_heads, n_keys, dim))
             packed = pk.quantize(computed[:, :, :n_packed], side)
             packed = pk.each(lambda x: mx.pad(x, spare), packed)
             self.sides.append((side, computed, packed))
-        mx.eval(self.sides)
+            old = pk.read(pk.view(packed, 0, n_keys), side, mx.float32)
+            self.plain.append((computed.astype(mx.float32)[:, :, None], old[:, :, None]))
+        mx.eval(self.sides, self.plain)
 
     def _random(self, shape: tuple[int, ...]) -> mx.array:
         # With a key of its own, because a check must not change what the server samples.
         return mx.random.normal(shape, key=mx.random.key(shape[2])).astype(self.dtype)
 
-    def agreeing(self, strategies: Sequence[Strategy], n_queries: int) -> list[Strategy]:
-        """Return the strategies that give what plain arithmetic gives for `n_queries` a head."""
+    def disagreeing(self, strategies: Sequence[Strategy], n_queries: int) -> Iterator[Strategy]:
+        """Yield the strategies that differ from plain arithmetic for `n_queries` a head."""
         queries = self._random((1, self.n_heads * self.n_repeats, n_queries, self.k_dim))
         expected = self._plain(queries.astype(mx.float32) * self.scale)
-        right: list[Strategy] = []
         for strategy in strategies:
             error = mx.linalg.norm(self._attend(strategy, queries) - expected, axis=-1)
-            if (error <= _TOLERANCE * mx.linalg.norm(expected, axis=-1)).all().item():
-                right.append(strategy)
-        return right
+            if not (error <= _TOLERANCE * mx.linalg.norm(expected, axis=-1)).all().item():
+                yield strategy
 
     def _attend(self, strategy: Strategy, queries: mx.array) -> mx.array:
         """Attend by a strategy; return the result in float32.
@@ -170,7 +206,6 @@ class _Layer:
         a kernel that reads what nobody wrote cannot be right by chance.
         """
         n_queries = queries.shape[2]
-        n_own = (self.n_keys - n_queries) % pk.GRID
         for factor in (mx.nan, 1):
             keys, values = (
                 PackedKV.of(
@@ -178,8 +213,8 @@ class _Layer:
                     side,
                     self.n_keys,
                     strategy,
-                    newest=computed[:, :, -(n_own + n_queries) :] * factor,
-                    n_own=n_own,
+                    newest=computed[:, :, -_N_COMPUTED:] * factor,
+                    n_own=_N_COMPUTED - n_queries,
                 )
                 for side, computed, (weights, scales, biases) in self.sides
             )
@@ -193,19 +228,13 @@ class _Layer:
     def _plain(self, queries: mx.array) -> mx.array:
         """Attend in float32, written out: scores, softmax, weighted sum.
 
-        A query sees the keys of its own block of the grid as computed, older ones dequantized.
+        A query sees the newest keys as computed, and older keys dequantized.
         """
         n_queries = queries.shape[2]
         queries = queries.reshape(1, self.n_heads, self.n_repeats, n_queries, self.k_dim)
         at, keys = mx.arange(self.n_keys - n_queries, self.n_keys)[:, None], mx.arange(self.n_keys)
-        is_own = at // pk.GRID == keys // pk.GRID
-        (own_keys, old_keys), (own_values, old_values) = (
-            (
-                computed.astype(mx.float32)[:, :, None],
-                pk.read(pk.view(packed, 0, self.n_keys), side, mx.float32)[:, :, None],
-            )
-            for side, computed, packed in self.sides
-        )
+        is_own = keys >= self.n_keys - _N_COMPUTED
+        (own_keys, old_keys), (own_values, old_values) = self.plain
         scores = mx.where(is_own, queries @ own_keys.mT, queries @ old_keys.mT)
         weights = mx.softmax(mx.where(keys <= at, scores, -mx.inf), axis=-1)
         out = mx.where(is_own, weights, 0) @ own_values + mx.where(is_own, 0, weights) @ old_values

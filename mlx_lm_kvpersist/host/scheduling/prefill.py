@@ -10,7 +10,7 @@ others are computed with it. Generation thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,18 @@ def chunk_size(position: int, most: int) -> int:
     """
     size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
     return size - position % ROUND if size >= ROUND else size
+
+
+def evaluated(caches: Iterable[Any]) -> int:
+    """Evaluate what a chunk appends to `caches`; return the most bytes that it took beside them.
+
+    MLX's counter of the peak is reset. Memory that was in use before or after the chunk is not
+    counted.
+    """
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval([cache.state for cache in caches])
+    return int(max(0, mx.get_peak_memory() - max(before, mx.get_active_memory())))
 
 
 @dataclass(eq=False)
@@ -150,10 +162,11 @@ class Prefills:
         built = time.perf_counter()
         mx.synchronize()  # a step of the replies may still run, and is no part of the pace
         begun = time.perf_counter()
-        mx.eval([cache.state for one in chunk for cache in one.batch.prompt_cache])
+        taken_bytes = evaluated([cache for one in chunk for cache in one.batch.prompt_cache])
         self._waited_s = begun - built
         seconds = time.perf_counter() - started - self._waited_s
         self._limits.pace.learn(position, width * len(chunk), seconds)
+        self._limits.took(width * len(chunk), position, taken_bytes)
         for one, n_tokens in chunk.items():
             one.progress[1] += n_tokens
 

@@ -23,7 +23,7 @@ from ..answers import PREFILL, PrefillLimits
 from ..manager import TakenTokens
 from .images import Images
 from .model_provider import PluginCaches
-from .prefill import IDLE_CHUNK, IDLE_CHUNK_S, chunk_size
+from .prefill import IDLE_CHUNK, IDLE_CHUNK_S, chunk_size, evaluated
 from .reply import ReplyQueue
 
 MOST_DRAFTED = 32
@@ -50,8 +50,9 @@ class _Computed:
                 ids, given = ids[: embedded.shape[1]], {"input_embeddings": embedded}
         started = time.perf_counter()
         self.model(mx.array([ids]), cache=self.caches, **given)
-        mx.eval([cache.state for cache in self.caches])
+        taken_bytes = evaluated(self.caches)
         limits.pace.learn(position, len(ids), time.perf_counter() - started)
+        limits.took(len(ids), position, taken_bytes)
         if mx.get_cache_memory() > limits.max_unused_bytes:
             mx.clear_cache()
         self.n_tokens += len(ids)

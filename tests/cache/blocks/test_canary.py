@@ -23,8 +23,8 @@ IDS = [(i * 37 + i // 5) % 60 + 2 for i in range(300)]
 
 
 CHOICES = {
-    "4": PrecisionChoice(),
-    "8, rotated": PrecisionChoice(8, 8, rotated=True),
+    "default": PrecisionChoice(),
+    "8": PrecisionChoice(8, 8),
 }
 
 

@@ -54,19 +54,6 @@ class OddLayers(nn.Module):  # type: ignore[misc]
         return inputs
 
 
-class Pairs(OddLayers):
-    """Has two caches of equal form in each layer."""
-
-    def __init__(self, n_layers: int) -> None:
-        super().__init__([(2, 64, 64)] * 2 * n_layers)
-
-    def make_cache(self) -> list[Any]:
-        return [CacheList(KVCache(), KVCache()) for _ in range(len(self.shapes) // 2)]
-
-    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        return super().__call__(inputs, [part for layer in cache for part in layer.caches])
-
-
 class ReadsItsCache(OddLayers):
     """Looks into its caches from layer `reads` on, as models with an index of their own do."""
 
@@ -81,6 +68,9 @@ class ReadsItsCache(OddLayers):
         return inputs
 
 
+DEFAULT = KVPrecision.of(8, 64, 4, rotated=True)
+
+
 def with_caches(*caches: Any) -> Any:
     model = tiny_llama()
     model.make_cache = lambda: list(caches)
@@ -91,10 +81,11 @@ def test_llama_is_one_group() -> None:
     spec = ModelCacheSpec.probe(tiny_llama(n_layers=3))
     shape = TensorShape(2, 64, "float32")
     assert spec.groups == (
-        LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, KVPrecision.of(4, 64)),
+        LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, DEFAULT),
     )
-    assert spec.layout == "4b64,c256" and spec.any_prefix and spec.batches
-    assert spec.bytes_per_token == 3 * 2 * 2 * (64 // 2 + 2 * 2)
+    assert spec.layout == "k8rv4rb64,c256" and spec.any_prefix and spec.batches
+    assert spec.bytes_per_token == 3 * 2 * (64 + 64 // 2 + 2 * 2 * 2)
+    assert spec.bits_per_number == 6.5
 
 
 def test_the_dtype_is_that_of_the_weights() -> None:
@@ -102,14 +93,14 @@ def test_the_dtype_is_that_of_the_weights() -> None:
     model.set_dtype(mx.bfloat16)
     spec = ModelCacheSpec.probe(model)
     assert spec.groups[0].keys == spec.groups[0].values == TensorShape(2, 64, "bfloat16")
-    assert spec.bytes_per_token == 2 * 2 * 2 * (64 // 2 + 2 * 2)
+    assert spec.bytes_per_token == 2 * 2 * (64 + 64 // 2 + 2 * 2 * 2)
 
 
 def test_keys_and_values_may_differ() -> None:
     spec = ModelCacheSpec.probe(tiny_deepseek_v2())
     (group,) = spec.groups
     assert group.keys and group.values and (group.keys.dim, group.values.dim) == (64, 32)
-    assert spec.layout == "4b32,c256"
+    assert spec.layout == "k8rv4rb32,c256"
 
 
 def test_layers_of_equal_geometry_are_a_group() -> None:
@@ -122,8 +113,9 @@ def test_layers_of_equal_geometry_are_a_group() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "form"),
     [
-        *((64, "4b64"), (96, "4b32"), (128, "4b64"), (160, "4b32"), (192, "4b64")),
-        *((40, "4p24b64"), (72, "4p24b32"), (80, "4p16b32"), (100, "4p28b64"), (112, "4p16b64")),
+        *((64, "k8rv4rb64"), (96, "k8rv4rb32"), (128, "k8rv4rb64"), (160, "k8rv4rb32")),
+        *((40, "k8rp24v4rp24b64"), (72, "k8rp24v4rp24b32"), (80, "k8rp16v4rp16b32")),
+        *((100, "k8rp28v4rp28b64"), (112, "k8rp16v4rp16b64"), (192, "k8rv4rb64")),
     ],
 )
 def test_the_group_size_with_the_least_padding_is_taken(head_dim: int, form: str) -> None:
@@ -133,7 +125,7 @@ def test_the_group_size_with_the_least_padding_is_taken(head_dim: int, form: str
 
 def test_keys_and_values_are_padded_each_for_itself() -> None:
     (group,) = ModelCacheSpec.probe(OddLayers([(2, 80, 64)]), PrecisionChoice(6, 4)).groups
-    assert str(group.precision) == "k6p16v4b32"
+    assert str(group.precision) == "k6rp16v4rb32"
     assert {name: shape for name, shape, _ in token_arrays([group], 10)} == {
         "0.k.weights": (1, 2, 10, 18),
         "0.k.scales": (1, 2, 10, 3),
@@ -147,15 +139,15 @@ def test_keys_and_values_are_padded_each_for_itself() -> None:
 
 
 def test_a_group_size_can_be_asked_for() -> None:
-    assert ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8b32,c256"
+    assert ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8rb32,c256"
     wide = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=128))
-    assert wide.layout == "4p64b128,c256"
+    assert wide.layout == "k8rp64v4rp64b128,c256"
     with pytest.raises(ValueError, match="group size is 48"):
         ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=48))
 
 
 def test_keys_may_have_more_bits_than_values() -> None:
-    spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 4))
+    spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 4, rotated=False))
     assert spec.layout == "k8v4b64,c256"
     arrays = {name: shape for name, shape, _ in token_arrays(spec.full, 10)}
     assert arrays["0.k.weights"] == (2, 2, 10, 16) and arrays["0.v.weights"] == (2, 2, 10, 8)
@@ -164,37 +156,16 @@ def test_keys_may_have_more_bits_than_values() -> None:
 @pytest.mark.parametrize(
     ("shapes", "layout"),
     [
-        ([(2, 64, 64)], "k8v4b64"),
-        ([(2, 64, 64)] * 2, "k8v4b64"),
-        ([(2, 64, 64)] * 3, "k8v4b64*1,k6v4b64*1,k8v4b64*1"),
-        ([(2, 64, 64), (4, 128, 64)] * 2, "k8v4b64*1,k6v4b64*2,k8v4b64*1"),
-        (
-            [(2, 4, 4), *[(2, 64, 64)] * 4, (2, 4, 4)],
-            "full*1,k8v4b64*1,k6v4b64*2,k8v4b64*1,full*1",
-        ),
-        ([(2, 4, 4)] * 2, "full*2"),
+        ([(2, 64, 64), (4, 128, 64)], "k8rv4rb64,c256"),
+        ([(2, 64, 64), (2, 64, 64), (2, 96, 96)], "k8rv4rb64*2,k8rv4rb32*1,c256"),
+        ([(2, 4, 4), (2, 64, 64)], "full*1,k8rv4rb64*1,c256"),
+        ([(2, 4, 4)] * 2, "full"),
     ],
 )
-def test_the_first_and_the_last_quantized_layer_may_have_bits_of_their_own(
+def test_the_layout_counts_layers_only_if_they_differ(
     shapes: list[tuple[int, int, int]], layout: str
 ) -> None:
-    choice = PrecisionChoice(6, 4, outer_key_bits=8)
-    spec = ModelCacheSpec.probe(OddLayers(shapes), choice)
-    expected = "full" if layout == "full*2" else f"{layout},c256"
-    assert spec.layout == expected
-    assert [group.name for group in spec.groups] == [str(n) for n in range(len(spec.groups))]
-    for slot, cache in enumerate(spec.make_cache()):
-        assert getattr(cache, "precision", None) == spec.precisions[slot]
-
-
-def test_the_first_and_the_last_layer_are_those_of_full_groups() -> None:
-    """A layer is an entry of the prompt cache: both caches of a CacheList are of one layer."""
-    choice = PrecisionChoice(6, 4, outer_key_bits=8)
-    gemma = ModelCacheSpec.probe(tiny_gemma3(), choice)
-    full = list(gemma.precisions)
-    assert 0 not in full and {str(one) for one in gemma.precisions.values()} == {"k8v4b64"}
-    pairs = ModelCacheSpec.probe(Pairs(3), choice)
-    assert pairs.layout == "k8v4b64*2,k6v4b64*2,k8v4b64*2,c256"
+    assert ModelCacheSpec.probe(OddLayers(shapes)).layout == layout
 
 
 def test_nothing_is_quantized_unless_asked_for() -> None:
@@ -223,7 +194,7 @@ def test_what_cannot_be_quantized_stays_in_its_own_precision(
 
 def test_only_the_group_that_the_model_cannot_take_stays_plain() -> None:
     spec = ModelCacheSpec.probe(ReadsItsCache([(2, 64, 64), (1, 128, 128)], reads=1))
-    assert [str(group.precision) for group in spec.groups] == ["4b64", "None"]
+    assert [str(group.precision) for group in spec.groups] == ["k8rv4rb64", "None"]
     assert [type(cache) for cache in spec.make_cache()] == [SequenceQuantizedKVCache, KVCache]
 
 
@@ -237,8 +208,9 @@ def test_windows_are_a_group_of_their_own() -> None:
     spec = ModelCacheSpec.probe(tiny_gemma3())
     sliding, full = spec.groups
     assert (sliding.kind, sliding.window, sliding.slots) == (GroupKind.SLIDING, 16, (0,))
-    assert sliding.precision is None and str(full.precision) == "4b64"
-    assert list(spec.sliding) == [16] and not spec.any_prefix and spec.layout == "4b64,c256,w16"
+    assert sliding.precision is None and full.precision == DEFAULT
+    assert list(spec.sliding) == [16] and not spec.any_prefix
+    assert spec.layout == "k8rv4rb64,c256,w16"
     # Its window, and of the other layers the newest tokens.
     assert spec.bytes_per_checkpoint == (16 + 255) * 2 * 64 * 4
 
@@ -286,7 +258,7 @@ def test_makes_a_cache_for_every_layer(llama_spec: ModelCacheSpec) -> None:
 def test_the_description_is_json(llama_spec: ModelCacheSpec) -> None:
     described = llama_spec.describe()
     assert json.loads(json.dumps(described)) == described
-    assert described["layout"] == "4b64,c256"
+    assert described["layout"] == "k8rv4rb64,c256"
     assert described != ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8)).describe()
 
 
@@ -301,7 +273,7 @@ def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
     spec = llama_spec
     arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, 10)}
     assert arrays_fit(token_arrays(spec.full, 9), arrays) == (
-        "0.k.weights has shape (2, 2, 10, 8), expected (2, 2, 9, 8)"
+        "0.k.weights has shape (2, 2, 10, 16), expected (2, 2, 9, 16)"
     )
     extra = {**arrays, "1.k.weights": arrays["0.k.weights"]}
     assert arrays_fit(token_arrays(spec.full, 10), extra) == "unknown array 1.k.weights"

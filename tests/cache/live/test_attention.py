@@ -15,10 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import base
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache
-from mlx_lm_kvpersist.cache.steps import completed
 
-from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import (
     Mask,
@@ -29,18 +27,14 @@ from mlx_lm_kvpersist.cache.live.attention import (
     packed_attention,
     tiled_attention,
 )
-from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, AttentionShape, forced_plan
+from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
 )
-from mlx_lm_kvpersist.cache.measuring.observe import (
-    observed_attention,
-    probing_packed,
-)
 from tests.support.host import patched_attention
 
-from ..conftest import ARCHITECTURES, N_HEADS, address, random_kv, same_bits, tiny_gemma3
+from ..conftest import N_HEADS, address, random_kv, same_bits
 
 TOLERANCE = 2e-5
 PRECISION = KVPrecision.of(4, 32)
@@ -544,135 +538,7 @@ def test_writing_goes_on_in_place_after_a_packed_fetch(patched: None, plan: Atte
     assert addresses() == before
 
 
-# --- which models can
-
-
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-@pytest.mark.parametrize("is_patched", [False, True], ids=["stock", "patched"])
-def test_models_whose_attention_takes_packed_keys(
-    architecture: str, is_patched: bool, request: pytest.FixtureRequest
-) -> None:
-    if is_patched:
-        request.getfixturevalue("patched")
-    before = vars(base).copy()
-    model = ARCHITECTURES[architecture]()
-
-    def probed(precision: KVPrecision) -> list[AttentionShape | None]:
-        made = lambda: [SequenceQuantizedKVCache(precision) for _ in model.layers]  # noqa: E731
-        return completed(probing_packed(model, made, [0, 1]))
-
-    shapes = {
-        "llama": AttentionShape(4, 2, 64, 64),
-        "qwen3": AttentionShape(6, 2, 64, 64),
-        "deepseek_v2": AttentionShape(4, 4, 64, 32),
-    }
-    assert probed(KVPrecision.of(8, 32, 4)) == [shapes[architecture]] * 2
-    assert vars(base) == before
-
-
-def test_layers_of_which_some_are_ours() -> None:
-    model = tiny_gemma3()
-
-    def make_caches() -> list[Any]:
-        caches = model.make_cache()
-        return [
-            SequenceQuantizedKVCache(KVPrecision()) if type(cache) is KVCache else cache
-            for cache in caches
-        ]
-
-    shapes = [None, AttentionShape(2, 1, 64, 64)]
-    assert completed(probing_packed(model, make_caches, [0, 1])) == shapes
-    assert completed(probing_packed(model, make_caches, [0])) == [None, None]
-    assert completed(probing_packed(model, make_caches, [1])) == shapes
-
-
-class OneLayer:
-    """Stands for a model: one layer that does with its cache what `attend` does.
-
-    With `noise` its logits depend by so much on the chunks that a prompt came in.
-    """
-
-    def __init__(
-        self, attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float = 0.0
-    ) -> None:
-        self.attend, self.noise = attend, noise
-
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        n, start = tokens.shape[1], cache[0].offset
-        given = (x[:, :, start : start + n] for x in random_kv(1, 8))
-        queries = mx.random.normal((1, 4, 8, 64), key=mx.random.key(2))[:, :, start : start + n]
-        keys, values = cache[0].update_and_fetch(*(x * (1 + self.noise * n) for x in given))
-        out = self.attend(cache[0], keys, values, queries)
-        return out.swapaxes(1, 2).reshape(1, n, -1)
-
-
-def by_the_host(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    out: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, "causal")
-    return out
-
-
-def with_sinks(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    out: mx.array = base.scaled_dot_product_attention(
-        queries, keys, values, cache, 0.1, "causal", sinks=mx.zeros(4)
-    )
-    return out
-
-
-def by_itself(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    return queries @ mx.repeat(keys, 2, axis=1).swapaxes(-1, -2) @ mx.repeat(values, 2, axis=1)
-
-
-def by_its_bits(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    """Runs either way, and gives something else for packed keys."""
-    out = by_the_host(cache, keys, values, queries)
-    return out[:, ::-1] if hasattr(cache, "bits") else out
-
-
-def too_little(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    out = by_the_host(cache, keys, values, queries)
-    return out / 2 if hasattr(cache, "bits") else out
-
-
-def untouched(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    return queries
-
-
-def probed(attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float) -> bool:
-    """Whether one layer that attends so is found to take packed keys."""
-    precision = KVPrecision.of(8, 32)
-    model = OneLayer(attend, noise)
-    made = probing_packed(model, lambda: [SequenceQuantizedKVCache(precision)], [0])
-    return completed(made) != [None]
-
-
-@pytest.mark.parametrize("noise", [0.0, 3.0])
-@pytest.mark.parametrize("attend", [with_sinks, by_itself, by_its_bits, untouched])
-def test_models_that_need_plain_keys(
-    attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float
-) -> None:
-    """Also a model whose logits depend on the chunks that a prompt came in."""
-    assert not probed(attend, noise)
-
-
-def test_models_that_take_packed_keys_differ_by_their_noise_alone() -> None:
-    """What is less than a chunk more or less changes is no fault of packed keys."""
-    assert probed(by_the_host, 0.0) and probed(by_the_host, 3.0)
-    assert not probed(too_little, 0.0) and probed(too_little, 3.0)
-
-
-def test_calls_are_observed_and_others_left_alone() -> None:
-    cache = cache_of(PACKED, 3)
-    queries = mx.ones((1, 4, 1, 64))
-    stock = base.quantized_scaled_dot_product_attention
-    with observed_attention() as seen:
-        keys, values = cache.update_and_fetch(*random_kv(1, 1))
-        base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, None)
-        plain = pk.quantize(mx.ones((1, 2, 4, 64)), Quantization(8, 32))
-        cache.precision = KVPrecision.of(8, 32)
-        found = base.scaled_dot_product_attention(queries, plain, plain, cache, 0.1, None)
-    assert [shape for shape, _ in seen] == [AttentionShape(4, 2, 64, 32)]
-    assert mx.allclose(found, mx.ones((1, 4, 1, 64)))
-    assert base.quantized_scaled_dot_product_attention is stock
+# --- a reply
 
 
 def strategies_of(seed: int) -> Strategy:

@@ -24,25 +24,31 @@ GEMMA = AttentionShape(8, 4, 256, 256)
 
 
 @pytest.mark.parametrize(
-    ("backend", "shape", "key_bits", "decode", "draft", "batch"),
+    ("backend", "shape", "key_bits", "decode", "batch"),
     [
-        ("cpu", LLAMA, 6, "packed", "dequantize", "packed"),
-        ("cuda", LLAMA, 6, "dequantize", "packed", "packed"),
-        ("metal", LLAMA, 8, "dequantize", "dequantize", "packed"),
-        ("metal", MHA, 8, "packed", "packed", "packed"),
-        ("metal", MHA, 6, "dequantize", "dequantize", "packed"),
-        ("metal", PHI3, 8, "dequantize", "dequantize", "packed"),
-        ("metal", GEMMA, 6, "packed", "packed", "packed"),
+        ("cpu", LLAMA, 8, "packed", "packed"),
+        ("cpu", LLAMA, 6, "packed", "packed"),
+        ("cuda", LLAMA, 8, "dequantize", "dequantize"),
+        ("cuda", MHA, 8, "dequantize", "dequantize"),
+        ("metal", LLAMA, 8, "dequantize", "packed"),
+        ("metal", MHA, 8, "packed", "packed"),
+        ("metal", MHA, 6, "dequantize", "packed"),
+        ("metal", PHI3, 8, "dequantize", "packed"),
+        ("metal", GEMMA, 8, "packed", "packed"),
+        ("metal", GEMMA, 6, "packed", "packed"),
     ],
 )
 def test_the_policy_decides_by_backend_heads_and_bits(
-    backend: Backend, shape: AttentionShape, key_bits: int, decode: str, draft: str, batch: str
+    backend: Backend, shape: AttentionShape, key_bits: int, decode: str, batch: str
 ) -> None:
     keys = Quantization(key_bits, 32).fitted(shape.k_dim)
     plan = AttentionPlan(rules_for(shape, keys, backend), can_take_packed=True)
-    chosen = [plan.choose(n, 100, rows, 100) for n, rows in ((1, 1), (17, 1), (1, 8))]
-    assert chosen == [decode, draft, batch]
-    assert plan.choose(256, 100, 1, 100) == "dequantize"  # a chunk of a prompt
+    for n_queries in (1, 2, 17):  # draft tokens are checked as a token is decoded
+        assert plan.choose(n_queries, 100, 1, 100) == decode
+        assert plan.choose(n_queries, 100, 8, 100) == batch
+    for n_queries in (18, 256):  # a chunk of a prompt
+        assert plan.choose(n_queries, 100, 1, 100) == "dequantize"
+    assert plan.choose(1, 1 << 20, 1, 1000) in ("packed", "tiled")
     assert str(plan) == f"prefill dequantize, decode {decode}, batches {batch}"
 
 
@@ -65,11 +71,10 @@ def test_a_plan_takes_the_first_rule_that_applies_and_keeps_its_limit(
     n_queries: int, n_keys: int, n_rows: int, expected: str
 ) -> None:
     rules = (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1))
-    assert "Infinity" not in json.dumps(forced_plan("packed").describe())
     plan = AttentionPlan(rules, can_take_packed=True, max_dequantized_bytes=10_000)
     assert plan.choose(n_queries, n_keys, n_rows, token_bytes=100) == expected
-    described = json.dumps(plan.describe(), allow_nan=False)
-    assert AttentionPlan.read(json.loads(described)) == plan
+    described = json.loads(json.dumps(plan.describe(), allow_nan=False))
+    assert [rule["strategy"] for rule in described["rules"]] == ["tiled", "packed"]
 
 
 def test_a_model_that_takes_no_packed_keys_dequantizes_everything() -> None:

@@ -4,52 +4,104 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
-from mlx_lm_kvpersist.cache.steps import completed
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cache.live import attention
+from mlx_lm_kvpersist.cache.live import attention, policy
 from mlx_lm_kvpersist.cache.live import packed as pk
+from mlx_lm_kvpersist.cache.live.attention import Strategy
 from mlx_lm_kvpersist.cache.live.policy import (
     AttentionPlan,
     AttentionShape,
-    Rule,
+    Backend,
     forced_plan,
     rules_for,
 )
 from mlx_lm_kvpersist.cache.measuring import attention_check
-from mlx_lm_kvpersist.cache.measuring.attention_check import checking_attention, planning
+from mlx_lm_kvpersist.cache.measuring.attention_check import plan_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from ..conftest import tiny_gemma3
 
-SHAPE = AttentionShape(4, 2, 64, 64)
-PRECISION = KVPrecision.of(6, 64, 4, rotated=True)
-PLAN = AttentionPlan((Rule("packed", most_queries=1), Rule("tiled", least_rows=9)), True)
+KEPT = PrecisionChoice(8, 4, rotated=True)
+SHAPE = AttentionShape(4, 1, 64, 64)
 
 
-def checked(plan: AttentionPlan = PLAN) -> AttentionPlan:
-    return completed(checking_attention(plan, SHAPE, PRECISION, mx.float32))
+class Layers(nn.Module):  # type: ignore[misc]
+    """Layers of attention over one key head, each with as many query heads as `n_q_heads` says."""
+
+    def __init__(self, *n_q_heads: int, takes_packed: bool = True) -> None:
+        super().__init__()
+        self.layers = [nn.Identity() for _ in n_q_heads]
+        self.n_q_heads, self.takes_packed = n_q_heads, takes_packed
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        x = mx.random.normal((20, 64), key=mx.random.key(0))[inputs]
+        for slot, n_heads in zip(cache, self.n_q_heads, strict=True):
+            mask = create_attention_mask(x, slot)
+            keys, values = slot.update_and_fetch(x[:, None], x[:, None])
+            if not self.takes_packed:
+                keys = keys + 0.0
+            queries = mx.repeat(x[:, None], n_heads, axis=1)
+            out = scaled_dot_product_attention(queries, keys, values, slot, 0.1, mask)
+            x = x + out.mean(axis=1)
+        return x
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", [PRECISION, KVPrecision.of(8, 32, 2)], ids=str)
-@pytest.mark.parametrize("shape", [SHAPE, AttentionShape(3, 1, 96, 64)], ids=str)
-def test_every_strategy_is_right_here(
-    shape: AttentionShape, precision: KVPrecision, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def planned(
+    choice: Strategy | Literal["auto"] = "auto", model: Layers | None = None, packed: bool = True
+) -> AttentionPlan:
+    """Return the plan of a model whose layers are one group."""
+    model = model or Layers(4, 4)
+    spec = plan_attention(model, ModelCacheSpec.probe(model, KEPT), choice, packed)
+    assert [slot.plan for slot in spec.make_cache()] == [spec.plans["0"]] * 2
+    return spec.plans["0"]
+
+
+def by_policy(on: Backend = "cpu") -> AttentionPlan:
+    return AttentionPlan(rules_for(SHAPE, KVPrecision.of(8, 64).keys, on), can_take_packed=True)
+
+
+DEQUANTIZES = AttentionPlan(can_take_packed=True)
+
+
+@pytest.fixture(params=["cpu", "metal"])
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """The backend whose cases are tried, without the largest."""
+    computed_on(request.param, monkeypatch)
+    return request.param
+
+
+def computed_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_check, "backend", lambda: backend)
-    cases = {backend: {(300, 0): (1, 3, 17), (1037, 243): (1, 32)}}
-    monkeypatch.setattr(attention_check, "_CASES", cases)
-    given = precision.fitted(shape.k_dim, shape.v_dim)
-    assert completed(checking_attention(PLAN, shape, given, mx.float32)) == PLAN
+    for name in ("_METAL_CASES", "_CUDA_CASES"):
+        cases: Any = getattr(attention_check, name)
+        few = {size: counts for size, counts in cases.items() if size[0] < 2000}
+        monkeypatch.setattr(attention_check, name, few)
+
+
+@pytest.mark.parametrize("precision", [KVPrecision.of(8, 64, 4, rotated=True), "6, 2"], ids=str)
+@pytest.mark.parametrize("shape", [SHAPE, AttentionShape(3, 1, 96, 64)], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "metal"])
+def test_every_strategy_is_right_here(
+    shape: AttentionShape,
+    precision: KVPrecision | str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed_on(backend, monkeypatch)
+    given = KVPrecision.of(6, 32, 2) if isinstance(precision, str) else precision
+    fitted = given.fitted(shape.k_dim, shape.v_dim)
+    wrong = attention_check._wrong_strategies(forced_plan("packed"), shape, fitted, mx.float32)
+    assert not wrong
 
 
 Product = Callable[..., mx.array]
@@ -99,30 +151,39 @@ def leaves_some_unwritten(product: Product) -> Product:
     return multiply
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda product: lambda *given, **more: product(*given, **more) * mx.nan,
-        lambda product: lambda *given, **more: product(*given, **more) * 0.0,
-        lambda product: off_beyond(product, 1024),
-        lambda product: off_for_few_rows(product),
-        lambda product: off_for_odd_scales(product),
-        lambda product: leaves_some_unwritten(product),
-    ],
-    ids=["nan", "zero", "many keys", "few rows", "alignment", "memory that nobody wrote"],
-)
+FAULTS: dict[str, tuple[str, Any]] = {
+    "nan": ("cpu", lambda product: lambda *given, **more: product(*given, **more) * mx.nan),
+    "zero": ("cpu", lambda product: lambda *given, **more: product(*given, **more) * 0.0),
+    "memory that nobody wrote": ("cpu", leaves_some_unwritten),
+    "many keys": ("metal", lambda product: off_beyond(product, 1024)),
+    "few rows": ("metal", off_for_few_rows),
+    "alignment": ("cuda", off_for_odd_scales),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_packed_attention_that_is_wrong_is_left_out_and_named(
-    broken: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also if it is asked for."""
+    backend, broken = FAULTS[fault]
+    computed_on(backend, monkeypatch)
     monkeypatch.setattr(pk, "matmul", broken(pk.matmul))
     with caplog.at_level(logging.WARNING):
-        plan = checked()
-    assert [rule.strategy for rule in plan.rules] == ["tiled"]
-    assert "packed attention over k6rv4rb64 keys is wrong in" in caplog.text
+        assert planned("packed", Layers(1, 1)) == DEQUANTIZES
+    assert "packed attention over k8rv4rb64 keys is wrong on" in caplog.text
 
 
-@pytest.mark.parametrize("backend", ["cuda", "metal"])
+def test_by_the_policy_too_all_dequantize_where_packed_attention_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert planned() == by_policy() != DEQUANTIZES
+    monkeypatch.setattr(pk, "matmul", off_beyond(pk.matmul, 10))
+    assert planned() == DEQUANTIZES
+
+
 @pytest.mark.parametrize("is_wrong", [lambda n: n % 4 != 0, lambda n: n % 128 == 0])
+@pytest.mark.parametrize("backend", ["cuda", "metal"])
 def test_each_kind_of_number_of_keys_is_tried_on_a_gpu(
     backend: str, is_wrong: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,98 +194,151 @@ def test_each_kind_of_number_of_keys_is_tried_on_a_gpu(
         right = product(x, packed, *given, transpose=transpose)
         return right * 1.5 if transpose and is_wrong(packed[0].shape[2]) else right
 
-    cases: Any = attention_check._CASES
-    few = {size: counts for size, counts in cases[backend].items() if size[0] < 2000}
-    monkeypatch.setattr(attention_check, "_CASES", {backend: few})
-    monkeypatch.setattr(attention_check, "backend", lambda: backend)
+    computed_on(backend, monkeypatch)
     monkeypatch.setattr(pk, "matmul", multiply)
-    assert [rule.strategy for rule in checked().rules] == ["tiled"]
+    assert planned("packed") == DEQUANTIZES
 
 
-def test_packed_attention_that_is_wrong_is_not_taken_if_asked_for(
+@pytest.mark.parametrize("n_keys", [301, 1037, 33_000])
+def test_a_fault_of_the_fused_kernel_is_found_at_each_length_that_metal_distinguishes(
+    n_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = mx.fast.scaled_dot_product_attention
+
+    def off(queries: mx.array, keys: mx.array, *others: Any, **more: Any) -> mx.array:
+        return fused(queries, keys, *others, **more) * (2 if keys.shape[2] == n_keys else 1)
+
+    monkeypatch.setattr(attention_check, "backend", lambda: "metal")
+    counts = {size: counts[:1] for size, counts in attention_check._METAL_CASES.items()}
+    monkeypatch.setattr(attention_check, "_METAL_CASES", counts)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", off)
+    with pytest.raises(ModelNotSupported):
+        planned("dequantize")
+
+
+def test_cuda_computes_no_packed_product_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pk, "matmul", off_beyond(pk.matmul, 1024))
-    assert checked(forced_plan("packed")).rules == ()
+    """Each kernel is compiled when it is first used, which takes seconds."""
+    model = Layers(4, 4)
+    spec = ModelCacheSpec.probe(model, KEPT)
+    attend, product = mx.fast.scaled_dot_product_attention, pk.matmul
+    queries_of: dict[str, list[int]] = {"fused": [], "packed": []}
 
+    def fused(queries: mx.array, *given: Any, **more: Any) -> mx.array:
+        queries_of["fused"].append(queries.shape[2])
+        return attend(queries, *given, **more)
 
-def test_no_number_of_queries_takes_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where cuDNN would build a kernel for each number of keys."""
-    monkeypatch.setattr(pk, "matmul", off_beyond(pk.matmul, 1024))
+    def multiplied(x: mx.array, *given: Any, **more: Any) -> mx.array:
+        queries_of["packed"].append(x.shape[2])
+        return product(x, *given, **more)
+
+    computed_on("cuda", monkeypatch)
+    monkeypatch.setattr(policy, "backend", lambda: "cuda")
     monkeypatch.setattr(attention, "builds_for_each_length", lambda: True)
-    plan = checked(AttentionPlan(rules_for(SHAPE, PRECISION.keys, "cuda"), can_take_packed=True))
-    assert {plan.choose(n, 900, rows, 1) for n in range(1, 40) for rows in (1, 9)} == {"dequantize"}
+    monkeypatch.setattr(attention_check, "packed_shapes", lambda *given: [SHAPE] * 2)
+    monkeypatch.setattr(pk, "matmul", multiplied)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
+    assert plan_attention(model, spec).plans == {"0": DEQUANTIZES}
+    assert queries_of == {"fused": [1, 1, 4, 4], "packed": []}  # each over NaN first
+    assert plan_attention(model, spec, "packed").plans == {"0": forced_plan("packed")}
+    assert queries_of["packed"]
 
 
-def test_a_device_that_dequantizes_wrongly_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_device_that_dequantizes_wrongly_keeps_nothing(
+    packed: bool, on: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the model takes no packed keys."""
     fused = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(
         mx.fast, "scaled_dot_product_attention", lambda *given, **more: fused(*given, **more) * 2
     )
-    with pytest.raises(ModelNotSupported, match="dequantizing attention over k6rv4rb64 keys is"):
-        checked()
+    with pytest.raises(ModelNotSupported, match="dequantizing attention over k8rv4rb64 keys is"):
+        planned(packed=packed)
 
 
-def test_a_check_leaves_the_random_numbers_of_others_alone() -> None:
+def test_a_probe_leaves_the_random_numbers_of_others_alone() -> None:
     mx.random.seed(3)
     expected = mx.random.uniform()
     mx.random.seed(3)
-    checked()
+    planned()
     assert mx.random.uniform().item() == expected.item()
 
 
-class Layers(nn.Module):  # type: ignore[misc]
-    """Layers of attention over one key head, each with as many query heads as `n_q_heads` says."""
+def test_groups_that_are_alike_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(4, 4, 2)
+    spec = ModelCacheSpec.probe(model, KEPT)
+    (group,) = spec.groups
+    parts = [replace(group, name=str(slot), slots=(slot,)) for slot in group.slots]
+    probed = []
+    layer = attention_check._Layer
 
-    def __init__(self, *n_q_heads: int, takes_packed: bool = True) -> None:
-        super().__init__()
-        self.layers = [nn.Identity() for _ in n_q_heads]
-        self.n_q_heads, self.takes_packed = n_q_heads, takes_packed
+    def noted(shape: AttentionShape, *given: Any) -> Any:
+        probed.append(shape)
+        return layer(shape, *given)
 
-    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        x = mx.random.normal((20, 64), key=mx.random.key(0))[inputs]
-        for slot, n_heads in zip(cache, self.n_q_heads, strict=True):
-            mask = create_attention_mask(x, slot)
-            keys, values = slot.update_and_fetch(x[:, None], x[:, None])
-            if not self.takes_packed:
-                keys = keys + 0.0
-            queries = mx.repeat(x[:, None], n_heads, axis=1)
-            out = scaled_dot_product_attention(queries, keys, values, slot, 0.1, mask)
-            x = x + out.mean(axis=1)
-        return x
+    monkeypatch.setattr(attention_check, "_Layer", noted)
+    found = plan_attention(model, replace(spec, groups=tuple(parts)))
+    assert list(found.plans) == ["0", "1", "2"] and len(set(found.plans.values())) == 1
+    assert probed == [SHAPE, AttentionShape(2, 1, 64, 64)]
+
+
+class OtherRank:
+    """Two ranks; the other rank finds that `n_right` strategies are right."""
+
+    def __init__(self, n_right: int) -> None:
+        self.n_right, self.n_asked = n_right, 0
+
+    def least(self, value: int, what: str) -> int:
+        self.n_asked += 1
+        return min(value, self.n_right)
+
+
+def test_the_ranks_agree_once_and_plan_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    for n_right, expected in ((2, by_policy()), (1, DEQUANTIZES)):
+        other = OtherRank(n_right)
+        monkeypatch.setattr(attention_check, "ranks", lambda other=other: other)
+        assert planned() == expected and other.n_asked == 1
+    monkeypatch.setattr(attention_check, "ranks", lambda: OtherRank(0))
+    with pytest.raises(ModelNotSupported):
+        planned()
 
 
 def test_every_quantized_group_has_the_plan_of_its_shape() -> None:
     model = tiny_gemma3()
     spec = ModelCacheSpec.probe(model, PrecisionChoice(8, 4))
-    planned = completed(planning(model, spec))
+    found = plan_attention(model, spec)
     rules = rules_for(AttentionShape(2, 1, 64, 64), KVPrecision.of(8, 64, 4).keys)
-    assert planned == spec and planned.plans == {"1": AttentionPlan(rules, can_take_packed=True)}
-    window, full = planned.make_cache()
-    assert full.plan is planned.plans["1"] and not hasattr(window, "plan")
+    assert found == spec and found.plans == {"1": AttentionPlan(rules, can_take_packed=True)}
+    window, full = found.make_cache()
+    assert full.plan is found.plans["1"] and not hasattr(window, "plan")
 
 
+@pytest.mark.parametrize("choice", ["auto", "packed"])
 @pytest.mark.parametrize(
-    ("model", "is_taken"),
+    ("model", "packed"),
     [
-        (Layers(4, 4), True),
-        (Layers(4, 4, takes_packed=False), False),
-        (Layers(4, 2), False),
+        (Layers(4, 4, takes_packed=False), True),
+        (Layers(4, 2), True),
+        (Layers(4, 4), False),
     ],
-    ids=["takes-packed", "plain-only", "unlike-layers"],
+    ids=["plain-only", "unlike-layers", "by-its-architecture"],
 )
-def test_models_that_need_plain_keys_dequantize(model: Layers, is_taken: bool) -> None:
+def test_models_that_need_plain_keys_dequantize(
+    model: Layers, packed: bool, choice: Literal["auto", "packed"]
+) -> None:
     """So do layers of one group that attend in several ways."""
-    spec = ModelCacheSpec.probe(model, evaluate=False)
-    planned = completed(planning(model, spec, "packed"))
-    expected = forced_plan("packed") if is_taken else AttentionPlan()
-    assert planned.plans == {"0": expected}
-    assert [slot.plan for slot in planned.make_cache()] == [expected] * 2
+    assert planned(choice, model, packed) == AttentionPlan()
+
+
+@pytest.mark.parametrize("choice", ["dequantize", "packed", "tiled"])
+def test_a_strategy_that_is_asked_for_overrides_the_policy(choice: Strategy) -> None:
+    assert planned(choice) == forced_plan(choice)
 
 
 def test_layers_in_full_precision_have_no_plan() -> None:
     model = Layers(4, 4)
-    spec = ModelCacheSpec.probe(model, PrecisionChoice(16, 16), evaluate=False)
-    planned = completed(planning(model, spec))
-    assert planned.plans == {}
-    assert [type(slot) for slot in planned.make_cache()] == [KVCache, KVCache]
+    found = plan_attention(model, ModelCacheSpec.probe(model, PrecisionChoice(16, 16)))
+    assert found.plans == {}
+    assert [type(slot) for slot in found.make_cache()] == [KVCache, KVCache]

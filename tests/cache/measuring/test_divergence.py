@@ -32,12 +32,12 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def spec(model: Any) -> ModelCacheSpec:
-    return ModelCacheSpec.probe(model, evaluate=False)
+    return ModelCacheSpec.probe(model)
 
 
 @pytest.fixture(scope="module")
 def own(model: Any) -> ModelCacheSpec:
-    return ModelCacheSpec.probe(model, PrecisionChoice(FULL_BITS, FULL_BITS), evaluate=False)
+    return ModelCacheSpec.probe(model, PrecisionChoice(FULL_BITS, FULL_BITS))
 
 
 def read(model: Any, own: list[Any], other: list[Any], ids: list[int] = IDS) -> Predictions:

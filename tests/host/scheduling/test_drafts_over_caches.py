@@ -31,7 +31,7 @@ from .test_guesses import batch_of_rows
 
 WORDS = 60
 """Ids that prompts are made of."""
-FULL, DEFAULT = PrecisionChoice(16, 16), PrecisionChoice(6, 4, rotated=True)
+FULL, DEFAULT = PrecisionChoice(16, 16), PrecisionChoice()
 
 
 class Composite(nn.Module):  # type: ignore[misc]

@@ -190,7 +190,7 @@ def test_only_a_single_reply_without_processors_is_guessed(change: str) -> None:
     assert made.next(batch)[1] == (change == "nothing")
 
 
-@pytest.mark.parametrize("choice", [PrecisionChoice(16, 16), PrecisionChoice(6, 4, rotated=True)])
+@pytest.mark.parametrize("choice", [PrecisionChoice(16, 16), PrecisionChoice()])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) -> None:
     """Over the ends of blocks, where drafts are shortened."""

@@ -219,7 +219,7 @@ def test_parts_that_fit_a_chunk_are_computed_together(serve: Callable[..., Servi
 def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_precision: int) -> None:
     """The model makes one mask for all layers, and quantized rows have another than padded ones."""
     model = tiny_model(n_layers=3)
-    spec = ModelCacheSpec.probe(model, PrecisionChoice(outer_key_bits=8))
+    spec = ModelCacheSpec.probe(model, PrecisionChoice())
     groups = list(spec.groups)
     groups[full_precision] = replace(groups[full_precision], precision=None)
     spec = spec_with(model, groups)

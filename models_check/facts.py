@@ -1,0 +1,277 @@
+"""Facts about an architecture that only evaluation shows, found on a tiny model of it.
+
+Every fact says that two runs of the same tokens agree. The models compute in float32, so runs that
+agree differ by rounding alone, and runs that do not differ by about the spread of the logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import methodcaller
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_lm_kvpersist.cache.blocks.cut_join import (
+    Joiner,
+    Piece,
+    copy_newest,
+    copy_state,
+    first_cached,
+    split,
+)
+from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
+from mlx_lm_kvpersist.cache.geometry.kinds import replaced, slots_of
+from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.packed import GRID, headroom
+from mlx_lm_kvpersist.cache.live.policy import forced_plan
+from mlx_lm_kvpersist.cache.live.quantized import batch_of
+from mlx_lm_kvpersist.cache.live.rows import rows_of
+from mlx_lm_kvpersist.cache.measuring.observe import packed_shapes
+from mlx_lm_kvpersist.errors import ModelNotSupported
+from mlx_lm_kvpersist.host.patching.patch import PatchSet
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
+
+from .conversation import random_ids
+
+logger = logging.getLogger(__name__)
+
+QUANTIZED = PrecisionChoice(8, 4, rotated=True)
+FULL_PRECISION = PrecisionChoice(FULL_BITS, FULL_BITS)
+
+TOLERANCE = 5e-4
+"""Most that logits may differ, as a share of their spread. Rounding makes differences of up to
+5e-6; the smallest difference that a fault makes in the zoo is 3e-2."""
+
+_SIZES = ((3, 4), (40, 9), (258, 5))
+"""Tokens of each prompt that are computed alone, and in the next call. Two prompts are longer than
+the zoo's windows, and one has a block of the grid behind it, which is read quantized."""
+
+_NEXT_IDS = (7, 11, 13)
+"""The reply to every prompt."""
+
+_N_RESTORED, _CUT = 24, 16
+
+Logits = list[mx.array]
+"""Logits after each token of a reply, [n, vocab], for each prompt."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What one model shows: `differences` of runs that must agree, by the fact that they are about.
+
+    A fact that no run is about is not shown: the model's shapes do not allow it.
+    """
+
+    differences: Mapping[str, float] = field(default_factory=dict)
+    refused: str = ""
+
+    def shows(self, fact: str) -> bool | None:
+        """Return whether a fact is true for the model, None if nothing is shown."""
+        found = [x for name, x in self.differences.items() if name.split(",")[0] == fact]
+        return all(x <= TOLERANCE for x in found) if found else None  # nan is not
+
+
+def combined(several: Sequence[Evaluated]) -> Architecture:
+    """Return the facts that all models of an architecture show."""
+    batches, joins, packed = (
+        set(map(methodcaller("shows", fact), several)) - {None} == {True}
+        for fact in ("batches", "joins", "packed")
+    )
+    refused = next((one.refused for one in several if one.refused), "")
+    return Architecture(batches, batches and joins, packed, refused)
+
+
+@contextmanager
+def server_attention() -> Iterator[None]:
+    """Let mlx-lm's attention take packed keys while the block runs, as in the server."""
+    applied = PatchSet()
+    applied.apply([patch for patch in PATCHES if patch.name == "attention"])
+    try:
+        yield
+    finally:
+        applied.undo()
+
+
+def evaluated(model: Any) -> Evaluated:
+    """Evaluate a model that computes in float32; `server_attention` must be in place.
+
+    Nothing is shown by a model whose caches are of classes that the plugin refuses.
+    """
+    try:
+        plain = Runs(model, ModelCacheSpec.probe(model, FULL_PRECISION))
+        spec = ModelCacheSpec.probe(model, QUANTIZED)
+    except ModelNotSupported:
+        return Evaluated()
+    dequantized, ways = Runs(model, spec), {"plain": plain}
+    try:
+        restored = difference_of_restored(model, spec)
+        assert plain.alone and dequantized.alone
+    except Exception as error:
+        return Evaluated(refused=f"it fails over the plugin's caches: {error!r}")
+    found = {"restored": restored}
+    if spec.quantized:
+        ways["dequantized"] = dequantized
+    if (packed_spec := packed(model, spec)).plans:
+        runs = Runs(model, packed_spec)
+        found["packed"] = _difference(dequantized.alone, lambda: runs.alone)
+        if found["packed"] <= TOLERANCE:
+            ways["packed"] = runs
+    for name, runs in ways.items():
+        found[f"batches, {name}"] = runs.difference(runs.decoded_together)
+        if name != "dequantized":  # arrays of quantized caches are never joined
+            found[f"joins, {name}"] = runs.difference(runs.computed_together)
+    kept = restored <= TOLERANCE
+    return Evaluated(found, "" if kept else "it keeps state outside its caches")
+
+
+def packed(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
+    """Return a spec whose groups attend over packed keys where tracing shows that they can."""
+    slots, plans = slots_of(spec.make_cache()), {}
+    for group in spec.quantized:
+        shapes = packed_shapes(model, spec.make_cache, group.slots)
+        if all(shapes[slot] is not None for slot in group.slots):
+            plans[group.name] = forced_plan("packed")
+            for slot in group.slots:
+                slots[slot].plan = plans[group.name]
+    return replace(spec, template=replaced(spec.template, slots), plans=plans)
+
+
+class Runs:
+    """The same prompts and replies, computed in several ways over the caches of one spec."""
+
+    def __init__(self, model: Any, spec: ModelCacheSpec) -> None:
+        self.model, self.spec = model, spec
+
+    @cached_property
+    def _firsts(self) -> list[list[Any]]:
+        """Caches that hold the first tokens of each prompt."""
+        made = []
+        for first, _ in _prompts():
+            made.append(self.spec.make_cache())
+            _compute(self.model, made[-1], first)
+        return made
+
+    @cached_property
+    def alone(self) -> Logits:
+        """The logits of each prompt and its reply computed alone."""
+        return [_reply(self.model, caches)[0] for caches in self._computed()]
+
+    def _computed(self) -> Iterator[list[Any]]:
+        """Yield caches that hold one prompt each."""
+        for caches, (_, last) in zip(copy.deepcopy(self._firsts), _prompts(), strict=True):
+            _compute(self.model, caches, last)
+            yield caches
+
+    def decoded_together(self) -> Logits:
+        """Compute the prompts alone, and decode their replies in one batch, as the server does."""
+        batch = [_merged(caches) for caches in zip(*self._computed(), strict=True)]
+        logits = list(_reply(self.model, batch, len(_SIZES)))
+        for cache in batch:
+            cache.extract(0)  # as the server does with a row that has ended
+        return logits
+
+    def computed_together(self) -> Logits:
+        """Compute the last tokens of all prompts in one call, and decode the replies alone.
+
+        Raises ValueError if caches of these classes stay apart.
+        """
+        lasts = [last for _, last in _prompts()]
+        n_tokens = [len(last) for last in lasts]
+        rows = [[_merged([cache]) for cache in caches] for caches in copy.deepcopy(self._firsts)]
+        layers = [rows_of(caches, n_tokens) for caches in zip(*rows, strict=True)]
+        if None in layers:
+            raise ValueError("caches of these classes are not joined")
+        ids = [[*last, *[0] * (max(n_tokens) - len(last))] for last in lasts]
+        mx.eval(self.model(mx.array(ids, mx.int32), cache=layers))
+        return [_reply(self.model, caches)[0] for caches in rows]
+
+    def difference(self, run: Callable[[], Logits]) -> float:
+        """Return how far the logits of a run are from those of each prompt alone."""
+        return _difference(self.alone, run)
+
+
+def difference_of_restored(model: Any, spec: ModelCacheSpec) -> float:
+    """Return how far logits over caches that were cut and joined are from those over the caches.
+
+    Another prompt is computed before, so a model that keeps state outside its caches differs.
+    """
+    ids = random_ids(31, _N_RESTORED)
+    caches = spec.make_cache()
+    _compute(model, caches, ids)
+    restored = _restored(spec, caches)
+    expected = [_reply(model, caches)[0]]
+    _compute(model, spec.make_cache(), random_ids(32, 9))
+    return _difference(expected, lambda: [_reply(model, restored)[0]])
+
+
+def _restored(spec: ModelCacheSpec, caches: Sequence[Any]) -> list[Any]:
+    """Return caches of the same tokens that were cut into blocks and joined, as by a restore."""
+    n_tokens = _N_RESTORED
+    starts = {
+        window: max(first_cached(spec, window, caches), n_tokens - window)
+        for window in spec.sliding
+    }
+    n_held = {window: n_tokens - start for window, start in starts.items()}
+    joiner = Joiner(spec, n_tokens, headroom(1), n_held, whole=False)
+    cuts = [(0, _CUT), (_CUT, n_tokens)] if spec.full else []
+    for (start, stop), block in zip(cuts, split(spec.full, caches, cuts), strict=True):
+        joiner.add(Piece(block, 0, stop - start))
+    for window, start in starts.items():
+        (arrays,) = split(spec.sliding[window], caches, [(start, n_tokens)])
+        joiner.add(Piece(arrays, 0, n_tokens - start), window)
+    newest = copy_newest(spec.quantized, caches, n_tokens)
+    joiner.add_state({**copy_state(spec, caches), **newest}, n_tokens)
+    return joiner.finish()
+
+
+def _prompts() -> list[tuple[list[int], list[int]]]:
+    return [(random_ids(40 + n, n), random_ids(50 + n, n_last)) for n, n_last in _SIZES]
+
+
+def _compute(model: Any, caches: list[Any], ids: Sequence[int]) -> None:
+    """Compute tokens of one prompt, up to the end of a block of the grid at a time."""
+    for start in range(0, len(ids), GRID):
+        mx.eval(model(mx.array([ids[start : start + GRID]], mx.int32), cache=caches))
+
+
+def _merged(caches: Sequence[Any]) -> Any:
+    """Return a batch of one layer's caches, made as the server makes it."""
+    return batch_of(list(caches)) or caches[0].merge(list(caches))
+
+
+def _reply(model: Any, caches: list[Any], n_rows: int = 1) -> mx.array:
+    """Decode the reply; return its logits [rows, n, vocab]."""
+    steps = []
+    for token in _NEXT_IDS:
+        steps.append(model(mx.full((n_rows, 1), token, mx.int32), cache=caches)[:, -1])
+        mx.eval(steps[-1])
+    return mx.stack(steps, axis=1).astype(mx.float32)
+
+
+def _difference(expected: Logits, run: Callable[[], Logits]) -> float:
+    """Return the largest difference between the logits of a run and the expected ones.
+
+    It is a share of their spread (root mean squares); infinity for a run that raises.
+    """
+    try:
+        return max(_apart(one, other) for one, other in zip(expected, run(), strict=True))
+    except Exception as error:
+        # A model may raise anything over caches that it does not expect.
+        logger.debug("a run raises: %r", error)
+        return math.inf
+
+
+def _apart(one: mx.array, other: mx.array) -> float:
+    # Some architectures mask tokens with -inf.
+    masked = mx.isinf(one) & (one == other)
+    one, other = (mx.where(masked, 0, x) for x in (one, other))
+    difference = mx.sqrt(mx.square(one - other).mean(axis=-1))
+    return float((difference / (mx.sqrt(mx.var(one, axis=-1)) + 1e-6)).max())

@@ -1,0 +1,186 @@
+"""Evaluation finds what a model's code does wrong, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache
+
+from mlx_lm_kvpersist.cache.geometry.architectures import Architecture, known
+from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.rows import ArrayRows, PackedRows
+from models_check.build import build
+from models_check.configs import CONFIGS, module_of
+from models_check.facts import TOLERANCE, Evaluated, combined, evaluated, server_attention
+
+VOCAB, DIM = 256, 64
+TABLE, KEYS = mx.random.normal((2, VOCAB, DIM), key=mx.random.key(0))
+TRUE = Architecture(batches=True, joins=True, packed=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def attention() -> Iterator[None]:
+    with server_attention():
+        yield
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    """One layer of attention; its logits are what it attends to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Identity()]
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        x = TABLE[inputs]
+        mask = create_attention_mask(x, cache[0])
+        held = cache[0].update_and_fetch(KEYS[inputs][:, None], x[:, None])
+        out = scaled_dot_product_attention(x[:, None], *held, cache[0], scale=0.1, mask=mask)
+        return self.logits(out[:, 0], cache[0])
+
+    def logits(self, out: mx.array, cache: Any) -> mx.array:
+        return out
+
+
+def facts(model: Any) -> Architecture:
+    return combined([evaluated(model)])
+
+
+def test_a_model_that_does_everything_right() -> None:
+    assert facts(Attention()) == TRUE
+
+
+@pytest.mark.parametrize("share", [0.05, 1.0, float("nan")])
+def test_rows_that_are_mixed_are_neither_decoded_nor_computed_together(share: float) -> None:
+    class Mixes(Attention):
+        def logits(self, out: mx.array, cache: Any) -> mx.array:
+            return (1 - share) * out + share * out.mean(axis=0) if out.shape[0] > 1 else out
+
+    assert facts(Mixes()) == Architecture(batches=False, joins=False, packed=True)
+
+
+class FailsOver(Attention):
+    """Raises over caches of one class."""
+
+    def __init__(self, cls: type) -> None:
+        super().__init__()
+        self.cls = cls
+
+    def logits(self, out: mx.array, cache: Any) -> mx.array:
+        if isinstance(cache, self.cls):
+            if out.shape[0] > 1:
+                raise RuntimeError("one row at a time")
+        return out
+
+
+@pytest.mark.parametrize(
+    ("cls", "batches", "joins"),
+    [
+        (FullPrecisionBatchKVCache, False, False),
+        (BatchQuantizedKVCache, False, False),
+        (ArrayRows, True, False),
+        (PackedRows, True, False),
+        (ArraysCache, True, True),
+    ],
+)
+def test_a_model_that_fails_over_some_caches(cls: type, batches: bool, joins: bool) -> None:
+    assert facts(FailsOver(cls)) == Architecture(batches, joins, packed=True)
+
+
+def test_caches_that_cannot_be_merged_or_taken_apart_are_not_batched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Chunked(Attention):
+        def make_cache(self) -> list[Any]:
+            return [ChunkedKVCache(64)]
+
+    assert not facts(Chunked()).batches
+
+    def raises(self: Any, row: int) -> None:
+        raise RuntimeError("no row")
+
+    monkeypatch.setattr(BatchQuantizedKVCache, "extract", raises)
+    assert not facts(Attention()).batches
+
+
+def half(out: mx.array) -> mx.array:
+    return out / 2
+
+
+def backwards(out: mx.array) -> mx.array:
+    return out[..., ::-1]
+
+
+@pytest.mark.parametrize("change", [half, backwards])
+def test_a_model_that_reads_packed_keys_wrongly_is_given_arrays(
+    change: Callable[[mx.array], mx.array],
+) -> None:
+    class ByItsBits(Attention):
+        def logits(self, out: mx.array, cache: Any) -> mx.array:
+            return change(out) if hasattr(cache, "bits") else out
+
+    assert facts(ByItsBits()) == Architecture(batches=True, joins=True, packed=False)
+
+
+class Counts(Attention):
+    """Goes by how often it was called, which no cache holds."""
+
+    n_calls = 0
+
+    def logits(self, out: mx.array, cache: Any) -> mx.array:
+        self.n_calls += 1
+        return out + mx.sin(mx.arange(DIM) * self.n_calls)
+
+
+class Remembers(Attention):
+    """Goes by the length of the prompt that it computed last."""
+
+    n_tokens = 0
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        if inputs.shape[1] > 1:
+            self.n_tokens = inputs.shape[1]
+        return super().__call__(inputs, cache) + mx.sin(mx.arange(DIM) * self.n_tokens)
+
+
+@pytest.mark.parametrize("cls", [Counts, Remembers])
+def test_a_model_that_keeps_state_outside_its_caches_is_refused(cls: type[Attention]) -> None:
+    assert facts(cls()).refused == "it keeps state outside its caches"
+
+
+def test_a_model_that_fails_over_our_caches_is_refused() -> None:
+    class Fails(Attention):
+        def logits(self, out: mx.array, cache: Any) -> mx.array:
+            if cache.offset > 20:
+                raise RuntimeError("too long")
+            return out
+
+    assert facts(Fails()) == Architecture(
+        False, False, False, "it fails over the plugin's caches: RuntimeError('too long')"
+    )
+
+
+def test_a_fact_is_what_all_models_show_that_show_anything() -> None:
+    right = Evaluated({"batches, plain": 0.0, "joins, plain": 0.0, "packed": 0.0})
+    silent = Evaluated({"batches, plain": 0.0, "joins, plain": 0.0})
+    wrong = Evaluated({"batches, plain": 0.0, "joins, plain": 1.0, "packed": 2 * TOLERANCE})
+    assert combined([right, silent]) == TRUE
+    assert combined([right, wrong]) == Architecture(batches=True, joins=False, packed=False)
+    assert combined([silent]) == Architecture(batches=True, joins=True, packed=False)
+    assert combined([Evaluated()]) == Architecture(False, False, False)
+    assert combined([right, Evaluated(refused="why")]).refused == "why"
+
+
+@pytest.mark.parametrize(
+    "module", ["llama", "deepseek_v2", "gemma2", "gpt_oss", "mamba", "minimax_m3_vl", "falcon_h1"]
+)
+def test_the_shipped_facts_are_those_of_evaluation(module: str) -> None:
+    """With another seed than the file is made with."""
+    names = [name for name in CONFIGS if module_of(name) == module]
+    assert combined([evaluated(build(name, seed=1)) for name in names]) == known()[1][module]
