@@ -1,4 +1,4 @@
-"""The block store: blocks in tiers, RAM, the disk and any others, and a writer between them."""
+"""The block store: blocks in tiers, and a writer between RAM and the tiers below."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .seal import PLAIN, Sealing
 from .sealed_objects import SealedObjects
 from .shared import SharedTier
 from .stored_runs import StoredRuns
-from .tier import DISK, LowerTier, Tier
+from .tier import DISK, RAM, LowerTier, SearchedTier
 from .writer import Task, Writer
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
@@ -82,7 +82,7 @@ class DiskTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self.view
 
-    def read(self, block: Record, root: Root) -> Arrays:
+    def load(self, block: Record, root: Root) -> Arrays:
         path = self.disk.files.path_of(block.key, block.folder)
         found, its_root, arrays = read_file(path, self.disk.sealing)
         if found != block:
@@ -91,7 +91,7 @@ class DiskTier:
             raise BlockCorrupt(f"{block} belongs to another model")
         return arrays
 
-    def write(
+    def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> list[Saved | Exception | None]:
         lost = self._lost.copy()
@@ -114,35 +114,34 @@ class DiskTier:
                 self._lost.difference_update(lost & {record.key for record in saved.commit.records})
         return results
 
-    def forget(self, key: bytes, reason: str | None = None) -> None:
+    def remove(self, key: bytes, reason: str | None = None) -> None:
         self._lost.add(key)
-        self._writer.submit(partial(self._take_away, key, reason))
+        self._writer.submit(partial(self._remove, key, reason))
 
-    def _take_away(self, key: bytes, reason: str | None) -> None:
+    def _remove(self, key: bytes, reason: str | None) -> None:
         if key not in self._lost:
-            return  # written anew since
-        try:
-            if reason is None:
-                self.disk.files.forget_missing(key)
-            else:
-                self.disk.files.quarantine(key, reason)
-        except (OSError, StoreError, sqlite3.Error) as error:
-            self._failed("take a block out of the store", error)
-            if reason is not None:
-                return  # it stays damaged
-        self._lost.discard(key)
+            return  # written again since
+        files = self.disk.files
+        if reason is None:
+            remove = partial(files.forget_missing, key)
+        else:
+            remove = partial(files.quarantine, key, reason)
+        if self.change("take a block out of the store", remove) or reason is None:
+            self._lost.discard(key)  # else the file stays, and is damaged
 
-    def use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
-        """Have the index told that a chain, given by its end, and these checkpoints are used."""
-        self._writer.submit(partial(self._use, end, checkpoints), is_note=True)
+    def change(self, what: str, change: Callable[[], object]) -> bool:
+        """Change files or index under the lock. Return False if that fails. Writer thread.
 
-    def _use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
+        `what` it does is said in the log if it fails.
+        """
         try:
             with self.disk.lock.held():
                 self.disk.follow_folder()
-                self.disk.index.touch(end, checkpoints)
+                change()
         except (OSError, StoreError, sqlite3.Error) as error:
-            self._failed("mark what was used", error)
+            self._failed(what, error)
+            return False
+        return True
 
     def sweep(self) -> None:
         """Remove what an interrupted run left, by an index that is whole. Writer thread."""
@@ -176,16 +175,10 @@ class BlockStore:
     """Blocks by key, and their checkpoints, in whichever tier they are.
 
     The generation thread reads and submits; a thread of the store's own changes the tiers below
-    RAM. `others` are tiers below the disk, the quickest first. `sealing` is the folder's.
+    RAM. `sealing` is the folder's.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        limits: StoreLimits,
-        others: Sequence[LowerTier] = (),
-        sealing: Sealing = PLAIN,
-    ) -> None:
+    def __init__(self, folder: Path, limits: StoreLimits, sealing: Sealing = PLAIN) -> None:
         self.folder = folder
         self.limits = limits
         self.turns_saved = self.turns_not_saved = 0
@@ -209,11 +202,12 @@ class BlockStore:
         self.runs = StoredRuns(lambda: self.index)
         self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.files.forgotten = partial(self.pool.set_stored, is_stored=False)
-        self.below: tuple[LowerTier, ...] = (self.disk_tier, *others)
-        """The tiers below RAM, in the order in which they are read."""
-        self.tiers: tuple[Tier, ...] = (self.pool, *self.below)
+        self.tiers: tuple[SearchedTier, ...] = (self.pool, self.disk_tier)
+        """The tiers that a lookup asks, the quickest first."""
+        self.lower: list[LowerTier] = [self.disk_tier]
+        """The tiers below RAM. A tier stores what the tier before it has stored."""
         self.shared: SharedTier | None = None
-        self.reader = Reader(self.pool, self.below, self._lose_from, self.failures)
+        self.reader = Reader(self.pool, self.disk_tier, self.lose, self.failures)
         self.writer.submit(self.disk_tier.sweep)
 
     def share(
@@ -231,6 +225,7 @@ class BlockStore:
         above = self.disk.content_of, disk.chain, disk.checkpoints, self._land, self.pool
         own = SealedObjects(objects, sealing, self.failures)
         self.shared = SharedTier(own, *above, replies_of, max_bytes)
+        self.lower.append(self.shared)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
         """Put what was fetched into RAM, and have it written to disk in the background."""
@@ -244,11 +239,9 @@ class BlockStore:
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         """Return the blocks that continue `parent`, of all tiers; see `BlockSource.children`."""
-        found: dict[bytes, Block] = {}
-        for tier in reversed(self.tiers):
-            for one in tier.children(parent, ahead, limit):
-                found[one.key] = one
-        return list(found.values())[:limit]
+        tiers = reversed(self.tiers)
+        blocks = {b.key: b for tier in tiers for b in tier.children(parent, ahead, limit)}
+        return list(blocks.values())[:limit]
 
     def ram_first(self, root: bytes, prompt: str | bytes) -> RamFirst:
         """Return a source of the same blocks that asks the tiers below RAM less often.
@@ -267,15 +260,14 @@ class BlockStore:
                     path[before] = parent = node.key
                     position += len(content)
                     break
-        return RamFirst(self, path.keys() - {b for tier in self.below for b in tier.branches(path)})
+        return RamFirst(self, path.keys() - self.disk_tier.branches(path))
 
     def __contains__(self, key: bytes) -> bool:
         return any(key in tier for tier in self.tiers)
 
     def tier_of(self, key: bytes) -> str:
         """Return the name of the tier that a stored block or checkpoint is read from."""
-        *upper, last = (self.pool, *self.below)
-        return next((tier.name for tier in upper if key in tier), last.name)
+        return RAM if key in self.pool else DISK
 
     def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Checkpoint]]:
         """Return, by block, the checkpoints of all tiers; a block that has none may be missing.
@@ -283,32 +275,28 @@ class BlockStore:
         Blocks are given by their keys.
         """
         tiers = reversed(self.tiers)
-        found = {one.key: one for tier in tiers for one in tier.checkpoints(blocks)}
+        checkpoints = {c.key: c for tier in tiers for c in tier.checkpoints(blocks)}
         by_block: dict[bytes, list[Checkpoint]] = {}
-        for one in found.values():
-            by_block.setdefault(one.block, []).append(one)
+        for checkpoint in checkpoints.values():
+            by_block.setdefault(checkpoint.block, []).append(checkpoint)
         return by_block
 
-    # Forget.
+    # Remove.
 
-    def lose(self, block: Record, reason: str) -> None:
+    def lose(self, block: Record, reason: str | None) -> None:
         """Take a block or checkpoint that must not be used out of all tiers. Any thread.
 
-        A block takes its checkpoints along. The disk moves it to quarantine.
+        A block takes its checkpoints along. The disk moves it to quarantine. Without a reason, the
+        disk lacks its file.
         """
-        self._lose_from(self.below, block, reason)
-
-    def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
         if reason is not None:
             self.failures.add("%s goes to quarantine: %s", block, reason)
             self.disk.files.gone[block.key] = Gone.QUARANTINED
             self.blocks_quarantined += 1
-            self.pool.drop(block.key)
+            self.pool.remove(block.key)
         self.n_changes += 1
-        for tier in tiers:
-            tier.forget(block.key, reason)
-        if self.shared is not None:
-            self.shared.forget(block.key, reason)
+        for tier in self.lower:
+            tier.remove(block.key, reason)
 
     # Add.
 
@@ -364,7 +352,7 @@ class BlockStore:
         """Say whether a block or checkpoint is below RAM, or on its way there."""
         entry = self.pool.get(key)
         if entry is None or entry.is_stored:  # another process may have evicted it since
-            return any(key in tier for tier in self.below)
+            return key in self.disk_tier
         return self.writer.will_write(key)
 
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
@@ -381,11 +369,11 @@ class BlockStore:
     def forks(self, chain: Sequence[Block]) -> set[bytes]:
         """Return the keys of a chain's blocks after which another conversation goes on, too."""
         path = {block.parent: block.key for block in chain[1:]}
-        found = {key for tier in self.below for key in tier.branches(path)}
+        forks = set(self.disk_tier.branches(path))
         for parent, child in path.items():
-            if any(one.key != child for one in self.pool.children(parent, limit=2)):
-                found.add(parent)
-        return found
+            if any(block.key != child for block in self.pool.children(parent, limit=2)):
+                forks.add(parent)
+        return forks
 
     def resize(self, max_ram_bytes: int) -> None:
         """Let the pool, and in it what waits to be written, have so many bytes. Any thread."""
@@ -406,14 +394,7 @@ class BlockStore:
 
     def change_index(self, what: str, change: Callable[[Index], None]) -> None:
         """Have the writer change the index; `what` it does is said where it fails."""
-
-        def run() -> None:
-            try:
-                with self.disk.lock.held():
-                    change(self.index)
-            except (OSError, StoreError, sqlite3.Error) as error:
-                self._failed(what, error)
-
+        run = partial(self.disk_tier.change, what, lambda: change(self.index))
         self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
@@ -423,7 +404,7 @@ class BlockStore:
         are of no use without it.
         """
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
-        self.disk_tier.use(chain[-1], checkpoints)
+        self.change_index("mark what was used", lambda index: index.touch(chain[-1], checkpoints))
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
@@ -440,7 +421,7 @@ class BlockStore:
         found: dict[str, dict[str, Any]]
         found = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
-            for tier in (*self.tiers, *((self.shared,) if self.shared else ()))
+            for tier in (self.pool, *self.lower)
         }
         with self.index.asked_once() as index:
             last_hour_bytes = index.state.written_last_hour()
@@ -491,7 +472,7 @@ class BlockStore:
         commits = [task.commit for task in tasks if task.commit is not None]
         results: Sequence[Saved | Exception | None]
         try:
-            results = self.disk_tier.write(commits, self.pool.get)
+            results = self.disk_tier.store(commits, self.pool.get)
         except Exception as error:
             results = [error] * len(tasks)
         for task, result in zip(tasks, results, strict=True):
@@ -506,8 +487,8 @@ class BlockStore:
         if commit.records or commit.replies:
             self.turns_saved += commit.leaf is not None
             self._failures.clear()
-        if self.shared is not None:
-            self.shared.write(commit)
+        for tier in self.lower[1:]:
+            tier.store([commit], self.pool.get)
         self.pool.set_stored({record.key for record in commit.records})
         for replaced, _ in commit.leaf.replaced if commit.leaf else ():
             self.pool.drop_unpinned(replaced)

@@ -243,7 +243,7 @@ class BlockPool:
                 self.held_bytes += entry.n_bytes * entry.is_held
                 self._requeue(entry.block.key)
 
-    def drop(self, key: bytes) -> None:
+    def remove(self, key: bytes) -> None:
         """Remove a checkpoint, or a block with its checkpoints."""
         with self._lock:
             for one in (key, *self._checkpoints.get(key, ())):
@@ -251,7 +251,7 @@ class BlockPool:
                     self._remove(one)
 
     def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
-        """Do what `drop` does, unless a commit waits to be written with this block or checkpoint.
+        """Do what `remove` does, unless a commit waits to be written with this block or checkpoint.
 
         `written` says whether one that a tier below has is dropped, too. Of a block that is not
         here the checkpoints may be.
@@ -259,7 +259,7 @@ class BlockPool:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or (not entry.pins and (written or not entry.is_stored)):
-                self.drop(key)
+                self.remove(key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
         """Drop the blocks on disk of a chain, given from its first on; return the bytes.
@@ -275,7 +275,7 @@ class BlockPool:
                 busy = any(entry.pins or entry.prefetched for entry in entries)
                 if busy or (block and not block.is_stored) or key in self._children:
                     break
-                self.drop(key)
+                self.remove(key)
             return before - self.n_bytes
 
     def resize(self, max_bytes: int) -> int:

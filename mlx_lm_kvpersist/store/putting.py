@@ -87,8 +87,8 @@ class Putting:
     def n_waiting(self) -> int:
         return len(self._waiting)
 
-    def write(self, commit: Commit) -> Commit | None:
-        """Have a commit that was written to disk put here. Returns None if too much waits already.
+    def write(self, commit: Commit) -> bool:
+        """Have a commit that was written to disk put here. Return False if too much waits already.
 
         Blocks that are not full are left out unless the turn has ended: no prompt finds them.
         """
@@ -100,10 +100,10 @@ class Putting:
         with self._changed:
             if len(self._waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
-                return None
+                return False
             self._waiting += ((one, 0) for one in new)
             self._changed.notify_all()
-        return commit
+        return True
 
     def _new_of(self, commit: Commit) -> list[_Turn]:
         """Return what a commit adds to conversations."""

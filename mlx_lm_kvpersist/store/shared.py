@@ -17,7 +17,7 @@ from ..block import Block, Checkpoint, Record
 from .fetching import N_AHEAD, Fetching, Wanted
 from .pool import BlockPool, KVBlock
 from .putting import Putting, RepliesOf
-from .records import Commit
+from .records import Commit, Saved
 from .sealed_objects import SealedObjects
 from .threads import Threads
 from .tier import SHARED
@@ -67,7 +67,11 @@ class SharedTier:
             "waiting": self.putting.n_waiting,
         }
 
-    def forget(self, key: bytes, reason: str | None = None) -> None:
+    def __contains__(self, key: bytes) -> bool:
+        """Say whether an object was known to be there lately; the store is not asked."""
+        return self.objects.is_seen(key)
+
+    def remove(self, key: bytes, reason: str | None = None) -> None:
         """Have a block that must not be used replaced when this server computes it again."""
         self.objects.forget(key, is_bad=reason is not None)
 
@@ -101,9 +105,11 @@ class SharedTier:
         self._slow_until_s = time.monotonic() + self._slow_s
         self._slow_loss_s = max(self._slow_loss_s, loss_s)
 
-    def write(self, commit: Commit) -> Commit | None:
-        """Have a commit that was written to disk put here; None where too much waits already."""
-        return self.putting.write(commit)
+    def store(
+        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
+    ) -> list[Saved | Exception | None]:
+        """Have commits that are on disk put here; None for one if too much waits already."""
+        return [Saved(one) if self.putting.write(one) else None for one in commits]
 
     def close(self, timeout_s: float) -> None:
         """Put the waiting objects, for at most `timeout_s` seconds, and stop."""

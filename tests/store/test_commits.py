@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.block import Block
-from mlx_lm_kvpersist.store import disk
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.lock import StoreLock
 
@@ -142,7 +142,7 @@ def test_a_commit_that_fails_takes_no_other_along(
     turns = [chain([1]), chain([2]), chain([3])]
     bad = turns[1][-1]
     if place == "file":
-        monkeypatch.setattr(disk, "write_block", of_block(bad, refuse, disk.write_block))
+        monkeypatch.setattr(f"{DiskStore.__module__}.write_block", of_block(bad, refuse))
     elif place == "row":
         put_session, n_put = Index.put_session, []
 
@@ -169,13 +169,13 @@ def test_a_commit_that_fails_takes_no_other_along(
     assert bad.key in store.index and store.turns_saved == 3
 
 
-def of_block(bad: Block, fail: Callable[[], None], real: Callable[..., int]) -> object:
-    """Return a function that fails for one block."""
+def of_block(bad: Block, fail: Callable[[], None]) -> object:
+    """Return a `write_block` that fails for one block."""
 
     def write(path: Path, block: Block, **named: object) -> int:
         if block == bad:
             fail()
-        return real(path, block=block, **named)
+        return write_block(path, block=block, **named)  # type: ignore[arg-type]
 
     return write
 
@@ -275,10 +275,12 @@ def test_a_turn_given_up_is_written_with_the_next(store: BlockStore) -> None:
     """Its blocks wait in RAM, and the next turn continues them."""
     nodes = chain([1], [2], [3])
     with writer_held(store):
-        submit(store, nodes[:1])
-        submit(store, nodes[1:2])
+        for node in nodes[:2]:
+            submit(store, [node], ended=False)
         for task in list(store.writer._tasks)[:1]:
             store.writer._tasks.remove(task)
             task.let_go()
         submit(store, nodes[2:])
+        waiting = [store.pool.get(node.key) for node in nodes]
+        assert store.writer.n_bytes == sum(entry.n_bytes for entry in waiting if entry)
     assert store.index.keys() == {node.key for node in nodes}

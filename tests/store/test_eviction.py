@@ -125,7 +125,7 @@ def test_what_was_evicted_and_asked_for_again_is_counted() -> None:
     serve(pool, chain([1, 2], [3]))
     serve(pool, chain([6]))
     assert pool.stats()["asked_again_tokens"] == 3
-    pool.drop(chain([6])[0].key)  # not to make room
+    pool.remove(chain([6])[0].key)  # not to make room
     serve(pool, chain([6]))
     assert pool.stats()["asked_again_tokens"] == 3
 

@@ -124,7 +124,7 @@ class Naive:
             if isinstance(entry.block, Checkpoint) and entry.block.block == key
         ]
 
-    def drop(self, key: bytes) -> None:
+    def remove(self, key: bytes) -> None:
         for one in (key, *self.points(key)):
             self.held.pop(one, None)
 
@@ -135,7 +135,7 @@ class Naive:
             is_busy = any(entry.pins or entry.prefetched for entry in entries)
             if is_new or is_busy or key in self.parents():
                 return
-            self.drop(key)
+            self.remove(key)
 
     def resize(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -200,7 +200,7 @@ class User:
         elif name in ("stored", "gone"):
             pool.set_stored(path, name == "stored")
         elif name == "drop":
-            pool.drop(key)
+            pool.remove(key)
         elif name == "drop chain":
             pool.drop_chain(path)
         elif name == "resize":

@@ -204,7 +204,7 @@ def test_a_turn_without_a_state_leaves_the_one_before_postponed(talk: Talk) -> N
 def test_what_fell_out_of_ram_alone_is_not_safe(talk: Talk) -> None:
     """Another thread may evict a checkpoint after it was found."""
     first, second = talk.turn(), talk.turn()
-    talk.store.pool.drop(first.key)
+    talk.store.pool.remove(first.key)
     assert not talk.store.is_safe(first.key)
     talk.after(POSTPONE_S)
     assert talk.store.is_safe(second.key)

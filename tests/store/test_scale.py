@@ -253,7 +253,7 @@ def test_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
                 assert max(common[key] for key in keys) == max(common.values())
         index.close()
     for node in data.draw(st.permutations(nodes)):
-        pool.drop(node.key)
+        pool.remove(node.key)
     assert len(pool) == 0 and pool.children(ROOT.key) == []
 
 

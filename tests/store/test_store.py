@@ -279,7 +279,7 @@ def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
     assert match_prompt(source, ROOT.key, packed).n_tokens == 599
     # Three for the other children, one for what goes on from the last block.
     assert len(statements) <= 5
-    store.pool.drop(nodes[300].key)
+    store.pool.remove(nodes[300].key)
     assert match_prompt(source, ROOT.key, packed).n_tokens == 599  # evicted since: asked on disk
 
 
