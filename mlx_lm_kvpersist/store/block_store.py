@@ -30,7 +30,7 @@ from .seal import PLAIN, Sealing
 from .sealed_objects import SealedObjects
 from .shared import SharedTier
 from .stored_runs import StoredRuns
-from .tier import DISK, RAM, LowerTier, SearchedTier
+from .tier import DISK, LowerTier, ReadTier, SearchedTier
 from .writer import Task, Writer
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
@@ -202,13 +202,23 @@ class BlockStore:
         self.runs = StoredRuns(lambda: self.index)
         self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.files.forgotten = partial(self.pool.set_stored, is_stored=False)
-        self.tiers: tuple[SearchedTier, ...] = (self.pool, self.disk_tier)
-        """The tiers that a lookup asks, the quickest first."""
+        self.below: list[ReadTier] = [self.disk_tier]
+        """The tiers below RAM that lookups ask, the quickest first."""
         self.lower: list[LowerTier] = [self.disk_tier]
-        """The tiers below RAM. A tier stores what the tier before it has stored."""
+        """All tiers below RAM. The disk is the first; the rest store what the disk has stored."""
         self.shared: SharedTier | None = None
-        self.reader = Reader(self.pool, self.disk_tier, self.lose, self.failures)
+        self.reader = Reader(self.pool, self.below, self._lose_from, self.failures)
         self.writer.submit(self.disk_tier.sweep)
+
+    @property
+    def tiers(self) -> tuple[SearchedTier, ...]:
+        """The tiers that lookups ask, the quickest first."""
+        return self.pool, *self.below
+
+    def add(self, tier: ReadTier) -> None:
+        """Use another tier below the disk from now on: once, before anything is served."""
+        self.below.append(tier)
+        self.lower.append(tier)
 
     def share(
         self,
@@ -260,14 +270,18 @@ class BlockStore:
                     path[before] = parent = node.key
                     position += len(content)
                     break
-        return RamFirst(self, path.keys() - self.disk_tier.branches(path))
+        return RamFirst(self, path.keys() - self._branches(path))
+
+    def _branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
+        return {parent for tier in self.below for parent in tier.branches(path)}
 
     def __contains__(self, key: bytes) -> bool:
         return any(key in tier for tier in self.tiers)
 
     def tier_of(self, key: bytes) -> str:
         """Return the name of the tier that a stored block or checkpoint is read from."""
-        return RAM if key in self.pool else DISK
+        *upper, last = self.tiers
+        return next((tier.name for tier in upper if key in tier), last.name)
 
     def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Checkpoint]]:
         """Return, by block, the checkpoints of all tiers; a block that has none may be missing.
@@ -283,19 +297,21 @@ class BlockStore:
 
     # Remove.
 
-    def lose(self, block: Record, reason: str | None) -> None:
+    def lose(self, block: Record, reason: str) -> None:
         """Take a block or checkpoint that must not be used out of all tiers. Any thread.
 
-        A block takes its checkpoints along. The disk moves it to quarantine. Without a reason, the
-        disk lacks its file.
+        A block takes its checkpoints along. The disk moves it to quarantine.
         """
+        self._lose_from(self.lower, block, reason)
+
+    def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
         if reason is not None:
             self.failures.add("%s goes to quarantine: %s", block, reason)
             self.disk.files.gone[block.key] = Gone.QUARANTINED
             self.blocks_quarantined += 1
             self.pool.remove(block.key)
         self.n_changes += 1
-        for tier in self.lower:
+        for tier in tiers:
             tier.remove(block.key, reason)
 
     # Add.
@@ -352,7 +368,7 @@ class BlockStore:
         """Say whether a block or checkpoint is below RAM, or on its way there."""
         entry = self.pool.get(key)
         if entry is None or entry.is_stored:  # another process may have evicted it since
-            return key in self.disk_tier
+            return any(key in tier for tier in self.below)
         return self.writer.will_write(key)
 
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
@@ -369,7 +385,7 @@ class BlockStore:
     def forks(self, chain: Sequence[Block]) -> set[bytes]:
         """Return the keys of a chain's blocks after which another conversation goes on, too."""
         path = {block.parent: block.key for block in chain[1:]}
-        forks = set(self.disk_tier.branches(path))
+        forks = self._branches(path)
         for parent, child in path.items():
             if any(block.key != child for block in self.pool.children(parent, limit=2)):
                 forks.add(parent)

@@ -63,21 +63,21 @@ class Prefetch:
 
 
 class Reader:
-    """Reads what a tier has into a pool.
+    """Reads what tiers hold into a pool, from the first tier that can be read.
 
-    `lose` is called with each block or checkpoint that the tier should have and has not, or that
-    failed a check for the reason given. Any thread.
+    `lose_from` is called with the tiers that should have a block or checkpoint, if they do not have
+    it, or if it failed a check for the reason given. Any thread.
     """
 
     def __init__(
         self,
         pool: BlockPool,
-        tier: ReadTier,
-        lose: Callable[[Record, str | None], None],
+        tiers: Sequence[ReadTier],
+        lose_from: Callable[[Sequence[ReadTier], Record, str | None], None],
         failures: Failures | None = None,
     ) -> None:
         self.pool = pool
-        self._tier, self._lose = tier, lose
+        self._tiers, self._lose_from = tiers, lose_from
         self._failures = failures or Failures(logger)
         self._workers = Threads(_N_THREADS, "kvpersist-reader")
         self._prefetcher = Threads(1, "kvpersist-prefetch")
@@ -163,22 +163,23 @@ class Reader:
             prefetch.add(come)
 
     def read(self, block: Record, root: Root) -> KVBlock | None:
-        """Read from the tier below; None if it cannot be read now."""
-        tier, started = self._tier, time.perf_counter()
-        try:
-            arrays = tier.load(block, root)
-        except FileNotFoundError:
-            if block.key in tier:
-                self._failures.add("%s is no longer on %s", block, tier.name)
-                self._lose(block, None)
-        except BlockCorrupt as error:
-            self._lose(block, str(error))
-        except (OSError, MemoryError, StoreFormatError) as error:
-            # It says nothing of the file: the next read tries again, or a newer version.
-            self._failures.add("%s cannot be read now: %s", block, error or "no memory")
-        else:
-            entry = KVBlock.of(block, arrays)
-            entry.is_stored, entry.tier = True, tier.name
-            entry.read_s = time.perf_counter() - started
-            return entry
+        """Read from the first tier that can be read; None if no tier can be read now."""
+        for tier in self._tiers:
+            started = time.perf_counter()
+            try:
+                arrays = tier.load(block, root)
+            except FileNotFoundError:
+                if block.key in tier:
+                    self._failures.add("%s is no longer on %s", block, tier.name)
+                    self._lose_from([tier], block, None)
+            except BlockCorrupt as error:
+                self._lose_from([tier], block, str(error))
+            except (OSError, MemoryError, StoreFormatError) as error:
+                # It says nothing of the file: the next read tries again, or a newer version.
+                self._failures.add("%s cannot be read now: %s", block, error or "no memory")
+            else:
+                entry = KVBlock.of(block, arrays)
+                entry.is_stored, entry.tier = True, tier.name
+                entry.read_s = time.perf_counter() - started
+                return entry
         return None

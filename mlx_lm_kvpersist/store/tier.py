@@ -1,12 +1,13 @@
 """A tier: a place that holds blocks and checkpoints. RAM, the disk, and a shared store are tiers.
 
-A lookup asks RAM and the disk. Records that are read from the disk enter RAM. The records of a
-commit are in RAM first; then the writer stores them in each tier below.
+A lookup asks RAM, the disk, and other tiers that have the methods of `ReadTier`. Records that are
+read from a tier enter RAM. The records of a commit are in RAM first; then the writer stores them in
+each tier below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..block import Checkpoint, Record, Root
@@ -59,8 +60,11 @@ class LowerTier(Tier, Protocol):
         """Hide a record that is missing or, for a reason, must not be used; remove it soon."""
 
 
-class ReadTier(Tier, Protocol):
-    """A tier whose records are read into RAM."""
+class ReadTier(SearchedTier, LowerTier, Protocol):
+    """A tier below RAM that lookups ask, and whose records are read into RAM."""
+
+    def branches(self, path: Mapping[bytes, bytes]) -> Collection[bytes]:
+        """Return, of these parents and a child of each, the parents that have another child."""
 
     def load(self, block: Record, root: Root) -> Arrays:
         """Return the evaluated arrays of a block or checkpoint. Any thread.

@@ -116,7 +116,7 @@ class Tier:
         reading.set()
         time.sleep(30)
 
-reader = Reader(BlockPool(1 << 20), Tier(), print)
+reader = Reader(BlockPool(1 << 20), [Tier()], print)
 reader.prefetch([(chain([1])[0], 1)], ROOT)
 reading.wait()
 print(reader.close(0.1))
