@@ -185,7 +185,7 @@ class Saver:
     def _cut_new(
         self, blocks: Sequence[Block], caches: list[Any], store: BlockStore
     ) -> list[tuple[Block, Arrays]]:
-        """Return those of some blocks that are not stored, with their arrays."""
+        """Return the blocks that are not stored, with their arrays."""
         new = [block for block in blocks if block.key not in store]
         arrays = split(self.spec.full, caches, [(block.start, block.stop) for block in new])
         return list(zip(new, arrays, strict=True))

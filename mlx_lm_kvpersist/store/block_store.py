@@ -484,7 +484,7 @@ class BlockStore:
     # Writer thread.
 
     def _save(self, tasks: Sequence[Task]) -> None:
-        """Write the commits of tasks. A commit that fails stays in RAM, where it may be evicted."""
+        """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned."""
         commits = [task.commit for task in tasks if task.commit is not None]
         results: Sequence[Saved | Exception | None]
         try:

@@ -163,8 +163,8 @@ class Database:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Change the file, all or nothing.
 
-        A transaction inside another one is part of it: if only the inner one fails, and the caller
-        goes on, the outer one has no change of the inner one. Some errors end the outer one, too.
+        A transaction inside another transaction is a savepoint: if it fails, only its own changes
+        are rolled back, and the caller may continue. Some errors of SQLite end both.
         """
         db = self.connection
         if db.in_transaction:

@@ -147,9 +147,9 @@ class DiskStore:
 
         The commits share one transaction. If one of them fails, the rest is saved.
 
-        The lock is held to plan, make room and commit, and not while files are written. If another
-        process changed something meanwhile, or blocks were evicted to make room, the next plan
-        finds that.
+        The lock is held to plan, make room and commit, and not while files are written. The plan is
+        then made again: another process may have changed something, or blocks were evicted to make
+        room.
 
         `commits` return the commits; they are called under the lock, before each plan. `file_of`
         returns the file of a record that is in RAM, and `block_of` a block that is in RAM: the
@@ -189,7 +189,7 @@ class DiskStore:
         plan: Callable[[Commit], tuple[Commit, list[NewFile]] | None],
         staging: Staging,
     ) -> list[_Job]:
-        """Plan commits, and commit up to the first that lacks files; return those that are left.
+        """Plan commits, and commit up to the first that lacks files; return the jobs that are left.
 
         Raises an exception, and changes nothing, if the transaction fails as a whole.
         """
@@ -212,7 +212,7 @@ class DiskStore:
                     except Exception as error:
                         self._move_out(job, staging)
                         job.result = error
-                        if not db.in_transaction:  # SQLite has rolled back all of it
+                        if not db.in_transaction:  # SQLite has rolled back the transaction
                             raise
         except BaseException:
             for job in done:

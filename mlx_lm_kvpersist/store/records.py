@@ -57,8 +57,8 @@ class Commit:
     """A change of the store that is made whole or not at all: a turn, a prompt's chunk, replies.
 
     `blocks` are the new blocks, in order; the blocks before them are not part of the commit. Blocks
-    that are not on disk yet wait in the pool, pinned. Without a leaf no session moves: the turn has
-    not ended. A leaf is the end of the last block.
+    that are not on disk yet wait in the pool, pinned. A leaf is the end of the last block. If the
+    turn has not ended, a commit has no leaf, and no session moves.
 
     `checkpoints` belong to these blocks, or to blocks on disk. Checkpoints that are not on disk yet
     wait in the pool, too. `superseded` checkpoints are removed once the commit is on disk.
@@ -97,7 +97,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Saved:
-    """A commit as it was made, and the records whose files were written for it."""
+    """A commit that was made, and the records whose files were written for it."""
 
     commit: Commit
     written: Sequence[Record] = ()

@@ -44,7 +44,7 @@ class Task:
     """Something to do: `run`, or save a `commit`.
 
     `let_go` unpins the blocks and checkpoints of a commit, which are pinned until it is saved or
-    given up. `sizes` are the bytes of those that are in RAM alone, by key.
+    given up. `sizes` has the bytes of the records that are in RAM alone, by key.
     """
 
     run: Callable[[], object] = lambda: None
