@@ -342,8 +342,8 @@ class Index:
     def session_of(self, commit: Commit) -> Session | None:
         """Return the session that a commit's leaf continues: it ends in a block of the same chain.
 
-        If there are several, it is the nearest to the leaf. The walk up the chain ends there, so its
-        cost depends on the blocks of the turn. A first turn without a name walks to the root.
+        If there are several, it is the nearest to the leaf. The walk up the chain ends there, so
+        its cost depends on the blocks of the turn. A first turn without a name walks to the root.
         """
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None
