@@ -127,8 +127,8 @@ class CheckpointSaver(Saver):
         # All that the checkpoint needs, windows that were stored before included: while it waits to
         # be written, none of it is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
-        used = [one.record for one in at_end if isinstance(one.record, Checkpoint)]
-        needed = {one.key: one for one in [*used, *(made for made, _ in checkpoints)]}
+        used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
+        needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
         kept, gone, added = tuple(needed.values()), tuple(superseded), tuple(new or chain[-1:])
         commit = Commit(sequence.root, added, leaf, {}, kept, gone)
         store.commit(commit, [*blocks, *checkpoints], loss_s)

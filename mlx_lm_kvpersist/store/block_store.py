@@ -96,7 +96,8 @@ class DiskTier:
     ) -> list[Saved | Exception | None]:
         lost = self._lost.copy()
         # Postponed checkpoints come without blocks. If their blocks go, they are not written.
-        keep = {key for one in self._writer.commits() if one.blocks for key in one.keys()}
+        waiting = (commit for commit in self._writer.commits() if commit.blocks)
+        keep = {key for commit in waiting for key in commit.keys()}
 
         def file_of(root: Root, record: Record) -> NewFile | None:
             entry = entry_of(record.key)
@@ -341,13 +342,13 @@ class BlockStore:
             blocks=(*unwritten, *commit.blocks),
             checkpoints=() if later else commit.checkpoints,
         )
-        tasks = [self._task(one, entries) for one in (commit, postponed)]
+        task, later_task = (self._task(made, entries) for made in (commit, postponed))
         self.pool.touch(keys)
         self.n_changes += 1
         self.writer.withdraw([*goes_on, *(one.block for one in commit.superseded)])
-        self.turns_not_saved += self.writer.submit_commit(tasks[0])
+        self.turns_not_saved += self.writer.submit_commit(task)
         if later:
-            self.writer.postpone(keys[-1], tasks[1], has_ended=commit.leaf is not None)
+            self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
 
     def _task(self, commit: Commit, new: Mapping[bytes, KVBlock]) -> Task:
         """Return the task of writing a commit, whose records are pinned until it is done."""

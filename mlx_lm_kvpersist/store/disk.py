@@ -292,9 +292,9 @@ class DiskStore:
                 return None
         own = {block.key for block in blocks}
         checkpoints = tuple(
-            one
-            for one in commit.checkpoints
-            if (one.block in own or self._is_there(one.block)) and has(one)
+            checkpoint
+            for checkpoint in commit.checkpoints
+            if (checkpoint.block in own or self._is_there(checkpoint.block)) and has(checkpoint)
         )
         superseded = commit.superseded if len(checkpoints) == len(commit.checkpoints) else ()
         whole = replace(

@@ -201,7 +201,7 @@ class Fetching:
             entry.read_s = read_s
         if entries:
             new = tuple(dropwhile(lambda block: block.key not in got, chain))
-            at_end = tuple(one.block for one in entries if isinstance(one.block, Checkpoint))
+            at_end = tuple(e.block for e in entries if isinstance(e.block, Checkpoint))
             self._land_there(Commit(self._wanted.root, new, checkpoints=at_end), entries)
 
 

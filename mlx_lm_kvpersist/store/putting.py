@@ -148,21 +148,21 @@ class Putting:
         self._prune()
         n_before, n_in_a_row = store.counts["written"], 0
         while self._waiting and n_in_a_row < MOST_ATTEMPTS:
-            (one, n_failed), self._since_s = self._waiting[0], time.monotonic()
-            if isinstance(one, bytes):
+            (item, n_failed), self._since_s = self._waiting[0], time.monotonic()
+            if isinstance(item, bytes):
                 self._waiting.popleft()
-                blocks = [block for block in self._chain_of(one) if not store.is_seen(block.key)]
+                blocks = [block for block in self._chain_of(item) if not store.is_seen(block.key)]
                 self._waiting.extendleft((block, 0) for block in reversed(blocks))
                 continue
             try:
-                self._put_turn(one) if isinstance(one, _Turn) else self._put(one)
+                self._put_turn(item) if isinstance(item, _Turn) else self._put(item)
                 n_in_a_row = 0
             except Exception as error:
                 if not store.answers():
                     return
                 n_in_a_row, n_failed, failed_with = n_in_a_row + 1, n_failed + 1, error
                 if n_failed < MOST_ATTEMPTS:
-                    self._waiting.append((one, n_failed))
+                    self._waiting.append((item, n_failed))
                 else:
                     store.counts["not_written"] += 1
                     said = "an object cannot be put into the shared store: %s"

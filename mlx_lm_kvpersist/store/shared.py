@@ -109,7 +109,7 @@ class SharedTier:
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> list[Saved | Exception | None]:
         """Have commits that are on disk put here; None for one if too much waits already."""
-        return [Saved(one) if self.putting.write(one) else None for one in commits]
+        return [Saved(commit) if self.putting.write(commit) else None for commit in commits]
 
     def close(self, timeout_s: float) -> None:
         """Put the waiting objects, for at most `timeout_s` seconds, and stop."""
