@@ -310,7 +310,7 @@ class DiskStore:
             if gone
             else "was removed by another process, or with its session"
         )
-        logger.warning("a turn is not saved: block %s, which it needs, %s", key.hex(), why)
+        logger.warning("a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why)
 
     def new_file(self, root: Root, block: Record, arrays: Arrays) -> NewFile:
         """Return the file of a block or checkpoint."""
