@@ -44,7 +44,8 @@ from .request.memory import Memory, total_bytes, weights_bytes
 from .request.model import Speed
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
-from .request.serving import RequestState, ServedRequest, Serving
+from .request.serving import ServedRequest, Serving
+from .request.state import RequestState, Stage
 from .request.wired import wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
@@ -205,7 +206,7 @@ class KVPersistPlugin:
     @hookimpl
     def prompt_rendered(self, request: ClientRequest, prompt: Prompt) -> None:
         if serving := self._serving:
-            serving.fetch(RequestState.of(request), prompt)
+            serving.prepare(RequestState.of(request), prompt)
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
@@ -250,9 +251,7 @@ class KVPersistPlugin:
     @hookimpl
     def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:
         state = RequestState.of(request)
-        state.is_over = True
-        if state.lookup is not None:
-            state.lookup.close()  # it never entered, or did not go on
+        state.move(Stage.DONE)
         outcome = state.outcome
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)
@@ -271,8 +270,7 @@ class KVPersistPlugin:
     def response_headers(self, request: ClientRequest) -> list[tuple[str, str]]:
         state = RequestState.of(request)
         if state.outcome is None:
-            if state.lookup is not None:
-                state.lookup.close()
+            state.drop_lookup()
             why = self._refusal or "another plugin took it"
             reason = Reason.NOT_KEPT
             self._record(state, Outcome(Kind.STOCK, state.n_prompt, reason=reason, detail=why))

@@ -28,6 +28,7 @@ from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
+from mlx_lm_kvpersist.request.state import RequestState
 from mlx_lm_kvpersist.round_trip import tiny_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 
@@ -96,8 +97,7 @@ def main() -> None:
                 sent = SimpleNamespace(request_type="text", prompt="", messages=[])
                 request, prompt = ClientRequest(sent), Prompt(prompt_ids, [prompt_ids], ["user"])
                 started = time.thread_time()
-                if look_up := getattr(serving, "look_up", None):
-                    look_up(request, prompt)
+                serving.prepare(RequestState.of(request), prompt)
                 ahead = time.thread_time()
                 served = ServedRequest(serving, request, prompt)
                 served.advance()

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ..block import Root
+from ..cache.blocks.cut_join import n_cached_tokens
 from ..cache.geometry.precision import layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.policy import backend
 from ..cache.measuring.prefill_memory import PrefillMemory
-from ..host.answers import PrefillLimits
+from ..host.answers import PARKED, REPLY, PrefillLimits
 from ..host.scheduling.pace import Pace
 from ..match.text import TokenText
+from ..store.block_store import BlockStore
 from ..store.tier import DISK, RAM
 from .checkpoint_saver import CheckpointSaver
 from .saver import Saver
+from .sequence import RunningSequence
 
 MIN_RESTORE_BYTES = 4 << 20
 """Smaller restores are mostly overhead, so no rate is learned from them."""
@@ -128,6 +131,27 @@ class LoadedModel:
         if self.spec.any_prefix:
             return Saver(self.spec, self.text)
         return CheckpointSaver(self.spec, self.text, self.speed.pace)
+
+    def save(
+        self,
+        sequence: RunningSequence,
+        tokens: Sequence[int],
+        caches: list[Any],
+        cache_type: str,
+        store: BlockStore,
+    ) -> int:
+        """Store the prefix that `caches` hold; return how many of the `tokens` that are.
+
+        0 if nothing can be stored.
+        """
+        n_cached = n_cached_tokens(self.spec, caches)
+        n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
+        if not self.spec.any_prefix and n_cached not in (None, n_tokens):
+            return 0  # windows and states cannot be cut back to fewer tokens
+        if n_tokens:
+            cache_type = REPLY if cache_type == PARKED else cache_type
+            self.saver.save(sequence, tokens[:n_tokens], caches, cache_type, store)
+        return n_tokens
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)

@@ -166,12 +166,18 @@ def divergence_at(
 
 
 def why_not_stored(
-    prompt_ids: Sequence[int], text: str | None, match: Match, root: Root, store: BlockStore
+    prompt_ids: Sequence[int],
+    text: str | None,
+    match: Match,
+    root: Root,
+    store: BlockStore,
+    before: tuple[Reason, str] | None = None,
 ) -> tuple[Reason, str]:
-    """Return why what follows a match is not stored: removed, elsewhere, or never saved.
+    """Return why the text after a match is not stored: removed, elsewhere, or never saved.
 
-    With the reason comes a text that says more than the reason's own, or "". The tenant's own
-    blocks are compared first, so that the word in a reply does not depend on other tenants.
+    The second text says more than the reason's own, or is "". The tenant's own blocks are compared
+    first, so that the word in a reply does not depend on other tenants. `before` is an answer for
+    the same prompt: other trees are then not searched again.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
     whole = [block for block in used if block.n_tokens == BLOCK_TOKENS]
@@ -184,19 +190,21 @@ def why_not_stored(
             return (Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED), ""
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
         return Reason.DIVERGED, ""
+    if before is not None:
+        return before
     if text:
-        own = [one for one, _ in store.view.roots(_MAX_ROOTS, root) if one.with_text]
-        for other in sorted(own, key=lambda one: one.fingerprint != root.fingerprint):
-            if other.key == root.key or not _begins_alike(other, text, store):
+        own = [tree for tree, _ in store.view.roots(_MAX_ROOTS, root) if tree.with_text]
+        for tree in sorted(own, key=lambda tree: tree.fingerprint != root.fingerprint):
+            if tree.key == root.key or not _begins_alike(tree, text, store):
                 continue
-            if other.fingerprint != root.fingerprint:
+            if tree.fingerprint != root.fingerprint:
                 return Reason.OTHER_MODEL, ""
-            stored, live = map(layout_in_words, (other.layout, root.layout))
+            stored, live = map(layout_in_words, (tree.layout, root.layout))
             stored += ", in an older form or other groups" if stored == live else ""
             reason = Reason.OTHER_PRECISION
             return reason, f"{reason.text}: {stored}; now {live}"
-        for other, _ in store.view.roots(_MAX_ROOTS):
-            if not other.shares_tenant(root) and _begins_alike(other, text, store):
+        for tree, _ in store.view.roots(_MAX_ROOTS):
+            if not tree.shares_tenant(root) and _begins_alike(tree, text, store):
                 return Reason.OTHER_NAMESPACE, ""
     return Reason.NOTHING_ALIKE, ""
 

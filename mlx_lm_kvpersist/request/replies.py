@@ -43,7 +43,6 @@ from ..contents import text_of
 from ..host.answers import Prompt
 from ..store.block_store import BlockStore
 from ..store.records import Commit
-from .lookup import with_ids
 from .model import LoadedModel
 
 Message = Mapping[str, Any]
@@ -178,6 +177,23 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
         before, n_bytes = up_to, reply.n_prompt_bytes + len(own)
     copy_up_to(len(prompt.ids))
     return with_ids(prompt, ids, boundaries)
+
+
+def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> Prompt:
+    """Return the prompt with other ids, cut where it was cut, as far as a token ends there.
+
+    boundaries: number of tokens before a place in the old ids -> in the new ids.
+    """
+    segments, types = [], []
+    start = end = 0
+    for segment, segment_type in zip(prompt.segments, prompt.segment_types, strict=True):
+        end += len(segment)
+        stop = len(ids) if end == len(prompt.ids) else boundaries.get(end)
+        if stop is not None and stop > start:
+            segments.append(ids[start:stop])
+            types.append(segment_type)
+            start = stop
+    return replace(prompt, ids=ids, segments=segments, segment_types=types)
 
 
 def _n_rendered(
