@@ -107,8 +107,13 @@ def unpack_ids(packed: bytes) -> list[int]:
     return ids
 
 
+def n_packed(packed: bytes) -> int:
+    """Return how many token ids `pack_ids` packed."""
+    return len(packed) // 4 if packed[3::4].isascii() else len(unpack_ids(packed))
+
+
 BLOCK_TOKENS = 256
-"""Of a whole block."""
+"""Tokens of a whole block."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class Block:
     stop: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        n_tokens = len(self.packed_ids) // 4 if self.has_text_only else len(self.ids)
+        n_tokens = n_packed(self.packed_ids)
         vars(self).update(n_tokens=n_tokens, stop=self.start + n_tokens)
 
     @cached_property

@@ -63,7 +63,7 @@ _MAX_MATCHED = 3
 that is being saved replaces the end of the turn before it, another server evicts, a check fails."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredPrefix:
     """A prompt whose first ids are stored. The first `n_tokens` of them are to be restored.
 
@@ -142,12 +142,15 @@ class Lookup:
         self._closed = False
         self._spent_s = 0.0
         self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
+        self._planned: tuple[tuple[Any, ...], RestorePoint | None] | None = None
+        """The last restore point, with the arguments that it was found for."""
         self._needed: set[bytes] = set()
         """Keys of blocks and checkpoints that were to be restored."""
         self.stored = StoredPrefix(prompt, b"")
         """What `restore` will use, unless blocks come or go."""
         try:
             self.stored = self._find(prompt)
+            self._point()
         except Exception:
             if n_worth is None:
                 raise
@@ -231,14 +234,20 @@ class Lookup:
         Records with a key in `lost` count as missing, and all tokens after the first `most`.
         """
         stored, n_tokens = self.stored, self.stored.n_tokens if most is None else most
-        while True:
-            point = self.model.saver.find(stored.match.path, n_tokens, self._store, lost)
-            if point is None:
-                return None
+        # The store decides only which checkpoints there are.
+        n_changes = 0 if self.model.spec.any_prefix else self._store.n_changes
+        asked = stored, n_tokens, frozenset(lost), n_changes
+        if self._planned is not None and self._planned[0] == asked:
+            return self._planned[1]
+        point = self.model.saver.find(stored.match.path, n_tokens, self._store, lost)
+        while point is not None:
             n_tokens = before_image(stored.prompt.ids, point.n_tokens)
             if n_tokens == point.n_tokens:
                 self._needed.update(need.record.key for need in point.needed)
-                return point
+                break
+            point = self.model.saver.find(stored.match.path, n_tokens, self._store, lost)
+        self._planned = asked, point
+        return point
 
     def _common_point(self, lost: Collection[bytes]) -> RestorePoint | None:
         """Return what to restore: as much as all ranks have."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import dropwhile, takewhile
 from typing import Any, Protocol
 
@@ -95,8 +96,14 @@ class Saver:
         return RestorePoint(end, needed) if needed else None
 
     def _of_block(self, block: Block, end: int) -> Needed:
-        forms = tuple(self.spec.block_arrays(block.n_tokens))
+        if (forms := self._forms.get(block.n_tokens)) is None:
+            forms = self._forms[block.n_tokens] = tuple(self.spec.block_arrays(block.n_tokens))
         return Needed(block, 0, min(block.stop, end) - block.start, forms)
+
+    @cached_property
+    def _forms(self) -> dict[int, tuple[ArrayForm, ...]]:
+        """The arrays of blocks by their number of tokens."""
+        return {}
 
     def save(
         self,

@@ -14,8 +14,8 @@ from ..store.records import Leaf
 class RunningSequence:
     """The tokens of a request that has entered. Generation thread.
 
-    The first `n_reused` of its `n_prompt` prompt tokens, the `ids`, were restored. `chain` holds
-    the stored blocks of its beginning. `session`, `note` and `messages` are saved with its leaf.
+    The first `n_reused` of its `n_prompt` prompt tokens, the `packed_ids`, were restored. `chain`
+    holds the stored blocks of its beginning. Its leaf has `session`, `note` and `messages`.
     """
 
     root: Root
@@ -24,7 +24,7 @@ class RunningSequence:
     chain: list[Block] = field(default_factory=list, repr=False)
     n_system: int = 0
     """Tokens of the prompt's system prompt."""
-    ids: Sequence[int] = field(default=(), repr=False)
+    packed_ids: bytes = field(default=b"", repr=False)
     session: str | None = None
     note: Mapping[str, str] = field(default_factory=dict, repr=False)
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)

@@ -13,7 +13,7 @@ from itertools import count
 from threading import Event
 from typing import Any
 
-from ..block import Root
+from ..block import Root, n_packed, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone, RequestRefused
 from ..host.answers import PARKED, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
@@ -257,6 +257,9 @@ class ServedRequest(TakenRequest):
         sequence.n_system = len(fed.segments[0]) if fed.segment_types[0] == "system" else 0
         draft = self._draft_of(fed, sequence)
         if state.is_kept and ranks().decides:  # rank 0 knows the ends of requests
+            is_as_found = lookup is not None and fed is lookup.stored.prompt
+            packed = lookup.stored.packed_ids if lookup and is_as_found else pack_ids(fed.ids)
+            sequence.packed_ids = packed
             running = [other for other in serving.computing if other.stage is Stage.PREFILL]
             serving.computing = [*running, state]
         return Prepared(fed, reuse.caches, n_reused, draft)
@@ -281,13 +284,12 @@ class ServedRequest(TakenRequest):
 
     def _sequence_of(self, root: Root, reuse: Reuse, *, is_draft: bool = False) -> RunningSequence:
         """Return the tokens of a prompt that enters, in the tree below a root."""
-        state, ids = self._state, reuse.prompt.ids
+        state = self._state
         return RunningSequence(
             root,
-            len(ids),
+            len(reuse.prompt.ids),
             reuse.outcome.n_reused,
             reuse.chain,
-            ids=ids,
             session=state.session,
             note=state.note,
             messages=state.messages,
@@ -359,7 +361,8 @@ def awaits_another(
         if other.stage is not Stage.PREFILL or sequence is None or sequence.root != lookup.root:
             continue
         if other not in n_shared:
-            n_common = common_prefix(sequence.ids, lookup.stored.prompt.ids, 0)
+            n_bytes = common_prefix(sequence.packed_ids, lookup.stored.packed_ids, 0)
+            n_common = n_packed(sequence.packed_ids[: n_bytes - n_bytes % 4])
             n_whole = n_common - n_common % lookup.model.saver.saves_every
             # A system prompt is stored up to its last token.
             is_system = sequence.n_system <= n_common

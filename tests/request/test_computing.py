@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.block import Root
-from mlx_lm_kvpersist.host.answers import Prompt
+from mlx_lm_kvpersist.block import Root, pack_ids
 from mlx_lm_kvpersist.request.checkpoint_saver import MIN_TOKENS_BETWEEN, CheckpointSaver
 from mlx_lm_kvpersist.request.saver import Saver
 from mlx_lm_kvpersist.request.sequence import RunningSequence
@@ -22,7 +21,7 @@ class Waiting:
     """What a lookup knows of a prompt."""
 
     def __init__(self, ids: list[int], n_found: int = 0, *, saver: Any = Saver) -> None:
-        self.stored = SimpleNamespace(prompt=Prompt(ids, [ids], ["user"]), n_tokens=n_found)
+        self.stored = SimpleNamespace(packed_ids=pack_ids(ids), n_tokens=n_found)
         self.root, self.model = ROOT, SimpleNamespace(saver=saver)
 
     def waits(self, *others: RequestState) -> bool:
@@ -35,7 +34,7 @@ class Waiting:
 
 def begun(ids: list[int], n_system: int = 0) -> RequestState:
     """Return a request whose prompt is being computed."""
-    sequence = RunningSequence(ROOT, len(ids), n_system=n_system, ids=tuple(ids))
+    sequence = RunningSequence(ROOT, len(ids), n_system=n_system, packed_ids=pack_ids(ids))
     return RequestState(root=ROOT, stage=Stage.PREFILL, sequence=sequence)
 
 
