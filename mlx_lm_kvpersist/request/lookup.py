@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from ..block import Block, Checkpoint, Record, Root, pack_ids
+from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, pack_ids
 from ..cache.blocks.canary import CANARY_TOLERANCE, canary_difference
 from ..cache.blocks.cut_join import Joiner, Piece
 from ..cache.geometry.spec import arrays_fit, forms_bytes
@@ -215,7 +215,9 @@ class Lookup:
             return self._find(self.prompt)
         known: list[Block] = []
         for block in stored.match.path:
-            if block.key in lost or block.stop > stored.match.n_tokens:
+            # Beside an unfinished block may stand a longer one.
+            is_whole = block.n_tokens == BLOCK_TOKENS and block.stop <= stored.match.n_tokens
+            if block.key in lost or not is_whole:
                 break
             known.append(block)
         while known and (known[-1].pending or known[-1].key not in self._store):
