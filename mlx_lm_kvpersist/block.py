@@ -31,17 +31,17 @@ class Root:
     with_text: bool = True
     model: str = field(default="", compare=False)
 
-    def shares_tenant(self, other: Root) -> bool:
-        """Whether both are for the same tenant, and session."""
-        return (self.namespace, self.session) == (other.namespace, other.session)
+    def shares_tenant(self, root: Root) -> bool:
+        """Whether two roots are for the same tenant, and session."""
+        return (self.namespace, self.session) == (root.namespace, root.session)
 
     @cached_property
     def key(self) -> bytes:
         """The key above the tree's first blocks."""
         digest = blake2b(digest_size=KEY_BYTES, person=b"kvpersist-root-1")
         text = "text" if self.with_text else "ids"
-        for part in (self.fingerprint, self.layout, self.namespace, self.session, text):
-            encoded = part.encode("utf-8", "surrogatepass")
+        for name in (self.fingerprint, self.layout, self.namespace, self.session, text):
+            encoded = name.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little"))
             digest.update(encoded)
         return digest.digest()

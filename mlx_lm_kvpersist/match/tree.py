@@ -140,8 +140,10 @@ def before_image(ids: Sequence[int], n_tokens: int) -> int:
 def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
     """Return a match that does not end inside an image of the prompt, whose ids these are."""
     stored = match.ids
-    n_images = sum(one < 0 for one in stored)
-    if [one for one in prompt if one < 0][n_images : n_images + 1] != [IMAGE_GOES_ON]:
+    n_images = sum(token_id < 0 for token_id in stored)
+    if [token_id for token_id in prompt if token_id < 0][n_images : n_images + 1] != [
+        IMAGE_GOES_ON
+    ]:
         return match
     n_tokens = before_image([*stored, IMAGE_GOES_ON], len(stored))
     path = tuple(node for node in match.path if node.start < n_tokens)
@@ -201,18 +203,18 @@ def _steps(
             if tokens is not None and not is_known:
                 # The text of an unknown token does not tell its id; what is before it counts.
                 content = tokens.known_beginning(node.ids, pending)
-            whole = is_known and prompt.startswith(content, position)
-            n_equal = len(content) if whole else common_prefix(content, prompt, position)
+            is_whole = is_known and prompt.startswith(content, position)
+            n_equal = len(content) if is_whole else common_prefix(content, prompt, position)
             if tokens is not None and packed_ids and n_equal and not has_same_ids:
                 if own is None:
                     own = tokens.controls(unpack_ids(packed_ids[ids_start:]))
                     own = [(start + n_chars, token_id) for n_chars, token_id in own]
                 n_alike = _n_alike(tokens.controls(node.ids, pending), own, position, n_equal)
-                whole, n_equal = whole and n_alike == n_equal, n_alike
+                is_whole, n_equal = is_whole and n_alike == n_equal, n_alike
             end = ids_end + len(node.packed_ids)
             step = _Step(node, before, pending, position, n_equal, end)
             steps.append(step)
-            if whole:
+            if is_whole:
                 open_ends.append((node.key, position + n_equal, step))
     return sorted(steps, key=lambda step: -step.position - step.n_equal)
 
@@ -226,8 +228,8 @@ def _n_alike(
     `position` in the prompt.
     """
     first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
-    asked = {(start - position, token_id) for start, token_id in own[first:stop]}
-    return min([n_chars, *(start for start, _ in asked.symmetric_difference(stored))])
+    controls = {(start - position, token_id) for start, token_id in own[first:stop]}
+    return min([n_chars, *(start for start, _ in controls.symmetric_difference(stored))])
 
 
 def common_prefix(content: Any, prompt: Any, position: int) -> int:
@@ -255,7 +257,7 @@ def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
     if tokens is None:
         if node.has_text_only:
             return n_equal // 4, n_equal // 4 * 4
-        id_ends = [0, *accumulate(len(pack_ids([one])) for one in node.ids)]
+        id_ends = [0, *accumulate(len(pack_ids([token_id])) for token_id in node.ids)]
         n_tokens = bisect_right(id_ends, n_equal) - 1
         return n_tokens, id_ends[n_tokens]
     if n_equal == len(node.text) and not node.pending:

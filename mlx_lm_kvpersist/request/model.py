@@ -69,16 +69,22 @@ class Speed:
         memory = self.memory
         if memory is None:
             return None
-        about = memory.most_tokens, memory.limit_bytes, self.pace, stepped, memory.learn
-        least_width = _CUDA_WIDTH if backend() == "cuda" else 1
-        return PrefillLimits(max_stall_s, *about, least_width)
+        return PrefillLimits(
+            max_stall_s,
+            memory.most_tokens,
+            memory.limit_bytes,
+            self.pace,
+            stepped,
+            memory.learn,
+            least_width=_CUDA_WIDTH if backend() == "cuda" else 1,
+        )
 
     def learn(self, tier: str, n_bytes: int, seconds: float) -> None:
         """Learn that `n_bytes` of a tier took `seconds`; few bytes are ignored."""
         if n_bytes >= MIN_RESTORE_BYTES and seconds > 0:
             measured = n_bytes / seconds
-            known = self.rates.get(tier, measured)
-            self.rates = {**self.rates, tier: known + _WEIGHT * (measured - known)}
+            average = self.rates.get(tier, measured)
+            self.rates = {**self.rates, tier: average + _WEIGHT * (measured - average)}
 
     def compute_s(self, position: int, n_tokens: int) -> float:
         """Return about how many seconds `n_tokens` after the first `position` take to compute."""
@@ -160,5 +166,5 @@ class LoadedModel:
     def describe(self) -> dict[str, Any]:
         """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""
         plans = {name: plan.describe() for name, plan in self.spec.plans.items()}
-        said = {"model": self.name, "kept": True, "precision": self.precision}
-        return {**said, **self.spec.describe(), "attention": plans}
+        model = {"model": self.name, "kept": True, "precision": self.precision}
+        return {**model, **self.spec.describe(), "attention": plans}

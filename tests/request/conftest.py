@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.loading import Asked, load_model
+from mlx_lm_kvpersist.request.loading import ModelOptions, load_model
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
@@ -59,7 +59,7 @@ def store_in(folder: Path) -> BlockStore:
 
 def loaded_in(provider: Any, choice: PrecisionChoice) -> LoadedModel:
     """Return a provider's model as the server loads it, in a precision."""
-    return load_model(provider, Asked(choice, "auto", 1 << 30, with_text=True))
+    return load_model(provider, ModelOptions(choice, "auto", 1 << 30, with_text=True))
 
 
 @dataclass

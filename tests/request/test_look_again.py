@@ -93,19 +93,27 @@ def test_stages_follow_each_other_and_done_is_the_last(
 ) -> None:
     request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
     state, served = RequestState.of(request), ServedRequest(serving, request, prompt)
-    assert state.stage is Stage.NEW
-    assert served.advance() and state.stage is Stage.READY
+    stages = [state.stage]
+    assert served.advance()
+    stages.append(state.stage)
     served.enter()
-    assert state.stage is Stage.PREFILL
+    stages.append(state.stage)
     caches = talk.loaded.spec.make_cache()
     talk.forward(list(prompt.ids), caches)
     served.insert(prompt.ids, caches, "user")
-    assert state.stage is Stage.DECODE
+    stages.append(state.stage)
     talk.forward([7], caches)
     served.insert([*prompt.ids, 7], caches, "assistant")
-    assert state.stage is Stage.DONE
+    stages.append(state.stage)
     state.move(Stage.DECODE)
-    assert state.stage is Stage.DONE and state.is_over
+    assert [*stages, state.stage] == [
+        Stage.NEW,
+        Stage.READY,
+        Stage.PREFILL,
+        Stage.DECODE,
+        Stage.DONE,
+        Stage.DONE,
+    ]
 
 
 def test_a_lookup_for_another_model_is_not_used(talk: Conversations, serving: Serving) -> None:
