@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from mlx_lm_kvpersist import _startup
+from mlx_lm_kvpersist.host.stopping import requested_plugins
 from tests.support.host import PTH, Environment
 
 STOCK_FORMS = {
@@ -254,7 +255,7 @@ def test_debug_shows_the_traceback_before_the_line(environment: Environment) -> 
     ],
 )
 def test_plugins_are_read_before_the_options_are(argv: list[str], names: list[str]) -> None:
-    assert _startup.requested_plugins(argv) == names
+    assert requested_plugins(argv) == names
 
 
 def test_the_finder_touches_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
