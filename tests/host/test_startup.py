@@ -97,6 +97,17 @@ def test_without_the_flag_nothing_of_ours_is_imported(environment: Environment) 
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_a_start_imports_no_library_that_only_later_requests_need(
+    environment: Environment,
+) -> None:
+    late = ["prometheus_client", "unittest.mock", "obstore", "mlx_lm_kvpersist.store.shared"]
+    code = f"""
+import sys, mlx_lm.server, mlx_lm_kvpersist.plugin, mlx_lm_kvpersist.host.patching.patches
+print("mlx_lm_kvpersist.store.disk" in sys.modules, [m for m in {late} if m in sys.modules])"""
+    done = environment.run("python", "-c", code)
+    assert done.stdout == "True []\n", done.stderr
+
+
 def test_the_flag_of_another_program_changes_nothing(environment: Environment) -> None:
     code = "import mlx_lm.server as s; print(s.run.__module__, type(s.argparse).__name__)"
     done = environment.run("python", "-c", code, "--plugin", "echo")
