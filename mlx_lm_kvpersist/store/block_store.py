@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError
@@ -23,15 +23,16 @@ from .files import Arrays, read_file
 from .index import Index
 from .objects import Objects
 from .pool import BlockPool, KVBlock
-from .putting import RepliesOf
 from .reading import Prefetch, Reader
 from .records import Commit, Gone, NewFile, Saved, StoreLimits
 from .seal import PLAIN, Sealing
-from .sealed_objects import SealedObjects
-from .shared import SharedTier
 from .stored_runs import StoredRuns
 from .tier import DISK, LowerTier, ReadTier, SearchedTier
 from .writer import Task, Writer
+
+if TYPE_CHECKING:
+    from .putting import RepliesOf
+    from .shared import SharedTier
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
 
@@ -232,6 +233,9 @@ class BlockStore:
 
         All servers put at most `max_bytes` there; for `replies_of` see `Putting`.
         """
+        from .sealed_objects import SealedObjects  # most servers share nothing and start sooner
+        from .shared import SharedTier
+
         disk = self.disk_tier
         above = self.disk.content_of, disk.chain, disk.checkpoints, self._land, self.pool
         own = SealedObjects(objects, sealing, self.failures)
