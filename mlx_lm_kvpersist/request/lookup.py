@@ -1,9 +1,9 @@
 """A prompt's way to restored caches: match it, read the stored blocks, join and check them.
 
-An HTTP thread makes a lookup: it decodes the prompt, matches it with the stored text, splices
-stored ids into it, and finds out why no more of it is stored. The generation thread does the rest.
-Its work grows with the number of blocks, and with the tokens behind the last stored block, but not
-with the length of the prompt.
+A lookup is made before its request is queued, on a thread of its own. It decodes the prompt,
+matches it with the stored text, splices stored ids into it, and finds out why no more is stored.
+The generation thread does the rest. Its work grows with the number of blocks, and with the tokens
+behind the last stored block, but not with the length of the prompt.
 
 If the store raises, the request loses its restore, never its reply: the caller catches it. Arrays
 from RAM are as they were computed here. The store verifies the checksum of arrays from a tier

@@ -1,6 +1,6 @@
 """Requests for the loaded model: looked up, restored, recorded, saved, remembered.
 
-Generation thread, except `Serving.prepare`, `Serving.finish` and `Serving.remember`.
+Generation thread, except `fetch`, `look_up`, `finish` and `remember` of `Serving`.
 """
 
 from __future__ import annotations
@@ -71,21 +71,16 @@ class Serving:
         """Whether the tokens of a request are stored, and another request can find them."""
         return state.is_kept and (state.session is not None or not self.isolated)
 
-    def prepare(self, state: RequestState, prompt: Prompt) -> None:
-        """Look up a prompt before it is queued. HTTP thread: O(prompt).
-
-        If the shared tier has more of it, the blocks are first brought into RAM.
-        """
+    def fetch(self, state: RequestState, prompt: Prompt) -> None:
+        """Bring what the shared tier has of a prompt into RAM. HTTP thread, which waits for it."""
         if self.store.shared is not None and self.keeps(state):
             state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
-        with self.store.index.asked_once():  # this thread comes and goes
-            self.look_up(state, prompt)
 
     def look_up(self, state: RequestState, prompt: Prompt) -> None:
-        """Look up what is stored of a prompt. O(prompt).
+        """Look up what is stored of a prompt, before it is queued. O(prompt).
 
-        The generation thread calls this only for a prompt that no HTTP thread has prepared: one
-        with images, or for a model that was not loaded then.
+        On the generation thread only if that was not done: for a prompt with images, or for a model
+        that was not loaded then.
         """
         state.drop_lookup()
         state.lookup, state.rendered, state.messages = None, prompt, prompt.messages
@@ -102,21 +97,20 @@ class Serving:
         self, state: RequestState, tokens: Sequence[int], caches: list[Any], cache_type: str
     ) -> None:
         """Save the computed part of a sequence; a draft model's caches come last in `caches`."""
-        sequence, n_layers = state.sequence, len(self.model.spec.template)
+        model, sequence, n_layers = self.model, state.sequence, len(self.model.spec.template)
         assert sequence is not None
-        try:
-            n_saved = self.model.save(sequence, tokens, caches[:n_layers], cache_type, self.store)
-            if cache_type == REPLY and n_saved > sequence.n_prompt:
+        chains = [(sequence, model, caches[:n_layers])]
+        if sequence.draft is not None and model.draft is not None:
+            chains.append((sequence.draft, model.draft, caches[n_layers:]))
+        for chain, chain_model, chain_caches in chains:
+            try:
+                n_saved = chain_model.save(chain, tokens, chain_caches, cache_type, self.store)
+            except Exception:
+                logger.exception("kvpersist: a turn could not be saved")
+                continue
+            if cache_type == REPLY and n_saved > sequence.n_prompt and chain is sequence:
                 n_prompt = sequence.n_prompt
                 state.produced = tokens[:n_prompt], tokens[n_prompt:n_saved]
-        except Exception:
-            logger.exception("kvpersist: a turn could not be saved")
-        if sequence.draft is not None and self.model.draft is not None:
-            draft, draft_caches = self.model.draft, caches[n_layers:]
-            try:
-                draft.save(sequence.draft, tokens, draft_caches, cache_type, self.store)
-            except Exception:
-                logger.exception("kvpersist: a turn of the draft model could not be saved")
         self.remember(state)
 
     def finish(self, state: RequestState) -> None:

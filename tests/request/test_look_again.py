@@ -64,7 +64,7 @@ def prepared(serving: Serving, ids: list[int]) -> tuple[ClientRequest, Prompt]:
     """Return a request whose HTTP thread has looked its prompt up."""
     request = ClientRequest(SimpleNamespace(request_type="text", prompt="", messages=[]))
     prompt = Prompt(ids, [ids], ["user"])
-    thread = threading.Thread(target=serving.prepare, args=(RequestState.of(request), prompt))
+    thread = threading.Thread(target=serving.look_up, args=(RequestState.of(request), prompt))
     thread.start()
     thread.join(60)
     return request, prompt

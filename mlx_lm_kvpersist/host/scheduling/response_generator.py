@@ -312,7 +312,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         try:
             if self._is_loaded(args.model.model) and has_text_only(request.messages):
                 made = self._render(self.model_provider.tokenizer, request, args)
-                ARRIVING.pop(threading.get_ident(), None)  # plugins may wait
                 manager.ask("prompt_rendered", request=made.request, prompt=made.prompt)
                 ARRIVING[threading.get_ident()] = time.perf_counter()
         except Exception:
