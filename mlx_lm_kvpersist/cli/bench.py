@@ -75,11 +75,11 @@ class StockSpeed:
 class Bench:
     """One run: the servers, the time it may take, and what was measured so far."""
 
-    def __init__(self, model: str, folder: Path, minutes: float, wired: str | int = "auto") -> None:
+    def __init__(self, model: str, folder: Path, minutes: float) -> None:
         self._model, self._folder = model, folder
         self._started_s, self._limit_s = time.monotonic(), 60 * minutes
         store = ("--kvpersist-dir", str(folder / "store"), "--kvpersist-min-free", "512M")
-        ours = ("--plugin", "kvpersist", *store, "--kvpersist-wired", str(wired))
+        ours = ("--plugin", "kvpersist", *store)
         self.stock, self.ours = Side("stock", ()), Side("kvpersist", ours)
         self.spec: dict[str, Any] = {}
 
@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(folder_name)
         if args.soak is not None:
             return soak(args, path, folder, about)
-        bench = Bench(str(path), folder, args.minutes, args.kvpersist_wired)
+        bench = Bench(str(path), folder, args.minutes)
         bench.run()
         content = {
             **about,
