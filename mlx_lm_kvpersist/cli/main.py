@@ -208,15 +208,6 @@ def _add_bench(add: Any) -> None:
         default=5.0,
         help="most time; more allows longer prompts, up to 16,384 tokens (default: %(default)g)",
     )
-    bench.add_argument(
-        "--soak",
-        type=float,
-        nargs="?",
-        const=5.0,
-        metavar="MINUTES",
-        help="compare nothing: run two streams of long prompts over small budgets, and say what "
-        "the server took (default: %(const)g)",
-    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, too")
 
 
