@@ -177,13 +177,16 @@ class Prefills:
         """
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}
+        furthest = len(turn.tokens)
         if turn.is_alone or sizes[turn.uid] < widest:
             return sizes
         joining = [prefill for prefill in unready if prefill is not turn and not prefill.is_alone]
         for prefill in sorted(joining, key=lambda prefill: len(prefill.segments[0])):
             most = min(most, self._most_tokens(prefill, step_s))
             widest = max(widest, len(prefill.segments[0]))
-            if widest * (len(sizes) + 1) > most:
+            furthest = max(furthest, len(prefill.tokens))
+            # The padding of a prompt must not go beyond the end of a table of positions.
+            if widest * (len(sizes) + 1) > most or furthest + widest > self._limits.n_positions:
                 break
             sizes[prefill.uid] = len(prefill.segments[0])
         return sizes
@@ -229,7 +232,9 @@ class Prefills:
         """Return a cache for each layer, and the tokens of each prompt with its padding."""
         turn, *_ = chunk
         n_tokens = tuple(chunk.values())
-        width = max(*n_tokens, self._limits.least_width)
+        width, furthest = max(n_tokens), max(len(prefill.tokens) for prefill in chunk)
+        if furthest + self._limits.least_width <= self._limits.n_positions:
+            width = max(width, self._limits.least_width)
         if len(chunk) > 1 or width > chunk[turn]:
             layers = zip(*(prefill.batch.prompt_cache for prefill in chunk), strict=True)
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
