@@ -56,7 +56,7 @@ from .store.tier import RAM
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
 CHUNK_SHARE = 8
-"""A chunk of a prompt takes one part in so many of the memory beside the weights, at most."""
+"""A chunk of a prompt takes an eighth of the memory account at most."""
 
 LAST_LOOKUP_S = 1.0
 """How long the end of the server waits for a lookup that runs."""
@@ -335,7 +335,7 @@ class KVPersistPlugin:
         return Service(chat_api, self._stored_sessions, key, by_key, lambda: self._refusal)
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
-        store = self._store  # the server may end meanwhile
+        store = self._store  # None while the server ends
         stats = store.stats(all_files=all_files) if store else None
         return stats and {**stats, "failed": {**stats["failed"], **manager.failures.counts}}
 

@@ -43,7 +43,7 @@ class ModelOptions:
     """The options that decide how a model's prompts are computed and kept.
 
     `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: what a chunk of a
-    prompt may take beside model and caches.
+    prompt may take, without model and caches.
     """
 
     choice: PrecisionChoice
@@ -154,7 +154,7 @@ def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOpti
 
 
 class _OneCallAtATime:
-    """A model that several ranks compute; its calls are evaluated one by one.
+    """A model that several ranks compute; each call is evaluated before the next.
 
     Where two are evaluated together, ranks may compute parts of them in another order.
     """

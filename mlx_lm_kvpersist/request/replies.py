@@ -7,7 +7,7 @@ conversation. There is one exception. A reply may be fed as the model's own ids,
    and equal tool calls, as JSON values. Reasoning may be left out. Content may be a beginning of
    what was sent if the reply has no end token: nobody knows how much a client that left has read;
 2. the prompt before the reply reads as it did when the model produced the ids, character for
-   character: bytes of the model that are no character read as clients see them, as U+FFFD;
+   character: bytes that are not valid text read as clients see them, as U+FFFD;
 3. what the template renders from there to the next end token has the same form (`_form`);
 4. the reply's ids begin and end with the white space that is rendered there, so that none which
    the template writes is lost or doubled.
@@ -127,7 +127,7 @@ def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) ->
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
     """Return a prompt, the replies of its messages fed as the model's own ids.
 
-    Replies to which the rule does not apply stay as they were rendered.
+    Replies to which the rule does not apply stay as rendered.
     """
     tokens = model.text
     among = list(_replies_among(prompt.messages))
@@ -180,7 +180,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
 
 
 def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> Prompt:
-    """Return the prompt with other ids, cut where it was cut, as far as a token ends there.
+    """Return the prompt with other ids; its segments end as before if a token ends there.
 
     boundaries: number of tokens before a place in the old ids -> in the new ids.
     """
@@ -199,7 +199,7 @@ def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> P
 def _n_rendered(
     rendered: Sequence[int], message: Message, reply: _Reply, model: LoadedModel
 ) -> int:
-    """Return how many first ids of a reply a template rendered so; 0 if it rendered others."""
+    """Return how many first ids of a reply a template rendered; 0 if it rendered other text."""
     tokens, n_ids = model.text, len(reply.ids)
     assert tokens is not None
     text = tokens.decode(rendered)

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Serving:
-    """What the plugin does for the requests of one loaded model.
+    """Serves the requests of one loaded model.
 
     `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing. A
     waiting request may be worked on for `step_s` between two steps of the replies. `computing` are
@@ -336,7 +336,7 @@ class ServedRequest(TakenRequest):
         """Look up what was saved of a sequence: by its ids, which must stay these."""
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
-        state.move(Stage.PARKED)  # a prompt that failed in a call with others was not
+        state.move(Stage.PARKED)  # also a prompt whose chunk failed
         if ranks().decides:
             state.lookup = Lookup(prompt, self._root, self._serving.store, model)
         self._claim = self._new_claim()
@@ -347,7 +347,7 @@ def awaits_another(
 ) -> bool:
     """Tell whether a prompt does better to wait for blocks that another request is computing.
 
-    n_shared: how many of its tokens will be stored for both, as far as they were compared before.
+    n_shared: how many of its tokens each other request will store, if the two were compared.
     O(requests), and a comparison of ids with each request that is new.
     """
     for other in others:
