@@ -134,7 +134,8 @@ class Lookup:
         self._others_have_less = False
         # The prompt is matched by ids unless the text of every id is known.
         tokens = model.text if n_worth is None else None
-        self._text = tokens.known_text(prompt.ids) if tokens else None
+        self.text = tokens.known_text(prompt.ids) if tokens else None
+        """The text of the prompt, if the text of all ids is known."""
         self._prefetch: Prefetch | None = None
         self._pinned: list[KVBlock] = []
         self._steps: Generator[None, None, Reuse] | None = None
@@ -163,7 +164,7 @@ class Lookup:
         and to the tokens behind them, of which only MAX_MATCHED_TOKENS are matched by text.
         """
         self._n_changes = self._store.n_changes
-        store, tokens, text = self._store, self.model.text, self._text
+        store, tokens, text = self._store, self.model.text, self.text
         packed, after = (
             pack_ids(prompt.ids) if known is None else self.stored.packed_ids,
             known or (),

@@ -86,8 +86,11 @@ def remember(
     root: Root,
     store: BlockStore,
     model: LoadedModel,
+    digest: tuple[int, str] | None = None,
 ) -> Collection[bytes]:
     """Remember a reply, unless text matching will find it; return by what keys. Any thread.
+
+    O(reply), and a hash over the messages; O(prompt) without the prompt's `digest`.
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
     client was `sent` content, reasoning and tool calls; None if that is not known, or not yet. A
@@ -99,7 +102,7 @@ def remember(
     has_ended = reply[-1] in model.tokenizer.eos_token_ids
     if has_ended and sent is None:
         return ()  # it is looked for by what was sent alone
-    if not model.text.covers((*prompt, *reply)):
+    if not model.text.covers(reply if digest else (*prompt, *reply)):
         return ()
     ids = list(reply[:-1] if has_ended else reply)
     message: Message = {"role": "assistant", **(sent or {})}
@@ -111,12 +114,17 @@ def remember(
     *_, (_, key, key_begun) = _replies_among([*messages, message])
     keys = [key] if sent is not None else []
     keys += [] if has_ended else [key_begun]
-    before = model.text.decode(prompt).encode()
-    digest = blake2b(before, digest_size=_DIGEST_BYTES).hexdigest()
-    packed = _Reply(ids, has_ended, len(before), digest, sent is not None, content, reasoning)
+    digest = digest or digest_of(model.text.decode(prompt))
+    packed = _Reply(ids, has_ended, *digest, sent is not None, content, reasoning)
     replies = dict.fromkeys(keys, json.dumps(asdict(packed)).encode())
     store.commit(Commit(root, (), replies=replies, messages=messages), [])
     return keys
+
+
+def digest_of(text: str) -> tuple[int, str]:
+    """Return the size in bytes and the digest of a prompt's text, by which replies know it."""
+    encoded = text.encode()
+    return len(encoded), blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) -> dict[bytes, bytes]:

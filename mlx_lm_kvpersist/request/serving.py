@@ -25,7 +25,7 @@ from .lookup import Lookup, Reuse
 from .memory import Claim, Memory
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
-from .replies import remember, retokenize
+from .replies import digest_of, remember, retokenize
 from .sequence import RunningSequence
 from .sharing import fetch_ahead
 from .state import RequestState, Stage
@@ -84,12 +84,14 @@ class Serving:
         """
         state.drop_lookup()
         state.lookup, state.rendered, state.messages = None, prompt, prompt.messages
+        state.digest = None
         root = state.root = self.root_of(state)
         if not ranks().decides:
             return
         try:
             fed = retokenize(prompt, root, self.store, self.model)
-            state.lookup = Lookup(fed, root, self.store, self.model)
+            state.lookup = lookup = Lookup(fed, root, self.store, self.model)
+            state.digest = digest_of(lookup.text) if lookup.text is not None else None
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
 
@@ -157,7 +159,10 @@ class Serving:
             return
         if sent is not None:
             state.produced = None
-        keys = remember(state.messages, *produced, sent, root, self.store, self.model)
+        prompt, reply = produced
+        keys = remember(
+            state.messages, prompt, reply, sent, root, self.store, self.model, state.digest
+        )
         state.remembered |= frozenset(keys)
 
 
@@ -234,6 +239,7 @@ class ServedRequest(TakenRequest):
             is_common = ranks().are_several and lookup is not None
             fed = lookup.stored.prompt if is_common and lookup else state.rendered or self.prompt
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
+            state.digest = None  # its text may be another one
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             outcome = reuse.outcome
             why = outcome.detail or (outcome.reason.text if outcome.reason else "")

@@ -63,6 +63,8 @@ class RequestState:
     """The messages that the prompt was rendered from."""
     rendered: Prompt | None = field(default=None, repr=False)
     """The prompt that was looked up."""
+    digest: tuple[int, str] | None = field(default=None, repr=False)
+    """The size in bytes and the digest of the text that is fed, if it is known."""
     fetched: str = ""
     """A sentence about the fetch from the shared tier, or ""."""
     lookup: Lookup | None = field(default=None, repr=False)
