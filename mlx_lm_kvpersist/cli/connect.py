@@ -85,7 +85,7 @@ def context_of(url: str) -> int | None:
     """Return how many tokens the model of a running server takes; None if no server says it."""
     try:
         models = ask(url, "/v1/models")["data"]
-        lengths = [int(one["max_model_len"]) for one in models if "max_model_len" in one]
+        lengths = [int(entry["max_model_len"]) for entry in models if "max_model_len" in entry]
     except (KVPersistError, KeyError, TypeError, ValueError):
         return None  # also for another program's server on the port
     return lengths[0] if lengths else None
@@ -108,14 +108,14 @@ def _write(file: Path, settings: Settings) -> None:
     old, new = before.splitlines(), after.splitlines()
     print("\n".join(difflib.unified_diff(old, new, str(file), str(file), lineterm="")))
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode, kept = 0o600, ""
+    mode, backup_note = 0o600, ""
     if path.exists():
         mode = path.stat().st_mode & 0o777
         backup = next(p for n in count(1) if not os.path.lexists(p := f"{path}.bak{n}"))
         _replace(Path(backup), path.read_bytes(), mode)
-        kept = f"; its former content is in {backup}"
+        backup_note = f"; its former content is in {backup}"
     _replace(path, after.encode(), mode)
-    print(f"\n{file} is written{kept}.\n")
+    print(f"\n{file} is written{backup_note}.\n")
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
@@ -133,12 +133,12 @@ def _text(file: Path, settings: Settings, before: str) -> str:
             for table, entries in settings.items()
         ]
         return "".join(f"{line}\n" for lines in tables for line in lines if line)
-    there = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
-    merged = _merged(there, settings)
-    if merged == there:
+    current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
+    merged = _merged(current, settings)
+    if merged == current:
         return before
-    found = re.search(r"^([ \t]+)\S", before, re.MULTILINE)
-    indent = found[1] if found else 2
+    indented = re.search(r"^([ \t]+)\S", before, re.MULTILINE)
+    indent = indented[1] if indented else 2
     return json.dumps(merged, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -151,13 +151,13 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _merged(there: Any, settings: Settings) -> dict[str, Any]:
+def _merged(current: Any, settings: Settings) -> dict[str, Any]:
     """Return what is there with the settings in it. Raises ValueError where it is not a table."""
-    if not isinstance(there, dict):
-        raise ValueError(f"found {json.dumps(there)[:40]} where keys and values were expected")
-    merged = dict(there)
+    if not isinstance(current, dict):
+        raise ValueError(f"found {json.dumps(current)[:40]} where keys and values were expected")
+    merged = dict(current)
     for key, value in settings.items():
-        merged[key] = _merged(there.get(key, {}), value) if isinstance(value, Mapping) else value
+        merged[key] = _merged(current.get(key, {}), value) if isinstance(value, Mapping) else value
     return merged
 
 
@@ -223,8 +223,8 @@ def aider(url: str, n_context: int | None) -> Client:
     files: dict[Path, Settings] = {file: settings}
     if n_context:
         settings["model-metadata-file"] = str(facts)
-        known = {"max_input_tokens": n_context, "litellm_provider": "openai", "mode": "chat"}
-        files[facts] = {model: known}
+        limits = {"max_input_tokens": n_context, "litellm_provider": "openai", "mode": "chat"}
+        files[facts] = {model: limits}
     return Client(f"aider --config {shlex.quote(str(file))}", files)
 
 
@@ -252,8 +252,8 @@ def router(servers: Sequence[str]) -> str:
             names[url] = ask(url, "/v1/models")["data"][0]["id"]
         except (LookupError, TypeError) as error:
             raise ConfigError(f"{url} lists no model; start its server with --model") from error
-    (model, *others) = set(names.values())
-    if others:
+    (model, *other_models) = set(names.values())
+    if other_models:
         listed = "; ".join(f"{url} has {name}" for url, name in names.items())
         raise ConfigError(
             f"a router needs one name of the model ({listed}): start each server with the same "

@@ -82,8 +82,8 @@ def mlx_lm() -> Finding:
     except UnsupportedVersion as error:
         found, _, advice = str(error).rpartition("; ")
         return Finding("mlx-lm", False, found, advice)
-    known = "" if versions.is_measured() else ", a pair that was not measured"
-    return Finding("mlx-lm", True, f"{lm} with mlx {mlx}{known}")
+    note = "" if versions.is_measured() else ", a pair that was not measured"
+    return Finding("mlx-lm", True, f"{lm} with mlx {mlx}{note}")
 
 
 def mlx() -> Finding:
@@ -157,11 +157,11 @@ def script() -> Finding:
 
 def store(folder: Path, key: Path | None = None) -> Finding:
     """Check that the server can use a folder, as `store stats` does; `key` is its key file."""
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not os.access(existing, os.W_OK | os.X_OK):
         advice = "choose a folder of your own with --kvpersist-dir"
-        return Finding("store", False, f"{there} cannot be written to", advice)
-    if there != folder or (folder.is_dir() and not any(folder.iterdir())):
+        return Finding("store", False, f"{existing} cannot be written to", advice)
+    if existing != folder or (folder.is_dir() and not any(folder.iterdir())):
         return Finding("store", True, f"none yet; the server makes it in {folder}")
     name = __package__.partition(".")[0]
     options = ["store", "stats", "--json", "--kvpersist-dir", str(folder)]
@@ -218,8 +218,8 @@ def run(args: argparse.Namespace) -> int:
     command, folder = f"{server_command()} --plugin {PLUGIN}", args.kvpersist_dir
     where = f" --kvpersist-dir {shlex.quote(str(folder))}" if folder else ""
     port, following = running(command + where)
-    there = (folder or default_folder()).absolute()
-    findings = [*examine(), store(there, args.kvpersist_encrypt), port]
+    existing = (folder or default_folder()).absolute()
+    findings = [*examine(), store(existing, args.kvpersist_encrypt), port]
     return report(args, findings, command, following)
 
 
@@ -236,16 +236,16 @@ def report(
         print_json({"works": not status, "findings": [asdict(finding) for finding in findings]})
         return status
     say = console().print
-    for each in findings:
-        mark = "no" if not each.passed else "slow" if each.advice else "ok"
-        say(f"{mark:<6}{each.name}: {each.found}")
+    for finding in findings:
+        mark = "no" if not finding.passed else "slow" if finding.advice else "ok"
+        say(f"{mark:<6}{finding.name}: {finding.found}")
     if broken is not None:
         say(f"{command} does not work here: {broken.name}: {broken.found}")
         say(f"Next: {broken.advice or 'mlx-lm-kvpersist doctor'}")
         return status
     say(f"{command} works here.")
-    for each in findings:
-        if each.advice:
-            say(f"Faster: {each.advice}")
+    for finding in findings:
+        if finding.advice:
+            say(f"Faster: {finding.advice}")
     say(f"Next: {following}")
     return status

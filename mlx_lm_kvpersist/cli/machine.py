@@ -27,11 +27,11 @@ _SLOW_GFLOPS = 10.0
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    releases = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):  # a checkout need not be installed
-            found[name] = version(name)
-    return found
+            releases[name] = version(name)
+    return releases
 
 
 @cache
@@ -80,15 +80,15 @@ def openblas_advice(gflops: float | None) -> str:
 
 def conditions(content: Mapping[str, Any]) -> list[str]:
     """Return the versions, the machine and the model, each in a line."""
-    found, device, model = content["versions"], content["device"], content["model"]
+    releases, device, model = content["versions"], content["device"], content["model"]
     bits = f", {model['weight_bits']}-bit" if model["weight_bits"] else ""
     n_bytes = device.get("memory_size")
     memory = f", {show_bytes(n_bytes)}" if n_bytes else ""
     gflops = content["cpu_gflops"]
     cpu = f", {gflops:.3g} GFLOP/s" if gflops else ""
     return [
-        f"mlx-lm-kvpersist {found.get('mlx-lm-kvpersist', 'not installed')}, "
-        f"mlx-lm {found['mlx-lm']}, mlx {found['mlx']}, Python {found['python']}",
+        f"mlx-lm-kvpersist {releases.get('mlx-lm-kvpersist', 'not installed')}, "
+        f"mlx-lm {releases['mlx-lm']}, mlx {releases['mlx']}, Python {releases['python']}",
         f"{device.get('device_name')}, {device['kind']}{memory}{cpu}, {device['platform']}, "
         f"{device['processors']} processors, load {content['load_before']} before",
         f"{model['name']} ({model['type']}{bits}, {model['weights']})",
