@@ -335,8 +335,8 @@ def from_args(args: Namespace) -> Config:
         folder /= f"rank-{together.rank}-of-{together.size}"
     ram, memory = args.kvpersist_ram, args.kvpersist_memory
     if memory is not None and memory < LEAST_BYTES:
-        asked, least = show_bytes(memory), show_bytes(LEAST_BYTES)
-        raise ConfigError(f"--kvpersist-memory {asked} is too little; give at least {least}")
+        shown_memory, least = show_bytes(memory), show_bytes(LEAST_BYTES)
+        raise ConfigError(f"--kvpersist-memory {shown_memory} is too little; give at least {least}")
     if ram is None:
         ram = getattr(args, "prompt_cache_bytes", None) or device_memory_bytes() // 8
         ram = min(ram, memory // 2) if memory is not None else ram
