@@ -240,7 +240,7 @@ class AgentsAPI:
         return {**fields, "messages": len(agent.beginning["messages"]), **stored}
 
     def _check_operator(self, handler: Any, *, everywhere: bool = False) -> None:
-        """Refuse what others would notice: everywhere, or where no namespace is named."""
+        """Refuse changes that other clients would notice: all, or those without a namespace."""
         if handler.command != "GET":
             check_site(handler.headers, self._service.key)
         if not everywhere and names_namespace(handler.headers, by_key=self._service.by_key):

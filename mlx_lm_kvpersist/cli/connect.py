@@ -2,7 +2,7 @@
 
 `connect router` prints the command of a router in front of several servers, which it asks first.
 A JSON file that exists is merged: its other settings stay. A TOML file is our own and is replaced.
-The former content is kept beside the file.
+The former content is kept in a file next to it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Client:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises ConfigError where nothing can be written."""
+    """Run the command; return the exit status. Raises ConfigError if nothing can be written."""
     if not 0 < args.port < 1 << 16:
         raise ConfigError(f"--port {args.port} is no port; give that of the server, such as 8080")
     url = f"http://127.0.0.1:{args.port}"
@@ -92,9 +92,9 @@ def context_of(url: str) -> int | None:
 
 
 def _write(file: Path, settings: Settings) -> None:
-    """Merge settings into a file, show the difference, and keep what was there beside it.
+    """Merge settings into a file, show the difference, and keep the former content next to it.
 
-    Raises ValueError where it cannot be merged, OSError or RuntimeError where it cannot be read or
+    Raises ValueError if it cannot be merged, OSError or RuntimeError if it cannot be read or
     written.
     """
     path = file.resolve()  # a link stays one
@@ -125,7 +125,7 @@ def _replace(path: Path, content: bytes, mode: int) -> None:
 
 
 def _text(file: Path, settings: Settings, before: str) -> str:
-    """Return a file's text with the settings in it. Raises ValueError where it cannot be merged."""
+    """Return a file's text with the settings in it. Raises ValueError if it cannot be merged."""
     if file.suffix == ".toml":
         # A table's own line, "" for the top, and its entries.
         tables = [
@@ -143,7 +143,7 @@ def _text(file: Path, settings: Settings, before: str) -> str:
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's entries. Raises ValueError where one would be lost."""
+    """Return a JSON object's entries. Raises ValueError if one would be lost."""
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = ", ".join(json.dumps(key) for key, _ in pairs)
@@ -152,7 +152,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _merged(current: Any, settings: Settings) -> dict[str, Any]:
-    """Return what is there with the settings in it. Raises ValueError where it is not a table."""
+    """Return the current table with the settings in it. Raises ValueError if it is not a table."""
     if not isinstance(current, dict):
         raise ValueError(f"found {json.dumps(current)[:40]} where keys and values were expected")
     merged = dict(current)
@@ -243,7 +243,7 @@ def router(servers: Sequence[str]) -> str:
 
     It sends a request to the server that has seen most of its text. It knows a model by the first
     name that its servers list; the aliases let clients ask as they ask one server.
-    Raises ConfigError where the servers list different names, KVPersistError where one is silent.
+    Raises ConfigError if the servers list different names, KVPersistError if one is silent.
     """
     urls = [url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}" for url in servers]
     names: dict[str, str] = {}

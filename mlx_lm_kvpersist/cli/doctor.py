@@ -43,7 +43,7 @@ PORT = 8080
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was found and, where that stops the plugin or slows it down, what to do."""
+    """One check: what was found, and what to do if that stops the plugin or slows it down."""
 
     name: str
     passed: bool
@@ -179,7 +179,7 @@ def store(folder: Path, key: Path | None = None) -> Finding:
 
 
 def running(start: str) -> tuple[Finding, str]:
-    """Look who answers where the server listens by default; return what to type next, too.
+    """Look who answers at the server's default port; return what to type next, too.
 
     start: what starts the server.
     """

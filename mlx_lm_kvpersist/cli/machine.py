@@ -52,7 +52,7 @@ def device() -> dict[str, Any]:
 def cpu_gflops() -> float | None:
     """Return 10^9 operations a second in a float32 product of 384 x 384, the best of three.
 
-    None where MLX computes on a GPU.
+    None if MLX computes on a GPU.
     """
     import mlx.core as mx
 
@@ -69,7 +69,7 @@ def cpu_gflops() -> float | None:
 
 
 def openblas_advice(gflops: float | None) -> str:
-    """Return how to preload OpenBLAS, where a CPU computes as slowly as without it; else ""."""
+    """Return how to preload OpenBLAS if a CPU computes as slowly as without it; else ""."""
     if gflops is None or gflops >= _SLOW_GFLOPS or sys.platform != "linux":
         return ""
     library = find_library("openblas")

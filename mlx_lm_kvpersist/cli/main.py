@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_each_rank(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run a command for the store that the options name, or for each of those of several ranks.
 
-    What one of them does not have is an error where no other has it. JSON is an object by folder.
+    An error ends the command if all of the stores raise one. JSON is an object by folder.
     """
     from .opening import folders_of
 

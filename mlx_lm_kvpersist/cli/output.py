@@ -31,7 +31,7 @@ from ..store.records import Session, Totals
 from ..units import show_bytes
 
 _PIPE_WIDTH = 200
-"""Columns where there is no terminal to ask."""
+"""Columns if there is no terminal to ask."""
 
 
 def shown(text: str, max_chars: int = 40) -> str:
@@ -75,7 +75,7 @@ def print_json(content: Any) -> None:
 
 
 def tell(args: argparse.Namespace, content: Any, *texts: str | Table) -> None:
-    """Print `content` as JSON where --json asks for it, else the lines and tables for people."""
+    """Print `content` as JSON if --json asks for it, else the lines and tables for people."""
     if args.json:
         print_json(content)
         return

@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist store map`: what takes a store's bytes, by session, shared segment and age.
 
-A segment is a run of blocks that the same sessions go through. Segments form a tree: below the
-segment that sessions share, such as the system prompt, are those of fewer sessions. JSON calls them
+A segment is a run of blocks that the same sessions go through. Segments form a tree: a segment that
+sessions share, such as the system prompt, has segments of fewer sessions below it. JSON calls them
 parts.
 """
 
@@ -94,7 +94,7 @@ def _segments(index: Index) -> list[Segment]:
     segment_of: dict[bytes, Segment] = {}
     for key, parent_key, root, _, n_tokens, n_bytes, used in rows:
         segment = parent = segment_of.get(parent_key)
-        # Either all sessions of the block before go on here, or another segment begins.
+        # A segment ends at the block after which its sessions diverge.
         if segment is None or segment.n_sessions != n_through[key]:
             segment = Segment(len(segments), root, parent, key, n_through[key])
             segments.append(segment)
