@@ -416,10 +416,8 @@ class Lookup:
             return None
         is_checked = _FROM_BELOW in sources or not self.model.is_known
         if self._canary and is_checked:
-            model, restored_ids = self.model, ids[: point.n_tokens]
-            difference = canary_difference(
-                model.model, model.spec, joined.caches or (), restored_ids
-            )
+            model, caches = self.model, joined.caches or ()
+            difference = canary_difference(model.model, model.spec, caches, ids[: point.n_tokens])
             if not together.agree(difference <= CANARY_TOLERANCE, "the canary"):
                 for record in read:
                     store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")

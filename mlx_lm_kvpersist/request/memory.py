@@ -156,9 +156,10 @@ class Memory(BatchMemory):
     # Requests that begin.
 
     def admits(self, claim: Claim) -> bool:
-        """Tell whether a request may begin, and promise it what it needs.
+        """Tell whether there is room for a request, and promise it the room that it needs.
 
-        The oldest goes first. Those that need less may pass it a few times.
+        The oldest goes first. Smaller requests may pass it a few times. O(requests), and O(blocks)
+        to pin the blocks that it restores.
         """
         if claim in self._claims:
             return True

@@ -98,7 +98,10 @@ class Serving:
     def save(
         self, state: RequestState, tokens: Sequence[int], caches: list[Any], cache_type: str
     ) -> None:
-        """Save the computed part of a sequence; a draft model's caches come last in `caches`."""
+        """Save the computed part of a sequence; a draft model's caches come last in `caches`.
+
+        O(new tokens), and O(blocks) for models with checkpoints.
+        """
         model, sequence, n_layers = self.model, state.sequence, len(self.model.spec.template)
         assert sequence is not None
         chains = [(sequence, model, caches[:n_layers])]
@@ -339,7 +342,10 @@ class ServedRequest(TakenRequest):
         return runs.after(root, run, n)
 
     def resume(self, prompt: Prompt) -> None:
-        """Look up what was saved of a sequence: by its ids, which must stay these."""
+        """Look up what was saved of a sequence: by its ids, which must stay these.
+
+        O(blocks), and a hash and copies of the ids.
+        """
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
         state.move(Stage.PARKED)  # also a prompt whose chunk failed
