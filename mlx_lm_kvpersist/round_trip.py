@@ -27,7 +27,7 @@ from .cache.geometry.precision import (
     Quantization,
     layout_in_words,
 )
-from .cache.geometry.spec import ModelCacheSpec
+from .cache.geometry.probe import probe_model
 from .cache.live.attention import Strategy
 from .cache.live.batch import PaddedBatch
 from .cache.live.packed import GRID
@@ -75,7 +75,7 @@ def check_round_trip(
         ModelNotSupported: dequantizing is wrong on this device.
     """
     model = tiny_model(head_dim=max(64, choice.group_size or 0))
-    spec = ModelCacheSpec.probe(model, choice)
+    spec = probe_model(model, choice)
     precisions = list(spec.precisions.values())
     allowed: list[Precisions] = [[each, each] for each in choice.candidates()]
     if precisions not in (allowed or [[None, None]]):

@@ -11,9 +11,11 @@ from dataclasses import asdict
 
 import mlx.core as mx
 
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
+
 from .build import build
 from .configs import available
-from .facts import evaluated, server_attention
+from .facts import evaluated
 
 
 def main(part: int, parts: int, seed: int) -> None:

@@ -10,7 +10,6 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import methodcaller
@@ -29,6 +28,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
 from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.kinds import replaced, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID, headroom
 from mlx_lm_kvpersist.cache.live.policy import forced_plan
@@ -36,8 +36,6 @@ from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cache.measuring.observe import packed_shapes
 from mlx_lm_kvpersist.errors import ModelNotSupported
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
 
 from .conversation import random_ids
 
@@ -91,25 +89,14 @@ def combined(several: Sequence[Evaluated]) -> Architecture:
     return Architecture(batches, batches and joins, packed, refused)
 
 
-@contextmanager
-def server_attention() -> Iterator[None]:
-    """Let mlx-lm's attention take packed keys while the block runs, as in the server."""
-    applied = PatchSet()
-    applied.apply([patch for patch in PATCHES if patch.name == "attention"])
-    try:
-        yield
-    finally:
-        applied.undo()
-
-
 def evaluated(model: Any) -> Evaluated:
     """Evaluate a model that computes in float32; `server_attention` must be in place.
 
     Nothing is shown by a model whose caches are of classes that the plugin refuses.
     """
     try:
-        plain = Runs(model, ModelCacheSpec.probe(model, FULL_PRECISION))
-        spec = ModelCacheSpec.probe(model, QUANTIZED)
+        plain = Runs(model, probe_model(model, FULL_PRECISION))
+        spec = probe_model(model, QUANTIZED)
     except ModelNotSupported:
         return Evaluated()
     dequantized, ways = Runs(model, spec), {"plain": plain}

@@ -22,14 +22,16 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.architectures import architecture_of
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from .build import build
 from .compare import TOLERANCE, Comparison, compare, worst
 from .conversation import N_REPLY, N_STRANGER, N_TURNS, Conversation, random_ids
 from .drive import Reply, Row, alone, can_batch, generate, plainly
-from .facts import QUANTIZED, packed, server_attention
+from .facts import QUANTIZED, packed
 from .geometry import describe_caches, describe_precisions, describe_reuse
 from .rounded import rounded
 from .stock import StockFails, batches_right, difference_of_pieces
@@ -111,7 +113,7 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
     Raises:
         ModelNotSupported: its caches are of classes that are refused, or its facts refuse it.
     """
-    spec = ModelCacheSpec.probe(model, QUANTIZED)
+    spec = probe_model(model, QUANTIZED)
     facts = None if unknown else architecture_of(model)
     if facts is None:
         return replace(spec, batches=can_batch(make_prompt_cache(model)))

@@ -14,11 +14,11 @@ from mlx_lm_kvpersist.cache.live import attention, packed
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.live.rows import ArrayRows, RowsKV
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.request import saver
 from mlx_lm_kvpersist.round_trip import check_round_trip
-from tests.support.host import patched_attention
 
 PRECISIONS = {name: KV_BITS[name] for name in ("k8v4", "4", "k6v4", "8", "16")}
 PRECISIONS |= {f"group size {n}": PrecisionChoice(8, 4, n, rotated=True) for n in (32, 128)}
@@ -29,7 +29,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture(autouse=True, scope="module")
 def patched() -> Iterator[None]:
     """mlx-lm's attention takes packed keys, as in the server that runs the check."""
-    with patched_attention():
+    with server_attention():
         yield
 
 

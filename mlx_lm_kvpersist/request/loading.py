@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from ..cache.geometry.architectures import facts_of, spec_of
+from ..cache.geometry.architectures import architecture_of, spec_of
 from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.kinds import GroupKind
 from ..cache.geometry.on_grid import end_on_grid
@@ -65,7 +65,9 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
     name, adapter = str(model_path), Path(adapter_path) if adapter_path else None
     model: Any = weakref.proxy(provider.model)
     computed, together = model, ranks()
-    facts = facts_of(model)
+    facts = architecture_of(model)
+    if not together.same(repr(facts), "the facts of the architecture"):
+        facts = None
     with _on_all_ranks():
         fingerprint = model_fingerprint(local_path(model_path), adapter)
         text = TokenText.of(provider.tokenizer) if asked.with_text else None
@@ -81,7 +83,13 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
         raise ModelNotSupported(
             "the ranks have layers of different kinds; divide the model evenly, or by tensors"
         )
-    spec = plan_attention(model, spec, asked.attention, facts is not None and facts.packed)
+    spec = plan_attention(
+        model,
+        spec,
+        asked.attention,
+        packed=facts is not None and facts.packed,
+        least=lambda n: together.least(n, "how many strategies of attention are right"),
+    )
     end_on_grid(model)
     draft = _draft_of(provider, draft_path, spec, asked) if draft_path else None
     if text is None and asked.with_text:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from ..live.packed import GRID, scale_dtype
 from ..live.policy import AttentionPlan
 from .kinds import GroupKind
-from .precision import KVPrecision, PrecisionChoice
+from .precision import KVPrecision
 
 _FIELDS = ("weights", "scales", "biases")
 """The arrays of quantized keys or values; in full precision they are one array."""
@@ -127,23 +127,6 @@ class ModelCacheSpec:
     batches: bool = True
     joins: bool = field(default=False, compare=False)
     plans: Mapping[str, AttentionPlan] = field(default_factory=dict, compare=False)
-
-    @classmethod
-    def probe(cls, model: Any, choice: PrecisionChoice | None = None) -> ModelCacheSpec:
-        """Find a model's spec for the requested precision from shapes; nothing is evaluated.
-
-        Full groups get the precision whose group size needs the least padding, if it saves memory
-        and the model's code accepts it; all other groups stay in full precision. Shapes say nothing
-        about batches: `batches` and `joins` have their defaults (`architectures.py` has the facts).
-
-        Raises:
-            ModelNotSupported: a layer's cache is of a class that is not supported, or has another
-                form than its class should have; or the model fails on a few tokens.
-            ValueError: MLX cannot quantize to these bits, or in groups of this size.
-        """
-        from .probe import probe  # which imports this module
-
-        return probe(model, choice or PrecisionChoice())
 
     @cached_property
     def full(self) -> tuple[LayerGroup, ...]:

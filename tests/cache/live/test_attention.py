@@ -31,7 +31,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
 )
-from tests.support.host import patched_attention
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 
 from ..conftest import N_HEADS, address, random_kv, same_bits
 
@@ -462,7 +462,7 @@ def test_a_plan_goes_where_its_tokens_go() -> None:
 
 @pytest.fixture
 def patched() -> Iterator[None]:
-    with patched_attention():
+    with server_attention():
         yield
 
 
