@@ -158,7 +158,7 @@ QUANTIZED: dict[str, Fault] = {
     "offset": after(BATCH, "update_and_fetch", offset_one_on),
     "mask": after(BATCH, "make_mask", no_mask),
     "a whole block is not packed": never_packed,
-    "tiled attention": after(attention, "tiled_attention", head_swapped),
+    "tiled attention": after(attention, "dequantized_attention", head_swapped),
     "prompts that are computed together": after(RowsKV, "attend", head_swapped),
     "restore is one short": after(blocks.Joiner, "finish", one_token_less),
     "restore is one off": after(blocks.Joiner, "finish", tokens_one_on),

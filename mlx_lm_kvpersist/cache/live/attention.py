@@ -95,10 +95,10 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         """Return the attention of `queries` over these keys and `values`."""
-        if self.strategy == "tiled":
-            return tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
-        attention = packed_attention if self.strategy == "packed" else dequantized_attention
-        return attention(queries, self, values, scale, mask)
+        if self.strategy == "packed":
+            return packed_attention(queries, self, values, scale, mask)
+        tile_bytes = self.tile_bytes if self.strategy == "tiled" else None
+        return dequantized_attention(queries, self, values, scale, mask, tile_bytes)
 
     def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
         """Cut the queries where the grid does."""
@@ -144,12 +144,38 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
 
 
 def dequantized_attention(
-    queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
+    queries: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    scale: float,
+    mask: Mask,
+    tile_bytes: int | None = None,
 ) -> mx.array:
-    """Dequantize everything and run the fused kernel, as mlx-lm does with full precision."""
-    every, queries = slice(None), pk.prepared(queries, keys.quantization)
-    out = _fused(queries, keys, values, (every, every), scale, mask, None)
-    return pk.as_it_came(out, values.quantization)
+    """Dequantize and run the fused kernel, as mlx-lm does with full precision.
+
+    With `tile_bytes`, at most this number of bytes are dequantized together. Heads are independent,
+    so a tile is some heads, or some rows. It has one head of one row at least.
+    """
+    n_rows, n_heads = queries.shape[:2]
+    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
+    n_repeats, n_at_once = n_heads // n_kv_heads, n_rows * n_kv_heads
+    if tile_bytes is not None:
+        # Numbers of one token's dequantized key and value of one head.
+        n_numbers = sum(x[1].shape[3] * x.quantization.group_size for x in (keys, values))
+        n_at_once = tile_bytes // max(1, n_keys * n_numbers * queries.dtype.size)
+    queries = pk.prepared(queries, keys.quantization)
+    last: mx.array | None = None
+    rows_out: list[mx.array] = []
+    for rows in _slices(0, n_rows, max(1, n_at_once // n_kv_heads)):
+        heads_out: list[mx.array] = []
+        for heads in _slices(0, n_kv_heads, max(1, n_at_once)):
+            query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
+            tile_mask = _part_of(mask, rows, query_heads)
+            block = queries[rows, query_heads]
+            last = _fused(block, keys, values, (rows, heads), scale, tile_mask, last)
+            heads_out.append(last)
+        rows_out.append(mx.concatenate(heads_out, axis=1))
+    return pk.as_it_came(mx.concatenate(rows_out, axis=0), values.quantization)
 
 
 def _fused(
@@ -282,40 +308,6 @@ def packed_attention(
             out += own @ values.computed(every, every, first, last)
         results.append(out.reshape(n_rows, n_heads, n, -1))
     return mx.concatenate(results, axis=2).astype(queries.dtype)
-
-
-def tiled_attention(
-    queries: mx.array,
-    keys: PackedKV,
-    values: PackedKV,
-    scale: float,
-    mask: Mask,
-    tile_bytes: int = MAX_DEQUANTIZED_BYTES,
-) -> mx.array:
-    """Attend tile by tile, with at most `tile_bytes` of keys and values dequantized together.
-
-    Heads are independent, so tiles of whole heads, or whole rows, run the fused kernel. A tile has
-    one head of one row at least.
-    """
-    n_rows, n_heads = queries.shape[:2]
-    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
-    n_repeats = n_heads // n_kv_heads
-    # Numbers of one token's dequantized key and value of one head.
-    n_numbers = sum(x[1].shape[3] * x.quantization.group_size for x in (keys, values))
-    n_at_once = tile_bytes // max(1, n_keys * n_numbers * queries.dtype.size)
-    queries = pk.prepared(queries, keys.quantization)
-    last: mx.array | None = None
-    rows_out: list[mx.array] = []
-    for rows in _slices(0, n_rows, max(1, n_at_once // n_kv_heads)):
-        heads_out: list[mx.array] = []
-        for heads in _slices(0, n_kv_heads, max(1, n_at_once)):
-            query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
-            block = queries[rows, query_heads]
-            tile_mask = _part_of(mask, rows, query_heads)
-            last = _fused(block, keys, values, (rows, heads), scale, tile_mask, last)
-            heads_out.append(last)
-        rows_out.append(mx.concatenate(heads_out, axis=1))
-    return pk.as_it_came(mx.concatenate(rows_out, axis=0), values.quantization)
 
 
 def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: slice) -> mx.array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -20,6 +20,7 @@ from mlx_lm.models.cache import KVCache, _BaseCache
 
 from . import packed as pk
 
+Batch = TypeVar("Batch", bound="PaddedBatch")
 KeysAndValues = tuple[Any, ...]
 """Arrays, or `Packed`, of some rows [B, H, n, ...]."""
 
@@ -98,6 +99,22 @@ class PaddedBatch(Buffers):
             N, offset=self._idx, window_size=window_size, left_padding=self.left_padding
         )
         return mask
+
+    @classmethod
+    def _of_one(cls: type[Batch], cache: Any) -> Batch:
+        """Return a batch of one sequence's cache, which is not copied."""
+        raise NotImplementedError
+
+    @classmethod
+    def merge(cls: type[Batch], caches: Sequence[Any]) -> Batch:
+        """Return one batch for the caches of several sequences, in their order.
+
+        A single cache is not copied. Raises TypeError for a cache of another class, and ValueError
+        if caches differ in precision.
+        """
+        batch, *rows = map(cls._of_one, caches)
+        batch.extend(*rows)
+        return batch
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         """Keep the rows of these indices, in this order. Keeping all as they are copies nothing."""
@@ -202,19 +219,12 @@ class FullPrecisionBatchKVCache(PaddedBatch):
         self._place(ints(left_padding), 0)
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> FullPrecisionBatchKVCache:
-        """Return one batch for the caches of several sequences; a single one is not copied.
-
-        Raises TypeError where one is of another class than KVCache.
-        """
-        for cache in caches:
-            if not isinstance(cache, KVCache):
-                raise TypeError(f"cannot merge a {type(cache).__name__} into a batch of KVCache")
-        batch, rows = cls([]), [cls([]) for _ in caches]
-        for row, cache in zip(rows, caches, strict=True):
-            row._adopt(cache)
-        batch.extend(*rows)
-        return batch
+    def _of_one(cls, cache: Any) -> FullPrecisionBatchKVCache:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cannot merge a {type(cache).__name__} into a batch of KVCache")
+        row = cls([])
+        row._adopt(cache)
+        return row
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all, padding in front."""

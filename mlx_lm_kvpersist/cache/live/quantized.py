@@ -289,22 +289,13 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         self.newest = Newest(len(self._padding))
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
-        """Return one batch for the caches of several sequences, in their order.
-
-        A single cache is not copied. The batch takes the first plan that one has. Raises TypeError
-        for a cache of another class, and ValueError where they differ in precision.
-        """
-        batch, rows = cls([], caches[0].precision), []
-        for cache in caches:
-            if not isinstance(cache, SequenceQuantizedKVCache):
-                raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
-            row = cls([], cache.precision, cache.plan)
-            row._adopt(cache)
-            row.newest = cache.newest
-            rows.append(row)
-        batch.extend(*rows)
-        return batch
+    def _of_one(cls, cache: Any) -> BatchQuantizedKVCache:
+        if not isinstance(cache, SequenceQuantizedKVCache):
+            raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
+        row = cls([], cache.precision, cache.plan)
+        row._adopt(cache)
+        row.newest.extend(cache.newest)
+        return row
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         super().filter(batch_indices)
