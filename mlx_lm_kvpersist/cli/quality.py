@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
             f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
     with checks.server_attention():
-        with progress("the model's layers") as on_progress:
-            specs, left_out = _specs(args, model, on_progress)
+        specs, left_out = _specs(args, model)
         if not specs:
             reasons = "; ".join(sorted(set(left_out.values())))
             why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
@@ -198,14 +197,12 @@ def _measured(
 
 
 def _specs(
-    args: argparse.Namespace, model: Any, on_progress: Callable[[int, int], None]
+    args: argparse.Namespace, model: Any
 ) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
     """Return the spec of each precision that the model takes, and why it takes no other."""
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
-    names = [name for name in KV_BITS if name != REFERENCE]
-    for n_done, name in enumerate(names):
-        on_progress(n_done, len(names))
+    for name in (name for name in KV_BITS if name != REFERENCE):
         args.kvpersist_kv_bits = name
         try:
             spec = checks.served(model, precision_of(args))

@@ -193,12 +193,6 @@ def append(stored: Held | None, start: int, new: Held, room: int | None = None) 
     return each(appended, stored, new)
 
 
-def write(stored: Packed, rows: slice, tokens: slice, new: Packed) -> None:
-    """Write `new` over these tokens of some rows, in place where nothing else refers to `held`."""
-    for buffer, x in zip(stored, new, strict=True):
-        buffer[rows, :, tokens] = x
-
-
 def n_bytes(stored: Packed | mx.array | None) -> int:
     """Bytes of the buffers, spare room included."""
     return 0 if stored is None else sum(int(x.nbytes) for x in arrays_of(stored))

@@ -122,7 +122,9 @@ class PackedCache(Buffers):
             if start > stop:
                 at, own = (slice(x.size() - start, x.size() - stop) for x in (self, self.newest))
                 for packed, computed, quantization in self._sides:
-                    pk.write(packed, row, at, pk.quantize(computed[row, :, own], quantization))
+                    new = pk.quantize(computed[row, :, own], quantization)
+                    for buffer, x in zip(packed, new, strict=True):
+                        buffer[row, :, at] = x
 
     def _make_room(self, *new: mx.array) -> None:
         """Make the buffers long enough, with zeros, for all tokens; the `new` ones are the last."""
