@@ -144,6 +144,10 @@ def head_swapped(result: mx.array, *args: Any) -> mx.array:
     return result[:, ::-1]
 
 
+def tiles_swapped(result: mx.array, *args: Any) -> mx.array:
+    return result if args[-1] is None else head_swapped(result)
+
+
 BATCH = BatchQuantizedKVCache
 QUANTIZED: dict[str, Fault] = {
     "merge swaps keys and values": after(BATCH, "merge", swap_sides),
@@ -158,7 +162,7 @@ QUANTIZED: dict[str, Fault] = {
     "offset": after(BATCH, "update_and_fetch", offset_one_on),
     "mask": after(BATCH, "make_mask", no_mask),
     "a whole block is not packed": never_packed,
-    "tiled attention": after(attention, "dequantized_attention", head_swapped),
+    "tiled attention": after(attention, "dequantized_attention", tiles_swapped),
     "prompts that are computed together": after(RowsKV, "attend", head_swapped),
     "restore is one short": after(blocks.Joiner, "finish", one_token_less),
     "restore is one off": after(blocks.Joiner, "finish", tokens_one_on),
