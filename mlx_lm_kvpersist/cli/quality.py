@@ -107,10 +107,9 @@ def _judged(
     `same` counts those that begin, or call, as `own` do, those of the model's own precision, and
     `found` those that have what was asked for: a hidden number, or the next tool call.
     """
-    n_same, n_facts = [0, 0], len(checks.THINGS)
-    for number, (reply_ids, mine) in enumerate(zip(replies[0], own[0], strict=True)):
-        is_same = reply_ids[: checks.FIRST_TOKENS] == mine[: checks.FIRST_TOKENS]
-        n_same[number < n_facts] += is_same
+    first = slice(checks.FIRST_TOKENS)
+    same = [reply[first] == mine[first] for reply, mine in zip(replies[0], own[0], strict=True)]
+    same_facts = same[: len(checks.THINGS)]
     facts = zip(checks.THINGS.values(), replies[0], strict=False)
     n_found = sum(number in tokenizer.decode(reply).replace(",", "") for number, reply in facts)
     calls, own_calls = (
@@ -124,8 +123,8 @@ def _judged(
         return {"tried": n_tried, "found": n_found, "same": n_same} if n_tried else None
 
     return {
-        "replies": counts(len(replies[0]), None, sum(n_same)),
-        "needles": counts(n_facts if replies[0] else 0, n_found, n_same[True]),
+        "replies": counts(len(same), None, sum(same)),
+        "needles": counts(len(same_facts), n_found, sum(same_facts)),
         "tool_calls": counts(len(calls), n_right, n_as_own),
     }
 
