@@ -105,9 +105,7 @@ def plan_attention(
         plans[group.name] = plan
     n_right = least(0 if "dequantize" in wrong else 1 if "packed" in wrong else 2)
     keys = " and ".join(dict.fromkeys(str(group.precision) for group in spec.quantized))
-    info = mx.device_info()
-    device_name = info.get("device_name") or info.get("architecture")
-    device = f"{device_name} {mx.default_device()} mlx {version('mlx')}"
+    device = _device()
     if n_right == 0:
         raise ModelNotSupported(f"dequantizing attention over {keys} keys is wrong on {device}")
     if n_right == 1:
@@ -124,6 +122,13 @@ def plan_attention(
         for slot in group.slots:
             slots[slot].plan = plans[group.name]
     return replace(spec, template=replaced(spec.template, slots), plans=plans)
+
+
+def _device() -> str:
+    """Return a name for this device and version of MLX: results apply to this pair only."""
+    info = mx.device_info()
+    name = info.get("device_name") or info.get("architecture")
+    return f"{name} {mx.default_device()} mlx {version('mlx')}"
 
 
 def _wrong_strategies(
