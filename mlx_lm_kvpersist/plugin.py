@@ -38,10 +38,10 @@ from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
 from .ranks import ranks
-from .request.loading import Asked, described, load_model, places
+from .request.loading import described, load_model, places
 from .request.machine import Pressure
 from .request.memory import Memory, total_bytes, weights_bytes
-from .request.model import Speed
+from .request.model import Asked, Speed
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
 from .request.serving import RequestState, ServedRequest, Serving
@@ -86,7 +86,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def configure(self, args: Namespace) -> None:
-        self._config = config.from_args(args)
+        self._config = config.from_args(args, ranks().rank, ranks().size)
         self._log = RequestLog(with_text=self._config.store_text)
         self._store = BlockStore(
             self._config.folder, self._config.limits, sealing=self._config.sealing
@@ -128,7 +128,7 @@ class KVPersistPlugin:
         n_weights = weights_bytes(provider.model, getattr(provider, "draft_model", None))
         n_bytes = ranks().least(total_bytes(asked.memory_bytes, n_weights), "the memory")
         chunk_bytes = min(asked.max_prefill_bytes, n_bytes // CHUNK_SHARE)
-        options = Asked(asked.precision, asked.attention, chunk_bytes, asked.store_text)
+        options = Asked(asked.precision, asked.attention, chunk_bytes, asked.store_text, ranks())
         try:
             model = load_model(provider, options)
         except (ModelNotSupported, OSError) as error:  # its files may be gone

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.geometry.architectures import facts_of, spec_of
+from ..cache.geometry.architectures import architecture_of, spec_of
 from ..cache.geometry.precision import PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
@@ -83,7 +83,7 @@ def served(
     They follow the policy unless `attention` names a strategy. Raises ModelNotSupported if nothing
     of the model is kept.
     """
-    facts = facts_of(model)
+    facts = architecture_of(model)
     spec = spec_of(model, choice, facts)
     return plan_attention(model, spec, attention, facts is not None and facts.packed)
 

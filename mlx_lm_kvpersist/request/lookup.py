@@ -23,7 +23,6 @@ from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.answers import Prompt
 from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
-from ..ranks import ranks
 from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.records import Gone
 from ..store.tier import RAM, SHARED
@@ -200,11 +199,11 @@ class Lookup:
             try:
                 point = self._point(lost, most)
             except Exception:
-                if not ranks().are_several:
+                if not self.model.ranks.are_several:
                     raise
                 logger.exception("kvpersist: what is stored could not be looked up")
                 point = None
-            n_tokens = ranks().all_of(point.n_tokens if point else 0, "how much is stored")
+            n_tokens = self.model.ranks.all_of(point.n_tokens if point else 0, "how much is stored")
             most = min(n_tokens)
             if most == max(n_tokens):
                 return point
@@ -231,7 +230,7 @@ class Lookup:
         try:
             point = self._point()
         except Exception:
-            if not ranks().are_several:
+            if not self.model.ranks.are_several:
                 raise
             point = None  # which is told when all restore
         if point is not None and not self._held:
@@ -263,7 +262,7 @@ class Lookup:
     def advance(self, seconds: float) -> bool:
         """Restore for about so long, if all is prefetched; tell whether nothing is left to do."""
         is_there = self._prefetch is None or self._prefetch.finished
-        if ranks().are_several:
+        if self.model.ranks.are_several:
             return is_there  # all of them restore it together, when it enters
         if self._reuse is None and is_there:
             self._run(seconds, in_steps=True)
@@ -287,7 +286,7 @@ class Lookup:
         if self._prefetch is not None:
             self._prefetch.stop()  # blocks that it has not read yet are read faster from here
         try:
-            if ranks().are_several:  # none of them stops by itself
+            if self.model.ranks.are_several:  # none of them stops by itself
                 started = perf_counter()
                 reuse = _completed(self._restoring(in_steps=False))
                 self._spent_s = perf_counter() - started
@@ -325,7 +324,7 @@ class Lookup:
         restored: _Restored | None = None
         while restored is None:
             is_changed = self._store.n_changes != self._n_changes
-            if is_changed and n_matched < _MAX_MATCHED and not ranks().are_several:
+            if is_changed and n_matched < _MAX_MATCHED and not self.model.ranks.are_several:
                 n_matched += 1
                 self.found = self._find()
             found = self.found
@@ -352,7 +351,7 @@ class Lookup:
         on between, so that no step may be long; otherwise what is in RAM anyway is joined at once,
         which takes less time in all.
         """
-        ids, store, together = self.found.prompt.ids, self._store, ranks()
+        ids, store, together = self.found.prompt.ids, self._store, self.model.ranks
         read: list[Record] = []
         try:
             restored = yield from self._joined(point, lost, read, in_steps=in_steps)

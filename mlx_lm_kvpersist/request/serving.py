@@ -20,7 +20,6 @@ from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone, RequestRefused
 from ..host.answers import REPLY, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
-from ..ranks import ranks
 from ..store.block_store import BlockStore
 from ..store.records import Leaf
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
@@ -257,7 +256,7 @@ class ServedRequest(TakenRequest):
 
     def _look_up(self) -> None:
         state, store, model = self._state, self._serving.store, self._serving.model
-        if not ranks().decides:
+        if not model.ranks.decides:
             return
         try:
             fed = retokenize(self._rendered, self._root, store, model)
@@ -268,7 +267,7 @@ class ServedRequest(TakenRequest):
 
     def _common(self, lookup: Lookup | None) -> Lookup | None:
         """Return the lookup of what rank 0 has found, on each rank its own."""
-        if not (together := ranks()).are_several:
+        if not (together := self._serving.model.ranks).are_several:
             return lookup
         found = together.first(
             lambda: lookup.agreed() if lookup is not None else None, "what is restored"
@@ -312,10 +311,11 @@ class ServedRequest(TakenRequest):
         serving.memory.enters(self._claim)
         reuse = self._restored(lambda: lookup) if lookup is not None else None
         n_restored = reuse.outcome.n_reused if reuse is not None else 0
-        if len(set(ranks().all_of(n_restored, "how much was restored"))) > 1:
+        if len(set(serving.model.ranks.all_of(n_restored, "how much was restored"))) > 1:
             reuse = None
         if reuse is None:
-            is_common = ranks().are_several and lookup is not None  # what all of them read
+            # All ranks have read the prompt that rank 0 looked up.
+            is_common = serving.model.ranks.are_several and lookup is not None
             fed = lookup.found.prompt if is_common and lookup else self._rendered
             outcome = Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED)
             reuse = Reuse(fed, outcome)
@@ -335,7 +335,7 @@ class ServedRequest(TakenRequest):
             state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
         )
         draft = self._draft_of(fed, self._sequence)
-        if state.is_kept and ranks().decides:  # which knows their ends
+        if state.is_kept and self._serving.model.ranks.decides:  # which knows their ends
             running = serving.computing
             running = [one for one in running if not (one.is_computed or one.request.is_over)]
             serving.computing = [*running, self._sequence]
@@ -387,7 +387,7 @@ class ServedRequest(TakenRequest):
         self._waits = None
         if self._sequence is not None:
             self._sequence.is_computed = True  # else it would wait for blocks of its own
-        if ranks().decides:
+        if self._serving.model.ranks.decides:
             state.lookup = Lookup(prompt, self._root, self._serving.store, model)
         self._claim = self._claimed()
 

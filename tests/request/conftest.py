@@ -16,9 +16,10 @@ from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.loading import Asked, load_model
+from mlx_lm_kvpersist.ranks import ALONE, Ranks
+from mlx_lm_kvpersist.request.loading import load_model
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
-from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.model import Asked, LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.saver import insert
 from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
@@ -58,9 +59,9 @@ def store_in(folder: Path) -> BlockStore:
     return BlockStore(folder, StoreLimits(1 << 30, 1 << 30, min_free_bytes=0))
 
 
-def loaded_in(provider: Any, choice: PrecisionChoice) -> LoadedModel:
+def loaded_in(provider: Any, choice: PrecisionChoice, ranks: Ranks = ALONE) -> LoadedModel:
     """Return a provider's model as the server loads it, in a precision."""
-    return load_model(provider, Asked(choice, "auto", 1 << 30, with_text=True))
+    return load_model(provider, Asked(choice, "auto", 1 << 30, True, ranks))
 
 
 @dataclass

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KVPersistError, ModelNotSupported
-from ...ranks import ranks
 from .precision import PrecisionChoice
 from .spec import ModelCacheSpec
 
@@ -89,12 +88,6 @@ def known() -> dict[str, dict[str, Architecture]]:
 
 def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
     return {module: Architecture(**its) for module, its in facts.items()}
-
-
-def facts_of(model: Any) -> Architecture | None:
-    """Return the facts about a model's architecture; None if this or another rank has none."""
-    facts = architecture_of(model)
-    return facts if ranks().same(repr(facts), "the facts of the architecture") else None
 
 
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:

@@ -9,7 +9,7 @@ numbers at which MLX takes another kernel. The probe takes milliseconds: nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -18,7 +18,6 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from ...errors import ModelNotSupported
-from ...ranks import ranks
 from ..geometry.kinds import replaced, slots_of
 from ..geometry.precision import KVPrecision, Quantization
 from ..geometry.spec import ModelCacheSpec
@@ -65,13 +64,14 @@ def plan_attention(
     spec: ModelCacheSpec,
     choice: Strategy | Literal["auto"] = "auto",
     packed: bool = True,
+    least: Callable[[int], int] = int,
 ) -> ModelCacheSpec:
     """Plan every quantized group: by the policy, or always `choice`, as far as that is right here.
 
     `packed` says whether the architecture's attention accepts packed keys. Tracing the model shows
     the shapes. A group whose layers do not attend to packed keys, or attend in several shapes,
     dequantizes. Groups that are alike are probed once. If packed attention is wrong for any group,
-    or on any rank, all groups dequantize.
+    or on any rank, all groups dequantize. least: returns the least of a number of all ranks.
 
     Raises ModelNotSupported if dequantizing is wrong, which no other strategy could replace.
     """
@@ -101,7 +101,7 @@ def plan_attention(
             wrong.add("dequantize")
         plans[group.name] = plan
     n_right = 0 if "dequantize" in wrong else 1 if "packed" in wrong else 2
-    n_right = ranks().least(n_right, "how many strategies of attention are right")
+    n_right = least(n_right)
     keys = " and ".join(dict.fromkeys(str(group.precision) for group in spec.quantized))
     device = _device()
     if n_right == 0:

@@ -57,11 +57,14 @@ class Layers(nn.Module):  # type: ignore[misc]
 
 
 def planned(
-    choice: Strategy | Literal["auto"] = "auto", model: Layers | None = None, packed: bool = True
+    choice: Strategy | Literal["auto"] = "auto",
+    model: Layers | None = None,
+    packed: bool = True,
+    least: Callable[[int], int] = int,
 ) -> AttentionPlan:
     """Return the plan of a model whose layers are one group."""
     model = model or Layers(4, 4)
-    spec = plan_attention(model, ModelCacheSpec.probe(model, KEPT), choice, packed)
+    spec = plan_attention(model, ModelCacheSpec.probe(model, KEPT), choice, packed, least)
     assert [slot.plan for slot in spec.make_cache()] == [spec.plans["0"]] * 2
     return spec.plans["0"]
 
@@ -285,25 +288,18 @@ def test_groups_that_are_alike_are_probed_once(monkeypatch: pytest.MonkeyPatch) 
     assert probed == [SHAPE, AttentionShape(2, 1, 64, 64)]
 
 
-class OtherRank:
-    """Two ranks; the other rank finds that `n_right` strategies are right."""
-
-    def __init__(self, n_right: int) -> None:
-        self.n_right, self.n_asked = n_right, 0
-
-    def least(self, value: int, what: str) -> int:
-        self.n_asked += 1
-        return min(value, self.n_right)
-
-
-def test_the_ranks_agree_once_and_plan_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_agree_once_and_plan_alike() -> None:
+    """Another rank finds that so many strategies are right."""
     for n_right, expected in ((2, by_policy()), (1, DEQUANTIZES)):
-        other = OtherRank(n_right)
-        monkeypatch.setattr(attention_check, "ranks", lambda other=other: other)
-        assert planned() == expected and other.n_asked == 1
-    monkeypatch.setattr(attention_check, "ranks", lambda: OtherRank(0))
+        asked: list[int] = []
+
+        def least(own: int, asked: list[int] = asked, n_right: int = n_right) -> int:
+            asked.append(own)
+            return min(own, n_right)
+
+        assert planned(least=least) == expected and len(asked) == 1
     with pytest.raises(ModelNotSupported):
-        planned()
+        planned(least=lambda own: 0)
 
 
 def test_every_quantized_group_has_the_plan_of_its_shape() -> None:
