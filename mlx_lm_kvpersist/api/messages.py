@@ -14,11 +14,12 @@ from email.message import Message as Headers
 from hashlib import blake2b
 from typing import Any
 
+from ..apis import Event, Request
 from ..error_forms import anthropic_error
 from ..fields import refuse, require, require_object, require_objects, require_text
-from . import translation as chat
+from . import chat
+from .chat import Message, OpenPart, Part, ReplyParts
 from .session_keys import is_kept
-from .translation import ChatRequest, Event, Message, OpenPart, Part, ReplyParts
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -38,8 +39,8 @@ class MessagesAPI:
 
     refuses_in_stream = False
 
-    def translate(self, body: dict[str, Any], headers: Headers) -> ChatRequest:
-        """Translate a request; raises RequestRefused for a field of a wrong form."""
+    def parse(self, body: dict[str, Any], headers: Headers) -> Request:
+        """Return a client's request; raises RequestRefused for a field of a wrong form."""
         tools = dict(_tools(body.get("tools")))
         listed = [tool for tool, is_deferred in tools.values() if not is_deferred]
         places, messages = zip(*_messages(body, tools), strict=True)
@@ -67,7 +68,8 @@ class MessagesAPI:
         model = require_text("model", body.get("model", "default_model"))
         reply = MessagesReply(model, marks_cache=_marks_cache(body) and is_kept(headers))
         known = [tool for tool, _ in tools.values()]
-        return ChatRequest(made, known, chat.is_stream(body), reply, places)
+        callable_tools = None if "tool_choice" in made else known
+        return Request(made, chat.is_stream(body), reply, callable_tools, places)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return anthropic_error(status, message)
@@ -261,7 +263,7 @@ class MessagesReply(ReplyParts):
 
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
         message = {**self._message, "content": [], "usage": self._usage(n_prompt, n_cached, 0)}
-        return [{"type": "message_start", "message": message}, *self.beat()]
+        return [{"type": "message_start", "message": message}, *self.wait()]
 
     def end(
         self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
@@ -282,7 +284,7 @@ class MessagesReply(ReplyParts):
         events.append({"type": "message_stop"})
         return events
 
-    def beat(self) -> list[Event]:
+    def wait(self) -> list[Event]:
         return [{"type": "ping"}]
 
     def fail(self, status: int, message: str, code: str | None) -> list[Event]:

@@ -16,12 +16,13 @@ from collections.abc import Iterator, Mapping
 from email.message import Message as Headers
 from typing import Any
 
+from ..apis import Event, Request
 from ..error_forms import openai_error
 from ..errors import RequestRefused
 from ..fields import require, require_objects, require_text
-from . import translation as chat
+from . import chat
+from .chat import Message, OpenPart, Part, ReplyParts
 from .session_keys import is_kept
-from .translation import ChatRequest, Event, Message, OpenPart, Part, ReplyParts
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -56,8 +57,8 @@ class ResponsesAPI:
 
     refuses_in_stream = True  # Codex compacts for a code in `response.failed` only
 
-    def translate(self, body: dict[str, Any], headers: Headers) -> ChatRequest:
-        """Translate a request; raises RequestRefused for a field of a wrong form."""
+    def parse(self, body: dict[str, Any], headers: Headers) -> Request:
+        """Return a client's request; raises RequestRefused for a field of a wrong form."""
         for name in _STATEFUL:
             if body.get(name):
                 raise RequestRefused(
@@ -78,7 +79,8 @@ class ResponsesAPI:
             made["tool_choice"] = "none"
         require_text("model", body.get("model", "default_model"))
         reply = ResponsesReply(body, names, is_kept=is_kept(headers))
-        return ChatRequest(made, tools, chat.is_stream(body), reply, places)
+        callable_tools = None if "tool_choice" in made else tools
+        return Request(made, chat.is_stream(body), reply, callable_tools, places)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return openai_error(status, message, code)
@@ -300,7 +302,7 @@ class ResponsesReply(ReplyParts):
         self._response["status"] = status
         return [*events, self._lifecycle(status)]
 
-    def beat(self) -> list[Event]:
+    def wait(self) -> list[Event]:
         return [self._lifecycle("in_progress")]
 
     def fail(self, status: int, message: str, code: str | None) -> list[Event]:

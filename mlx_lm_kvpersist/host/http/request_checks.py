@@ -1,4 +1,4 @@
-"""Refuses requests that would end stock's generation thread or leave a client without an answer.
+"""Reads requests; refuses those that would end stock's generation thread or get no answer.
 
 Stock's batched path catches no exception, and MLX checks no index on the CPU. Odd values that stock
 can serve are left to stock.
@@ -7,6 +7,7 @@ can serve are left to stock.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _MAX_SLICE = 2**31
 _MLX_INTEGERS = 2**63
 _CONVERSATION = ("system", "instructions", "tools", "messages", "input")
 _NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+logger = logging.getLogger(__name__)
 
 
 def check_body_length(length: str | None) -> int:
@@ -50,7 +53,7 @@ def read_json(handler: Any) -> dict[str, Any]:
     try:
         read = handler.rfile.read(n_bytes)
     except TimeoutError:
-        raise late_body(handler) from None
+        raise late_body(handler.timeout) from None
     if len(read) < n_bytes:
         raise RequestRefused(f"the body ended after {len(read):,} of {n_bytes:,} bytes")
     try:
@@ -76,9 +79,62 @@ def tidy(body: Any) -> Any:
     }
 
 
-def late_body(handler: Any) -> RequestRefused:
+def late_body(timeout_s: float) -> RequestRefused:
     """Return what a client is told that stopped sending."""
-    return RequestRefused(f"the body did not come within {handler.timeout:.0f} s", 408)
+    return RequestRefused(f"the body did not come within {timeout_s:.0f} s", 408)
+
+
+def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
+    """Return what a client is told of an error. The log has an error that has no status.
+
+    timeout_s: how long the server waits for a body.
+    """
+    if isinstance(error, RequestRefused):
+        return error
+    if isinstance(error, TimeoutError):
+        return late_body(timeout_s)
+    status, code = getattr(error, "status", 500), getattr(error, "code", None)
+    if status == 500:
+        logger.exception("a reply failed", exc_info=error)
+    return RequestRefused(str(error), status, code)
+
+
+def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Return a request's parameters by the attributes in which stock's handler has them.
+
+    Stock's own `do_POST` reads these of a body in its own form. args: the server's options, which
+    have some of the defaults.
+    """
+    given = {
+        "stream_options": None,
+        "num_draft_tokens": args.num_draft_tokens,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temp,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": 0.0,
+        "repetition_context_size": 20,
+        "presence_penalty": 0.0,
+        "presence_context_size": 20,
+        "frequency_penalty": 0.0,
+        "frequency_context_size": 20,
+        "xtc_probability": 0.0,
+        "xtc_threshold": 0.1,
+        "logit_bias": None,
+        "logprobs": False,
+        "top_logprobs": -1,
+        "seed": None,
+        "chat_template_kwargs": None,
+    }
+    given |= {name: fields[name] for name in given.keys() & fields.keys()}
+    if fields.get("max_completion_tokens") is not None:
+        given["max_tokens"] = fields["max_completion_tokens"]
+    return given | {
+        "requested_model": fields.get("model", "default_model"),
+        "requested_draft_model": fields.get("draft_model", "default_model"),
+        "adapter": fields.get("adapters"),
+    }
 
 
 def check_bias(bias: Any) -> None:

@@ -1,18 +1,18 @@
-"""What the translations of other APIs share: requests as chat completions, and their replies."""
+"""What other APIs share: their requests in the terms of Chat Completions, and their replies."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..apis import Event
 from ..contents import joined, text_of
 from ..fields import require, require_object, require_text
 
 Message = dict[str, Any]
 Part = dict[str, Any]
-Event = dict[str, Any]
 Kind = Literal["thinking", "text"]
 
 _MAX_TOKENS = 2**31 - 1
@@ -21,22 +21,6 @@ _READABLE = (
 )
 """Fields that hold what a reader of a block sees, in the order in which they are read."""
 _MAX_DEPTH = 6
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """A request as a chat completion, and the reply that it will get.
-
-    `tools` also has deferred tools, which may be called but are not in the chat completion's list.
-    `reply` is a `ReplyTranslation` of the host's. `places` says where each message of the chat
-    completion stands in the client's body.
-    """
-
-    chat_body: dict[str, Any]
-    tools: list[dict[str, Any]]
-    stream: bool
-    reply: Any
-    places: Sequence[str] = ()
 
 
 def max_tokens(name: str, n: Any) -> int:
@@ -123,7 +107,7 @@ class OpenPart:
 
 
 class ReplyParts(ABC):
-    """One reply, on its way from the chunks of a chat completion to another API's events.
+    """One reply, on its way to another API's events.
 
     White space alone makes no part: clients drop such a part and would send back another reply.
     """
