@@ -255,8 +255,7 @@ class _Bench:
         store = open_store(folder, self.n_bytes * 2)
         store.drain()
         nodes = tuple(node for node, _ in self.blocks)
-        keys = tuple(node.key for node in nodes)
-        turn = Commit(ROOT, nodes, Leaf("long", keys[-1], nodes[-1].stop, keys))
+        turn = Commit(ROOT, nodes, Leaf("long", nodes[-1].key, nodes[-1].stop))
         started = time.perf_counter()
         store.commit(turn, self.blocks)
         store.drain()
@@ -363,8 +362,7 @@ def turns(spec: ModelCacheSpec, folder: Path, n_turns: int = 6) -> list[dict[str
         replaced: tuple[tuple[bytes, bytes], ...] = ()
         if tail is not None and tail not in nodes:
             replaced = ((tail.key, next(n.key for n in nodes if n.start == tail.start)),)
-        keys = tuple(node.key for node in nodes)
-        leaf = Leaf("growing", keys[-1], nodes[-1].stop, keys, replaced)
+        leaf = Leaf("growing", nodes[-1].key, nodes[-1].stop, replaced)
         store.commit(Commit(ROOT, tuple(nodes), leaf), zip(new, arrays, strict=True))
         store.drain()
         tail = nodes[-1] if nodes[-1].n_tokens < BLOCK_TOKENS else None

@@ -45,16 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request_log": {"request"},
     "round_trip": {"cache", "errors", "host", "request", "store"},
     "config": {"ranks", "api", "cache", "errors", "store", "units"},
-    "host": {
-        "ranks",
-        "apis",
-        "_startup",
-        "contents",
-        "error_forms",
-        "errors",
-        "failures",
-        "fields",
-    },
+    "host": {"apis", "ranks", "contents", "error_forms", "errors", "failures", "fields"},
     "api": {"apis", "contents", "error_forms", "errors", "fields"},
     "request": {
         "ranks",

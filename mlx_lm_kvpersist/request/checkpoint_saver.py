@@ -113,23 +113,24 @@ class CheckpointSaver(Saver):
         is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
         if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
-        chain = sequence.chain = self._extended(before, tokens, sequence)
-        blocks = self._cut_new(chain, caches, store)
+        new = self._following(before, tokens, sequence)
+        chain = sequence.chain = [*before, *new]
+        blocks = self._cut_new(new, caches, store)
         stored = store.checkpoints([block.key for block in chain])
         loss_s = self._loss_s(chain, stored, store, cache_type)
         at_once = loss_s > store.limits.max_loss_s
         checkpoints = self._new(chain, caches, stored, store, at_once=at_once)
-        for new, _ in checkpoints:
-            stored.setdefault(new.block, []).append(new)
+        for checkpoint, _ in checkpoints:
+            stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
         # All that the checkpoint needs, windows that were stored before included: while it waits to
         # be written, none of it is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
-        used = [one.record for one in at_end if isinstance(one.record, Checkpoint)]
-        needed = {one.key: one for one in [*used, *(new for new, _ in checkpoints)]}
-        kept, gone = tuple(needed.values()), tuple(superseded)
-        commit = Commit(sequence.root, tuple(chain), leaf, {}, kept, gone)
+        used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
+        needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
+        kept, gone, added = tuple(needed.values()), tuple(superseded), tuple(new or chain[-1:])
+        commit = Commit(sequence.root, added, leaf, {}, kept, gone)
         store.commit(commit, [*blocks, *checkpoints], loss_s)
 
     def _loss_s(

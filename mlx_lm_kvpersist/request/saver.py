@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..block import Block, Checkpoint, Record, block_key, pack_ids
@@ -134,38 +134,41 @@ class Saver:
     ) -> None:
         """Save the blocks of a sequence, whose caches hold `tokens`.
 
-        At the end of a reply all blocks are written, and the session's leaf moves. Before that full
-        blocks are written and a partial one stays in RAM, except after a chunk of a prompt: nobody
-        else can begin with it.
+        At the end of a reply all new blocks are written, and the session's leaf moves. Before that,
+        full blocks are written. An unfinished block stays in RAM, except after a chunk of a prompt:
+        no other request can begin with it.
         """
-        # Only full blocks stay: a partial one is replaced by a longer block.
-        chain = self._extended(list(takewhile(_is_full, sequence.chain)), tokens, sequence)
-        full = list(takewhile(_is_full, chain))
+        before = sequence.chain
+        if before and not _is_full(before[-1]):
+            before = before[:-1]  # a longer block replaces it
+        new = self._following(before, tokens, sequence)
+        full = list(takewhile(_is_full, new))
         unfinished: list[tuple[Block, Arrays]] = []
         if cache_type == PREFILL:
-            chain = full
-            if not chain or chain[-1].stop <= sequence.n_saved:
+            new = full
+            if not new:
                 return
-        elif not _is_full(chain[-1]) and chain[-1].key not in store:
-            if newest := copy_newest(self.spec.full, caches, chain[-1].stop):
-                unfinished = [(chain[-1], newest)]
+        elif new and not _is_full(new[-1]) and new[-1].key not in store:
+            if newest := copy_newest(self.spec.full, caches, new[-1].stop):
+                unfinished = [(new[-1], newest)]
             else:
-                chain = full
-        sequence.chain = chain
+                new = full
+        chain = sequence.chain = [*before, *new]
         blocks = self._cut_new(full, caches, store)
         if chain and cache_type == REPLY:
             leaf = sequence.leaf(chain, _replaced_tails(chain, sequence.n_reused, store))
-            store.commit(Commit(sequence.root, tuple(chain), leaf), [*blocks, *unfinished])
+            commit = Commit(sequence.root, tuple(new or chain[-1:]), leaf)
+            store.commit(commit, [*blocks, *unfinished])
             return
         store.put(unfinished)
         if full:
             store.commit(Commit(sequence.root, tuple(full)), blocks)
 
-    def _extended(
+    def _following(
         self, chain: Sequence[Block], ids: Sequence[int], sequence: RunningSequence
     ) -> list[Block]:
-        """Return a chain of a sequence's blocks, followed by blocks of the rest of `ids`."""
-        chain, text = list(chain), self.text
+        """Return the blocks that follow a sequence's chain, of the rest of `ids`."""
+        new, text = list[Block](), self.text
         parent, pending = chain[-1].key if chain else sequence.root.key, b""
         if chain and text is not None:
             # Computed, not read from its row: no check would find damage there.
@@ -173,17 +176,17 @@ class Saver:
         for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
             block_ids = ids[start : start + BLOCK_TOKENS]
             packed = pack_ids(block_ids)
-            its_text, pending = ("", b"") if text is None else text.feed(block_ids, pending)
+            block_text, pending = ("", b"") if text is None else text.feed(block_ids, pending)
             key = block_key(parent, packed)
-            chain.append(Block(key, parent, start, packed, its_text, pending))
+            new.append(Block(key, parent, start, packed, block_text, pending))
             parent = key
-        return chain
+        return new
 
     def _cut_new(
-        self, chain: Sequence[Block], caches: list[Any], store: BlockStore
+        self, blocks: Sequence[Block], caches: list[Any], store: BlockStore
     ) -> list[tuple[Block, Arrays]]:
-        """Return those blocks of a chain that are not stored, with their arrays."""
-        new = [block for block in chain if block.key not in store]
+        """Return the blocks that are not stored, with their arrays."""
+        new = [block for block in blocks if block.key not in store]
         arrays = split(self.spec.full, caches, [(block.start, block.stop) for block in new])
         return list(zip(new, arrays, strict=True))
 
@@ -201,9 +204,7 @@ def _replaced_tails(
     `n_reused` tokens. A partial block that is in RAM only is dropped.
     """
     replaced = []
-    for block in chain:
-        if block.stop <= n_reused:
-            continue
+    for block in dropwhile(lambda block: block.stop <= n_reused, chain):
         for sibling in store.children(block.parent, block.packed_ids):
             is_beginning = sibling.key != block.key and sibling.is_genuine
             if is_beginning and block.packed_ids.startswith(sibling.packed_ids):

@@ -135,10 +135,10 @@ class RunningSequence:
 
     def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
         """Return the end of its conversation, whose blocks are `chain`."""
-        keys, said = tuple(block.key for block in chain), self.request
+        end, said = chain[-1], self.request
         note = {k: text for k, text in said.note.items() if k != "words" or self.root.with_text}
-        end = keys[-1], chain[-1].stop, keys, tuple(replaced)
-        return Leaf(said.session, *end, note, said.messages, not self.is_draft)
+        moved, is_session = tuple(replaced), not self.is_draft
+        return Leaf(said.session, end.key, end.stop, moved, note, said.messages, is_session)
 
 
 @dataclass

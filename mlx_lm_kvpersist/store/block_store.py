@@ -1,4 +1,4 @@
-"""The block store: blocks in tiers, RAM, the disk and any others, and a writer between them."""
+"""The block store: blocks in tiers, and a writer between RAM and the tiers below."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError
@@ -23,15 +23,16 @@ from .files import Arrays, read_file
 from .index import Index
 from .objects import Objects
 from .pool import BlockPool, KVBlock
-from .putting import RepliesOf
 from .reading import Prefetch, Reader
-from .records import Commit, Gone, StoreLimits
+from .records import Commit, Gone, NewFile, Saved, StoreLimits
 from .seal import PLAIN, Sealing
-from .sealed_objects import SealedObjects
-from .shared import SharedTier
 from .stored_runs import StoredRuns
-from .tier import DISK, LowerTier, Tier
+from .tier import DISK, LowerTier, ReadTier, SearchedTier
 from .writer import Task, Writer
+
+if TYPE_CHECKING:
+    from .putting import RepliesOf
+    from .shared import SharedTier
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
 
@@ -75,10 +76,14 @@ class DiskTier:
     def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
         return [one for one, _ in self.view.checkpoints(blocks)]
 
+    def chain(self, leaf: bytes) -> list[Block]:
+        """Return the blocks from the root to a leaf; none if a block is missing."""
+        return [block for block, _ in self.view.chain(leaf)]
+
     def __contains__(self, key: bytes) -> bool:
         return key in self.view
 
-    def read(self, block: Record, root: Root) -> Arrays:
+    def load(self, block: Record, root: Root) -> Arrays:
         path = self.disk.files.path_of(block.key, block.folder)
         found, its_root, arrays = read_file(path, self.disk.sealing)
         if found != block:
@@ -87,47 +92,58 @@ class DiskTier:
             raise BlockCorrupt(f"{block} belongs to another model")
         return arrays
 
-    def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
+    def store(
+        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
+    ) -> list[Saved | Exception | None]:
         lost = self._lost.copy()
-        # What is postponed has no blocks: those that it needs may go, and it is not written then.
-        keep = {key for one in self._writer.commits() if one.blocks for key in one.keys()}
-        file_of = partial(self.disk.new_file, commit.root, arrays_of)
-        saved = self.disk.save(lambda: commit, file_of, keep, self._writer.rest, lost)
-        if saved is None:
-            return None
-        # What was lost meanwhile may not have been written anew.
-        self._lost.difference_update(lost & {record.key for record in saved[0].records})
-        return saved[0]
+        # Postponed checkpoints come without blocks. If their blocks go, they are not written.
+        waiting = (commit for commit in self._writer.commits() if commit.blocks)
+        keep = {key for commit in waiting for key in commit.keys()}
 
-    def forget(self, key: bytes, reason: str | None = None) -> None:
+        def file_of(root: Root, record: Record) -> NewFile | None:
+            entry = entry_of(record.key)
+            return self.disk.new_file(root, record, entry.arrays) if entry else None
+
+        def block_of(key: bytes) -> Block | None:
+            entry = entry_of(key)
+            return entry.block if entry and isinstance(entry.block, Block) else None
+
+        planned = [partial(lambda commit: commit, commit) for commit in commits]
+        results = self.disk.save(planned, file_of, block_of, keep, self._writer.rest, lost)
+        for saved in results:
+            if isinstance(saved, Saved):
+                # A record that was lost since then may not have been written again.
+                self._lost.difference_update(lost & {record.key for record in saved.commit.records})
+        return results
+
+    def remove(self, key: bytes, reason: str | None = None) -> None:
         self._lost.add(key)
-        self._writer.submit(partial(self._take_away, key, reason))
+        self._writer.submit(partial(self._remove, key, reason))
 
-    def _take_away(self, key: bytes, reason: str | None) -> None:
+    def _remove(self, key: bytes, reason: str | None) -> None:
         if key not in self._lost:
-            return  # written anew since
-        try:
-            if reason is None:
-                self.disk.files.forget_missing(key)
-            else:
-                self.disk.files.quarantine(key, reason)
-        except (OSError, StoreError, sqlite3.Error) as error:
-            self._failed("take a block out of the store", error)
-            if reason is not None:
-                return  # it stays damaged
-        self._lost.discard(key)
+            return  # written again since
+        files = self.disk.files
+        if reason is None:
+            remove = partial(files.forget_missing, key)
+        else:
+            remove = partial(files.quarantine, key, reason)
+        if self.change("take a block out of the store", remove) or reason is None:
+            self._lost.discard(key)  # else the file stays, and is damaged
 
-    def use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
-        """Have the index told that a chain, given by its end, and these checkpoints are used."""
-        self._writer.submit(partial(self._use, end, checkpoints), is_note=True)
+    def change(self, what: str, change: Callable[[], object]) -> bool:
+        """Change files or index under the lock. Return False if that fails. Writer thread.
 
-    def _use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
+        `what` it does is said in the log if it fails.
+        """
         try:
             with self.disk.lock.held():
                 self.disk.follow_folder()
-                self.disk.index.touch(end, checkpoints)
+                change()
         except (OSError, StoreError, sqlite3.Error) as error:
-            self._failed("mark what was used", error)
+            self._failed(what, error)
+            return False
+        return True
 
     def sweep(self) -> None:
         """Remove what an interrupted run left, by an index that is whole. Writer thread."""
@@ -161,16 +177,10 @@ class BlockStore:
     """Blocks by key, and their checkpoints, in whichever tier they are.
 
     The generation thread reads and submits; a thread of the store's own changes the tiers below
-    RAM. `others` are tiers below the disk, the quickest first. `sealing` is the folder's.
+    RAM. `sealing` is the folder's.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        limits: StoreLimits,
-        others: Sequence[LowerTier] = (),
-        sealing: Sealing = PLAIN,
-    ) -> None:
+    def __init__(self, folder: Path, limits: StoreLimits, sealing: Sealing = PLAIN) -> None:
         self.folder = folder
         self.limits = limits
         self.turns_saved = self.turns_not_saved = 0
@@ -187,19 +197,30 @@ class BlockStore:
         be worth matching again."""
         self.disk = DiskStore(folder, limits, whole=False, sealing=sealing)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
-        self.writer = Writer(_queue_bytes(limits.max_ram_bytes))
+        self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
         """What is on disk: for those who want to know what fails, and for serving threads."""
         self.runs = StoredRuns(lambda: self.index)
         self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.files.forgotten = partial(self.pool.set_stored, is_stored=False)
-        self.below: tuple[LowerTier, ...] = (self.disk_tier, *others)
-        """The tiers below RAM, in the order in which they are read."""
-        self.tiers: tuple[Tier, ...] = (self.pool, *self.below)
+        self.below: list[ReadTier] = [self.disk_tier]
+        """The tiers below RAM that lookups ask, the quickest first."""
+        self.lower: list[LowerTier] = [self.disk_tier]
+        """All tiers below RAM. The disk is the first; the rest store what the disk has stored."""
         self.shared: SharedTier | None = None
         self.reader = Reader(self.pool, self.below, self._lose_from, self.failures)
         self.writer.submit(self.disk_tier.sweep)
+
+    @property
+    def tiers(self) -> tuple[SearchedTier, ...]:
+        """The tiers that lookups ask, the quickest first."""
+        return self.pool, *self.below
+
+    def add(self, tier: ReadTier) -> None:
+        """Use another tier below the disk from now on: once, before anything is served."""
+        self.below.append(tier)
+        self.lower.append(tier)
 
     def share(
         self,
@@ -212,15 +233,20 @@ class BlockStore:
 
         All servers put at most `max_bytes` there; for `replies_of` see `Putting`.
         """
-        above = self.disk.content_of, self.disk_tier.checkpoints, self._land, self.pool
+        from .sealed_objects import SealedObjects  # most servers share nothing and start sooner
+        from .shared import SharedTier
+
+        disk = self.disk_tier
+        above = self.disk.content_of, disk.chain, disk.checkpoints, self._land, self.pool
         own = SealedObjects(objects, sealing, self.failures)
         self.shared = SharedTier(own, *above, replies_of, max_bytes)
+        self.lower.append(self.shared)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
         """Put what was fetched into RAM, and have it written to disk in the background."""
-        pinned = self._pinned(commit.records, {entry.block.key: entry for entry in entries})
+        task = self._task(commit, {entry.block.key: entry for entry in entries})
         self.n_changes += 1
-        self.turns_not_saved += self.writer.submit_commit(self._task(commit, pinned))
+        self.turns_not_saved += self.writer.submit_commit(task)
 
     # Find.
 
@@ -228,11 +254,9 @@ class BlockStore:
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         """Return the blocks that continue `parent`, of all tiers; see `BlockSource.children`."""
-        found: dict[bytes, Block] = {}
-        for tier in reversed(self.tiers):
-            for one in tier.children(parent, ahead, limit):
-                found[one.key] = one
-        return list(found.values())[:limit]
+        tiers = reversed(self.tiers)
+        blocks = {b.key: b for tier in tiers for b in tier.children(parent, ahead, limit)}
+        return list(blocks.values())[:limit]
 
     def ram_first(self, root: bytes, prompt: str | bytes) -> RamFirst:
         """Return a source of the same blocks that asks the tiers below RAM less often.
@@ -251,14 +275,17 @@ class BlockStore:
                     path[before] = parent = node.key
                     position += len(content)
                     break
-        return RamFirst(self, path.keys() - {b for tier in self.below for b in tier.branches(path)})
+        return RamFirst(self, path.keys() - self._branches(path))
+
+    def _branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
+        return {parent for tier in self.below for parent in tier.branches(path)}
 
     def __contains__(self, key: bytes) -> bool:
         return any(key in tier for tier in self.tiers)
 
     def tier_of(self, key: bytes) -> str:
         """Return the name of the tier that a stored block or checkpoint is read from."""
-        *upper, last = (self.pool, *self.below)
+        *upper, last = self.tiers
         return next((tier.name for tier in upper if key in tier), last.name)
 
     def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Checkpoint]]:
@@ -267,32 +294,30 @@ class BlockStore:
         Blocks are given by their keys.
         """
         tiers = reversed(self.tiers)
-        found = {one.key: one for tier in tiers for one in tier.checkpoints(blocks)}
+        checkpoints = {c.key: c for tier in tiers for c in tier.checkpoints(blocks)}
         by_block: dict[bytes, list[Checkpoint]] = {}
-        for one in found.values():
-            by_block.setdefault(one.block, []).append(one)
+        for checkpoint in checkpoints.values():
+            by_block.setdefault(checkpoint.block, []).append(checkpoint)
         return by_block
 
-    # Forget.
+    # Remove.
 
     def lose(self, block: Record, reason: str) -> None:
         """Take a block or checkpoint that must not be used out of all tiers. Any thread.
 
         A block takes its checkpoints along. The disk moves it to quarantine.
         """
-        self._lose_from(self.below, block, reason)
+        self._lose_from(self.lower, block, reason)
 
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
         if reason is not None:
             self.failures.add("%s goes to quarantine: %s", block, reason)
             self.disk.files.gone[block.key] = Gone.QUARANTINED
             self.blocks_quarantined += 1
-            self.pool.drop(block.key)
+            self.pool.remove(block.key)
         self.n_changes += 1
         for tier in tiers:
-            tier.forget(block.key, reason)
-        if self.shared is not None:
-            self.shared.forget(block.key, reason)
+            tier.remove(block.key, reason)
 
     # Add.
 
@@ -310,28 +335,30 @@ class BlockStore:
         Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
         Its checkpoints are postponed if they take no more than a limit to compute again: `loss_s`.
         """
-        chain = [block.key for block in commit.blocks]
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
-        goes_on = chain if commit.checkpoints else []
+        keys = [block.key for block in commit.blocks]
+        goes_on = [commit.parent, *keys] if commit.checkpoints else []
         later = commit.checkpoints if loss_s <= self.limits.max_loss_s else ()
         postponed = Commit(commit.root, (), checkpoints=later)
-        commit = replace(commit, checkpoints=() if later else commit.checkpoints)
-        pinned = [self._pinned(one.records, entries) for one in (commit, postponed)]
-        self.pool.touch(chain)
+        unwritten = self.pool.unwritten(commit.parent)
+        commit = replace(
+            commit,
+            blocks=(*unwritten, *commit.blocks),
+            checkpoints=() if later else commit.checkpoints,
+        )
+        task, later_task = (self._task(made, entries) for made in (commit, postponed))
+        self.pool.touch(keys)
         self.n_changes += 1
         self.writer.withdraw([*goes_on, *(one.block for one in commit.superseded)])
-        self.turns_not_saved += self.writer.submit_commit(self._task(commit, pinned[0]))
+        self.turns_not_saved += self.writer.submit_commit(task)
         if later:
-            task = self._task(postponed, pinned[1])
-            self.writer.postpone(chain[-1], task, has_ended=commit.leaf is not None)
+            self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
 
-    def _task(self, commit: Commit, pinned: list[KVBlock]) -> Task:
-        return Task(
-            partial(self._save, commit, pinned),
-            commit,
-            partial(self.pool.unpin, pinned),
-            {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored},
-        )
+    def _task(self, commit: Commit, new: Mapping[bytes, KVBlock]) -> Task:
+        """Return the task of writing a commit, whose records are pinned until it is done."""
+        pinned = self._pinned(commit.records, new)
+        sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored}
+        return Task(commit=commit, let_go=partial(self.pool.unpin, pinned), sizes=sizes)
 
     def _pinned(self, records: Iterable[Record], new: Mapping[bytes, KVBlock]) -> list[KVBlock]:
         """Pin records in RAM, those that are new put there; return them."""
@@ -363,11 +390,11 @@ class BlockStore:
     def forks(self, chain: Sequence[Block]) -> set[bytes]:
         """Return the keys of a chain's blocks after which another conversation goes on, too."""
         path = {block.parent: block.key for block in chain[1:]}
-        found = {key for tier in self.below for key in tier.branches(path)}
+        forks = self._branches(path)
         for parent, child in path.items():
-            if any(one.key != child for one in self.pool.children(parent, limit=2)):
-                found.add(parent)
-        return found
+            if any(block.key != child for block in self.pool.children(parent, limit=2)):
+                forks.add(parent)
+        return forks
 
     def resize(self, max_ram_bytes: int) -> None:
         """Let the pool, and in it what waits to be written, have so many bytes. Any thread."""
@@ -388,14 +415,7 @@ class BlockStore:
 
     def change_index(self, what: str, change: Callable[[Index], None]) -> None:
         """Have the writer change the index; `what` it does is said where it fails."""
-
-        def run() -> None:
-            try:
-                with self.disk.lock.held():
-                    change(self.index)
-            except (OSError, StoreError, sqlite3.Error) as error:
-                self._failed(what, error)
-
+        run = partial(self.disk_tier.change, what, lambda: change(self.index))
         self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
@@ -405,7 +425,7 @@ class BlockStore:
         are of no use without it.
         """
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
-        self.disk_tier.use(chain[-1], checkpoints)
+        self.change_index("mark what was used", lambda index: index.touch(chain[-1], checkpoints))
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
@@ -422,7 +442,7 @@ class BlockStore:
         found: dict[str, dict[str, Any]]
         found = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
-            for tier in (*self.tiers, *((self.shared,) if self.shared else ()))
+            for tier in (self.pool, *self.lower)
         }
         with self.index.asked_once() as index:
             last_hour_bytes = index.state.written_last_hour()
@@ -468,38 +488,33 @@ class BlockStore:
 
     # Writer thread.
 
-    def _save(self, commit: Commit, pinned: list[KVBlock]) -> None:
+    def _save(self, tasks: Sequence[Task]) -> None:
+        """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned."""
+        commits = [task.commit for task in tasks if task.commit is not None]
+        results: Sequence[Saved | Exception | None]
         try:
-            written = [tier.write(commit, self._arrays_of) for tier in self.below]
-        except Exception as error:  # whatever it is, the commit's pins are let go of
-            self._failed("save a turn", error)
-            self._abandon(commit, pinned)
-            return
-        saved = [one for one in written if one is not None]
-        if not saved:
-            self._abandon(commit, pinned)
-            return
-        if any(one.records or one.replies for one in saved):
+            results = self.disk_tier.store(commits, self.pool.get)
+        except Exception as error:
+            results = [error] * len(tasks)
+        for task, result in zip(tasks, results, strict=True):
+            if isinstance(result, Saved):
+                self._set_saved(result.commit)
+            elif isinstance(result, Exception):
+                self._failed("save a turn", result)
+            task.let_go()
+            self.turns_not_saved += task.is_turn and not isinstance(result, Saved)
+
+    def _set_saved(self, commit: Commit) -> None:
+        if commit.records or commit.replies:
             self.turns_saved += commit.leaf is not None
             self._failures.clear()
-        if self.shared is not None and written[0] is not None:
-            self.shared.write(written[0])
-        self.pool.set_stored({record.key for one in saved for record in one.records})
-        self.pool.unpin(pinned)
-        for one in saved:
-            for replaced, _ in one.leaf.replaced if one.leaf else ():
-                self.pool.drop_unpinned(replaced)
-            for block in set(one.superseded).difference(one.checkpoints):
-                self.pool.drop_unpinned(block.key)
-
-    def _arrays_of(self, key: bytes) -> Arrays | None:
-        entry = self.pool.get(key)
-        return None if entry is None else entry.arrays
-
-    def _abandon(self, commit: Commit, pinned: list[KVBlock]) -> None:
-        """A commit stays in memory only, where its blocks may now be evicted."""
-        self.turns_not_saved += commit.leaf is not None
-        self.pool.unpin(pinned)
+        for tier in self.lower[1:]:
+            tier.store([commit], self.pool.get)
+        self.pool.set_stored({record.key for record in commit.records})
+        for replaced, _ in commit.leaf.replaced if commit.leaf else ():
+            self.pool.drop_unpinned(replaced)
+        for checkpoint in set(commit.superseded).difference(commit.checkpoints):
+            self.pool.drop_unpinned(checkpoint.key)
 
     def _failed(self, what: str, error: Exception) -> None:
         # A full disk fails here with one error and there with another.

@@ -161,10 +161,22 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Change the file, all or nothing. A transaction inside another one is part of it."""
+        """Change the file, all or nothing.
+
+        A transaction inside another transaction is a savepoint: if it fails, only its own changes
+        are rolled back, and the caller may continue. Some errors of SQLite end both.
+        """
         db = self.connection
         if db.in_transaction:
-            yield db
+            db.execute("SAVEPOINT inner")
+            try:
+                yield db
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK TO inner")
+                    db.execute("RELEASE inner")
+                raise
+            db.execute("RELEASE inner")
             return
         try:
             with db:

@@ -21,8 +21,9 @@ import secrets
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,7 +37,7 @@ from .index import Index, Session
 from .index_schema import is_damage
 from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
-from .records import Commit, Gone, NewFile, StoreLimits, sidecar_path
+from .records import Commit, Gone, NewFile, Saved, StoreLimits, sidecar_path
 from .seal import PLAIN, Sealing
 from .stored_files import StoredFiles
 
@@ -45,6 +46,31 @@ logger = logging.getLogger(__name__)
 Opened = TypeVar("Opened")
 
 _PAGE_BYTES = 4096
+
+
+@dataclass(eq=False)
+class _Job:
+    """A commit on its way to the disk."""
+
+    make: Callable[[], Commit]
+    """Returns the commit to be planned."""
+    result: Saved | Exception | None = None
+    commit: Commit = field(init=False)
+    """As it was planned last, and the `files` that were missing then."""
+    files: list[NewFile] = field(default_factory=list)
+    needed_bytes: int = 0
+    """Room that was made for the files that are written now."""
+    reserved_bytes: int = 0
+    """Room that was made for all files."""
+    paths: dict[bytes, Path] = field(default_factory=dict)
+    """Where files were moved, by key."""
+    session: Session | None = None
+    removed: Collection[bytes] = ()
+    """Keys of superseded checkpoints, whose rows are gone."""
+
+    def todo(self, staging: Staging) -> list[NewFile]:
+        """Return the missing files that are not written yet."""
+        return [file for file in self.files if file.block.key not in staging.sizes]
 
 
 class DiskStore:
@@ -110,62 +136,138 @@ class DiskStore:
 
     def save(
         self,
-        commit_now: Callable[[], Commit],
-        file_of: Callable[[Record], NewFile | None],
+        commits: Sequence[Callable[[], Commit]],
+        file_of: Callable[[Root, Record], NewFile | None],
+        block_of: Callable[[bytes], Block | None] = lambda key: None,
         keep: Collection[bytes] = (),
         before_file: Callable[[], None] = lambda: None,
         damaged: Collection[bytes] = (),
-    ) -> tuple[Commit, list[Record]] | None:
-        """Write a commit's missing blocks and checkpoints and commit it: whole, or not at all.
+    ) -> list[Saved | Exception | None]:
+        """Write the missing files of commits, and commit each of them: whole or not at all.
 
-        The lock is held to plan, make room and commit, and not while files are written. What
-        another process changed meanwhile, or what went to make room, is found by planning again.
+        The commits share one transaction. If one of them fails, the rest is saved.
 
-        `commit_now` returns the commit; it is called under the lock, before each plan. `keep` is
-        not removed to make room: commits to come are built on it. Files of `damaged` blocks and
+        The lock is held to plan, make room and commit, and not while files are written. The plan is
+        then made again: another process may have changed something, or blocks were evicted to make
+        room.
+
+        `commits` return the commits; they are called under the lock, before each plan. `file_of`
+        returns the file of a record that is in RAM, and `block_of` a block that is in RAM: the
+        blocks that a commit continues are written again if they are no longer on disk. `keep` is
+        not evicted: later commits are built on these keys. Files of `damaged` blocks and
         checkpoints are replaced. `before_file` may take its time.
 
-        Return the commit as it was made, and what was written: checkpoints that are gone, or whose
-        block is not there, are left out, and then it supersedes nothing. None, with a line in the
-        log, when one of its blocks was on disk only and has been removed since. Raises StoreError
-        when it is too big for what the store may use, and OSError or RuntimeError when the disk
-        refuses.
+        Return the result of each commit. Checkpoints that are gone, or whose block is not on disk,
+        are left out, and then the commit supersedes nothing. The result is None, with a line in the
+        log, if a block was on disk only and has been removed. It is a StoreError if the commit is
+        too big for the limits, and another exception if the disk refuses.
         """
+        jobs = [_Job(make) for make in commits]
+        left, plan = jobs, partial(self._plan, file_of, block_of, damaged)
         with closing(Staging(self.folder, self.sealing)) as staging:
-            while True:
-                with self.lock.held():
-                    self.follow_folder()
-                    planned = self._plan(commit_now(), file_of, damaged)
-                    if planned is None:
-                        return None
-                    whole, files = planned
-                    todo = [file for file in files if file.block.key not in staging.sizes]
-                    if not todo:
-                        self._commit(whole, files, staging)
-                        staging.close()  # under the lock: no room is made for what has come
-                        return whole, [file.block for file in files]
-                    # The rows of a long commit take more than what is reserved for them.
-                    rows = sum(_row_bytes(file.block) for file in todo)
-                    rows = max(0, rows - self.files.reserve_bytes)
-                    needed = sum(file.n_bytes for file in todo) + rows
-                    self._reserve(needed, {*keep, *whole.keys()}, whole.root)
-                    staging.announce(needed)
-                n_before = self.n_written_bytes
+            while left:
                 try:
-                    for file in todo:
-                        before_file()
-                        self.n_written_bytes += staging.write(file.block.key, file.write)
-                except BaseException:
-                    with suppress(OSError, sqlite3.Error), self.lock.held():
-                        # What was not written does not count for this hour.
-                        self.index.state.count_write(self.n_written_bytes - n_before - needed)
-                    raise
+                    with self.lock.held():
+                        self.follow_folder()
+                        left = self._commit_written(left, plan, staging)
+                        self._make_room(left, keep, staging)
+                        left = [job for job in left if job.result is None]
+                        if not left:
+                            staging.close()  # under the lock: no room is made for files in place
+                except Exception as error:  # the lock or the whole transaction has failed
+                    for job in left:
+                        job.result = error
+                for job in left:
+                    if job.result is None:
+                        self._write_files(job, staging, before_file)
+                left = [job for job in left if job.result is None]
+        return [job.result for job in jobs]
+
+    def _commit_written(
+        self,
+        jobs: Sequence[_Job],
+        plan: Callable[[Commit], tuple[Commit, list[NewFile]] | None],
+        staging: Staging,
+    ) -> list[_Job]:
+        """Plan commits, and commit up to the first that lacks files; return the jobs that are left.
+
+        Raises an exception, and changes nothing, if the transaction fails as a whole.
+        """
+        left: list[_Job] = []
+        done: list[_Job] = []
+        try:
+            with self.index.database.transaction() as db:
+                for job in jobs:
+                    job.paths.clear()
+                    try:
+                        planned = plan(job.make())
+                        if planned is None:
+                            continue
+                        job.commit, job.files = planned
+                        if left or job.todo(staging):  # in order: a turn may replace blocks
+                            left.append(job)
+                        else:
+                            self._move_in(job, staging)
+                            done.append(job)
+                    except Exception as error:
+                        self._move_out(job, staging)
+                        job.result = error
+                        if not db.in_transaction:  # SQLite has rolled back the transaction
+                            raise
+        except BaseException:
+            for job in done:
+                self._move_out(job, staging)
+            raise
+        for job in done:
+            self._clean_up(job)
+            staging.announce(-job.reserved_bytes)
+            job.result = Saved(job.commit, [file.block for file in job.files])
+        return left
+
+    def _make_room(self, jobs: Sequence[_Job], keep: Collection[bytes], staging: Staging) -> None:
+        """Make room for the files that commits lack. If that fails, it is the job's result."""
+        kept = {*keep, *chain.from_iterable(job.commit.keys() for job in jobs)}
+        counted, n_bytes = set[bytes](), 0
+        for job in jobs:
+            # A block that several of the commits need is written once.
+            todo = [file for file in job.todo(staging) if file.block.key not in counted]
+            counted.update(file.block.key for file in todo)
+            # The rows of a long commit take more than what is reserved for them.
+            rows = max(0, sum(_row_bytes(file.block) for file in todo) - self.files.reserve_bytes)
+            job.needed_bytes = sum(file.n_bytes for file in todo) + rows
+            try:
+                self._check_hour(n_bytes + job.needed_bytes)
+                self._reserve(job.needed_bytes, kept, job.commit.root)
+                staging.announce(job.needed_bytes)
+                job.reserved_bytes += job.needed_bytes
+                n_bytes += job.needed_bytes
+            except Exception as error:
+                job.result = error
+        if n_bytes:
+            self.index.state.count_write(n_bytes)
+
+    def _write_files(self, job: _Job, staging: Staging, before_file: Callable[[], None]) -> None:
+        """Write the files that a commit lacks. If that fails, it is the job's result."""
+        n_before = self.n_written_bytes
+        try:
+            for file in job.todo(staging):
+                before_file()
+                self.n_written_bytes += staging.write(file.block.key, file.write)
+        except BaseException as error:
+            with suppress(OSError, sqlite3.Error), self.lock.held():
+                # Bytes that were not written do not count for this hour.
+                n_written = self.n_written_bytes - n_before
+                self.index.state.count_write(n_written - job.needed_bytes)
+            if not isinstance(error, Exception):
+                raise
+            job.result = error
 
     def _plan(
         self,
-        commit: Commit,
-        file_of: Callable[[Record], NewFile | None],
+        file_of: Callable[[Root, Record], NewFile | None],
+        block_of: Callable[[bytes], Block | None],
         damaged: Collection[bytes],
+        commit: Commit,
     ) -> tuple[Commit, list[NewFile]] | None:
         """Return what can be committed now, and the files that it lacks."""
         files: list[NewFile] = []
@@ -173,54 +275,65 @@ class DiskStore:
         def has(record: Record) -> bool:
             if record.key not in damaged and self._is_there(record.key, record.folder):
                 return True
-            if (file := file_of(record)) is not None:
+            if (file := file_of(commit.root, record)) is not None:
                 files.append(file)
             return file is not None
 
-        for block in commit.blocks:
-            if not has(block):
-                gone = self.files.gone.get(block.key)
-                why = (
-                    f"was {gone.value} meanwhile"
-                    if gone
-                    else "was removed by another process, or with its session"
-                )
-                logger.warning("a turn is not saved: %s, which it needs, %s", block, why)
+        blocks, parent = list(commit.blocks), commit.parent
+        while parent != commit.root.key and (parent in damaged or not self._is_there(parent)):
+            if (block := block_of(parent)) is None:
+                self._report_missing(parent)
                 return None
-        chain = {block.key for block in commit.blocks}
+            blocks.insert(0, block)
+            parent = block.parent
+        for block in blocks:
+            if not has(block):
+                self._report_missing(block.key)
+                return None
+        own = {block.key for block in blocks}
         checkpoints = tuple(
-            one
-            for one in commit.checkpoints
-            if (one.block in chain or self._is_there(one.block)) and has(one)
+            checkpoint
+            for checkpoint in commit.checkpoints
+            if (checkpoint.block in own or self._is_there(checkpoint.block)) and has(checkpoint)
         )
-        if len(checkpoints) < len(commit.checkpoints):
-            commit = replace(commit, checkpoints=checkpoints, superseded=())
-        return commit, files
+        superseded = commit.superseded if len(checkpoints) == len(commit.checkpoints) else ()
+        whole = replace(
+            commit, blocks=tuple(blocks), checkpoints=checkpoints, superseded=superseded
+        )
+        return whole, files
 
-    def new_file(
-        self, root: Root, arrays_of: Callable[[bytes], Arrays | None], block: Record
-    ) -> NewFile | None:
-        """Return the file of a block or checkpoint; None without its arrays."""
-        if (arrays := arrays_of(block.key)) is None:
-            return None
+    def _report_missing(self, key: bytes) -> None:
+        """Log that a turn is not saved, because a block is missing."""
+        gone = self.files.gone.get(key)
+        why = (
+            f"was {gone.value} meanwhile"
+            if gone
+            else "was removed by another process, or with its session"
+        )
+        logger.warning("a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why)
+
+    def new_file(self, root: Root, block: Record, arrays: Arrays) -> NewFile:
+        """Return the file of a block or checkpoint."""
         write = partial(write_block, block=block, root=root, arrays=arrays, sealing=self.sealing)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
-    def _reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
-        """Make room for what is to be written. Raises StoreError when it is too much."""
-        limit, state = self.limits.max_hourly_bytes, self.index.state
-        if limit is not None and state.written_last_hour() + n_bytes > limit:
+    def _check_hour(self, n_bytes: int) -> None:
+        """Raise a StoreError if fewer bytes than these may be written now."""
+        limit = self.limits.max_hourly_bytes
+        if limit is not None and self.index.state.written_last_hour() + n_bytes > limit:
             raise StoreError(
                 f"--kvpersist-max-writes-per-hour ({show_bytes(limit)}) is used up; "
                 "turns stay in memory for now"
             )
+
+    def _reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
+        """Make room for what is to be written. Raises StoreError when it is too much."""
         if not self.files.make_room(n_bytes, keep, root):
             raise StoreError(
                 f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
                 f"({show_bytes(self.limits.max_disk_bytes)}) and --kvpersist-min-free "
                 f"({show_bytes(self.limits.min_free_bytes)})"
             )
-        state.count_write(n_bytes)
 
     def _is_there(self, key: bytes, name: str = Block.folder) -> bool:
         """Say whether a block or a checkpoint has its row and its file, neither alone."""
@@ -230,32 +343,34 @@ class DiskStore:
         """Return what the file of a block or checkpoint holds. Raises BlockCorrupt and OSError."""
         return content_of(self.files.path_of(record.key, record.folder), self.sealing)
 
-    def _commit(self, commit: Commit, files: Sequence[NewFile], staging: Staging) -> None:
-        """Move the files of a commit into place, then change the index: all of it or nothing."""
-        paths = [self.files.path_of(file.block.key, file.block.folder) for file in files]
-        session: Session | None = None
-        try:
-            for file, path in zip(files, paths, strict=True):
-                move(self.folder, staging.path(file.block.key), path)
-            session = self._session_of(commit)
-            sizes = [(file.block, staging.sizes[file.block.key]) for file in files]
-            removed = self.index.commit(commit, sizes, session)
-        except BaseException:
-            for path in paths:
-                remove(self.folder, path)
-            if session is not None:
-                before = self.index.session(session.id)
-                self.files.write_sidecar(before) if before else self.files.remove_sidecar(
-                    session.id
-                )
-            raise
-        for key in removed:
+    def _move_in(self, job: _Job, staging: Staging) -> None:
+        """Move the files of a commit into place, then change the index."""
+        for file in job.files:
+            path = self.files.path_of(file.block.key, file.block.folder)
+            move(self.folder, staging.path(file.block.key), path)
+            job.paths[file.block.key] = path
+        job.session = self._session_of(job.commit)
+        sizes = [(file.block, staging.sizes[file.block.key]) for file in job.files]
+        job.removed = self.index.commit(job.commit, sizes, job.session)
+
+    def _move_out(self, job: _Job, staging: Staging) -> None:
+        """Remove the files of a commit that the index has not taken."""
+        for key, path in job.paths.items():
+            remove(self.folder, path)
+            del staging.sizes[key]
+        if (session := job.session) is not None:
+            before = self.index.session(session.id)
+            self.files.write_sidecar(before) if before else self.files.remove_sidecar(session.id)
+
+    def _clean_up(self, job: _Job) -> None:
+        """Remove files that a commit has superseded or replaced."""
+        for key in job.removed:
             remove(self.folder, self.files.path_of(key, Checkpoint.folder))
-        for file in files:
+        for file in job.files:
             was_evicted = self.files.gone.pop(file.block.key, None) is Gone.EVICTED
             if was_evicted and isinstance(file.block, Block):
                 self.files.asked_again_tokens += file.block.n_tokens
-        for replaced, successor in commit.leaf.replaced if commit.leaf else ():
+        for replaced, successor in job.commit.leaf.replaced if job.commit.leaf else ():
             self.files.forget(replaced)
             for moved in self.index.sessions_at(successor):
                 self.files.write_sidecar(moved)
@@ -264,7 +379,7 @@ class DiskStore:
         if commit.leaf is None or not commit.leaf.is_session:
             return None
         now, leaf = self.index.now(), commit.leaf
-        session = self.index.session_at(commit.root, leaf)
+        session = self.index.session_of(commit)
         if session is None:
             session_id = self._free_id()
             session = Session(session_id, commit.root.key, leaf.name, leaf.key, 0, False, now, now)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any
 
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, block_key, pack_ids
@@ -200,8 +200,9 @@ class Fetching:
         for entry in entries:
             entry.read_s = read_s
         if entries:
-            its = tuple(one.block for one in entries if isinstance(one.block, Checkpoint))
-            self._land_there(Commit(self._wanted.root, tuple(chain), checkpoints=its), entries)
+            new = tuple(dropwhile(lambda block: block.key not in got, chain))
+            at_end = tuple(e.block for e in entries if isinstance(e.block, Checkpoint))
+            self._land_there(Commit(self._wanted.root, new, checkpoints=at_end), entries)
 
 
 def _block_of(record: Record) -> bytes:

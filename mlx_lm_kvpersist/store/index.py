@@ -339,13 +339,29 @@ class Index:
         """Return the sessions with this name, of any root, the most recently used first."""
         return self._sessions("name = ? ORDER BY used DESC", name)
 
-    def session_at(self, root: Root, leaf: Leaf) -> Session | None:
-        """Return the session that this leaf continues: the one whose end lies on its chain."""
-        ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
+    def session_of(self, commit: Commit) -> Session | None:
+        """Return the session that a commit's leaf continues: it ends in a block of the same chain.
+
+        If there are several, it is the nearest to the leaf. The walk up the chain ends there, so
+        its cost depends on the blocks of the turn. A first turn without a name walks to the root.
+        """
+        root, leaf = commit.root.key, commit.leaf
+        assert leaf is not None
+        own = [*(block.key for block in commit.blocks), *(old for old, _ in leaf.replaced)]
         # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
-        query = f"{_SESSIONS} +root = ? AND +name IS ? AND leaf IN (VALUES {{}})"
-        found = read_sessions(self.ask_in(query, zip(ends), root.key, leaf.name))
-        return max(found, key=lambda session: session.n_tokens, default=None)
+        query = f"{_SESSIONS} +root = ? AND +name IS ? AND leaf IN"
+        sessions = read_sessions(self.ask_in(f"{query} (VALUES {{}})", zip(own), root, leaf.name))
+        is_named = leaf.name is not None
+        has_name = not is_named or self._sessions("root = ? AND name = ? LIMIT 1", root, leaf.name)
+        if not sessions and has_name:
+            walk = (
+                "WITH RECURSIVE up(key) AS (VALUES (?) UNION SELECT parent FROM up JOIN blocks "
+                "USING (key) WHERE NOT EXISTS "
+                "(SELECT 1 FROM sessions WHERE leaf = up.key AND +root = ? AND +name IS ?)) "
+            )
+            values = commit.parent, root, leaf.name, root, leaf.name
+            sessions = read_sessions(self.ask(f"{walk}{query} (SELECT key FROM up)", *values))
+        return max(sessions, key=lambda session: session.n_tokens, default=None)
 
     def _sessions(self, where: str, *values: Any) -> list[Session]:
         return read_sessions(self.ask(f"{_SESSIONS} {where}", *values))

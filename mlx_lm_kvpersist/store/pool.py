@@ -23,6 +23,8 @@ from .tier import RAM
 
 _MAX_GONE = 20_000
 """Evicted blocks and checkpoints that are remembered."""
+_FIRST = -(1 << 62)
+"""A checkpoint's place among last resorts: before all blocks."""
 
 
 @dataclass
@@ -32,8 +34,8 @@ class KVBlock:
     `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
     it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
     `read_s` how long that took, until a restore with it has been completed: only then is it as
-    good as one that was computed here. Entries with a low `used` are evicted first; `place` is the
-    entry's place in that order, None while it must stay.
+    good as one that was computed here. `used` counts up with each use of any entry. `place` is the
+    entry's place in the order of eviction, None while it must stay.
     """
 
     block: Record
@@ -74,9 +76,8 @@ class BlockPool:
         ones by key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._places = SortedList()
-        """The places of all entries that may be evicted, the first to go first. A place says
-        whether the entry is a last resort (see `_is_last_resort`), when it was last used, and its
-        key. If the entry has been used since, its place is put right when it is the first."""
+        """The places of all entries that may be evicted, the first to go first; see `_place_of`. If
+        an entry has been used since, its place is put right when it is the first."""
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
         """Keys of blocks that were evicted lately."""
@@ -189,6 +190,20 @@ class BlockPool:
                 f"{show_bytes(reclaimable)} reclaimable; give a larger --kvpersist-ram"
             )
 
+    def unwritten(self, key: bytes) -> list[Block]:
+        """Return the blocks that no tier below has, up to the one with this key, in order.
+
+        Their number bounds the cost, not the length of the chain.
+        """
+        blocks: list[Block] = []
+        with self._lock:
+            while (entry := self._entries.get(key)) is not None and not entry.is_stored:
+                if not isinstance(entry.block, Block):
+                    break
+                blocks.append(entry.block)
+                key = entry.block.parent
+        return blocks[::-1]
+
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
         """Keep those of these blocks and checkpoints that are here, until `unpin`; return them.
 
@@ -206,9 +221,10 @@ class BlockPool:
             self._evict()
 
     def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
-        """Mark a chain, given from its first block on, as used: its leaf stays evictable first.
+        """Mark blocks, given in the order of their chain, as used.
 
-        proven: a restore with it has been completed, so what was read of it is right.
+        The last block is evicted first. If they are `proven`, a restore with them has been
+        completed, so the arrays that were read are right.
         """
         with self._lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
@@ -227,7 +243,7 @@ class BlockPool:
                 self.held_bytes += entry.n_bytes * entry.is_held
                 self._requeue(entry.block.key)
 
-    def drop(self, key: bytes) -> None:
+    def remove(self, key: bytes) -> None:
         """Remove a checkpoint, or a block with its checkpoints."""
         with self._lock:
             for one in (key, *self._checkpoints.get(key, ())):
@@ -235,7 +251,7 @@ class BlockPool:
                     self._remove(one)
 
     def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
-        """Do what `drop` does, unless a commit waits to be written with this block or checkpoint.
+        """Do what `remove` does, unless a commit waits to be written with this block or checkpoint.
 
         `written` says whether one that a tier below has is dropped, too. Of a block that is not
         here the checkpoints may be.
@@ -243,7 +259,7 @@ class BlockPool:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or (not entry.pins and (written or not entry.is_stored)):
-                self.drop(key)
+                self.remove(key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
         """Drop the blocks on disk of a chain, given from its first on; return the bytes.
@@ -259,7 +275,7 @@ class BlockPool:
                 busy = any(entry.pins or entry.prefetched for entry in entries)
                 if busy or (block and not block.is_stored) or key in self._children:
                     break
-                self.drop(key)
+                self.remove(key)
             return before - self.n_bytes
 
     def resize(self, max_bytes: int) -> int:
@@ -333,21 +349,26 @@ class BlockPool:
         self._n_uses += 1
         entry.used = self._n_uses
 
-    def _is_last_resort(self, entry: KVBlock) -> bool | None:
-        """Say whether an entry is evicted only if nothing else is left; None if it must stay."""
+    def _place_of(self, entry: KVBlock) -> tuple[bool, int, bytes] | None:
+        """Return an entry's place in the order of eviction; None if it must stay.
+
+        Leaves go first, the least recently used of them before the rest. All other entries that may
+        go are last resorts: checkpoints, then the blocks farthest from their root.
+        """
+        key = entry.block.key
         # Without its parent a block is of no use, so parents stay as long as they have any. Nothing
         # needs a checkpoint, and its key is no parent's.
-        if not entry.pins and not entry.prefetched and entry.block.key not in self._children:
-            return False
-        # Turns that wait may need whole conversations. What is on disk can be read again.
-        return True if entry.is_stored and not entry.prefetched else None
+        if not entry.pins and not entry.prefetched and key not in self._children:
+            return False, entry.used, key
+        # Turns that wait may need whole conversations. A record on disk can be read again.
+        if not entry.is_stored or entry.prefetched:
+            return None
+        return True, -entry.block.start if isinstance(entry.block, Block) else _FIRST, key
 
     def _requeue(self, key: bytes) -> None:
         """Give an entry, if it is here, its place of now in the order of eviction."""
         if (entry := self._entries.get(key)) is not None:
-            is_last_resort = self._is_last_resort(entry)
-            place = None if is_last_resort is None else (is_last_resort, entry.used, key)
-            self._move(entry, place)
+            self._move(entry, self._place_of(entry))
 
     def _move(self, entry: KVBlock, place: tuple[bool, int, bytes] | None) -> None:
         if place != entry.place:
@@ -361,10 +382,10 @@ class BlockPool:
         """Return the key of the entry that goes first; None if no entry may go."""
         while self._places:
             place: tuple[bool, int, bytes] = self._places[0]
-            is_last_resort, used, key = place
+            is_last_resort, _, key = place
             if is_last_resort and not last_resorts:
                 return None
-            if self._entries[key].used == used:
+            if self._place_of(self._entries[key]) == place:
                 return key
             self._requeue(key)
         return None

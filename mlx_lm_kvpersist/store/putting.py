@@ -43,37 +43,39 @@ RepliesOf = Callable[[Root, Sequence[Mapping[str, Any]]], Mapping[bytes, bytes]]
 
 @dataclass(frozen=True)
 class _Turn:
-    """What is new of a conversation: its chain, if a turn has ended, or packed ids of replies."""
+    """A conversation has a new `leaf`, if a turn has ended, or new replies, by their packed ids."""
 
     root: Root
-    opening: bytes
     messages: Sequence[Mapping[str, Any]]
-    chain: tuple[Block, ...] = ()
+    leaf: bytes | None = None
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 class Putting:
     """Puts blocks, checkpoints and conversations.
 
-    `content_of` returns what the file of a record on disk holds, `checkpoints_of` the checkpoints
-    of blocks that are on disk, and `replies_of` what is remembered of replies among messages. The
-    oldest objects are removed if all servers have put more than `max_bytes`.
+    `content_of` returns what the file of a record on disk holds, `chain_of` the blocks on disk up
+    to a leaf, `checkpoints_of` the checkpoints of blocks that are on disk, and `replies_of` what is
+    remembered of replies among messages. The oldest objects are removed if all servers have put
+    more than `max_bytes`.
     """
 
     def __init__(
         self,
         store: SealedObjects,
         content_of: Callable[[Record], bytes],
+        chain_of: Callable[[bytes], Sequence[Block]],
         checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
         replies_of: RepliesOf,
         max_bytes: int | None = None,
     ) -> None:
-        self._store, self._content_of = store, content_of
+        self._store, self._content_of, self._chain_of = store, content_of, chain_of
         self._checkpoints_of, self._replies_of = checkpoints_of, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
-        self._waiting: deque[tuple[Record | _Turn, int]] = deque()
-        """With the number of failed attempts of each."""
+        self._waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
+        """Objects to put, with the number of failed attempts of each. A key stands for the chain
+        that ends in this block."""
         self._since_s = 0.0
         """When the attempt that is being made began, by the monotonic clock."""
         self._changed = threading.Condition()
@@ -85,30 +87,29 @@ class Putting:
     def n_waiting(self) -> int:
         return len(self._waiting)
 
-    def write(self, commit: Commit) -> Commit | None:
-        """Have a commit that was written to disk put here. Returns None if too much waits already.
+    def write(self, commit: Commit) -> bool:
+        """Have a commit that was written to disk put here. Return False if too much waits already.
 
         Blocks that are not full are left out unless the turn has ended: no prompt finds them.
         """
         blocks = [one for one in commit.blocks if commit.leaf or one.n_tokens == BLOCK_TOKENS]
         records: list[Record] = [*blocks, *commit.checkpoints]
         unseen = [one for one in records if not self._store.is_seen(one.key)]
-        new: list[Record | _Turn] = [*unseen, *self._new_of(commit)]
+        before = [commit.parent] if commit.leaf and commit.parent != commit.root.key else []
+        new: list[Record | _Turn | bytes] = [*before, *unseen, *self._new_of(commit)]
         with self._changed:
             if len(self._waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
-                return None
+                return False
             self._waiting += ((one, 0) for one in new)
             self._changed.notify_all()
-        return commit
+        return True
 
     def _new_of(self, commit: Commit) -> list[_Turn]:
         """Return what a commit adds to conversations."""
         new: list[_Turn] = []
         if commit.leaf is not None:
-            messages = commit.leaf.messages
-            opening = opening_of(messages, commit.blocks[0].packed_ids)
-            turn = _Turn(commit.root, opening, messages, commit.blocks)
+            turn = _Turn(commit.root, commit.leaf.messages, commit.leaf.key)
             self._turns[commit.leaf.key] = turn
             self._turns.move_to_end(commit.leaf.key)
             while len(self._turns) > _N_TURNS:
@@ -118,8 +119,7 @@ class Putting:
             ends = dict.fromkeys(one.block for one in commit.checkpoints)
             new += [self._turns[end] for end in ends if end in self._turns]
         if commit.replies and commit.messages:
-            opening = opening_of(commit.messages)
-            new.append(_Turn(commit.root, opening, (), replies=commit.replies))
+            new.append(_Turn(commit.root, commit.messages, replies=commit.replies))
         return new
 
     def _run(self) -> None:
@@ -148,16 +148,21 @@ class Putting:
         self._prune()
         n_before, n_in_a_row = store.counts["written"], 0
         while self._waiting and n_in_a_row < MOST_ATTEMPTS:
-            (one, n_failed), self._since_s = self._waiting[0], time.monotonic()
+            (item, n_failed), self._since_s = self._waiting[0], time.monotonic()
+            if isinstance(item, bytes):
+                self._waiting.popleft()
+                blocks = [block for block in self._chain_of(item) if not store.is_seen(block.key)]
+                self._waiting.extendleft((block, 0) for block in reversed(blocks))
+                continue
             try:
-                self._put_turn(one) if isinstance(one, _Turn) else self._put(one)
+                self._put_turn(item) if isinstance(item, _Turn) else self._put(item)
                 n_in_a_row = 0
             except Exception as error:
                 if not store.answers():
                     return
                 n_in_a_row, n_failed, failed_with = n_in_a_row + 1, n_failed + 1, error
                 if n_failed < MOST_ATTEMPTS:
-                    self._waiting.append((one, n_failed))
+                    self._waiting.append((item, n_failed))
                 else:
                     store.counts["not_written"] += 1
                     said = "an object cannot be put into the shared store: %s"
@@ -179,14 +184,17 @@ class Putting:
 
     def _put_turn(self, new: _Turn) -> None:
         """Put a conversation, with the replies that other servers and earlier turns put."""
-        store, root, opening = self._store, new.root, new.opening
+        store, root, chain = self._store, new.root, tuple[Block, ...]()
+        if new.leaf is not None and not (chain := tuple(self._chain_of(new.leaf))):
+            return  # it was evicted, or removed
+        opening = opening_of(new.messages, chain[0].packed_ids if chain else b"")
         there, _ = store.conversation(root, opening)
-        chain, checkpoints = there.chain, there.checkpoints
-        if new.chain:
-            chain = new.chain
+        checkpoints = there.checkpoints
+        if chain:
             checkpoints = tuple(self._checkpoints_of([block.key for block in chain]))
-        replies = {**there.replies, **self._replies_of(root, new.messages), **new.replies}
-        now = Conversation(chain, checkpoints, replies)
+        known = {} if new.leaf is None else self._replies_of(root, new.messages)
+        replies = {**there.replies, **known, **new.replies}
+        now = Conversation(chain or there.chain, checkpoints, replies)
         store.put(conversation_key(root, opening), now.packed())
         if store.lacks(layout := layout_key(root, opening)):
             store.put(layout, root.layout.encode())

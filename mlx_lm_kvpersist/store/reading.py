@@ -1,4 +1,4 @@
-"""Reading: blocks from the pool, or from the tiers below into it, when needed or before.
+"""Reading: blocks from the pool, or from the disk into it, when needed or before.
 
 Any long-lived thread may read. What is prefetched stays in RAM until it is used.
 """
@@ -18,7 +18,7 @@ from ..errors import BlockCorrupt, PoolFull, StoreFormatError
 from ..failures import Failures
 from .pool import BlockPool, KVBlock
 from .threads import Threads
-from .tier import LowerTier
+from .tier import ReadTier
 
 logger = logging.getLogger(__name__)
 
@@ -63,22 +63,21 @@ class Prefetch:
 
 
 class Reader:
-    """Reads what tiers hold into a pool; the first tier that can be read is used.
+    """Reads what tiers hold into a pool, from the first tier that can be read.
 
-    on_bad: called with each block or checkpoint that tiers should have and have not, or that failed
-    a check for the reason given. Any thread.
+    `lose_from` is called with the tiers that should have a block or checkpoint, if they do not have
+    it, or if it failed a check for the reason given. Any thread.
     """
 
     def __init__(
         self,
         pool: BlockPool,
-        tiers: Sequence[LowerTier],
-        on_bad: Callable[[Sequence[LowerTier], Record, str | None], None],
+        tiers: Sequence[ReadTier],
+        lose_from: Callable[[Sequence[ReadTier], Record, str | None], None],
         failures: Failures | None = None,
     ) -> None:
         self.pool = pool
-        self.tiers = tiers
-        self._on_bad = on_bad
+        self._tiers, self._lose_from = tiers, lose_from
         self._failures = failures or Failures(logger)
         self._workers = Threads(_N_THREADS, "kvpersist-reader")
         self._prefetcher = Threads(1, "kvpersist-prefetch")
@@ -164,17 +163,17 @@ class Reader:
             prefetch.add(come)
 
     def read(self, block: Record, root: Root) -> KVBlock | None:
-        """Read from the first tier that can; None when no tier can now."""
-        for tier in self.tiers:
+        """Read from the first tier that can be read; None if no tier can be read now."""
+        for tier in self._tiers:
             started = time.perf_counter()
             try:
-                arrays = tier.read(block, root)
+                arrays = tier.load(block, root)
             except FileNotFoundError:
                 if block.key in tier:
                     self._failures.add("%s is no longer on %s", block, tier.name)
-                    self._on_bad([tier], block, None)
+                    self._lose_from([tier], block, None)
             except BlockCorrupt as error:
-                self._on_bad([tier], block, str(error))
+                self._lose_from([tier], block, str(error))
             except (OSError, MemoryError, StoreFormatError) as error:
                 # It says nothing of the file: the next read tries again, or a newer version.
                 self._failures.add("%s cannot be read now: %s", block, error or "no memory")

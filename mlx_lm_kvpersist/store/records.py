@@ -36,16 +36,15 @@ class StoreLimits:
 class Leaf:
     """The end of one conversation: `n_tokens` tokens, the last of them in block `key`.
 
-    `name` is what the client calls it, if anything. `chain` are the keys of all its blocks and
-    `replaced` those whose content is now part of longer blocks, with what took their place: the
-    session that ended in one of them is the one that moves. `note` is for people. `messages` are
-    those that its prompt was rendered from, if it was.
+    `name` is what the client calls it, if anything. `replaced` has the keys of blocks whose tokens
+    are now in longer blocks, each with the longer block's key: a session that ended in a replaced
+    block moves. `note` is for people. `messages` are the messages that its prompt was rendered
+    from, if it was.
     """
 
     name: str | None
     key: bytes
     n_tokens: int
-    chain: tuple[bytes, ...]
     replaced: tuple[tuple[bytes, bytes], ...] = ()
     note: Mapping[str, str] = field(default_factory=dict)
     messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
@@ -55,15 +54,16 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Commit:
-    """What is put on disk together: a turn of a conversation, a part of one, a reply's ids.
+    """A change of the store that is made whole or not at all: a turn, a prompt's chunk, replies.
 
-    `blocks` is its chain, in order from the root; those that are not on disk yet wait in the pool,
-    pinned. Without a leaf no session moves: the turn has not ended.
+    `blocks` are the new blocks, in order; the blocks before them are not part of the commit. Blocks
+    that are not on disk yet wait in the pool, pinned. A leaf is the end of the last block. If the
+    turn has not ended, a commit has no leaf, and no session moves.
 
-    `checkpoints` belong to these blocks, or to others on disk; those that are not on disk yet wait
-    in the pool, too. `superseded` checkpoints are removed once it is on disk. `replies` has the
-    packed ids of those whose text, as the client saw it, is not what they decode to, by digest, and
-    `messages` are those of their prompt.
+    `checkpoints` belong to these blocks, or to blocks on disk. Checkpoints that are not on disk yet
+    wait in the pool, too. `superseded` checkpoints are removed once the commit is on disk.
+    `replies` has, by digest, the packed ids of replies whose text, as the client saw it, is not
+    what the ids decode to. `messages` are the messages of their prompt.
     """
 
     root: Root
@@ -78,10 +78,29 @@ class Commit:
     def records(self) -> list[Record]:
         return [*self.blocks, *self.checkpoints]
 
+    @property
+    def parent(self) -> bytes:
+        """The key of the block, or of the root, that the first block continues.
+
+        A parent on disk implies the blocks before it: leaves are evicted first.
+        """
+        return self.blocks[0].parent if self.blocks else self.root.key
+
     def keys(self) -> set[bytes]:
-        """Return the keys of all that this is built on, blocks of its checkpoints included."""
-        keys = {record.key for record in self.records}
+        """Return the keys of the records, of their parent and of the blocks of checkpoints.
+
+        As long as these are not evicted, the blocks before them are not.
+        """
+        keys = {self.parent, *(record.key for record in self.records)} - {self.root.key}
         return keys.union(checkpoint.block for checkpoint in self.checkpoints)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A commit that was made, and the records whose files were written for it."""
+
+    commit: Commit
+    written: Sequence[Record] = ()
 
 
 @dataclass(frozen=True)

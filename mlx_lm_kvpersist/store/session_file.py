@@ -262,8 +262,7 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
     it; one that ends on the way to it moves. Return the session, what of it was not there yet, and
     whether it was added or went on. Raises StoreError when there is no room.
     """
-    keys = tuple(node.key for node in source.blocks)
-    leaf = Leaf(source.name, keys[-1], source.blocks[-1].stop, keys)
+    leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
     files = {
         item.key: NewFile(
             item,
@@ -279,13 +278,13 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
         ends = None if there else leaf
         return Commit(source.root, source.blocks, ends, checkpoints=source.checkpoints)
 
-    saved = disk.save(commit, lambda item: files[item.key])
+    (saved,) = disk.save([commit], lambda root, record: files[record.key])
+    if isinstance(saved, Exception):
+        raise saved
     assert saved is not None  # all that is missing comes with the commit
-    is_new = saved[0].leaf is not None
-    find = disk.index.session_at if is_new else partial(_session_through, disk.index)
-    if (session := find(source.root, leaf)) is None:
+    if (session := _session_through(disk.index, source.root, leaf)) is None:
         raise StoreError("the session was removed as soon as it was there; import it again")
-    return session, saved[1], is_new
+    return session, saved.written, saved.commit.leaf is not None
 
 
 def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:

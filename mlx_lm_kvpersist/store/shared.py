@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
-from ..block import Checkpoint, Record
+from ..block import Block, Checkpoint, Record
 from .fetching import N_AHEAD, Fetching, Wanted
 from .pool import BlockPool, KVBlock
 from .putting import Putting, RepliesOf
-from .records import Commit
+from .records import Commit, Saved
 from .sealed_objects import SealedObjects
 from .threads import Threads
 from .tier import SHARED
@@ -40,6 +40,7 @@ class SharedTier:
         self,
         objects: SealedObjects,
         content_of: Callable[[Record], bytes],
+        chain_of: Callable[[bytes], Sequence[Block]],
         checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
         land: Callable[[Commit, list[KVBlock]], None],
         pool: BlockPool,
@@ -48,7 +49,8 @@ class SharedTier:
     ) -> None:
         self._land, self._pool = land, pool
         self.objects = objects
-        self.putting = Putting(self.objects, content_of, checkpoints_of, replies_of, max_bytes)
+        below = content_of, chain_of, checkpoints_of
+        self.putting = Putting(self.objects, *below, replies_of, max_bytes)
         self._threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
         """How long a store that was slower than computing is not asked, until when, and the loss in
@@ -65,7 +67,11 @@ class SharedTier:
             "waiting": self.putting.n_waiting,
         }
 
-    def forget(self, key: bytes, reason: str | None = None) -> None:
+    def __contains__(self, key: bytes) -> bool:
+        """Say whether an object was known to be there lately; the store is not asked."""
+        return self.objects.is_seen(key)
+
+    def remove(self, key: bytes, reason: str | None = None) -> None:
         """Have a block that must not be used replaced when this server computes it again."""
         self.objects.forget(key, is_bad=reason is not None)
 
@@ -99,9 +105,11 @@ class SharedTier:
         self._slow_until_s = time.monotonic() + self._slow_s
         self._slow_loss_s = max(self._slow_loss_s, loss_s)
 
-    def write(self, commit: Commit) -> Commit | None:
-        """Have a commit that was written to disk put here; None where too much waits already."""
-        return self.putting.write(commit)
+    def store(
+        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
+    ) -> list[Saved | Exception | None]:
+        """Have commits that are on disk put here; None for one if too much waits already."""
+        return [Saved(commit) if self.putting.write(commit) else None for commit in commits]
 
     def close(self, timeout_s: float) -> None:
         """Put the waiting objects, for at most `timeout_s` seconds, and stop."""

@@ -1,56 +1,74 @@
-"""A tier: a place that holds blocks and checkpoints. RAM is the first, the disk the second.
+"""A tier: a place that holds blocks and checkpoints. RAM, the disk, and a shared store are tiers.
 
-What is found in a tier below RAM is read into RAM, and what enters RAM is written to those below.
+A lookup asks RAM, the disk, and other tiers that have the methods of `ReadTier`. Records that are
+read from a tier enter RAM. The records of a commit are in RAM first; then the writer stores them in
+each tier below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..block import Checkpoint, Record, Root
 from ..match.tree import BlockSource
 from .files import Arrays
-from .records import Commit
+from .records import Commit, Saved
+
+if TYPE_CHECKING:
+    from .pool import KVBlock
 
 RAM, DISK, SHARED = "ram", "disk", "shared"
 
 
-class Tier(BlockSource, Protocol):
-    """A place in which blocks are found. Any thread may ask; what it cannot tell is not there."""
+class Tier(Protocol):
+    """A place that holds blocks and checkpoints. Any thread may ask."""
 
     @property
     def name(self) -> str:
         """The tier's name in headers, metrics and rates."""
 
-    def checkpoints(self, blocks: Sequence[bytes]) -> Iterable[Checkpoint]:
-        """Return the checkpoints of these blocks."""
-
     def __contains__(self, key: bytes) -> bool:
-        """Say whether a block or a checkpoint is there."""
+        """Say whether a block or a checkpoint is known to be there."""
 
     def stats(self) -> dict[str, Any]:
         """Return "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes".
 
-        "asked_again_tokens" are those of evicted blocks that came back, where they are counted.
+        "asked_again_tokens" are the tokens of evicted blocks that came back, if they are counted.
         """
 
 
+class SearchedTier(Tier, BlockSource, Protocol):
+    """A tier that lookups ask."""
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> Iterable[Checkpoint]:
+        """Return the checkpoints of these blocks."""
+
+
 class LowerTier(Tier, Protocol):
-    """A tier below RAM."""
+    """A tier below RAM, which stores commits."""
+
+    def store(
+        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
+    ) -> Sequence[Saved | Exception | None]:
+        """Store commits; return for each the part that is stored, or None. Writer thread.
+
+        `entry_of` returns a record that is in RAM.
+        """
+
+    def remove(self, key: bytes, reason: str | None = None) -> None:
+        """Hide a record that is missing or, for a reason, must not be used; remove it soon."""
+
+
+class ReadTier(SearchedTier, LowerTier, Protocol):
+    """A tier below RAM that lookups ask, and whose records are read into RAM."""
 
     def branches(self, path: Mapping[bytes, bytes]) -> Collection[bytes]:
         """Return, of these parents and a child of each, the parents that have another child."""
 
-    def read(self, block: Record, root: Root) -> Arrays:
+    def load(self, block: Record, root: Root) -> Arrays:
         """Return the evaluated arrays of a block or checkpoint. Any thread.
 
-        Raises FileNotFoundError when there are none, BlockCorrupt when they failed a check, and
-        StoreFormatError, OSError or MemoryError when they cannot be read now.
+        Raises FileNotFoundError if there are none, BlockCorrupt if they failed a check, and
+        StoreFormatError, OSError or MemoryError if they cannot be read now.
         """
-
-    def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
-        """Store a commit; return what is stored of it, None for nothing. Writer thread."""
-
-    def forget(self, key: bytes, reason: str | None = None) -> None:
-        """Hide what is not there or, for a reason, must not be used, and remove it soon."""

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -35,15 +35,19 @@ ABANDON_S = 300.0
 """A prompt was given up when no reply has ended for so long: what is postponed there is written."""
 
 
+MOST_TOGETHER_BYTES = 64 << 20
+"""Turns that wait at the same time are saved together, up to this size."""
+
+
 @dataclass(eq=False)
 class Task:
-    """Something to do.
+    """Something to do: `run`, or save a `commit`.
 
-    Of a commit: `let_go` unpins what is pinned for it if it is given up, and `sizes` are the bytes
-    of its blocks and checkpoints that are in RAM alone, by key.
+    `let_go` unpins the blocks and checkpoints of a commit, which are pinned until it is saved or
+    given up. `sizes` has the bytes of the records that are in RAM alone, by key.
     """
 
-    run: Callable[[], object]
+    run: Callable[[], object] = lambda: None
     commit: Commit | None = None
     let_go: Callable[[], None] = lambda: None
     sizes: Mapping[bytes, int] = field(default_factory=dict)
@@ -98,6 +102,8 @@ def _held_bytes(tasks: Iterable[Task]) -> int:
 class Writer:
     """Runs tasks on one long-lived thread, in order, but what saves a turn that has ended first.
 
+    `save` is called with commits; turns that wait at the same time are saved by one call.
+
     At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest commit that a
     later one of the same conversation contains is left out, and if there is none, the oldest: no
     request waits. The newest commit may be as much again, together with the one that is being
@@ -105,15 +111,16 @@ class Writer:
     `max_bytes` may be postponed besides.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
         self.max_bytes = max_bytes
+        self._save = save
         self.now: Callable[[], float] = time.monotonic
         """The clock of what is postponed."""
         self._tasks: deque[Task] = deque()
         self._postponed: dict[bytes, Task] = {}
         """By the block that they end in, the oldest first."""
         self._closing = False
-        self._running: Task | None = None
+        self._running: list[Task] = []
         self.cost = Cost()
         self._n_replies = 0
         """Those that run now."""
@@ -133,7 +140,7 @@ class Writer:
     @property
     def n_tasks(self) -> int:
         """Tasks that wait or run."""
-        return len(self._tasks) + (self._running is not None)
+        return len(self._tasks) + len(self._running)
 
     @property
     def n_bytes(self) -> int:
@@ -169,7 +176,7 @@ class Writer:
             return found
 
     def _commit_tasks(self) -> list[Task]:
-        return [task for task in (self._running, *self._tasks) if task and task.commit]
+        return [task for task in (*self._running, *self._tasks) if task.commit]
 
     def submit(self, run: Callable[[], object], *, is_note: bool = False) -> None:
         """Have something done. A note is left out if too many tasks wait, as for a held lock."""
@@ -215,11 +222,11 @@ class Writer:
         """Say whether a commit may wait beside the one that is being written."""
         if self.n_bytes <= 2 * self.max_bytes:
             return True
-        if self._running is None or self._running.commit is None:
+        if not any(task.commit for task in self._running):
             return not _held_bytes(task for task in self._tasks if task is not newest)
         others = [task for task in self._commit_tasks() if task is not newest]
         n_added = self.n_bytes - _held_bytes(others)
-        return n_added <= self.max_bytes < _held_bytes([self._running]) // 2
+        return n_added <= self.max_bytes < _held_bytes(self._running) // 2
 
     def _superseded(self) -> Task | None:
         """Return the oldest waiting commit whose end a later waiting commit goes beyond."""
@@ -362,17 +369,25 @@ class Writer:
                     self.write_postponed(self.now())
                 if not self._tasks:
                     return
-                task = self._tasks.popleft()
-                self._running = task
+                tasks = self._running = self._next_tasks()
             self._since_s = time.perf_counter()
             try:
-                task.run()
+                self._save(tasks) if tasks[0].commit else tasks[0].run()
             except Exception:
                 logger.exception("the store could not be changed; serving goes on from memory")
             finally:
                 with self._changed:
                     self._pause()
-                    self._running = None
+                    self._running = []
                     self._changed.notify_all()
             # An idle writer must not hold the arrays of the last commit.
-            del task
+            del tasks
+
+    def _next_tasks(self) -> list[Task]:
+        """Take the next task; if it saves a turn, also the turns that wait behind it."""
+        tasks = [self._tasks.popleft()]
+        while tasks[0].is_urgent and self._tasks and self._tasks[0].is_urgent:
+            if _held_bytes([*tasks, self._tasks[0]]) > MOST_TOGETHER_BYTES:
+                break
+            tasks.append(self._tasks.popleft())
+        return tasks

@@ -98,9 +98,7 @@ def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> 
         if tail.parent == node.parent and tail.key != node.key
     ]
     new = [(node, arrays_of(node)) for node in chain if node.key not in store]
-    leaf = Leaf(
-        session, chain[-1].key, n_tokens, tuple(node.key for node in chain), tuple(replaced)
-    )
+    leaf = Leaf(session, chain[-1].key, n_tokens, tuple(replaced))
     replies = {chain[-1].key: chain[-1].packed_ids}
     parts = expected_parts(chain)
     superseded = tuple(state(tail) for tail in old_tail)

@@ -428,7 +428,7 @@ def test_blocks_without_arrays_travel(run: CommandLine, other: CommandLine, tmp_
     nodes = chain([7], [8])
     store = BlockStore(run.folder, LIMITS)
     keys = tuple(node.key for node in nodes)
-    turn = Commit(ROOT, tuple(nodes), Leaf("bare", keys[-1], 2, keys))
+    turn = Commit(ROOT, tuple(nodes), Leaf("bare", keys[-1], 2))
     store.commit(turn, [(node, {}) for node in nodes])
     store.drain()
     store.close()
@@ -464,7 +464,7 @@ def test_arrays_without_elements_go_along(run: CommandLine, other: CommandLine) 
             (node, arrays_of(node) | empty),
             (checkpoint, arrays_of_checkpoint(checkpoint) | empty),
         ]
-        leaf = Leaf("indexer", node.key, node.stop, (node.key,))
+        leaf = Leaf("indexer", node.key, node.stop)
         store.commit(Commit(ROOT, (node,), leaf, checkpoints=(checkpoint,)), new)
     path = run.folder.with_name("indexer.safetensors")
     assert run("sessions", "export", "indexer", path) == 0

@@ -121,7 +121,7 @@ def test_blocks_in_ram_are_not_read(store: BlockStore) -> None:
     assert tokens_of_model(store, nodes, 256 + 50, 100.0) == (306, None)
     assert tokens_of_model(store, nodes, MIN_TOKENS, 100.0) == (MIN_TOKENS, None)
     assert tokens_of_model(store, nodes, MIN_TOKENS - 1, 100.0) == (0, None)
-    store.pool.drop(nodes[0].key)
+    store.pool.remove(nodes[0].key)
     # The last block costs nothing, but reading the first takes longer than computing both.
     assert tokens_of_model(store, nodes, 256 + 50, 0.4) == (0, Reason.NOT_WORTH_IT)
     assert tokens_of_model(store, nodes, 256 + 50, 0.2) == (306, None)

@@ -309,7 +309,7 @@ def test_after_a_failed_check_an_intact_block_is_found(talk: Conversations, dama
     siblings = sorted(talk.store.children(third.key), key=lambda node: node.key)
     assert [node.n_tokens for node in siblings] == [235, 235]
     victim = siblings[damaged].key
-    talk.store.pool.drop(victim)
+    talk.store.pool.remove(victim)
     path = block_path(talk.store.folder, victim)
     content = bytearray(path.read_bytes())
     content[-100] ^= 1

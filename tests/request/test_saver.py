@@ -16,6 +16,7 @@ from mlx_lm_kvpersist.host.answers import REPLY
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.request.saver import insert
 from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.store.block_store import Commit
 from mlx_lm_kvpersist.store.files import block_path, read_file, write_block
 from models_check.build import build
 from models_check.conversation import random_ids
@@ -166,3 +167,26 @@ def test_what_was_cut_back_over_a_blocks_end_is_stored_as_it_was_computed(
     assert [block.stop for block in blocks_of(stored)] == [256, 500]
     assert [one.n_tokens for one in stored.store.index.sessions()] == [500]
     check(stored, 505, 500, computed(stored, 505)[0])
+
+
+@pytest.mark.parametrize("stored", ["llama", "gemma3_text"], indirect=True)
+def test_a_commit_has_the_blocks_that_are_new_since_the_one_before(
+    stored: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whatever conversation: with checkpoints, and without."""
+    commits: list[Commit] = []
+    commit = stored.store.commit
+
+    def seen(new: Commit, *args: Any) -> None:
+        commits.append(new)
+        commit(new, *args)
+
+    monkeypatch.setattr(stored.store, "commit", seen)
+    sequence = RunningSequence(RequestState("s", root=stored.loaded.root), 515)
+    for n_tokens, cache_type in ((300, "user"), (520, "user"), (600, REPLY)):
+        caches = computed(stored, n_tokens)[1]
+        insert(sequence, IDS[:n_tokens], caches, cache_type, stored.store, stored.loaded)
+    written = [block for commit in commits for block in commit.blocks]
+    assert written == sequence.chain and len(commits) == 3
+    assert [commit.parent for commit in commits[1:]] == [c.blocks[-1].key for c in commits[:-1]]
+    assert commits[-1].leaf is not None and commits[-1].leaf.key == sequence.chain[-1].key

@@ -102,8 +102,7 @@ def save_turn(
         for checkpoint in checkpoints
         if checkpoint not in known
     ]
-    keys = tuple(node.key for node in nodes)
-    end = Leaf(name, keys[-1], nodes[-1].stop, keys, **leaf)  # type: ignore[arg-type]
+    end = Leaf(name, nodes[-1].key, nodes[-1].stop, **leaf)  # type: ignore[arg-type]
     turn = Commit(
         ROOT, tuple(nodes), end, checkpoints=tuple(checkpoints), superseded=tuple(superseded)
     )

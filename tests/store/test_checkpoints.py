@@ -158,7 +158,7 @@ def test_blocks_without_arrays(store: BlockStore) -> None:
     nodes = chain([1, 2], [3])
     checkpoint = state(nodes[1])
     keys = tuple(node.key for node in nodes)
-    turn = Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], 3, keys), checkpoints=(checkpoint,))
+    turn = Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], 3), checkpoints=(checkpoint,))
     store.commit(
         turn, [*[(node, {}) for node in nodes], *[(checkpoint, arrays_of_checkpoint(checkpoint))]]
     )
@@ -352,7 +352,7 @@ def test_too_much_that_waits_counts_checkpoints(store: BlockStore) -> None:
     with writer_held(store):
         for nodes in (one, two):
             checkpoint = state(nodes[0])
-            leaf = Leaf(None, nodes[-1].key, nodes[-1].stop, (nodes[-1].key,))
+            leaf = Leaf(None, nodes[-1].key, nodes[-1].stop)
             turn = Commit(ROOT, tuple(nodes), leaf, checkpoints=(checkpoint,))
             store.commit(
                 turn, [*[(nodes[0], {})], *[(checkpoint, arrays_of_checkpoint(checkpoint))]]
@@ -367,8 +367,7 @@ def test_too_much_that_waits_counts_checkpoints(store: BlockStore) -> None:
 def test_hourly_writes_count_checkpoints(tmp_path: Path, limits: StoreLimits) -> None:
     store = BlockStore(tmp_path / "store", replace(limits, max_hourly_bytes=12_000))
     (node,) = chain([1])
-    keys = (node.key,)
-    turn = Commit(ROOT, (node,), Leaf("s", node.key, 1, keys), checkpoints=(state(node),))
+    turn = Commit(ROOT, (node,), Leaf("s", node.key, 1), checkpoints=(state(node),))
     store.commit(turn, [*[(node, {})], *[(state(node), arrays_of_checkpoint(state(node)))]])
     store.drain()
     assert store.turns_not_saved == 1 and checkpoint_files(store.folder) == set()
@@ -496,7 +495,7 @@ def test_checkpoints_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> N
     (node,) = chain([99])
     big = {"big": mx.zeros((700 << 10,), mx.uint8)}
     mx.eval(big)
-    turn = Commit(ROOT, (node,), Leaf("s", node.key, 1, (node.key,)), checkpoints=(state(node),))
+    turn = Commit(ROOT, (node,), Leaf("s", node.key, 1), checkpoints=(state(node),))
     store.commit(turn, [(node, {}), (state(node), big)])
     store.drain()
     assert store.turns_not_saved == 1

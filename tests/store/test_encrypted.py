@@ -112,8 +112,7 @@ def test_the_folder_tells_nothing_of_a_conversation(
         store.drain()
         staging = Staging(folder, used)  # as a process leaves it that is killed
         node = conversation()[0]
-        new = store.disk.new_file(ROOT, content.get, node)
-        assert new is not None
+        new = store.disk.new_file(ROOT, node, content[node.key])
         staging.write(node.key, new.write)
         assert list((folder / "quarantine").glob("*.safetensors"))
         found |= traces(folder, content)

@@ -125,7 +125,7 @@ def test_what_was_evicted_and_asked_for_again_is_counted() -> None:
     serve(pool, chain([1, 2], [3]))
     serve(pool, chain([6]))
     assert pool.stats()["asked_again_tokens"] == 3
-    pool.drop(chain([6])[0].key)  # not to make room
+    pool.remove(chain([6])[0].key)  # not to make room
     serve(pool, chain([6]))
     assert pool.stats()["asked_again_tokens"] == 3
 
@@ -146,7 +146,7 @@ def test_what_the_disk_evicted_and_gets_again_is_counted(store: BlockStore) -> N
 def save_for(store: BlockStore, root: Root, *ids: int) -> list[Block]:
     nodes = chain(*([n] for n in ids), parent=root.key)
     new = [(node, arrays_of(node)) for node in nodes]
-    leaf = Leaf(None, nodes[-1].key, nodes[-1].stop, tuple(node.key for node in nodes))
+    leaf = Leaf(None, nodes[-1].key, nodes[-1].stop)
     store.commit(Commit(root, tuple(nodes), leaf), new)
     store.drain()
     return nodes

@@ -328,7 +328,7 @@ def test_questions_about_a_very_long_conversation_are_answered(store: BlockStore
     assert index.branches(path) == {nodes[1].key}
     assert [one for one, _ in index.checkpoints(keys)] == [state(nodes[2])]
     assert [session.name for session in index.sessions_at(*keys)] == ["s"]
-    found = index.session_at(ROOT, Leaf("s", keys[-1], nodes[-1].stop, tuple(keys)))
+    found = index.session_of(Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], nodes[-1].stop)))
     assert found == index.sessions()[0]
     assert index.state.replies(ROOT.key, keys) == {keys[-1]: b"ids", keys[0]: b"more"}
     assert not index.branches({}) and not index.checkpoints([]) and not index.sessions_at()
@@ -369,7 +369,7 @@ def test_rows_count_towards_the_budget(tmp_path: Path) -> None:
     store.writer.rest = see  # type: ignore[method-assign]
     for n in range(12):
         nodes = chain(*([n * 100_000 + m] * 256 for m in range(32)))
-        turn = Commit(ROOT, tuple(nodes), Leaf(None, nodes[-1].key, 1, ()))
+        turn = Commit(ROOT, tuple(nodes), Leaf(None, nodes[-1].key, 1))
         tiny = {"0.k": mx.zeros((1, 1, 1, 1))}
         mx.eval(tiny)
         store.commit(turn, [(node, tiny) for node in nodes])

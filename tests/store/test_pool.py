@@ -33,7 +33,7 @@ def test_least_recently_used_leaves_go_first() -> None:
     assert [key in pool for key in old] == [True, True, False]
     assert [node.key for node in pool.children(old[0])] == [old[1]]
     assert pool.children(old[1]) == []
-    pool.drop(old[1])
+    pool.remove(old[1])
     assert (pool.stats()["evicted"], pool.stats()["blocks"]) == (1, 4)
 
 
@@ -77,7 +77,7 @@ def test_an_equal_block_is_kept_once() -> None:
     assert pool.get(node.key) is first and first.pins == 1
     assert pool.put(first) is first
     assert (len(pool), pool.n_bytes) == (1, 10)
-    pool.drop(node.key)
+    pool.remove(node.key)
     assert (len(pool), pool.n_bytes, pool.children(ROOT.key)) == (0, 0, [])
 
 
@@ -116,7 +116,7 @@ def test_an_equal_checkpoint_is_kept_once() -> None:
     pool.put(KVBlock(state(node), object(), 10, pins=1))
     assert pool.get(state(node).key) is first and first.pins == 1
     assert held(pool) == (0, 1, 10, 10)
-    pool.drop(state(node).key)
+    pool.remove(state(node).key)
     assert held(pool) == (0, 0, 0, 0)
     assert pool.checkpoints([node.key]) == []
 
@@ -128,7 +128,7 @@ def test_a_dropped_block_takes_its_checkpoints_along() -> None:
     for node in nodes:
         pool.put(KVBlock(state(node), object(), 10))
         pool.put(KVBlock(window(node), object(), 10))
-    pool.drop(nodes[1].key)
+    pool.remove(nodes[1].key)
     assert pool.checkpoints([node.key for node in nodes]) == [state(nodes[0]), window(nodes[0])]
     assert pool.n_bytes == 30
 
@@ -276,7 +276,7 @@ def test_of_many_with_the_same_text_only_some_are_looked_at() -> None:
     for node in nodes:
         pool.put(KVBlock(node, None, 1))
     assert len(pool.children(ROOT.key, "alike, and more")) == MAX_ALIKE
-    pool.drop(nodes[1].key)
+    pool.remove(nodes[1].key)
     assert {node.key for node in pool.children(ROOT.key)} == {
         node.key for node in (nodes[0], *nodes[2:])
     }
@@ -319,14 +319,14 @@ def test_what_is_larger_than_the_pool_evicts_nothing() -> None:
 def test_evicting_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, pinned or not."""
     n_looks = 0
-    is_last_resort = BlockPool._is_last_resort
+    place_of = BlockPool._place_of
 
     def counted(pool: BlockPool, entry: KVBlock) -> object:
         nonlocal n_looks
         n_looks += 1
-        return is_last_resort(pool, entry)
+        return place_of(pool, entry)
 
-    monkeypatch.setattr(BlockPool, "_is_last_resort", counted)
+    monkeypatch.setattr(BlockPool, "_place_of", counted)
     looks = []
     for n in (100, 3000):
         pool = BlockPool(max_bytes=20 * n)

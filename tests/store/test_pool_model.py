@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -123,7 +124,7 @@ class Naive:
             if isinstance(entry.block, Checkpoint) and entry.block.block == key
         ]
 
-    def drop(self, key: bytes) -> None:
+    def remove(self, key: bytes) -> None:
         for one in (key, *self.points(key)):
             self.held.pop(one, None)
 
@@ -134,7 +135,7 @@ class Naive:
             is_busy = any(entry.pins or entry.prefetched for entry in entries)
             if is_new or is_busy or key in self.parents():
                 return
-            self.drop(key)
+            self.remove(key)
 
     def resize(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -148,7 +149,9 @@ class Naive:
             parents = self.parents()
             order = sorted(self.held.items(), key=lambda item: item[1].used)
             free = [k for k, e in order if not e.pins and not e.prefetched and k not in parents]
-            spare = [k for k, e in order if e.is_stored and not e.prefetched]
+            stored = [item for item in self.held.items() if item[1].is_stored]
+            deepest = sorted(stored, key=lambda item: (-start(item[1].block), item[0]))
+            spare = [k for k, e in deepest if not e.prefetched]
             found = free or (not only_unneeded and spare)
             if not found:
                 return
@@ -156,6 +159,11 @@ class Naive:
             for key in self.points(found[0]) if not gone.is_stored else ():
                 if not self.held[key].pins and not self.held[key].prefetched:
                     del self.held[key]
+
+
+def start(record: Record) -> float:
+    """Return where a block begins; a checkpoint goes before all blocks."""
+    return record.start if isinstance(record, Block) else math.inf
 
 
 class User:
@@ -192,7 +200,7 @@ class User:
         elif name in ("stored", "gone"):
             pool.set_stored(path, name == "stored")
         elif name == "drop":
-            pool.drop(key)
+            pool.remove(key)
         elif name == "drop chain":
             pool.drop_chain(path)
         elif name == "resize":
@@ -307,5 +315,5 @@ def check_sums(pool: BlockPool) -> None:
     assert pool.n_checkpoints == len(points) == sum(map(len, found))
     assert len(pool) - len(points) == sum(len(c["text"]) for c in pool._children.values())
     places = {key: is_last_resort for is_last_resort, _, key in pool._places}
-    expected = {entry.block.key: pool._is_last_resort(entry) for entry in entries}
-    assert places == {key: last for key, last in expected.items() if last is not None}
+    expected = {entry.block.key: pool._place_of(entry) for entry in entries}
+    assert places == {key: place[0] for key, place in expected.items() if place is not None}

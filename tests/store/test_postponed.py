@@ -47,7 +47,7 @@ class Talk:
         """Add a block with a state at its end."""
         self.nodes = chain(*([n] for n in range(len(self.nodes) + 1)))
         end, keys = state(self.nodes[-1]), tuple(node.key for node in self.nodes)
-        leaf = Leaf("s", keys[-1], len(keys), keys) if has_ended else None
+        leaf = Leaf("s", keys[-1], len(keys)) if has_ended else None
         new: list[tuple[Record, Arrays]] = [
             (self.nodes[-1], arrays_of(self.nodes[-1])),
             (end, arrays_of_checkpoint(end)),
@@ -115,7 +115,7 @@ def test_what_is_postponed_keeps_no_blocks_on_a_full_disk(tmp_path: Path) -> Non
     for first in range(4):  # each takes about half of the disk
         nodes = chain(*([first, n] for n in range(12)))
         end, keys = state(nodes[-1]), tuple(node.key for node in nodes)
-        leaf = Leaf(f"s{first}", keys[-1], nodes[-1].stop, keys) if first else None
+        leaf = Leaf(f"s{first}", nodes[-1].key, nodes[-1].stop) if first else None
         new: list[tuple[Record, Arrays]] = [(node, arrays_of(node)) for node in nodes]
         new.append((end, arrays_of_checkpoint(end)))
         store.commit(Commit(ROOT, tuple(nodes), leaf, checkpoints=(end,)), new, loss_s=1.0)
@@ -194,7 +194,7 @@ def test_what_has_no_room_in_ram_is_written(tmp_path: Path, becomes: bool) -> No
 def test_a_turn_without_a_state_leaves_the_one_before_postponed(talk: Talk) -> None:
     end = talk.turn()
     talk.nodes = chain([0], [1])
-    leaf = Leaf("s", talk.nodes[-1].key, 2, tuple(node.key for node in talk.nodes))
+    leaf = Leaf("s", talk.nodes[-1].key, 2)
     new = [(talk.nodes[-1], arrays_of(talk.nodes[-1]))]
     talk.store.commit(Commit(ROOT, tuple(talk.nodes), leaf), new, loss_s=1.0)
     talk.settle()
@@ -204,7 +204,7 @@ def test_a_turn_without_a_state_leaves_the_one_before_postponed(talk: Talk) -> N
 def test_what_fell_out_of_ram_alone_is_not_safe(talk: Talk) -> None:
     """Another thread may evict a checkpoint after it was found."""
     first, second = talk.turn(), talk.turn()
-    talk.store.pool.drop(first.key)
+    talk.store.pool.remove(first.key)
     assert not talk.store.is_safe(first.key)
     talk.after(POSTPONE_S)
     assert talk.store.is_safe(second.key)
@@ -218,8 +218,8 @@ def test_where_other_sessions_end_is_known_before_it_is_written(talk: Talk) -> N
     talk.turn()
     release = Event()
     talk.store.writer.submit(release.wait)
-    (first, second), keys = chain([0], [1]), tuple(node.key for node in chain([0], [1]))
-    leaf = Leaf("another", second.key, 2, keys)
+    first, second = chain([0], [1])
+    leaf = Leaf("another", second.key, 2)
     new = [(second, arrays_of(second))]
     talk.store.commit(Commit(ROOT, (first, second), leaf), new)
     for _ in range(2):
@@ -249,7 +249,7 @@ def test_a_session_that_was_removed_takes_what_is_postponed_along(talk: Talk) ->
 def save_another(talk: Talk) -> Checkpoint:
     """Save a turn of another conversation, and postpone its state."""
     (node,) = chain([99])
-    end, leaf = state(node), Leaf("another", node.key, 1, (node.key,))
+    end, leaf = state(node), Leaf("another", node.key, 1)
     new: list[tuple[Record, Arrays]] = [
         (node, arrays_of(node)),
         (end, arrays_of_checkpoint(end)),

@@ -112,7 +112,7 @@ from tests.store.conftest import ROOT, chain
 reading = threading.Event()
 
 class Tier:
-    def read(self, *args):
+    def load(self, *args):
         reading.set()
         time.sleep(30)
 
@@ -154,7 +154,7 @@ def test_a_dropped_block_that_comes_anew_is_not_let_go_by_another(stored: Any) -
     """A turn that waits to be written must not lose its pin to what was read ahead before."""
     store, nodes = stored
     ahead = begin(store, nodes[:1])
-    store.pool.drop(nodes[0].key)
+    store.pool.remove(nodes[0].key)
     store.put([(nodes[0], arrays_of(nodes[0]))])
     pinned = store.pool.pin([nodes[0].key])
     ahead.release()

@@ -25,6 +25,7 @@ from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.index import Index, Leaf, Session
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 from mlx_lm_kvpersist.store.rebuild import fill
+from mlx_lm_kvpersist.store.records import Commit
 from mlx_lm_kvpersist.store.verify import find_problems
 
 from .conftest import ROOT, chain, save_turn
@@ -174,8 +175,8 @@ def ask_whether_a_tail_is_replaced(one: Many) -> None:
 
 
 def find_the_session_of_a_leaf(one: Many) -> None:
-    leaf = Leaf("s", b"new", 600, (one.head.key, one.siblings[0].key))
-    found = one.index.session_at(ROOT, leaf)
+    new = block(one.siblings[0], random.Random(7))
+    found = one.index.session_of(Commit(ROOT, (new,), Leaf("s", new.key, new.stop)))
     assert found is not None and found.id == "0"
 
 
@@ -252,7 +253,7 @@ def test_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
                 assert max(common[key] for key in keys) == max(common.values())
         index.close()
     for node in data.draw(st.permutations(nodes)):
-        pool.drop(node.key)
+        pool.remove(node.key)
     assert len(pool) == 0 and pool.children(ROOT.key) == []
 
 

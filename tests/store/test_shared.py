@@ -8,6 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.conversation import Conversation, conversation_key, opening_of
 from mlx_lm_kvpersist.store.fetching import Plan, Wanted
 from mlx_lm_kvpersist.store.objects import ANSWER_S, ListedObject, Objects, surplus
+from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.seal import Plain, Seal, Sealing
 from mlx_lm_kvpersist.store.shared import SharedTier
 from tests.support import wait_until
@@ -460,6 +462,23 @@ def test_parts_of_a_turn_are_not_shared(opened: Open) -> None:
     store.commit(Commit(ROOT, (part,)), [(part, conftest.arrays_of(part))])
     store.drain()
     assert put_all(store) and counts(store)["written"] == before
+
+
+def test_blocks_that_were_stored_before_the_tier_was_used_are_put_with_the_next_turn(
+    tmp_path: Path, opened: Open
+) -> None:
+    """A commit has its new blocks alone; the index has the blocks before them."""
+    with closing(BlockStore(tmp_path / "early", LIMITS)) as store:
+        save_turn(store, NODES[:2], "s", messages=MESSAGES)
+        store.share(Objects(str(tmp_path / "bucket")), Seal(KEY), None)
+        leaf = Leaf("s", NODES[2].key, NODES[2].stop, messages=MESSAGES)
+        new = [(NODES[2], conftest.arrays_of(NODES[2]))]
+        store.commit(Commit(ROOT, (NODES[2],), leaf), new)
+        store.drain()
+        assert put_all(store)
+    other = opened()
+    tier_of(other).fetch(wanted(plan=whole))
+    assert in_store(other) == {node.key for node in NODES[:3]}
 
 
 def test_a_store_that_cannot_be_listed_is_written_all_the_same(

@@ -12,9 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.records import NewFile, Saved
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 
@@ -87,10 +89,16 @@ def test_a_save_asks_no_more_of_the_disk_beside_many_named_sessions(
                     disk.files.write_sidecar(other)
                     disk.index.put_session(other)
             nodes = chain([1], [2 + turn])
-            keys = tuple(node.key for node in nodes)
-            arrays = {node.key: arrays_of(node) for node in nodes}
-            commit = partial(Commit, ROOT, tuple(nodes), Leaf("s", keys[-1], nodes[-1].stop, keys))
+            commit = partial(Commit, ROOT, tuple(nodes), Leaf("s", nodes[-1].key, nodes[-1].stop))
+            arrays = {node: arrays_of(node) for node in nodes}
+
+            def file_of(
+                root: Root, node: Any, disk: DiskStore = disk, arrays: Any = arrays
+            ) -> NewFile:
+                return disk.new_file(root, node, arrays[node])
+
             with counted_file_operations() as counted:
-                assert disk.save(commit, partial(disk.new_file, ROOT, arrays.get))
+                (saved,) = disk.save([commit], file_of)
+            assert isinstance(saved, Saved)
             asked.append(sum(counted.values()))
     assert asked[0] > 5 and asked[2] == asked[1], asked

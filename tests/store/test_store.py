@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path
 from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.pool import KVBlock
-from mlx_lm_kvpersist.store.records import Gone
+from mlx_lm_kvpersist.store.records import Gone, Saved
 
 from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state, unused_checkpoints
 
@@ -280,7 +279,7 @@ def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
     assert match_prompt(source, ROOT.key, packed).n_tokens == 599
     # Three for the other children, one for what goes on from the last block.
     assert len(statements) <= 5
-    store.pool.drop(nodes[300].key)
+    store.pool.remove(nodes[300].key)
     assert match_prompt(source, ROOT.key, packed).n_tokens == 599  # evicted since: asked on disk
 
 
@@ -315,8 +314,7 @@ def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore)
         ([head, tail], "second", ()),
     ):
         new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
-        keys = tuple(node.key for node in nodes)
-        leaf = Leaf(name, keys[-1], nodes[-1].stop, keys, replaced)
+        leaf = Leaf(name, nodes[-1].key, nodes[-1].stop, replaced)
         store.commit(Commit(ROOT, tuple(nodes), leaf), new)
     may_go_on.set()
     store.drain()
@@ -354,7 +352,7 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     with closing(DiskStore(store.folder, store.limits)) as other:
         other.files.forget(nodes[0].key)
     new = [(nodes[1], arrays_of(nodes[1]))]
-    leaf = Leaf(None, nodes[-1].key, nodes[-1].stop, tuple(node.key for node in nodes))
+    leaf = Leaf(None, nodes[-1].key, nodes[-1].stop)
     store.commit(Commit(ROOT, tuple(nodes)), new)
     store.drain()
     assert store.turns_not_saved == 0  # a prompt that is being computed is no turn
@@ -431,11 +429,11 @@ def test_what_a_turn_builds_on_makes_no_room_for_it(
     with closing(DiskStore(store.folder, store.limits)) as disk:
         room = disk.files.reserve_bytes + one_block // 2
         disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() + room)
-        content = arrays_of(new[0])
-        turn = Commit(ROOT, (*old, *new) if is_full_precision else tuple(new))
+        file = disk.new_file(ROOT, new[0], arrays_of(new[0]))
+        turn = Commit(ROOT, tuple(new))
         keep = () if is_full_precision else (old[0].key,)
-        file_of = partial(disk.new_file, ROOT, {new[0].key: content}.get)
-        assert disk.save(lambda: turn, file_of, keep) is not None
+        (saved,) = disk.save([lambda: turn], lambda root, node: file, keep=keep)
+        assert isinstance(saved, Saved)
         assert [block.key in disk.index for block in (*old, *other, *new)] == [True, False, True]
 
 

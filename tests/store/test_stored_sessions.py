@@ -182,9 +182,9 @@ def test_a_draft_models_blocks_are_no_session_and_go_with_the_one_of_their_token
 
     def save(root: Root, *ids: list[int], replaced: Sequence[Block] = ()) -> list[Block]:
         nodes = chain(*ids, parent=root.key)
-        keys, end = tuple(node.key for node in nodes), nodes[-1]
+        end = nodes[-1]
         over = tuple((old.key, end.key) for old in replaced)
-        leaf = Leaf(None, end.key, end.stop, keys, over, is_session=root == ROOT)
+        leaf = Leaf(None, end.key, end.stop, over, is_session=root == ROOT)
         new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
         store.commit(Commit(root, tuple(nodes), leaf), new)
         store.drain()

@@ -1,4 +1,4 @@
-"""Another tier below the disk: found, read, written, forgotten and counted like the disk."""
+"""Another tier below the disk: found, read, stored, removed and counted like the disk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import Arrays
+from mlx_lm_kvpersist.store.pool import KVBlock
+from mlx_lm_kvpersist.store.records import Saved
 
 from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state
 
@@ -44,20 +46,23 @@ class Shared:
     def __contains__(self, key: bytes) -> bool:
         return key in self.held
 
-    def read(self, block: Record, root: Root) -> Arrays:
+    def load(self, block: Record, root: Root) -> Arrays:
         if self.is_damaged:
             raise BlockCorrupt("damaged")
         if block.key not in self.held:
             raise FileNotFoundError(block.key.hex())
         return self.held[block.key][1]
 
-    def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
-        for block in commit.records:
-            if (arrays := arrays_of(block.key)) is not None:
-                self.held[block.key] = block, arrays
-        return commit
+    def store(
+        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
+    ) -> list[Saved]:
+        for commit in commits:
+            for block in commit.records:
+                if (entry := entry_of(block.key)) is not None:
+                    self.held[block.key] = block, entry.arrays
+        return [Saved(commit) for commit in commits]
 
-    def forget(self, key: bytes, reason: str | None = None) -> None:
+    def remove(self, key: bytes, reason: str | None = None) -> None:
         self.held.pop(key, None)
 
     def stats(self) -> dict[str, Any]:
@@ -75,7 +80,8 @@ def shared() -> Shared:
 
 @pytest.fixture
 def store(tmp_path: Path, limits: StoreLimits, shared: Shared) -> Iterator[BlockStore]:
-    store = BlockStore(tmp_path / "store", limits, [shared])
+    store = BlockStore(tmp_path / "store", limits)
+    store.add(shared)
     yield store
     store.close()
 

@@ -33,7 +33,7 @@ FOR_EVER_S = 1000.0
 
 @pytest.fixture
 def writer() -> Iterator[Writer]:
-    writer = Writer(max_bytes=100)
+    writer = Writer(100, lambda tasks: [task.run() for task in tasks])
     yield writer
     writer.close(10)
 
@@ -53,8 +53,7 @@ def save(
     writer: Writer, nodes: list[Block], run: Callable[[], Any] = lambda: None, *, ended: bool = True
 ) -> None:
     """Have what is computed of a conversation saved, as a turn if its reply has `ended`."""
-    keys = tuple(node.key for node in nodes)
-    leaf = Leaf(None, keys[-1], nodes[-1].stop, keys) if ended else None
+    leaf = Leaf(None, nodes[-1].key, nodes[-1].stop) if ended else None
     writer.submit_commit(Task(run, Commit(ROOT, tuple(nodes), leaf)))
 
 
@@ -144,8 +143,8 @@ def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
 
 def test_nobody_waits_longer_than_asked_for_what_is_written(writer: Writer) -> None:
     may_end = threading.Event()
-    save(writer, chain([1]))
-    save(writer, chain([2]), partial(may_end.wait, 10))
+    save(writer, chain([1]), ended=False)
+    save(writer, chain([2]), partial(may_end.wait, 10), ended=False)
     started = time.monotonic()
     writer.finish(lambda: writer.n_tasks <= 1, 5)
     assert time.monotonic() - started < 4
@@ -332,7 +331,7 @@ def test_a_big_turn_does_not_wait_beside_a_prompt_that_goes_beyond_it(
     with writer._changed:  # the writer takes nothing meanwhile
         for name, n_blocks, n_bytes in (("prompt", 3, 90), ("turn", 2, 1000)):
             keys = tuple(node.key for node in nodes[:n_blocks])
-            leaf = Leaf(None, keys[-1], nodes[n_blocks - 1].stop, keys) if name == "turn" else None
+            leaf = Leaf(None, keys[-1], nodes[n_blocks - 1].stop) if name == "turn" else None
             let_go, sizes = partial(dropped.append, name), {name.encode(): n_bytes}
             commit = Commit(ROOT, tuple(nodes[:n_blocks]), leaf)
             writer.submit_commit(Task(lambda: None, commit, let_go, sizes))
@@ -367,7 +366,7 @@ def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
             ids.append([len(ids)])
             nodes = chain(*ids)
             keys = tuple(node.key for node in nodes)
-            leaf = Leaf(f"c{number}", keys[-1], nodes[-1].stop, keys)
+            leaf = Leaf(f"c{number}", keys[-1], nodes[-1].stop)
             with generation_thread:
                 new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
                 store.commit(Commit(ROOT, tuple(nodes), leaf), new)

@@ -26,7 +26,6 @@ from urllib.parse import unquote
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from ..._startup import stop
 from ...apis import API, Request
 from ...error_forms import openai_error
 from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
@@ -37,6 +36,7 @@ from ..attachments import fit_attachments
 from ..run import uninterrupted
 from ..scheduling.model_provider import loaded_name, own_names
 from ..scheduling.reply import ARRIVING
+from ..stopping import stop
 from . import request_checks
 from .chat import ChatReply
 from .clients import ClientConnection, Clients

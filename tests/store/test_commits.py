@@ -1,0 +1,286 @@
+"""A commit holds its new blocks; commits that wait together share a transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.block import Block
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.database import Database
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.files import write_block
+from mlx_lm_kvpersist.store.index import Index, Leaf
+from mlx_lm_kvpersist.store.lock import StoreLock
+
+from .conftest import ROOT, arrays_of, chain, save_turn
+from .test_checkpoints import writer_held
+
+
+class Asked:
+    """The statements of all connections, and tens of instructions of SQLite."""
+
+    def __init__(self) -> None:
+        self.statements: list[str] = []
+        self.n_steps = 0
+
+    def step(self) -> int:
+        self.n_steps += 1
+        return 0
+
+    def clear(self) -> None:
+        self.statements.clear()
+        self.n_steps = 0
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Count what is asked of indexes that are opened from now on."""
+    asked, connect = Asked(), Database._connect
+
+    def counted(database: Database) -> sqlite3.Connection:
+        db = connect(database)
+        db.set_trace_callback(asked.statements.append)
+        db.set_progress_handler(asked.step, 10)
+        return db
+
+    monkeypatch.setattr(Database, "_connect", counted)
+    return asked
+
+
+def submit(
+    store: BlockStore, nodes: list[Block], name: str | None = None, *, ended: bool = True
+) -> None:
+    """Commit new blocks, as a turn if a reply has ended."""
+    leaf = Leaf(name, nodes[-1].key, nodes[-1].stop) if ended else None
+    store.commit(Commit(ROOT, tuple(nodes), leaf), [(node, arrays_of(node)) for node in nodes])
+
+
+@pytest.mark.parametrize("name", ["s", None])
+def test_a_commit_costs_the_same_after_any_number_of_blocks(
+    tmp_path: Path, limits: StoreLimits, asked: Asked, name: str | None
+) -> None:
+    n_statements, n_steps, n_looks = [], [], []
+    for n_blocks in (8, 128):
+        large = replace(limits, max_ram_bytes=1 << 30, max_disk_bytes=1 << 30)
+        with closing(BlockStore(tmp_path / f"{n_blocks}", large)) as store:
+            nodes = chain(*([n] for n in range(n_blocks + 1)))
+            submit(store, nodes[:-1], name)
+            store.drain()
+            asked.clear()
+            looks_before = store.pool._n_uses
+            submit(store, nodes[-1:], name)
+            store.drain()
+            n_looks.append(store.pool._n_uses - looks_before)
+            n_statements.append(len(asked.statements))
+            n_steps.append(asked.n_steps)
+            assert [session.n_tokens for session in store.index.sessions()] == [n_blocks + 1]
+    assert n_statements[0] == n_statements[1] > 0 and n_looks[0] == n_looks[1] > 0
+    assert n_steps[1] <= n_steps[0] + 5, n_steps
+
+
+@contextmanager
+def counted_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StoreLock]]:
+    """Count how often the lock of a store is taken."""
+    taken: list[StoreLock] = []
+    wait = StoreLock._wait
+
+    def counted(lock: StoreLock, descriptor: int) -> None:
+        taken.append(lock)
+        wait(lock, descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreLock, "_wait", counted)
+        yield taken
+
+
+def test_turns_that_end_together_share_a_transaction(
+    tmp_path: Path, limits: StoreLimits, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_commits, n_locks = [], []
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        store.drain()
+        for turns in ([[1]], [[n] for n in range(10, 15)]):
+            asked.clear()
+            with counted_locks(monkeypatch) as taken, writer_held(store):
+                for ids in turns:
+                    submit(store, chain(ids))
+            n_commits.append(asked.statements.count("COMMIT"))
+            n_locks.append(len(taken))
+        assert store.turns_saved == store.index.n_sessions() == 6
+    assert n_commits[0] == n_commits[1] and n_locks == [2, 2]
+
+
+def test_turns_of_a_conversation_that_wait_together_are_saved_in_order(store: BlockStore) -> None:
+    nodes = chain([1], [2], [3])
+    with writer_held(store):
+        for node in nodes:
+            submit(store, [node], "s")
+    (session,) = store.index.sessions()
+    assert (session.leaf, session.n_tokens) == (nodes[-1].key, 3)
+    assert store.turns_saved == 3 and store.disk.files.sweep() == 0
+
+
+def refuse() -> None:
+    raise OSError(28, "no space left on device")
+
+
+def reject() -> None:
+    raise sqlite3.IntegrityError("a row is refused")
+
+
+@pytest.mark.parametrize("place", ["file", "row", "room"])
+def test_a_commit_that_fails_takes_no_other_along(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    store.drain()
+    turns = [chain([1]), chain([2]), chain([3])]
+    bad = turns[1][-1]
+    if place == "file":
+        monkeypatch.setattr(f"{DiskStore.__module__}.write_block", of_block(bad, refuse))
+    elif place == "row":
+        put_session, n_put = Index.put_session, []
+
+        def put(index: Index, session: object) -> None:
+            n_put.append(session)
+            put_session(index, session)  # type: ignore[arg-type]
+            if len(n_put) == 2:
+                reject()
+
+        monkeypatch.setattr(Index, "put_session", put)
+    else:
+        monkeypatch.setattr(DiskStore, "_reserve", of_second(DiskStore._reserve))
+    with writer_held(store):
+        for number, nodes in enumerate(turns):
+            submit(store, nodes, f"s{number}")
+    assert store.turns_saved == 2 and store.turns_not_saved == 1
+    assert {session.name for session in store.index.sessions()} == {"s0", "s2"}
+    assert [nodes[0].key in store.index for nodes in turns] == [True, False, True]
+    assert store.disk.files.sweep() == 0 and store.index.faults() == []
+    assert len(list((store.folder / "sessions").iterdir())) == 2
+    monkeypatch.undo()
+    submit(store, chain([2], [9])[1:], "s1")  # the turn after it writes both
+    store.drain()
+    assert bad.key in store.index and store.turns_saved == 3
+
+
+def of_block(bad: Block, fail: Callable[[], None]) -> object:
+    """Return a `write_block` that fails for one block."""
+
+    def write(path: Path, block: Block, **named: object) -> int:
+        if block == bad:
+            fail()
+        return write_block(path, block=block, **named)  # type: ignore[arg-type]
+
+    return write
+
+
+def of_second(real: Callable[..., None]) -> object:
+    """Return a method whose second call fails."""
+    calls: list[object] = []
+
+    def call(*args: object) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            refuse()
+        real(*args)
+
+    return call
+
+
+def test_a_transaction_that_fails_as_a_whole_leaves_no_files(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite ends the transaction of all if the disk fails within it."""
+    store.drain()
+
+    def fail(index: Index, *args: object) -> None:
+        index.database.connection.execute("ROLLBACK")
+        refuse()
+
+    with monkeypatch.context() as patch, writer_held(store):
+        patch.setattr(Index, "put_session", of_nth(3, Index.put_session, fail))
+        for number in range(3):
+            submit(store, chain([number]), f"s{number}")
+    assert store.turns_not_saved == 3 and store.index.keys() == set()
+    assert store.disk.files.sweep() == 0 and store.index.n_sessions() == 0
+    assert not list((store.folder / "sessions").iterdir())
+
+
+def of_nth(n: int, real: Callable[..., None], fail: Callable[..., None]) -> object:
+    """Return a method whose nth call fails."""
+    calls: list[object] = []
+
+    def call(*args: object) -> None:
+        calls.append(args)
+        (fail if len(calls) == n else real)(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("is_in_ram", [True, False])
+def test_blocks_that_another_process_evicted_are_written_again(
+    store: BlockStore, is_in_ram: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = chain([1], [2], [3])
+    save_turn(store, nodes[:2], "s")
+    with closing(DiskStore(store.folder, store.limits)) as other:
+        for node in reversed(nodes[:2]):
+            other.files.forget(node.key)
+    if not is_in_ram:
+        store.pool.clear()
+    submit(store, nodes[2:], "s")
+    store.drain()
+    assert store.index.keys() == ({node.key for node in nodes} if is_in_ram else set())
+    assert store.turns_not_saved == (not is_in_ram)
+    assert ("which it needs" in caplog.text) == (not is_in_ram)
+
+
+@pytest.mark.parametrize("name", ["s", None])
+def test_a_turn_continues_the_session_that_ends_before_its_prompt(
+    store: BlockStore, name: str | None
+) -> None:
+    """Chunks of the prompt were committed between the two."""
+    nodes = chain([1], [2], [3], [4])
+    save_turn(store, nodes[:1], name)
+    save_turn(store, chain([7]), "another")
+    for node in nodes[1:3]:
+        submit(store, [node], ended=False)
+    submit(store, nodes[3:], name)
+    store.drain()
+    ends = {session.name: session.leaf for session in store.index.sessions()}
+    assert ends == {name: nodes[3].key, "another": chain([7])[0].key}
+    submit(store, chain([5], parent=nodes[1].key), "third")  # a branch of it is another session
+    store.drain()
+    assert store.index.n_sessions() == 3
+
+
+def test_an_inner_transaction_that_fails_leaves_the_outer_one(tmp_path: Path) -> None:
+    with closing(Index(tmp_path / "index.sqlite")) as index:
+        first, second = chain([1], [2])
+        with index.database.transaction():
+            index.add_blocks(ROOT, [(first, 7)])
+            with pytest.raises(OSError), index.database.transaction():
+                index.add_blocks(ROOT, [(second, 7)])
+                refuse()
+        assert index.keys() == {first.key} and index.faults() == []
+
+
+def test_a_turn_given_up_is_written_with_the_next(store: BlockStore) -> None:
+    """Its blocks wait in RAM, and the next turn continues them."""
+    nodes = chain([1], [2], [3])
+    with writer_held(store):
+        for node in nodes[:2]:
+            submit(store, [node], ended=False)
+        for task in list(store.writer._tasks)[:1]:
+            store.writer._tasks.remove(task)
+            task.let_go()
+        submit(store, nodes[2:])
+        waiting = [store.pool.get(node.key) for node in nodes]
+        assert store.writer.n_bytes == sum(entry.n_bytes for entry in waiting if entry)
+    assert store.index.keys() == {node.key for node in nodes}
