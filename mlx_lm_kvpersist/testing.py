@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import pluggy
 from mlx_lm.models.cache import make_prompt_cache
 
 from .errors import PluginFault, RequestRefused
@@ -23,13 +24,12 @@ from .host.answers import (
     CHECKS,
     PREFILL,
     ClientRequest,
-    FrozenHeaders,
     Prompt,
     check_batch,
     check_caches,
     check_prepared,
+    copied,
     expect,
-    frozen,
 )
 from .round_trip import tiny_model
 
@@ -63,10 +63,12 @@ def find_faults(plugin: Any, options: Sequence[str] = (), provider: Any = None) 
     as mlx-lm's ModelProvider, a tiny model without files if it is None. Raises
     pluggy.PluginValidationError for a hook, or an argument of one, that the server does not have.
     """
-    plugins = manager.make_manager()
-    plugins.register(plugin, name="tested")
-    plugins.check_pending()
-    tested = _Tested(plugins)
+    plugins, unguarded = manager.make_manager(), pluggy.PluginManager(hookspecs.PROJECT)
+    unguarded.add_hookspecs(hookspecs)
+    for each in (plugins, unguarded):
+        each.register(plugin, name="tested")
+        each.check_pending()
+    tested = _Tested(unguarded)
     with manager.using(plugins):
         tested.run(options, provider or tiny_provider())
     return tested.faults
@@ -102,11 +104,14 @@ class _Tested:
 
     def ask(self, hook: str, refuses: tuple[type[Exception], ...] = (), **given: Any) -> Any:
         """Ask a hook, and check its answer; None if there is none, or a fault."""
-        answers = [
-            self.guard(hook, partial(one.function, **{name: given[name] for name in one.argnames}))
-            for one in getattr(self._plugins.hook, hook).get_hookimpls()
-        ]
-        answer = answers[0] if answers else None
+        before = copy.deepcopy({name: _content(given[name]) for name in given})
+        answer = None
+        for implementation in getattr(self._plugins.hook, hook).get_hookimpls():
+            arguments = {name: given[name] for name in implementation.argnames}
+            answer = self.guard(hook, partial(implementation.function, **arguments))
+        for name, content in before.items():
+            is_same = _content(given[name]) == content
+            self.guard(hook, partial(expect, is_same, f"by a change of {name}", "no change"))
         if answer is not None and hook in CHECKS:
             self.guard(hook, partial(CHECKS[hook], answer))
         return None if hook in self.faults else answer
@@ -148,17 +153,17 @@ class _Tested:
         seen = ClientRequest(SimpleNamespace(request_type=kind, prompt=text, messages=messages))
         headers = Message()
         headers["X-Session-ID"] = "tested"
-        body = frozen({"messages": messages, "stream": True})
-        self.ask("request_received", request=seen, headers=FrozenHeaders(headers), body=body)
+        body = copied({"messages": messages, "stream": True})
+        self.ask("request_received", request=seen, headers=headers, body=body)
         if kind == "chat":
             self.guard("prepare_messages", self._prepare)
-        prompt = Prompt(_IDS, [_IDS[:9], _IDS[9:]], ["system", "user"], frozen(messages))
+        prompt = Prompt(_IDS, [_IDS[:9], _IDS[9:]], ["system", "user"], copied(messages))
         taken = self.ask("take_request", request=seen, prompt=prompt)
         if taken is not None:
             self.guard("take_request", partial(self._serve, taken, model))
         self.ask("early_headers", request=seen)
         self.ask("response_headers", request=seen)
-        calls = frozen(copy.deepcopy(_CALLS))
+        calls = copied(copy.deepcopy(_CALLS))
         self.ask("reply_sent", request=seen, content="Far.", reasoning="", tool_calls=calls)
         self.ask("reply_timed", request=seen, times_s=(0.5, 0.6))
 
@@ -196,6 +201,15 @@ class _Tested:
             mx.eval(model(mx.array([ids[n_done:end]]), cache=caches))
             n_done = end
             taken.insert(tuple(ids[:end]), caches, cache_type)
+
+
+def _content(given: Any) -> Any:
+    """Return the part of a hook's argument that a plugin can change and must not."""
+    if isinstance(given, ClientRequest | Prompt):
+        return given.messages
+    if isinstance(given, Message):
+        return given.items()
+    return given if isinstance(given, dict | list) else None
 
 
 def tiny_provider() -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 from ...apis import API, Event
 from ...error_forms import openai_error
 from .. import manager
-from ..answers import ClientRequest, frozen
+from ..answers import ClientRequest, copied
 from .chat import ChatReply
 from .stop_words import StopWords
 
@@ -26,7 +26,8 @@ from .stop_words import StopWords
 class Completion:
     """One reply. HTTP thread; `keepalive` on the thread of the clients.
 
-    api: None for stock's own, whose errors are OpenAI's.
+    api: None for stock's own, whose errors are OpenAI's. reply: the `ReplyFormat`; None on a path
+    that is not known here, where stock itself sends the reply.
     """
 
     stop_words: StopWords | None = None
@@ -44,7 +45,7 @@ class Completion:
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         self._handler, self._client = handler, handler.client
-        self._api, self._reply, self._tools = api, reply, tools
+        self._api, self.reply, self._tools = api, reply, tools
         self.streams = streams
         """Whether the client gets the reply as a stream."""
         self._context: Any = None
@@ -62,8 +63,8 @@ class Completion:
         self._context = context
         if self._api is not None and context.tool_parser is not None:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
-        if isinstance(self._reply, ChatReply) and not self.streams:
-            responses = self._reply.keep_tokens(responses)
+        if isinstance(self.reply, ChatReply) and not self.streams:
+            responses = self.reply.keep_tokens(responses)
         return self._until_stopped(responses)
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
@@ -96,7 +97,7 @@ class Completion:
             self._is_open = True
             self._client.write(head + "\r\n".join([*lines, "\r\n"]).encode())
             n_prompt, n_cached = len(self._context.prompt), self._context.prompt_cache_count
-            self._send(self._reply.begin(n_prompt, max(0, n_cached)))
+            self._send(self.reply.begin(n_prompt, max(0, n_cached)))
 
     def show_progress(self, n_done: int, n_all: int) -> None:
         """Note how far the prompt is computed. Stock's own streams have a comment that tells it."""
@@ -123,22 +124,22 @@ class Completion:
             self._finish_reason, self._last = finish_reason, (text, reasoning, tool_calls)
             return
         with self._client.lock:
-            self._send(self._reply.add(text, reasoning, tool_calls))
+            self._send(self.reply.add(text, reasoning, tool_calls))
 
     def end(self, n_prompt: int, n_new: int, n_cached: int) -> None:
         """Send the end of the reply, after the plugins have seen the reply."""
         stop_word = self.stop_words.found if self.stop_words is not None else None
         with self._client.lock:
             self._client.end_keepalives()
-            events = self._reply.add(*self._last)
+            events = self.reply.add(*self._last)
             counts = n_prompt, max(0, n_cached), n_new
-            events += self._reply.end(self._finish_reason, stop_word, *counts)
+            events += self.reply.end(self._finish_reason, stop_word, *counts)
         manager.ask(
             "reply_sent",
             request=ClientRequest.of(self.request),
-            content=self._reply.content,
+            content=self.reply.content,
             reasoning="".join(self._reasoning),
-            tool_calls=frozen(self._tool_calls),
+            tool_calls=copied(self._tool_calls),
         )
         self._send(events)
         if self._api is None and self.streams:
@@ -152,20 +153,20 @@ class Completion:
             if in_stream and self.streams and status == 400 and code and not self._is_open:
                 self._client.write(self._early_head())
             if self._is_open:
-                self._send(self._reply.fail(status, message, code))
+                self._send(self.reply.fail(status, message, code))
                 return
         error = self._api.error if self._api is not None else openai_error
         self._handler.answer_json(status, error(status, message, code))
 
     def send_whole(self) -> None:
         """Send the reply to a client that does not stream."""
-        if (whole := self._reply.whole()) is not None:
+        if (whole := self.reply.whole()) is not None:
             self._handler.answer_json(200, whole)
 
     def keepalive(self) -> bytes:
         """Return a comment, and events for clients that do not count a comment."""
         head = self._early_head()
-        events = _encoded(self._reply.wait())
+        events = _encoded(self.reply.wait())
         return head + f": {self.doing}\n".encode() + (events or b"\n")
 
     def _early_head(self) -> bytes:
@@ -182,7 +183,7 @@ class Completion:
                 for name, value in answer:
                     inner.send_header(name, value)
         inner.end_headers()
-        return written.getvalue() + _encoded(self._reply.begin(0, 0))
+        return written.getvalue() + _encoded(self.reply.begin(0, 0))
 
     def _send(self, events: list[Event]) -> None:
         if events and self.streams:

@@ -31,7 +31,7 @@ from ...error_forms import openai_error
 from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
 from ...fields import require_text
 from .. import manager
-from ..answers import ClientRequest, FrozenHeaders, Route, frozen
+from ..answers import ClientRequest, Route, copied
 from ..attachments import fit_attachments
 from ..run import uninterrupted
 from ..scheduling.model_provider import loaded_name, own_names
@@ -84,13 +84,14 @@ class ObservedGenerator:
         args: Any,
         progress_callback: Callable[[int, int], None] = lambda n_done, n_all: None,
     ) -> tuple[Any, Iterator[Any]]:
-        completion = self._handler.completion
+        handler = self._handler
+        completion = handler.completion = handler.completion or Completion(handler, None)
 
         def on_progress(n_done: int, n_all: int) -> None:
             completion.show_progress(n_done, n_all)
             progress_callback(n_done, n_all)
 
-        self._handler.receive(request)
+        handler.receive(request)
         context, responses = self._generator.generate(request, args, progress_callback=on_progress)
         return context, completion.responses(context, responses)
 
@@ -351,8 +352,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         manager.ask(
             "request_received",
             request=ClientRequest.of(request),
-            headers=FrozenHeaders(self.headers),
-            body=frozen(self.body),
+            headers=copy.deepcopy(self.headers),
+            body=copied(self.body),
         )
 
     def handle_completion(
@@ -389,7 +390,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         super()._set_completion_headers(status_code)
 
     def _set_stream_headers(self, status_code: int = 200) -> None:
-        if self.completion is None or self.completion.streams:
+        completion = self.completion
+        if completion is None or completion.reply is None or completion.streams:
             super()._set_stream_headers(status_code)
 
     def send_response(self, code: int, message: str | None = None) -> None:
@@ -428,11 +430,16 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Hand a part of the reply on. Stock writes what this returns to nobody."""
+        if self.completion.reply is None:
+            given = {**kwargs, "tool_calls": tool_calls, "reasoning_text": reasoning_text}
+            return self.stock_response(text, finish_reason, *args, **given)
         self.completion.add(text, reasoning_text or "", tool_calls or [], finish_reason)
         return {}
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """End the reply. Stock writes what this returns to nobody."""
+        if self.completion.reply is None:
+            return self.stock_usage(*args, **kwargs)
         self.completion.end(*args, **kwargs)
         return {}
 
@@ -441,9 +448,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         response: dict[str, Any] = super().generate_response(*args, **kwargs)
         return response
 
-    def stock_usage(self, *args: Any) -> dict[str, Any]:
+    def stock_usage(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the last chunk of a stream; stock calls it a `chat.completion`."""
-        return {**super().completion_usage_response(*args), "object": self.object_type}
+        response: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
+        return {**response, "object": self.object_type}
 
 
 def is_alias(model: str) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from types import ModuleType
+from io import BytesIO
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from mlx_lm_kvpersist.errors import GenerationStopped, RequestRefused
 from mlx_lm_kvpersist.host.http import clients
 from mlx_lm_kvpersist.host.http import server as http_server
+from mlx_lm_kvpersist.host.http.request_checks import parameters
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from tests.support.host import plugged
+from tests.support.stock import answers_wrong_fields
 
 from ..words import WordsServer, events, request
 
@@ -168,3 +171,37 @@ def test_nobody_is_told_the_rest(words: WordsServer) -> None:
         assert not thread.is_alive()
     assert words.generator.n_said < 100
     assert words.plugin.sent == []
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"model": "m", "max_tokens": 7, "max_completion_tokens": 9, "adapters": "a", "top_k": 3},
+        {"temperature": 0.5, "logit_bias": {"1": 2}, "seed": 4, "chat_template_kwargs": {"a": 1}},
+    ],
+)
+def test_parameters_are_those_that_stock_reads(server: ModuleType, fields: dict[str, Any]) -> None:
+    """A parameter that a new version of stock reads would be missing for every other API."""
+
+    class Stock(server.APIHandler):  # type: ignore[misc, name-defined]
+        def __init__(self, body: bytes) -> None:
+            self.path, self.rfile, self.wfile = "/v1/chat/completions", BytesIO(body), BytesIO()
+            self.headers = {"Content-Length": str(len(body))}
+            self.response_generator = SimpleNamespace(cli_args=ARGS)
+
+        def validate_model_parameters(self) -> None: ...
+
+        def handle_completion(self, request: Any, stop_words: Any) -> None: ...
+
+    handler = Stock(json.dumps({"messages": [], **fields}).encode())
+    before = set(vars(handler))
+    handler.do_POST()
+    read = {name: value for name, value in vars(handler).items() if name not in before}
+    for name in ("body", "stream", "request_id", "object_type"):
+        read.pop(name)
+    made = parameters(fields, ARGS)
+    if not answers_wrong_fields():  # 0.31.3 has another default, for a sampler that is off
+        made["xtc_threshold"] = read["xtc_threshold"]
+    assert made == read
