@@ -236,7 +236,6 @@ class DiskStore:
             rows = max(0, sum(_row_bytes(file.block) for file in todo) - self.files.reserve_bytes)
             job.needed_bytes = sum(file.n_bytes for file in todo) + rows
             try:
-                self._check_hour(n_bytes + job.needed_bytes)
                 self._reserve(job.needed_bytes, kept, job.commit.root)
                 staging.announce(job.needed_bytes)
                 job.reserved_bytes += job.needed_bytes
@@ -316,15 +315,6 @@ class DiskStore:
         """Return the file of a block or checkpoint."""
         write = partial(write_block, block=block, root=root, arrays=arrays, sealing=self.sealing)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
-
-    def _check_hour(self, n_bytes: int) -> None:
-        """Raise a StoreError if fewer bytes than these may be written now."""
-        limit = self.limits.max_hourly_bytes
-        if limit is not None and self.index.state.written_last_hour() + n_bytes > limit:
-            raise StoreError(
-                f"--kvpersist-max-writes-per-hour ({show_bytes(limit)}) is used up; "
-                "turns stay in memory for now"
-            )
 
     def _reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
         """Make room for what is to be written. Raises StoreError when it is too much."""
