@@ -58,10 +58,10 @@ class ClientRequest:
     @staticmethod
     def of(request: Any) -> ClientRequest:
         """Return what plugins see of a request of the server, always the same object."""
-        seen: ClientRequest | None = getattr(request, "seen_by_plugins", None)
-        if seen is None:
-            seen = request.seen_by_plugins = ClientRequest(request)
-        return seen
+        client_request: ClientRequest | None = getattr(request, "seen_by_plugins", None)
+        if client_request is None:
+            client_request = request.seen_by_plugins = ClientRequest(request)
+        return client_request
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Prompt:
 def has_text_only(messages: Iterable[Mapping[str, Any]]) -> bool:
     """Tell whether no message holds anything but text, such as an image."""
     contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return all(part.get("type") == "text" for part in parts)
+    blocks = (block for content in contents if isinstance(content, list) for block in content)
+    return all(block.get("type") == "text" for block in blocks)
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def check_prepared(answer: Any) -> None:
 
 def check_guess(answer: Any) -> None:
     is_list = isinstance(answer, list | tuple)
-    expect(is_list and all(type(one) is int and one >= 0 for one in answer), answer, "token ids")
+    expect(is_list and all(type(id_) is int and id_ >= 0 for id_ in answer), answer, "token ids")
 
 
 def check_headers(answer: Any) -> None:
@@ -339,8 +339,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 """By hook: raises PluginFault for an answer that the server cannot use. None is no answer."""
 
 
-def expect(is_right: bool, found: Any, expected: str) -> None:
+def expect(is_right: bool, answer: Any, expected: str) -> None:
     """Raise PluginFault unless an answer is right."""
     if not is_right:
-        text = found if isinstance(found, str) else repr(found)
+        text = answer if isinstance(answer, str) else repr(answer)
         raise PluginFault(f"answered {text[:200]}, expected {expected}")

@@ -103,11 +103,11 @@ def find_entry_point(name: str) -> EntryPoint:
     This package is asked first: to ask all that are installed takes longer.
     """
     try:
-        found = distribution("mlx-lm-kvpersist").entry_points
+        candidates = distribution("mlx-lm-kvpersist").entry_points
     except PackageNotFoundError:  # a checkout on PYTHONPATH
-        found = EntryPoints()
-    found = found.select(group=ENTRY_POINT_GROUP, name=name)
-    for entry_point in found or entry_points(group=ENTRY_POINT_GROUP, name=name):
+        candidates = EntryPoints()
+    candidates = candidates.select(group=ENTRY_POINT_GROUP, name=name)
+    for entry_point in candidates or entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry_point
     raise PluginNotFound(
         f"no plugin named {name!r} is installed in this environment; "
@@ -178,8 +178,8 @@ def safely(
         if isinstance(error, PluginFault):
             failures.add("plugin %s in hook %s %s; ignored", plugin, hook, error, **how)
         else:
-            said = "plugin %s failed in hook %s; ignored"
-            failures.add(said, plugin, hook, exc_info=True, **how)
+            message = "plugin %s failed in hook %s; ignored"
+            failures.add(message, plugin, hook, exc_info=True, **how)
         return None
 
 
@@ -190,8 +190,8 @@ def prepare_messages(messages: list[Any], tools: Any) -> None:
     PluginFault if a plugin failed, or left something else than a list of messages.
     """
     check_messages(messages)
-    implementations = _current.hook.prepare_messages.get_hookimpls()
-    culprit = f"plugin {' or '.join(each.plugin_name for each in implementations)}"
+    hooks = _current.hook.prepare_messages.get_hookimpls()
+    culprit = f"plugin {' or '.join(hook.plugin_name for hook in hooks)}"
     try:
         ask("prepare_messages", messages=messages, tools=tools)
     except RequestRefused:
@@ -257,8 +257,8 @@ class Taken:
         return (safely(self.plugin, "take_request", guess, run, n, check=check_guess) or ())[:n]
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:
-        given = tuple(tokens), list(caches), cache_type
-        safely(self.plugin, "take_request", self.request.insert, *given)
+        computed = tuple(tokens), list(caches), cache_type
+        safely(self.plugin, "take_request", self.request.insert, *computed)
 
 
 def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
@@ -280,5 +280,5 @@ class TakenTokens(list[int]):
         self.taken = taken
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        return TakenTokens(found, self.taken) if isinstance(index, slice) else found
+        ids = super().__getitem__(index)
+        return TakenTokens(ids, self.taken) if isinstance(index, slice) else ids

@@ -99,9 +99,9 @@ class ClientConnection(io.BufferedIOBase):
         if not self.lock.acquire(blocking=False):
             return
         try:
-            if _is_ready(self._connection, select.POLLOUT) and (made := make()):
-                n_sent = self._connection.send(self._unsent + made, socket.MSG_DONTWAIT)
-                self._unsent = (self._unsent + made)[n_sent:]
+            if _is_ready(self._connection, select.POLLOUT) and (written := make()):
+                n_sent = self._connection.send(self._unsent + written, socket.MSG_DONTWAIT)
+                self._unsent = (self._unsent + written)[n_sent:]
         finally:
             self.lock.release()
 

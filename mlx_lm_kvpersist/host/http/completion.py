@@ -160,8 +160,8 @@ class Completion:
 
     def send_whole(self) -> None:
         """Send the reply to a client that does not stream."""
-        if (whole := self.reply.whole()) is not None:
-            self._handler.answer_json(200, whole)
+        if (response := self.reply.whole()) is not None:
+            self._handler.answer_json(200, response)
 
     def keepalive(self) -> bytes:
         """Return a comment, and events for clients that do not count a comment."""

@@ -34,8 +34,8 @@ def check_body_length(length: str | None) -> int:
     try:
         n_bytes = int(length if length is not None else 0)
     except ValueError:
-        found = repr((length or "")[:20])
-        raise RequestRefused(f"Content-Length is {found}, expected a number of bytes") from None
+        shown = repr((length or "")[:20])
+        raise RequestRefused(f"Content-Length is {shown}, expected a number of bytes") from None
     if n_bytes < 0:
         raise RequestRefused(f"Content-Length is {n_bytes}, expected 0 or more")
     if n_bytes > MAX_BODY_BYTES:
@@ -105,7 +105,7 @@ def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
     Stock's own `do_POST` reads these of a body in its own form. args: the server's options, which
     have some of the defaults.
     """
-    given = {
+    values = {
         "stream_options": None,
         "num_draft_tokens": args.num_draft_tokens,
         "max_tokens": args.max_tokens,
@@ -127,10 +127,10 @@ def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
         "seed": None,
         "chat_template_kwargs": None,
     }
-    given |= {name: fields[name] for name in given.keys() & fields.keys()}
+    values |= {name: fields[name] for name in values.keys() & fields.keys()}
     if fields.get("max_completion_tokens") is not None:
-        given["max_tokens"] = fields["max_completion_tokens"]
-    return given | {
+        values["max_tokens"] = fields["max_completion_tokens"]
+    return values | {
         "requested_model": fields.get("model", "default_model"),
         "requested_draft_model": fields.get("draft_model", "default_model"),
         "adapter": fields.get("adapters"),
@@ -144,31 +144,31 @@ def check_bias(bias: Any) -> None:
         require(is_right, "logit_bias", bias, "numbers for token ids")
 
 
-def check_parameters(body: Mapping[str, Any], given: Any) -> None:
+def check_parameters(body: Mapping[str, Any], values: Any) -> None:
     """Refuse parameters that stock's own checks let pass. HTTP thread, after these.
 
-    given: has the parameters as attributes, with the server's defaults in them.
+    values: has the parameters as attributes, with the server's defaults in them.
     """
     for name in _NUMBERS:
-        number = getattr(given, name)
+        number = getattr(values, name)
         require(_fits_float(number), name, number, "a number below 8e307")
         if isinstance(number, int) and abs(number) >= _MLX_INTEGERS:
-            setattr(given, name, float(number))  # MLX takes no such integer, and stock dies of it
+            setattr(values, name, float(number))  # MLX takes no such integer, and stock dies of it
     # 0.32.0 lets 0 pass, and its generation thread ends.
-    require(given.max_tokens >= 1, "max_tokens", given.max_tokens, "at least 1")
+    require(values.max_tokens >= 1, "max_tokens", values.max_tokens, "at least 1")
     for kind in ("repetition", "presence", "frequency"):
-        size = getattr(given, name := f"{kind}_context_size")
+        size = getattr(values, name := f"{kind}_context_size")
         require(size <= _MAX_SLICE, name, size, f"at most {_MAX_SLICE:,}")
-    is_seed = given.seed is None or 0 <= given.seed < 2**64
-    require(is_seed, "seed", given.seed, "an integer from 0 to 2**64 - 1")
-    top = given.top_logprobs
+    is_seed = values.seed is None or 0 <= values.seed < 2**64
+    require(is_seed, "seed", values.seed, "an integer from 0 to 2**64 - 1")
+    top = values.top_logprobs
     require(top is not True, "top_logprobs", top, "an integer")
-    if given.temperature != 0:  # else mlx-lm asks no sampler
-        require(given.top_k is not True, "top_k", given.top_k, "an integer")
-        require(given.min_p == given.min_p, "min_p", given.min_p, "a number from 0 to 1")
-        is_right = not given.xtc_probability > 0 or given.xtc_threshold <= 0.5
-        require(is_right, "xtc_threshold", given.xtc_threshold, "a number from 0 to 0.5")
-    options = body.get("stream_options") if given.stream else None  # read in a stream only
+    if values.temperature != 0:  # else mlx-lm asks no sampler
+        require(values.top_k is not True, "top_k", values.top_k, "an integer")
+        require(values.min_p == values.min_p, "min_p", values.min_p, "a number from 0 to 1")
+        is_right = not values.xtc_probability > 0 or values.xtc_threshold <= 0.5
+        require(is_right, "xtc_threshold", values.xtc_threshold, "a number from 0 to 0.5")
+    options = body.get("stream_options") if values.stream else None  # read in a stream only
     require(options is None or isinstance(options, dict), "stream_options", options, "an object")
     stop = body.get("stop")
     is_right = not stop or isinstance(stop, str | list | dict)  # stock takes an object's keys
@@ -252,15 +252,15 @@ def check_messages(messages: Any) -> None:
     for i, message in enumerate(require_objects("messages", messages)):
         content, role = message.get("content"), message.get("role")
         require(role is not None, f"messages[{i}].role", role, '"user" or another role')
-        for j, part in enumerate(content if isinstance(content, list) else ()):
+        for j, block in enumerate(content if isinstance(content, list) else ()):
             name = f"messages[{i}].content[{j}]"
-            require(isinstance(part, dict), name, part, "an object")
-            kind = part.get("type")
+            require(isinstance(block, dict), name, block, "an object")
+            kind = block.get("type")
             require(isinstance(kind, str), f"{name}.type", kind, "text, image_url or file")
-            text = part.get("text")
+            text = block.get("text")
             require(isinstance(text, str | None), f"{name}.text", text, "text")
             if kind in IMAGE_KINDS:
-                url = part.get("image_url", part.get("image"))
+                url = block.get("image_url", block.get("image"))
                 url = url.get("url") if isinstance(url, dict) else url
                 require(isinstance(url, str | None), f"{name}.image_url", url, "a URL")
 

@@ -255,8 +255,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def _begin(self, request: Request) -> None:
         self._body, self.places = request.fields, request.places
-        given = request_checks.parameters(request.fields, self.generator.cli_args)
-        for name, value in given.items():
+        values = request_checks.parameters(request.fields, self.generator.cli_args)
+        for name, value in values.items():
             setattr(self, name, value)
         self.stream = request.stream
         self.validate_model_parameters()
@@ -312,14 +312,14 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             models.append(alias_of(name, self.created))
             if provider.max_context:
                 models[-1]["max_model_len"] = provider.max_context
-        asked = unquote(self.path.partition("?")[0]).removeprefix("/v1/models").strip("/")
-        if not asked:
+        asked_name = unquote(self.path.partition("?")[0]).removeprefix("/v1/models").strip("/")
+        if not asked_name:
             self.answer_json(200, {"object": "list", "data": models, "has_more": False})
             return
-        found = next((model for model in models if model["id"].strip("/") == asked), None)
-        why_not = f"there is no model {asked} here; GET /v1/models lists those that are"
+        named = [model for model in models if model["id"].strip("/") == asked_name]
+        why_not = f"there is no model {asked_name} here; GET /v1/models lists those that are"
         refusal = openai_error(404, why_not, "model_not_found")
-        self.answer_json(200 if found else 404, found or refusal)
+        self.answer_json(200 if named else 404, named[0] if named else refusal)
 
     def handle_chat_completions(self) -> Any:
         request_checks.check_chat(self.body)
@@ -330,8 +330,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         if self.body.get("tool_choice") == "none":
             self.body.pop("tools", None)
         request = super().handle_chat_completions()
-        seen = ClientRequest.of(request)
-        seen.continues, seen.places = continues, self.places
+        client_request = ClientRequest.of(request)
+        client_request.continues, client_request.places = continues, self.places
         return request
 
     def handle_text_completions(self) -> Any:
@@ -409,8 +409,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         if completion is None or completion.request is None or self._status != 200:
             super().end_headers()
             return
-        seen = ClientRequest.of(completion.request)
-        answers = manager.ask("response_headers", request=seen)
+        client_request = ClientRequest.of(completion.request)
+        answers = manager.ask("response_headers", request=client_request)
         headers = list(chain.from_iterable(answers))
         if completion.streams:
             head, self._headers_buffer = b"".join(self._headers_buffer), []
@@ -431,8 +431,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Hand a part of the reply on. Stock writes what this returns to nobody."""
         if self.completion.reply is None:
-            given = {**kwargs, "tool_calls": tool_calls, "reasoning_text": reasoning_text}
-            return self.stock_response(text, finish_reason, *args, **given)
+            fields = {**kwargs, "tool_calls": tool_calls, "reasoning_text": reasoning_text}
+            return self.stock_response(text, finish_reason, *args, **fields)
         self.completion.add(text, reasoning_text or "", tool_calls or [], finish_reason)
         return {}
 
@@ -485,8 +485,8 @@ def handler_with(
 ) -> type[Any]:
     """Return the stock handler class with the methods of PluginAPIHandler before its own."""
     bases = (PluginAPIHandler, stock)
-    given = {"plugin_routes": dict(routes), "clients": clients}
-    return type(PluginAPIHandler.__name__, bases, given)
+    attributes = {"plugin_routes": dict(routes), "clients": clients}
+    return type(PluginAPIHandler.__name__, bases, attributes)
 
 
 def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[Any], None]) -> None:
@@ -572,8 +572,8 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
             call.arguments["handler_class"] = handler
             server_class = call.arguments["server_class"]
             bases = (PluginHTTPServer, server_class)
-            given = {"generator": generator, "clients": clients}
-            call.arguments["server_class"] = type(server_class.__name__, bases, given)
+            attributes = {"generator": generator, "clients": clients}
+            call.arguments["server_class"] = type(server_class.__name__, bases, attributes)
             stock(*call.args, **call.kwargs)
         except BaseException:
             # A port in use, a signal before the server listens: stock would leave the generation
