@@ -38,8 +38,8 @@ class ReplyFormat(Protocol):
     def fail(self, status: int, message: str, code: str | None) -> list[Event]:
         """Return the last events of a reply that ends early; `code` is RequestRefused's."""
 
-    def whole(self) -> dict[str, Any] | None:
-        """Return the reply as one object, for a client that does not stream; None sends nothing."""
+    def whole(self) -> dict[str, Any]:
+        """Return the reply as one object, for a client that does not stream."""
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessagesAPI:
-    """Messages and chat completions, one in terms of the other.
+    """Parses requests to Messages, and has the form of their errors.
 
-    Tools with `defer_loading` are not in the chat completion's list, which stands in front of all
+    Tools with `defer_loading` are not in the list of tools, which stands in front of all
     messages: a tool that is loaded is rendered where its reference stands.
     """
 

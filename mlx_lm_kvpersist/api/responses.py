@@ -53,7 +53,7 @@ _ECHOED: dict[str, Any] = {
 
 
 class ResponsesAPI:
-    """Responses and chat completions, one in terms of the other."""
+    """Parses requests to Responses, and has the form of their errors."""
 
     refuses_in_stream = True  # Codex compacts for a code in `response.failed` only
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from email.message import Message
 from itertools import chain
 from typing import Any
 
@@ -26,7 +27,12 @@ PARKED = "parked"
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of JSON for plugins: a change of it changes nothing in the server."""
+    """Return a copy of JSON or headers for plugins: a change has no effect on the server."""
+    if isinstance(value, Message):
+        headers = Message()
+        for name, header in value.items():
+            headers[name] = header
+        return headers
     if isinstance(value, dict):
         return {name: copied(inner) for name, inner in value.items()}
     return [copied(inner) for inner in value] if isinstance(value, list) else value

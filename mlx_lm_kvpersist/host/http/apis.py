@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...apis import API, Event, Request
+from ...apis import API, Request
 from ...errors import RequestRefused
 from .chat import ChatReply
 from .request_checks import read_json, refusal_of, tidy
@@ -49,39 +49,12 @@ def prefill(handler: Any, chat_body: dict[str, Any]) -> tuple[int, int]:
 
     Raises RequestRefused. Nothing is sent to the client.
     """
-    reply = _CountedReply()
+    reply = ChatReply(handler)
+    request = Request({**tidy(chat_body), "max_tokens": 1}, False, reply)
     try:
-        handler.complete(Request({**tidy(chat_body), "max_tokens": 1}, False, reply), None)
+        handler.complete(request, None, is_sent=False)
     except Exception as error:
         raise refusal_of(error, handler.timeout) from error
     finally:
         handler.completion = None
     return reply.n_prompt, reply.n_cached
-
-
-class _CountedReply:
-    """A reply of which nothing is sent."""
-
-    content = ""
-    n_prompt = n_cached = 0
-
-    def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
-        return []
-
-    def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
-        return []
-
-    def end(
-        self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
-    ) -> list[Event]:
-        self.n_prompt, self.n_cached = n_prompt, n_cached
-        return []
-
-    def wait(self) -> list[Event]:
-        return []
-
-    def fail(self, status: int, message: str, code: str | None) -> list[Event]:
-        return []
-
-    def whole(self) -> None:
-        return None

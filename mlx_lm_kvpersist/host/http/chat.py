@@ -23,7 +23,7 @@ class ChatReply:
         self._tokens: list[Any] = []
         """Stock's responses, which the whole reply tells the log probabilities of."""
         self._last_chunk: dict[str, Any] = {}
-        self._end: tuple[Any, ...] = ()
+        self.n_prompt = self.n_cached = self._n_new = 0
 
     @property
     def content(self) -> str:
@@ -51,7 +51,7 @@ class ChatReply:
         self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
     ) -> list[Event]:
         self._last_chunk["choices"][0]["finish_reason"] = finish_reason  # it is not sent yet
-        self._end = finish_reason, n_prompt, n_new, n_cached
+        self.n_prompt, self.n_cached, self._n_new = n_prompt, n_cached, n_new
         options = self._handler.body.get("stream_options")
         if not isinstance(options, dict) or not options.get("include_usage"):
             return []
@@ -70,7 +70,8 @@ class ChatReply:
         handler.stream = False
         response = handler.stock_response(
             self.content,
-            *self._end,
+            self._last_chunk["choices"][0]["finish_reason"],
+            *(self.n_prompt, self._n_new, self.n_cached),
             token_logprobs=[token.logprob for token in tokens] if handler.logprobs else [],
             top_tokens=[token.top_tokens for token in tokens] if handler.top_logprobs > 0 else [],
             tokens=[token.token for token in tokens],

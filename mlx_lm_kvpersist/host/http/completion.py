@@ -33,6 +33,8 @@ class Completion:
     stop_words: StopWords | None = None
     request: Any = None
     """Stock's request, once plugins have seen it."""
+    is_sent = True
+    """Whether the client gets the reply."""
     doing = "waiting"
     """What the server is at, for the reader of a stream."""
 
@@ -157,11 +159,6 @@ class Completion:
                 return
         error = self._api.error if self._api is not None else openai_error
         self._handler.answer_json(status, error(status, message, code))
-
-    def send_whole(self) -> None:
-        """Send the reply to a client that does not stream."""
-        if (response := self.reply.whole()) is not None:
-            self._handler.answer_json(200, response)
 
     def keepalive(self) -> bytes:
         """Return a comment, and events for clients that do not count a comment."""

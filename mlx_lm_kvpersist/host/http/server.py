@@ -109,6 +109,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     timeout = CLIENT_TIMEOUT_S
     plugin_routes: Mapping[tuple[str, str], Route]
+    pattern_routes: Sequence[Route]
     clients: Clients
     stream_options: Any
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
@@ -177,8 +178,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def _route(self) -> Route | None:
         method, path = self.command, self.path.partition("?")[0]
         exact = self.plugin_routes.get((method, path))
-        routes = self.plugin_routes.values()
-        return exact or next((route for route in routes if route.matches(method, path)), None)
+        patterns = (route for route in self.pattern_routes if route.matches(method, path))
+        return exact or next(patterns, None)
 
     def _answer(self, route: Route) -> None:
         try:
@@ -230,13 +231,14 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.end_headers()
         self.wfile.write(body)
 
-    def complete(self, request: Request, api: API | None) -> None:
+    def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
         """Generate a reply to a parsed request, and send it. Raises what generating raises.
 
         api: that of the errors, and of the stream; None for stock's own.
         """
         self._begin(request)
         self.completion = Completion(self, api, request.reply, self.stream, request.tools)
+        self.completion.is_sent = is_sent
         stop_words = self.body.get("stop") or []
         self.handle_completion(
             self.handle_chat_completions(),
@@ -352,7 +354,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         manager.ask(
             "request_received",
             request=ClientRequest.of(request),
-            headers=copy.deepcopy(self.headers),
+            headers=copied(self.headers),
             body=copied(self.body),
         )
 
@@ -369,11 +371,15 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.wfile = io.BytesIO()
         try:
             super().handle_completion(request, [], *args, **kwargs)
+        except BaseException:
+            # Stock stops a reply only after it has sent the head.
+            ClientRequest.of(request).client_gone = True
+            raise
         finally:
             self.wfile = self.client
             self.client.end_keepalives()
-        if not completion.streams:
-            completion.send_whole()
+        if completion.is_sent and not completion.streams:
+            self.answer_json(200, completion.reply.whole())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         """Begin an answer. An error of stock's is raised instead: one place sends all errors."""
@@ -485,7 +491,8 @@ def handler_with(
 ) -> type[Any]:
     """Return the stock handler class with the methods of PluginAPIHandler before its own."""
     bases = (PluginAPIHandler, stock)
-    attributes = {"plugin_routes": dict(routes), "clients": clients}
+    patterns = [route for route in routes.values() if "{" in route.path]
+    attributes = {"plugin_routes": dict(routes), "pattern_routes": patterns, "clients": clients}
     return type(PluginAPIHandler.__name__, bases, attributes)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped, RequestRefused
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.http import clients
 from mlx_lm_kvpersist.host.http import server as http_server
 from mlx_lm_kvpersist.host.http.request_checks import parameters
@@ -205,3 +206,24 @@ def test_parameters_are_those_that_stock_reads(server: ModuleType, fields: dict[
     if not answers_wrong_fields():  # 0.31.3 has another default, for a sampler that is off
         made["xtc_threshold"] = read["xtc_threshold"]
     assert made == read
+
+
+def test_a_client_that_left_before_the_head_waits_for_no_reply(words: WordsServer) -> None:
+    """Stock stops a reply only after it has sent the head."""
+    seen: list[Any] = []
+
+    class Notes:
+        @hookimpl
+        def request_received(self, request: Any) -> None:
+            seen.append(request)
+
+        @hookimpl
+        def response_headers(self) -> list[tuple[str, str]]:
+            theirs.close()
+            return []
+
+    with plugged(words.plugin, Notes()):
+        theirs, thread = words.connect()
+        theirs.sendall(request(json.dumps({"say": "x", "stream": True}).encode()))
+        thread.join(20)
+    assert not thread.is_alive() and [each.client_gone for each in seen] == [True]
