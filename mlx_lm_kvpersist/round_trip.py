@@ -41,8 +41,7 @@ from .host.scheduling.model_provider import PluginCaches
 from .request.lookup import Lookup
 from .request.model import LoadedModel
 from .request.outcome import Kind
-from .request.saver import insert
-from .request.serving import RequestState, RunningSequence
+from .request.sequence import RunningSequence
 from .store.block_store import BlockStore, StoreLimits
 
 _VOCAB = 64
@@ -229,8 +228,8 @@ def _restored(
 ) -> list[Any]:
     """Store a sequence that has ended; return its caches from disk, to go on with some more ids."""
     assert sequence.caches is not None
-    taken = RunningSequence(RequestState(root=loaded.root), len(_PROMPTS[sequence.name]))
-    insert(taken, sequence.ids, sequence.caches, REPLY, store, loaded)
+    taken = RunningSequence(loaded.root, len(_PROMPTS[sequence.name]))
+    loaded.save(taken, sequence.ids, sequence.caches, REPLY, store)
     sequence.caches = None
     store.drain()
     store.pool.clear()

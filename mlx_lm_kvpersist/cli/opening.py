@@ -50,12 +50,12 @@ def existing(args: argparse.Namespace) -> tuple[Path, Sealing]:
 
 
 @contextmanager
-def reading(args: argparse.Namespace, *, whole: bool = False) -> Iterator[Index]:
+def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[Index]:
     """Open the index of a store to read it; no lock is taken and nothing is repaired.
 
-    Damage is looked for in what is read, or in the `whole`: that takes half a minute where 10,000
-    sessions are. SQLite writes beside an index even to read it. Raises PermissionError where it may
-    not.
+    Only rows that are read are checked for damage. With `check_all` the whole index is, which takes
+    half a minute for 10,000 sessions. SQLite writes beside an index even to read it. Raises
+    PermissionError if it may not.
     """
     folder, sealing = existing(args)
     path = folder / "index.sqlite"
@@ -65,7 +65,7 @@ def reading(args: argparse.Namespace, *, whole: bool = False) -> Iterator[Index]
     if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
-        with closing(Index(path, whole=whole, sealing=sealing)) as index:
+        with closing(Index(path, whole=check_all, sealing=sealing)) as index:
             yield index
     except sqlite3.DatabaseError as error:
         if not is_damage(error):

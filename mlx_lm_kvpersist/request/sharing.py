@@ -52,7 +52,7 @@ def _wanted(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -
     """Return a prompt with replies as the model produced them, and what is stored of it here."""
     spec = model.spec
     with store.index.asked_once():  # this thread comes and goes
-        found = Lookup(retokenize(prompt, root, store, model), root, store, model).found
+        found = Lookup(retokenize(prompt, root, store, model), root, store, model).stored
         point = model.saver.find(found.match.path, found.n_tokens, store)
     n_here = point.n_tokens if point else 0
     is_here = takewhile(lambda one: one.stop <= n_here, found.match.path)

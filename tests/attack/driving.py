@@ -19,8 +19,7 @@ from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import remember
-from mlx_lm_kvpersist.request.saver import insert
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_file
 from tests.support.synthetic import Message, make_tiny_model, synthetic_text
@@ -103,8 +102,8 @@ class Talk:
         messages: list[Message] | None = None,
     ) -> None:
         """Keep a turn whose prompt were the first `n_prompt` ids, rendered from messages."""
-        state = RequestState(session, root=self.loaded.root)
-        insert(RunningSequence(state, n_prompt), ids, caches, REPLY, self.store, self.loaded)
+        sequence = RunningSequence(self.loaded.root, n_prompt, session=session)
+        self.loaded.save(sequence, ids, caches, REPLY, self.store)
         detokenizer = self.loaded.tokenizer.detokenizer
         for token_id in ids[n_prompt:]:
             detokenizer.add_token(token_id)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.block import Block, Checkpoint, block_key, pack_ids
+from mlx_lm_kvpersist.block import Block, Checkpoint, Root, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.cache.live.packed import GRID
@@ -29,7 +29,7 @@ from mlx_lm_kvpersist.request.checkpoint_saver import (
 )
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.request.saver import RestorePoint
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from models_check.build import build
 from models_check.conversation import random_ids
@@ -74,7 +74,7 @@ class Checkpoints:
 
     def superseded(self, chain: list[Block]) -> list[Checkpoint]:
         saver, store = CheckpointSaver(self.spec, None), cast(BlockStore, self)
-        sequence = RunningSequence(RequestState("own"), 0, chain=chain)
+        sequence = RunningSequence(Root("model", "layout"), 0, chain=chain, session="own")
         return saver.superseded(sequence, self.by_block, store)
 
     def add(self, node: Block, kind: str, n_tokens: int = 0) -> Checkpoint:

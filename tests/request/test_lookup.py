@@ -26,8 +26,7 @@ from mlx_lm_kvpersist.request import saver as saver_module
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel, Speed
 from mlx_lm_kvpersist.request.outcome import Kind, Reason
-from mlx_lm_kvpersist.request.saver import insert
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, read_record
@@ -268,8 +267,8 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
         talk = Conversations(loaded, store)
         caches = spec.make_cache()
         mx.eval(selftest_model(seed=99)(mx.array([ids]), cache=caches))
-        sequence = RunningSequence(RequestState(root=talk.root), 10)
-        insert(sequence, ids, caches, REPLY, store, loaded)
+        sequence = RunningSequence(talk.root, 10)
+        loaded.save(sequence, ids, caches, REPLY, store)
         talk.forget_hot_blocks()
         last = max(
             tmp_path.glob("blocks/*/*"), key=lambda x: getattr(read_record(x)[0], "start", 0)

@@ -27,7 +27,8 @@ from mlx_lm_kvpersist.request import memory as accounts
 from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import ROOM, Memory
 from mlx_lm_kvpersist.request.model import LoadedModel, Speed
-from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving
+from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
+from mlx_lm_kvpersist.request.state import RequestState, Stage
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from models_check.build import build
 from models_check.configs import CONFIGS
@@ -129,7 +130,7 @@ class Server:
             client.answer.append(response.token)
             if response.finish_reason is not None:
                 client.taken.insert(response.all_tokens, response.prompt_cache, REPLY)
-                client.state.is_over = True
+                client.state.move(Stage.DONE)
                 del running[response.uid]
         known = self._before + self.generator.prompt_cache_nbytes + self.store.pool.n_bytes
         peak_bytes = max([mx.get_peak_memory(), *FORGOTTEN_PEAKS])
