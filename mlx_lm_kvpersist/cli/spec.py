@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         spec = spec_of(model, precision_of(args), architecture_of(model))
     except ModelNotSupported as error:
-        said = f"{args.model} is served as stock does, nothing is kept: {error}"
-        tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
+        text = f"{args.model} is served as stock does, nothing is kept: {error}"
+        tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, text)
         return 1
     words = layout_in_words(spec.layout)
     content = {"model": args.model, "kept": True, "precision": words, **spec.describe()}

@@ -12,7 +12,7 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
@@ -41,9 +41,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         whole_characters=False,
     )
     model, tokenizer = load(str(path))
-    return LoadedModel(
-        model, tokenizer, ModelCacheSpec.probe(model), "fingerprint", TokenText.of(tokenizer)
-    )
+    return LoadedModel(model, tokenizer, probe_model(model), "fingerprint", TokenText.of(tokenizer))
 
 
 def provider_of(folder: Path, n_layers: int) -> Any:

@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
@@ -30,14 +31,13 @@ from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import make_tiny_model, make_zoo_model
 from tests.support.drafts import make_draft
-from tests.support.host import patched_attention
 
 from .conftest import store_in
 
 
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
-    with patched_attention():
+    with server_attention():
         yield
 
 

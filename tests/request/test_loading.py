@@ -14,12 +14,12 @@ import pytest
 from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.ranks import Ranks
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.loading import described
-from tests.support.host import patched_attention
 
 from .conftest import loaded_in, provider_of
 
@@ -34,7 +34,7 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
     """Stock's attention cannot take keys and values of unlike precisions."""
-    with patched_attention():
+    with server_attention():
         yield
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import KVPersistError, ModelNotSupported
 from .precision import PrecisionChoice
+from .probe import probe_model
 from .spec import ModelCacheSpec
 
 FILE = Path(__file__).with_name("architectures.json")
@@ -29,7 +30,7 @@ class Architecture:
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: their
     prompts may be computed in one call, too. `packed`: a layer that calls attention over its
     packed keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why
-    its conversations cannot be kept, "" if they can. `ModelCacheSpec.probe`, not this, refuses
+    its conversations cannot be kept, "" if they can. `probe_model`, not this, refuses
     models for the classes of their caches.
     """
 
@@ -77,7 +78,7 @@ def known() -> dict[str, dict[str, Architecture]]:
     try:
         content = json.loads(FILE.read_text(encoding="utf-8"))
         newest = _read(content["architectures"])
-        older = {version: newest | _read(its) for version, its in content["older"].items()}
+        older = {version: newest | _read(facts) for version, facts in content["older"].items()}
         return {content["newest"]: newest, **older}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise KVPersistError(
@@ -87,7 +88,7 @@ def known() -> dict[str, dict[str, Architecture]]:
 
 
 def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
-    return {module: Architecture(**its) for module, its in facts.items()}
+    return {module: Architecture(**fields) for module, fields in facts.items()}
 
 
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
@@ -97,5 +98,5 @@ def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> 
 
     Raises ModelNotSupported if the caches cannot be kept.
     """
-    spec = ModelCacheSpec.probe(model, choice)
+    spec = probe_model(model, choice)
     return spec if facts is None else facts.applied_to(spec)
