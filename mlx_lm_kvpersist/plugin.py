@@ -34,14 +34,14 @@ from .host.answers import (
     Route,
     TakenRequest,
 )
-from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
+from .host.http import apis
 from .host.http.request_checks import read_json
 from .ranks import ranks
-from .request.loading import ModelOptions, described, load_model, places
+from .request.loading import described, load_model, places
 from .request.machine import Pressure
 from .request.memory import Memory, total_bytes, weights_bytes
-from .request.model import Speed
+from .request.model import ModelOptions, Speed
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
 from .request.serving import ServedRequest, Serving
@@ -87,7 +87,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def configure(self, args: Namespace) -> None:
-        self._config = config.from_args(args)
+        self._config = config.from_args(args, ranks().rank, ranks().size)
         self._log = RequestLog(with_text=self._config.store_text)
         self._store = BlockStore(
             self._config.folder, self._config.limits, sealing=self._config.sealing
@@ -130,7 +130,7 @@ class KVPersistPlugin:
         n_bytes = ranks().least(total_bytes(options.memory_bytes, n_weights), "the memory")
         chunk_bytes = min(options.max_prefill_bytes, n_bytes // CHUNK_SHARE)
         model_options = ModelOptions(
-            options.precision, options.attention, chunk_bytes, options.store_text
+            options.precision, options.attention, chunk_bytes, options.store_text, ranks()
         )
         try:
             model = load_model(provider, model_options)
@@ -301,9 +301,9 @@ class KVPersistPlugin:
                 for path, change in session_changes(self._stored_sessions, self._log.forget).items()
             ),
             *(Route("HEAD", path, admin.answering(lambda handler: b"")) for path in HELLO_PATHS),
-            Route("POST", MESSAGES_PATH, partial(chat_api.serve, api=MessagesAPI())),
-            Route("POST", RESPONSES_PATH, partial(chat_api.serve, api=ResponsesAPI())),
-            Route("POST", COUNT_PATH, partial(chat_api.count_tokens, api=MessagesAPI())),
+            Route("POST", MESSAGES_PATH, partial(apis.serve, api=MessagesAPI())),
+            Route("POST", RESPONSES_PATH, partial(apis.serve, api=ResponsesAPI())),
+            Route("POST", COUNT_PATH, partial(apis.count_tokens, api=MessagesAPI())),
             *(Route(*route) for route in agents.routes()),
             Route("POST", WARM_PATH, warm_view(self._service())),
         ]
@@ -322,7 +322,7 @@ class KVPersistPlugin:
     def _service(self) -> Service:
         options = self._config
         key, by_key = options.api_key, options.namespace_by_key
-        return Service(chat_api, self._stored_sessions, key, by_key, lambda: self._refusal)
+        return Service(apis, self._stored_sessions, key, by_key, lambda: self._refusal)
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
         store = self._store  # the server may end meanwhile
