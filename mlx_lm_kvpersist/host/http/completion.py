@@ -1,9 +1,9 @@
 """A reply on its way from stock's loop to its client, in the form of the client's API.
 
-Stock sends nothing before a request's prompt is about to be computed, and then a comment for each
-chunk of it. A request can wait for others before that, or for what is restored, and one chunk can
-take long. Clients and proxies give up if nothing comes. So a stream has headers early, and
-keepalives while it waits.
+Stock sends nothing before it computes a request's prompt, and then a comment for each chunk. A
+request can wait for other requests first, or for restored blocks, and a chunk can take long.
+Clients and proxies give up if nothing comes. So a stream has headers early, and keepalives while it
+waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Completion:
     is_sent = True
     """Whether the client gets the reply."""
     doing = "waiting"
-    """What the server is at, for the reader of a stream."""
+    """The server's present work, for the reader of a stream."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Completion:
                 return  # stock ends the reply as at its last token
 
     def begin(self, head: bytes, headers: Iterable[tuple[str, str]]) -> None:
-        """Send the head of a stream; `headers` are those of plugins."""
+        """Send the head of a stream; `headers` come from plugins."""
         self.doing = "prefill"
         lines = [f"{name}: {text}" for name, text in headers]
         with self._client.lock:
@@ -148,7 +148,7 @@ class Completion:
             self._client.write(b"data: [DONE]\n\n")
 
     def fail(self, status: int, message: str, code: str | None) -> None:
-        """Tell the client why there is no reply, or why it ends early. Stock closes silently."""
+        """Tell the client why the reply is missing or ends early. Stock closes silently."""
         with self._client.lock:
             self._client.end_keepalives()
             in_stream = self._api is not None and self._api.refuses_in_stream
