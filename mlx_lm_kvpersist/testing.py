@@ -63,12 +63,11 @@ def find_faults(plugin: Any, options: Sequence[str] = (), provider: Any = None) 
     as mlx-lm's ModelProvider, a tiny model without files if it is None. Raises
     pluggy.PluginValidationError for a hook, or an argument of one, that the server does not have.
     """
-    plugins, unguarded = manager.make_manager(), pluggy.PluginManager(hookspecs.PROJECT)
-    unguarded.add_hookspecs(hookspecs)
-    for plugin_manager in (plugins, unguarded):
-        plugin_manager.register(plugin, name="tested")
-        plugin_manager.check_pending()
-    tested = _Tested(unguarded)
+    plugins = pluggy.PluginManager(hookspecs.PROJECT)  # a manager of the server catches errors
+    plugins.add_hookspecs(hookspecs)
+    plugins.register(plugin, name="tested")
+    plugins.check_pending()
+    tested = _Tested(plugins)
     with manager.using(plugins):
         tested.run(options, provider or tiny_provider())
     return tested.faults
