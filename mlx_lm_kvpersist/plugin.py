@@ -38,10 +38,10 @@ from .host.hookspecs import hookimpl
 from .host.http import apis
 from .host.http.request_checks import read_json
 from .ranks import ranks
-from .request.loading import ModelOptions, described, load_model, places
+from .request.loading import described, load_model, places
 from .request.machine import Pressure
 from .request.memory import Memory, total_bytes, weights_bytes
-from .request.model import Speed
+from .request.model import ModelOptions, Speed
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
 from .request.serving import ServedRequest, Serving
@@ -87,7 +87,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def configure(self, args: Namespace) -> None:
-        self._config = config.from_args(args)
+        self._config = config.from_args(args, ranks().rank, ranks().size)
         self._log = RequestLog(with_text=self._config.store_text)
         self._store = BlockStore(
             self._config.folder, self._config.limits, sealing=self._config.sealing
@@ -130,7 +130,7 @@ class KVPersistPlugin:
         n_bytes = ranks().least(total_bytes(options.memory_bytes, n_weights), "the memory")
         chunk_bytes = min(options.max_prefill_bytes, n_bytes // CHUNK_SHARE)
         model_options = ModelOptions(
-            options.precision, options.attention, chunk_bytes, options.store_text
+            options.precision, options.attention, chunk_bytes, options.store_text, ranks()
         )
         try:
             model = load_model(provider, model_options)

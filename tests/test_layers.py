@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "request_log": {"request"},
     "round_trip": {"cache", "errors", "host", "request", "store"},
-    "config": {"ranks", "api", "cache", "errors", "store", "units"},
+    "config": {"api", "cache", "errors", "store", "units"},
     "host": {"apis", "ranks", "contents", "error_forms", "errors", "failures", "fields"},
     "api": {"apis", "contents", "error_forms", "errors", "fields"},
     "request": {
@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "units",
     },
     "store": {"block", "config", "errors", "failures", "match", "units"},
-    "cache": {"ranks", "errors", "units"},
+    "cache": {"errors", "units"},
     "match": {"block"},
     "ranks": set(),
     "block": set(),

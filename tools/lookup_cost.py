@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_lm_kvpersist.block import BLOCK_TOKENS, Block, block_key, pack_ids
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.machine import Pressure
@@ -81,7 +81,7 @@ def main() -> None:
     asked = parser.parse_args()
     words = Words()
     computed: Any = tiny_model()
-    spec = ModelCacheSpec.probe(computed)
+    spec = probe_model(computed)
     model = LoadedModel(computed, words, spec, "lookup-cost", words.text)
     ids = [n * 37 % N_WORDS for n in range(asked.tokens)]
     spelled = words.spelled(ids, asked.tokens // 2)[: asked.tokens // 2 + 5]

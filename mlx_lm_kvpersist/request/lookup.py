@@ -29,7 +29,6 @@ from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.answers import Prompt
 from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
-from ..ranks import ranks
 from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.records import Gone
 from ..store.tier import RAM, SHARED
@@ -258,11 +257,11 @@ class Lookup:
             try:
                 point = self._point(lost, most)
             except Exception:
-                if not ranks().are_several:
+                if not self.model.ranks.are_several:
                     raise
                 logger.exception("kvpersist: what is stored could not be looked up")
                 point = None
-            n_tokens = ranks().all_of(point.n_tokens if point else 0, "how much is stored")
+            n_tokens = self.model.ranks.all_of(point.n_tokens if point else 0, "how much is stored")
             most = min(n_tokens)
             if most == max(n_tokens):
                 return point
@@ -288,7 +287,7 @@ class Lookup:
         try:
             point = None if self._pinned else self._point()
         except Exception:
-            if not ranks().are_several:
+            if not self.model.ranks.are_several:
                 raise
             point = None  # the restore reports it to all ranks
         if point is not None:
@@ -320,7 +319,7 @@ class Lookup:
     def advance(self, seconds: float) -> bool:
         """Restore for this time, if all is prefetched; return whether nothing is left to do."""
         is_read = self._prefetch is None or self._prefetch.finished
-        if ranks().are_several:
+        if self.model.ranks.are_several:
             return is_read  # all of them restore it together, when it enters
         if self._reuse is None and is_read:
             self._run(seconds, in_steps=True)
@@ -344,7 +343,7 @@ class Lookup:
         """
         if self._prefetch is not None:
             self._prefetch.stop()  # blocks that it has not read yet are read faster from here
-        several = ranks().are_several  # then no rank stops alone
+        several = self.model.ranks.are_several  # then no rank stops alone
         try:
             while (reuse := self._reuse) is None:
                 if not several and (self._closed or is_gone()):
@@ -367,7 +366,7 @@ class Lookup:
             self._steps = steps
         except StopIteration as end:
             self._reuse = end.value
-        if self._closed and not ranks().are_several:  # by another thread, at the same time
+        if self._closed and not self.model.ranks.are_several:  # by another thread, at the same time
             self._steps = self._reuse = None
         self._spent_s += perf_counter() - started
 
@@ -378,7 +377,7 @@ class Lookup:
         joined: _Joined | None = None
         while joined is None:
             is_changed = bool(lost) or self._store.n_changes != self._n_changes
-            if is_changed and n_matched < _MAX_MATCHED and not ranks().are_several:
+            if is_changed and n_matched < _MAX_MATCHED and not self.model.ranks.are_several:
                 n_matched += 1
                 self.stored = self._find_again(lost)
             n_wanted = max(n_wanted, self.stored.n_tokens)
@@ -399,7 +398,7 @@ class Lookup:
         on between, so that no step may be long; otherwise blocks in RAM are joined all at once,
         which takes less time in all.
         """
-        ids, store, together = self.stored.prompt.ids, self._store, ranks()
+        ids, store, together = self.stored.prompt.ids, self._store, self.model.ranks
         read: list[Record] = []
         try:
             joined = yield from self._joined(point, lost, read, in_steps)

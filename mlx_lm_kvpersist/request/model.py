@@ -6,17 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from ..block import Root
 from ..cache.blocks.cut_join import n_cached_tokens
-from ..cache.geometry.precision import layout_in_words
+from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.live.attention import Strategy
 from ..cache.live.policy import least_rows
 from ..cache.measuring.prefill_memory import PrefillMemory
 from ..host.answers import PARKED, REPLY, PrefillLimits
 from ..host.scheduling.pace import Pace
 from ..match.text import TokenText
+from ..ranks import ALONE, Ranks
 from ..store.block_store import BlockStore
 from ..store.tier import DISK, RAM
 from .checkpoint_saver import CheckpointSaver
@@ -98,6 +100,21 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class ModelOptions:
+    """The options that decide how a model's prompts are computed and kept.
+
+    `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: what a chunk of a
+    prompt may take beside model and caches. `ranks`: the processes that compute the model.
+    """
+
+    choice: PrecisionChoice
+    attention: Strategy | Literal["auto"]
+    max_prefill_bytes: int
+    with_text: bool
+    ranks: Ranks = ALONE
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A model whose conversations are kept.
 
@@ -118,6 +135,8 @@ class LoadedModel:
     speed: Speed = field(default_factory=Speed, compare=False)
     draft: LoadedModel | None = field(default=None, compare=False)
     """The draft model, whose caches are kept below a root of its own."""
+    ranks: Ranks = field(default=ALONE, compare=False)
+    """The processes that compute the model."""
 
     @property
     def precision(self) -> str:

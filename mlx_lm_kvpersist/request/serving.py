@@ -18,7 +18,6 @@ from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone, RequestRefused
 from ..host.answers import PARKED, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
-from ..ranks import ranks
 from ..store.block_store import BlockStore
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
 from .lookup import Lookup, Reuse
@@ -90,7 +89,7 @@ class Serving:
         state.drop_lookup()
         state.lookup, state.rendered, state.messages = None, prompt, prompt.messages
         root = state.root = self.root_of(state)
-        if not ranks().decides:
+        if not self.model.ranks.decides:
             return
         try:
             fed = retokenize(prompt, root, self.store, self.model)
@@ -233,11 +232,11 @@ class ServedRequest(TakenRequest):
         serving.memory.enters(self._claim)
         reuse = self._restored(lambda: lookup) if lookup is not None else None
         n_restored = reuse.outcome.n_reused if reuse is not None else 0
-        if len(set(ranks().all_of(n_restored, "how much was restored"))) > 1:
+        if len(set(self._serving.model.ranks.all_of(n_restored, "how much was restored"))) > 1:
             reuse = None
         if reuse is None:
             # All ranks feed the same prompt: as looked up by rank 0.
-            is_common = ranks().are_several and lookup is not None
+            is_common = self._serving.model.ranks.are_several and lookup is not None
             fed = lookup.stored.prompt if is_common and lookup else state.rendered or self.prompt
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
@@ -256,7 +255,7 @@ class ServedRequest(TakenRequest):
         state.sequence = sequence = self._sequence_of(self._root, reuse)
         sequence.n_system = len(fed.segments[0]) if fed.segment_types[0] == "system" else 0
         draft = self._draft_of(fed, sequence)
-        if state.is_kept and ranks().decides:  # rank 0 knows the ends of requests
+        if state.is_kept and self._serving.model.ranks.decides:  # rank 0 knows the ends of requests
             is_as_found = lookup is not None and fed is lookup.stored.prompt
             packed = lookup.stored.packed_ids if lookup and is_as_found else pack_ids(fed.ids)
             sequence.packed_ids = packed
@@ -266,7 +265,7 @@ class ServedRequest(TakenRequest):
 
     def _common(self, lookup: Lookup | None) -> Lookup | None:
         """Return the lookup of the tokens that rank 0 has found, on each rank its own."""
-        if not (together := ranks()).are_several:
+        if not (together := self._serving.model.ranks).are_several:
             return lookup
         agreed = together.first(
             lambda: lookup.agreed() if lookup is not None else None, "what is restored"
@@ -343,7 +342,7 @@ class ServedRequest(TakenRequest):
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
         state.move(Stage.PARKED)  # a prompt that failed in a call with others was not
-        if ranks().decides:
+        if self._serving.model.ranks.decides:
             state.lookup = Lookup(prompt, self._root, self._serving.store, model)
         self._claim = self._new_claim()
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
@@ -36,9 +36,7 @@ def load_model(folder: Path, *, seed: int = 0, fingerprint: str = "fingerprint")
     )
     model, tokenizer = load(str(folder))
     end_on_grid(model)  # without a plan its attention reads arrays
-    return LoadedModel(
-        model, tokenizer, ModelCacheSpec.probe(model), fingerprint, TokenText.of(tokenizer)
-    )
+    return LoadedModel(model, tokenizer, probe_model(model), fingerprint, TokenText.of(tokenizer))
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.request.model import LoadedModel
 from models_check.__main__ import _in_a_process
 from models_check.build import build
@@ -143,7 +143,7 @@ def test_a_batch_that_does_not_hide_its_padding_is_found_out(
 
         return make_mask
 
-    cache = ModelCacheSpec.probe(build("llama")).make_cache()[0]
+    cache = probe_model(build("llama")).make_cache()[0]
     batch = type(cache.merge([cache, cache]))
     monkeypatch.setattr(batch, "make_mask", blind(batch.make_mask))
     finding = sweep("llama")

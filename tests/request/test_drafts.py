@@ -15,29 +15,29 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate
-from mlx_lm_kvpersist.request.loading import ModelOptions, load_model
+from mlx_lm_kvpersist.request.loading import load_model
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
-from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions
 from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import make_tiny_model, make_zoo_model
 from tests.support.drafts import make_draft
-from tests.support.host import patched_attention
 
 from .conftest import store_in
 
 
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
-    with patched_attention():
+    with server_attention():
         yield
 
 

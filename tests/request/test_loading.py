@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cache.geometry import architectures
 from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.ranks import Ranks
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.loading import described
-from tests.support.host import patched_attention
 
 from .conftest import loaded_in, provider_of
 
@@ -35,7 +34,7 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
     """Stock's attention cannot take keys and values of unlike precisions."""
-    with patched_attention():
+    with server_attention():
         yield
 
 
@@ -62,7 +61,7 @@ def test_the_facts_say_what_is_computed_together(
     assert known.is_known and known.spec.batches and known.spec.joins
     assert known.spec.plans["0"].can_take_packed
     apart = Architecture(batches=False, joins=False, packed=False)
-    monkeypatch.setattr(architectures, "architecture_of", lambda model: apart)
+    monkeypatch.setattr(loading, "architecture_of", lambda model: apart)
     spec = loaded_in(provider, DEFAULT).spec
     assert not (spec.batches or spec.joins or spec.plans["0"].can_take_packed)
 
@@ -71,7 +70,7 @@ def test_an_architecture_without_facts_is_kept_and_nothing_is_taken_for_granted(
     provider: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = loaded_in(provider, DEFAULT)
-    monkeypatch.setattr(architectures, "architecture_of", lambda model: None)
+    monkeypatch.setattr(loading, "architecture_of", lambda model: None)
     caplog.set_level(logging.INFO)
     unknown = loaded_in(provider, DEFAULT)
     assert not unknown.is_known and unknown.root == known.root
@@ -84,7 +83,7 @@ def test_a_model_that_keeps_state_outside_its_caches_is_refused(
     provider: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = Architecture(batches=True, joins=True, packed=True, refused="it keeps state outside")
-    monkeypatch.setattr(architectures, "architecture_of", lambda model: outside)
+    monkeypatch.setattr(loading, "architecture_of", lambda model: outside)
     with pytest.raises(ModelNotSupported, match="it keeps state outside"):
         loaded_in(provider, DEFAULT)
 
@@ -120,32 +119,28 @@ class RankOfTwo(Ranks):
     def agree(self, value: bool, what: str) -> bool:
         return value
 
-
-def ranked(provider: Any, monkeypatch: pytest.MonkeyPatch, rank: RankOfTwo) -> Any:
-    for module in (loading, architectures):
-        monkeypatch.setattr(module, "ranks", lambda: rank)
-    args = SimpleNamespace(pipeline=False)
-    return SimpleNamespace(**vars(provider), cli_args=args)
+    def least(self, value: int, what: str) -> int:
+        return value
 
 
-def test_ranks_with_other_files_of_the_model_are_refused(
-    provider: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def ranked(provider: Any) -> Any:
+    return SimpleNamespace(**vars(provider), cli_args=SimpleNamespace(pipeline=False))
+
+
+def test_ranks_with_other_files_of_the_model_are_refused(provider: Any) -> None:
     rank = RankOfTwo("the model's files")
     with pytest.raises(ModelNotSupported, match="different files of the model"):
-        loaded_in(ranked(provider, monkeypatch, rank), DEFAULT)
+        loaded_in(ranked(provider), DEFAULT, rank)
     own = model_fingerprint(Path(provider.model_key[0]), None)
     assert rank.compared["the model's files"] == own
 
 
-def test_ranks_with_other_facts_take_nothing_for_granted(
-    provider: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_with_other_facts_take_nothing_for_granted(provider: Any) -> None:
     rank = RankOfTwo("the facts of the architecture")
-    assert not loaded_in(ranked(provider, monkeypatch, rank), DEFAULT).is_known
+    assert not loaded_in(ranked(provider), DEFAULT, rank).is_known
     rank = RankOfTwo("the kinds of layers")
     with pytest.raises(ModelNotSupported, match="layers of different kinds"):
-        loaded_in(ranked(provider, monkeypatch, rank), DEFAULT)
+        loaded_in(ranked(provider), DEFAULT, rank)
 
 
 class RankThatIsLeft(RankOfTwo):
@@ -155,11 +150,9 @@ class RankThatIsLeft(RankOfTwo):
         return value and what != "whether the model can be kept"
 
 
-def test_what_fails_on_one_rank_fails_on_all(
-    provider: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_on_one_rank_fails_on_all(provider: Any) -> None:
     with pytest.raises(ModelNotSupported, match="another rank cannot keep the model"):
-        loaded_in(ranked(provider, monkeypatch, RankThatIsLeft()), DEFAULT)
+        loaded_in(ranked(provider), DEFAULT, RankThatIsLeft())
 
 
 def test_whatever_a_model_raises_stock_may_serve_it(

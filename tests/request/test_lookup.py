@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mlx_lm_kvpersist import block as block_module
 from mlx_lm_kvpersist.block import Block, block_key
 from mlx_lm_kvpersist.cache.blocks.cut_join import _Buffers
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import lookup
@@ -260,7 +260,7 @@ def test_branches_that_go_one_after_another_are_not_mixed_up(
 def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None:
     """Its canary never ran: the next restore must run one, though all it needs is in RAM."""
     model = selftest_model()
-    spec = ModelCacheSpec.probe(model)
+    spec = probe_model(model)
     loaded = LoadedModel(model, None, spec, "model", None)
     ids = [i * 7 % 61 + 2 for i in range(900)]
     with closing(BlockStore(tmp_path, StoreLimits(1 << 30, 1 << 30))) as store:

@@ -15,7 +15,7 @@ import pytest
 
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.errors import RequestRefused
@@ -55,7 +55,7 @@ class Server:
 
     def __init__(self, server: ModuleType, family: str, folder: Path, n_fit: int) -> None:
         model: Any = build(family)
-        spec = ModelCacheSpec.probe(model, PrecisionChoice(6, 4))
+        spec = probe_model(model, PrecisionChoice(6, 4))
         end_on_grid(model)
         speed = Speed(PrefillMemory.of(model, spec, MIB))
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cache.blocks.cut_join import split
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.answers import REPLY
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.request.sequence import RunningSequence
@@ -28,7 +28,7 @@ IDS = random_ids(3, 600)
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
     """A model of the class that the test names in front of an empty store."""
     model = build(getattr(request, "param", "llama"))
-    made = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    made = StoredModel(model, probe_model(model), tmp_path)
     yield made
     made.close()
 

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.answers import Prompt
 from mlx_lm_kvpersist.request import lookup as lookup_module
@@ -39,7 +39,7 @@ def every_restore_is_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
     """A model of the class that the test names, which has answered a prompt."""
     model = build(getattr(request, "param", "llama"))
-    made = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    made = StoredModel(model, probe_model(model), tmp_path)
     made.answer([random_ids(1, N_PROMPT)], 4)
     made.store.drain()
     yield made
