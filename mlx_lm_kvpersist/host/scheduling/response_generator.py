@@ -8,7 +8,6 @@ own client waits. If the generation thread ends, the server ends.
 from __future__ import annotations
 
 import _thread
-import copy
 import logging
 import math
 import signal
@@ -452,7 +451,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         Rendering changes messages, and mlx-lm 0.31.3 fails where they are rendered again.
         """
         original = request.messages, request.tools
-        messages, tools = copy.deepcopy(original)
+        messages, tools = copied(original[0]), copied(original[1])
         client_request, template = ClientRequest.of(request), None
         if request.request_type == "chat":
             messages = [{**message, PLACE: i} for i, message in enumerate(messages)]
