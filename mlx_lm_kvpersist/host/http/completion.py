@@ -18,7 +18,7 @@ from typing import Any
 from ...apis import API, Event
 from ...error_forms import openai_error
 from .. import manager
-from ..answers import ClientRequest, copied
+from ..answers import ClientRequest, frozen
 from .chat import ChatReply
 from .stop_words import StopWords
 
@@ -141,7 +141,7 @@ class Completion:
             request=ClientRequest.of(self.request),
             content=self.reply.content,
             reasoning="".join(self._reasoning),
-            tool_calls=copied(self._tool_calls),
+            tool_calls=frozen(self._tool_calls),
         )
         self._send(events)
         if self._api is None and self.streams:

@@ -31,7 +31,7 @@ from ...error_forms import openai_error
 from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
 from ...fields import require_text
 from .. import manager
-from ..answers import ClientRequest, Route, copied
+from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
 from ..run import uninterrupted
 from ..scheduling.model_provider import loaded_name, own_names
@@ -354,8 +354,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         manager.ask(
             "request_received",
             request=ClientRequest.of(request),
-            headers=copied(self.headers),
-            body=copied(self.body),
+            headers=FrozenHeaders(self.headers),
+            body=frozen(self.body),
         )
 
     def handle_completion(

@@ -23,7 +23,7 @@ from weakref import WeakSet
 from ...errors import ClientGone, DeviceFailed, GenerationStopped, RequestRefused
 from ...ranks import Ranks, ranks
 from .. import manager
-from ..answers import ClientRequest, Prompt, copied, has_text_only
+from ..answers import ClientRequest, Prompt, copied, frozen, has_text_only
 from ..attachments import fit_attachments
 from ..history import PLACE, Templates, without
 from ..http.request_checks import check_ids, check_prompt_ids
@@ -487,7 +487,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             ids = with_images(ids, vision)
             segments, segment_types = [ids], ["user"]
             messages = named(messages, ids)
-        prompt = Prompt(ids, segments, segment_types, copied(messages or []))
+        prompt = Prompt(ids, segments, segment_types, frozen(messages or []))
         request.rendered = rendered = Rendered(ClientRequest.of(request), tokenizer, stock, prompt)
         return rendered
 
