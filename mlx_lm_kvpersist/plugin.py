@@ -50,12 +50,16 @@ from .request.wired import wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
 from .store.stored_sessions import StoredSessions
+from .store.threads import Threads
 from .store.tier import RAM
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
 CHUNK_SHARE = 8
-"""A chunk of a prompt takes one part in so many of the memory beside the weights, at most."""
+"""A chunk of a prompt takes an eighth of the memory account at most."""
+
+LAST_LOOKUP_S = 1.0
+"""How long the end of the server waits for a lookup that runs."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,7 @@ class KVPersistPlugin:
     """Gives the server's conversations a KV cache that outlives it."""
 
     _config: config.Config
+    _lookups: Threads
     """Set by `configure`, before the server asks for anything else."""
 
     def __init__(self) -> None:
@@ -95,6 +100,7 @@ class KVPersistPlugin:
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
         self._sessions = StoredSessions(self._store)
+        self._lookups = Threads(1, "kvpersist-lookup")
         if host := getattr(args, "host", None):
             self._address = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
         if getattr(args, "model", None) is None:
@@ -105,6 +111,7 @@ class KVPersistPlugin:
         self._drop_model()
         self._sessions = None
         if self._store is not None:
+            self._lookups.close(LAST_LOOKUP_S)
             self._store.close()
             self._store = None
 
@@ -208,7 +215,10 @@ class KVPersistPlugin:
     @hookimpl
     def prompt_rendered(self, request: ClientRequest, prompt: Prompt) -> None:
         if serving := self._serving:
-            serving.prepare(RequestState.of(request), prompt)
+            state = RequestState.of(request)
+            serving.fetch(state, prompt)
+            # Each thread has a connection to the index. HTTP threads come and go.
+            self._lookups.submit(partial(serving.look_up, state, prompt)).result()
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
@@ -325,7 +335,7 @@ class KVPersistPlugin:
         return Service(apis, self._stored_sessions, key, by_key, lambda: self._refusal)
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
-        store = self._store  # the server may end meanwhile
+        store = self._store  # None while the server ends
         stats = store.stats(all_files=all_files) if store else None
         return stats and {**stats, "failed": {**stats["failed"], **manager.failures.counts}}
 
