@@ -14,7 +14,7 @@ Event = dict[str, Any]
 class ReplyFormat(Protocol):
     """Makes the events of an API from the parts of one reply.
 
-    Events are made on the HTTP thread, and by `wait` on that of the clients, one at a time.
+    Events are made on the HTTP thread, and by `wait` on the clients' thread, one at a time.
     """
 
     @property
@@ -25,7 +25,7 @@ class ReplyFormat(Protocol):
         """Return the first events; both counts are 0 if they are not known yet."""
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
-        """Return the events for a part of the reply; the calls are those of a chat completion."""
+        """Return the events for a part of the reply; calls have the form of a chat completion."""
 
     def end(
         self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
@@ -47,8 +47,8 @@ class Request:
     """A request that generates, in the terms of chat templates and samplers.
 
     `fields` has the messages and the parameters, named as in Chat Completions. `stream` says
-    whether the client wants events. `tools` are all that may be called, also those that `fields`
-    does not show to the template; with None every call is a text. `places` names each message in
+    whether the client wants events. `tools` may be called, also if `fields` does not show
+    them to the template; with None every call is a text. `places` names each message in
     the client's body, such as "input[3]".
     """
 

@@ -64,7 +64,7 @@ class Service:
     """What agents and warming ask of the server, and how they know who asks.
 
     chat: the host's module that answers requests (`host/http/apis.py`). sessions: returns the
-    store's `StoredSessions`. What either refuses raises RequestRefused. key: the operator's.
+    store's `StoredSessions`. Both may raise RequestRefused. key: the operator's.
     by_key: whether API keys have namespaces of their own. refusal: says why nothing is kept of the
     loaded model, "" if it is kept.
     """

@@ -1,4 +1,4 @@
-"""What other APIs share: their requests in the terms of Chat Completions, and their replies."""
+"""Shared by the other APIs: requests in the terms of Chat Completions, and parts of replies."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
 """What plugins are given of a request, what they answer to hooks, and the checks of it.
 
-Plugins are given copies: only `prepare_messages` changes a request. Each answer is checked.
+Nothing in what they are given can be changed. Each answer is checked.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import PluginFault
 from .scheduling.pace import Pace
@@ -26,13 +27,52 @@ PARKED = "parked"
 """The cache type of a reply that is taken out of the batch, and goes on later."""
 
 
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise TypeError("a plugin cannot change this, expected changes of a copy (copy.deepcopy)")
+
+
+class FrozenDict(dict[str, Any]):
+    """An object of a request. Copies can be changed."""
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = _refuse
+    popitem = setdefault = update = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+
+class FrozenList(list[Any]):
+    """A list of a request. Copies can be changed."""
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = _refuse
+    clear = extend = insert = pop = remove = reverse = sort = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return [copy.deepcopy(value, memo) for value in self]
+
+
+class FrozenHeaders(Message):
+    """The headers of a request."""
+
+    def __init__(self, headers: Mapping[str, str] | Message) -> None:
+        super().__init__()
+        for name, value in headers.items():
+            super().__setitem__(name, value)
+
+    __setitem__ = __delitem__ = add_header = replace_header = _refuse
+
+
+def frozen(value: Any) -> Any:
+    """Return a copy of what JSON can hold, in which nothing can be changed."""
+    if isinstance(value, dict):
+        return FrozenDict({name: frozen(inner) for name, inner in value.items()})
+    if isinstance(value, list):
+        return FrozenList([frozen(inner) for inner in value])
+    return value
+
+
 def copied(value: Any) -> Any:
-    """Return a copy of JSON or headers for plugins: a change has no effect on the server."""
-    if isinstance(value, Message):
-        headers = Message()
-        for name, header in value.items():
-            headers[name] = header
-        return headers
+    """Return a copy of what JSON can hold, which can be changed."""
     if isinstance(value, dict):
         return {name: copied(inner) for name, inner in value.items()}
     return [copied(inner) for inner in value] if isinstance(value, list) else value
@@ -55,7 +95,7 @@ class ClientRequest:
     def __init__(self, request: Any) -> None:
         self.kind: str = request.request_type
         self.prompt: str = request.prompt
-        self.messages: Sequence[dict[str, Any]] = copied(request.messages or [])
+        self.messages: Sequence[dict[str, Any]] = frozen(request.messages or [])
 
     def place(self, index: int) -> str:
         """Return the name of a message in its client's body, such as "messages[3]"."""

@@ -47,7 +47,7 @@ RAISED: dict[str, type[Exception]] = {
     "prepare_messages": Exception,
     "request_received": RequestRefused,
 }
-"""By hook: what a plugin raises there reaches the caller. Every other failure is logged."""
+"""Errors that reach the caller, by hook. Every other failure is logged."""
 NAMED = ("model_loaded", "take_request")
 """Hooks whose answers come with the name of the plugin, which is asked more later."""
 
@@ -144,7 +144,7 @@ def using(manager: pluggy.PluginManager) -> Iterator[None]:
 
 
 def ask(hook: str, **arguments: Any) -> Any:
-    """Return the answers to a hook, or the first if only that counts; None is no answer."""
+    """Return the answers to a hook, or the first if only that counts; None is left out."""
     return getattr(_current.hook, hook)(**arguments)
 
 
@@ -186,8 +186,8 @@ def safely(
 def prepare_messages(messages: list[Any], tools: Any) -> None:
     """Let plugins change messages and tools in place. The result is checked.
 
-    Raises RequestRefused if a plugin refuses the request, or there is no list of messages, and
-    PluginFault if a plugin failed, or left something else than a list of messages.
+    Raises RequestRefused if a plugin refuses the request, or `messages` is not a list of messages,
+    and PluginFault if a plugin failed, or left something else than a list of messages.
     """
     check_messages(messages)
     hooks = _current.hook.prepare_messages.get_hookimpls()

@@ -1,4 +1,4 @@
-"""What routes ask of the server: replies in other APIs, counts, and prompts to compute."""
+"""Functions for routes: reply in another API, count tokens, compute a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connections of clients, and the one thread that watches those that wait for a reply."""
+"""The connections of clients, and the thread that watches all clients that wait for a reply."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ClientConnection(io.BufferedIOBase):
         return written.removeprefix(self._version[: self._n_probes])
 
     def has_left(self) -> bool:
-        """Return whether the client is known to have left. What it sent is left unread."""
+        """Return whether the client is known to have left. Its bytes are left unread."""
         try:
             if _is_ready(self._connection, select.POLLIN):
                 if self._connection.recv(1, socket.MSG_PEEK):
@@ -131,8 +131,8 @@ def _is_ready(connection: socket.socket, event: int) -> bool:
 class Clients:
     """The clients that wait for replies. One thread watches them while there are any.
 
-    It sends keepalives, and marks the requests of clients that have left. Without it, a client that
-    does not stream would be missed only when its reply is written.
+    It sends keepalives, and marks the requests of clients that have left. A client that does not
+    stream would otherwise be missed only when its reply is written.
     """
 
     def __init__(self) -> None:

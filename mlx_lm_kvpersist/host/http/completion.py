@@ -1,9 +1,9 @@
 """A reply on its way from stock's loop to its client, in the form of the client's API.
 
-Stock sends nothing before a request's prompt is about to be computed, and then a comment for each
-chunk of it. A request can wait for others before that, or for what is restored, and one chunk can
-take long. Clients and proxies give up if nothing comes. So a stream has headers early, and
-keepalives while it waits.
+Stock sends nothing before it computes a request's prompt, and then a comment for each chunk. A
+request can wait for other requests first, or for restored blocks, and a chunk can take long.
+Clients and proxies give up if nothing comes. So a stream has headers early, and keepalives while it
+waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from ...apis import API, Event
 from ...error_forms import openai_error
 from .. import manager
-from ..answers import ClientRequest, copied
+from ..answers import ClientRequest, frozen
 from .chat import ChatReply
 from .stop_words import StopWords
 
@@ -36,7 +36,7 @@ class Completion:
     is_sent = True
     """Whether the client gets the reply."""
     doing = "waiting"
-    """What the server is at, for the reader of a stream."""
+    """The server's present work, for the reader of a stream."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Completion:
                 return  # stock ends the reply as at its last token
 
     def begin(self, head: bytes, headers: Iterable[tuple[str, str]]) -> None:
-        """Send the head of a stream; `headers` are those of plugins."""
+        """Send the head of a stream; `headers` come from plugins."""
         self.doing = "prefill"
         lines = [f"{name}: {text}" for name, text in headers]
         with self._client.lock:
@@ -141,14 +141,14 @@ class Completion:
             request=ClientRequest.of(self.request),
             content=self.reply.content,
             reasoning="".join(self._reasoning),
-            tool_calls=copied(self._tool_calls),
+            tool_calls=frozen(self._tool_calls),
         )
         self._send(events)
         if self._api is None and self.streams:
             self._client.write(b"data: [DONE]\n\n")
 
     def fail(self, status: int, message: str, code: str | None) -> None:
-        """Tell the client why there is no reply, or why it ends early. Stock closes silently."""
+        """Tell the client why the reply is missing or ends early. Stock closes silently."""
         with self._client.lock:
             self._client.end_keepalives()
             in_stream = self._api is not None and self._api.refuses_in_stream

@@ -1,4 +1,4 @@
-"""Reads requests; refuses those that would end stock's generation thread or get no answer.
+"""Reads requests; refuses a request that would end stock's generation thread or get no answer.
 
 Stock's batched path catches no exception, and MLX checks no index on the CPU. Odd values that stock
 can serve are left to stock.
@@ -153,7 +153,7 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
         number = getattr(values, name)
         require(_fits_float(number), name, number, "a number below 8e307")
         if isinstance(number, int) and abs(number) >= _MLX_INTEGERS:
-            setattr(values, name, float(number))  # MLX takes no such integer, and stock dies of it
+            setattr(values, name, float(number))  # MLX refuses such an integer, and stock dies
     # 0.32.0 lets 0 pass, and its generation thread ends.
     require(values.max_tokens >= 1, "max_tokens", values.max_tokens, "at least 1")
     for kind in ("repetition", "presence", "frequency"):

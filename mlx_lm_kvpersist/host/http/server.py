@@ -31,7 +31,7 @@ from ...error_forms import openai_error
 from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
 from ...fields import require_text
 from .. import manager
-from ..answers import ClientRequest, Route, copied
+from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
 from ..run import uninterrupted
 from ..scheduling.model_provider import loaded_name, own_names
@@ -102,9 +102,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     Stock closes a connection after one request. Kept open, one can carry several, and only some are
     completions: the state of a request is reset when the next one begins.
 
-    Stock's own paths are parsed by stock's `do_POST`, and other APIs by themselves. From there all
-    take one way: stock's loop (`handle_completion`) always streams, and hands each part of the
-    reply to a `Completion`. Nobody reads the bytes that the loop writes.
+    Stock's `do_POST` parses requests to stock's own paths, and each other API parses its own. From
+    there all take one way: stock's loop (`handle_completion`) always streams, and hands each part
+    of the reply to a `Completion`. Nobody reads the bytes that the loop writes.
     """
 
     timeout = CLIENT_TIMEOUT_S
@@ -234,7 +234,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
         """Generate a reply to a parsed request, and send it. Raises what generating raises.
 
-        api: that of the errors, and of the stream; None for stock's own.
+        api: the API of the errors and of the stream; None for stock's own.
         """
         self._begin(request)
         self.completion = Completion(self, api, request.reply, self.stream, request.tools)
@@ -354,8 +354,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         manager.ask(
             "request_received",
             request=ClientRequest.of(request),
-            headers=copied(self.headers),
-            body=copied(self.body),
+            headers=FrozenHeaders(self.headers),
+            body=frozen(self.body),
         )
 
     def handle_completion(

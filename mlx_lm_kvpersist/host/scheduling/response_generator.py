@@ -8,7 +8,6 @@ own client waits. If the generation thread ends, the server ends.
 from __future__ import annotations
 
 import _thread
-import copy
 import logging
 import math
 import signal
@@ -24,7 +23,7 @@ from weakref import WeakSet
 from ...errors import ClientGone, DeviceFailed, GenerationStopped, RequestRefused
 from ...ranks import Ranks, ranks
 from .. import manager
-from ..answers import ClientRequest, Prompt, copied, has_text_only
+from ..answers import ClientRequest, Prompt, copied, frozen, has_text_only
 from ..attachments import fit_attachments
 from ..history import PLACE, Templates, without
 from ..http.request_checks import check_ids, check_prompt_ids
@@ -458,7 +457,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         Rendering changes messages, and mlx-lm 0.31.3 fails where they are rendered again.
         """
         original = request.messages, request.tools
-        messages, tools = copy.deepcopy(original)
+        messages, tools = copied(original[0]), copied(original[1])
         client_request, template = ClientRequest.of(request), None
         if request.request_type == "chat":
             messages = [{**message, PLACE: i} for i, message in enumerate(messages)]
@@ -494,7 +493,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             ids = with_images(ids, vision)
             segments, segment_types = [ids], ["user"]
             messages = named(messages, ids)
-        prompt = Prompt(ids, segments, segment_types, copied(messages or []))
+        prompt = Prompt(ids, segments, segment_types, frozen(messages or []))
         request.rendered = rendered = Rendered(ClientRequest.of(request), tokenizer, stock, prompt)
         return rendered
 
