@@ -217,10 +217,17 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     # Between two steps of a batch.
 
     def _looks_first(self) -> bool:
-        """Tell whether stock looks for requests before the next step; it does so after this."""
-        if self._has_looked:  # a step is made between two looks
-            self._has_looked, self._has_stepped = False, True
-            return False
+        """Tell whether stock looks for requests before the next step.
+
+        It is never told so twice without a step between: a batch that ends for another model is not
+        joined by any request.
+        """
+        self._has_looked = not self._has_looked and self._is_asked_of_all()
+        self._has_stepped |= not self._has_looked
+        return self._has_looked
+
+    def _is_asked_of_all(self) -> bool:
+        """Tell whether rank 0 is asked for something. Every rank calls this after each step."""
         if not self._ranks.are_several:
             return self._is_asked()
         # A rank that asks waits until the running step of the replies has ended. So ranks ask in

@@ -57,10 +57,7 @@ class Layers(nn.Module):  # type: ignore[misc]
 
 
 def planned(
-    choice: Strategy | Literal["auto"] = "auto",
-    model: Layers | None = None,
-    packed: bool = True,
-    least: Callable[[int], int] = int,
+    choice: Strategy | Literal["auto"] = "auto", model: Layers | None = None, packed: bool = True
 ) -> AttentionPlan:
     """Return the plan of a model whose layers are one group."""
     model = model or Layers(4, 4)
