@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,24 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..block import Block, Checkpoint, Record, Root
-from ..errors import BlockCorrupt, StoreError
+from ..block import Block, Checkpoint, Record
+from ..errors import StoreError
 from ..failures import Failures
 from ..match.tree import AHEAD
 from ..units import show_bytes
 from .disk import DiskStore
-from .files import Arrays, read_file
+from .disk_tier import DiskTier
+from .encryption import PLAIN, Encryption
+from .files import Arrays
 from .index import Index
 from .objects import Objects
-from .pool import BlockPool, KVBlock
+from .pool import BlockPool
 from .putting import RepliesOf
 from .reading import Prefetch, Reader
-from .records import Commit, Gone, NewFile, Saved, StoreLimits
-from .seal import PLAIN, Sealing
-from .sealed_objects import SealedObjects
+from .records import Commit, Gone, KVBlock, Saved, StoreLimits
 from .shared import SharedTier
+from .shared_objects import SharedObjects
 from .stored_runs import StoredRuns
-from .tier import DISK, LowerTier, ReadTier, SearchedTier
+from .tier import LowerTier, ReadTier, SearchedTier
 from .writer import Task, Writer
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
@@ -55,131 +55,14 @@ class RamFirst:
         return list(found) or self.store.children(parent, ahead, limit)  # evicted since
 
 
-class DiskTier:
-    """A store's folder below RAM. `failed` is called with what could not be done, and why."""
-
-    name = DISK
-
-    def __init__(
-        self, disk: DiskStore, writer: Writer, failed: Callable[[str, Exception], None]
-    ) -> None:
-        self.disk = disk
-        self._lost: set[bytes] = set()
-        """Keys of what is damaged or may be missing, until it is removed or written anew. What
-        could not be read for another reason is not among them."""
-        self.view = disk.index.view(failed, self._lost)
-        self.children, self.branches = self.view.children, self.view.branches
-        self._writer = writer
-        self._failed = failed
-
-    def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
-        return [one for one, _ in self.view.checkpoints(blocks)]
-
-    def chain(self, leaf: bytes) -> list[Block]:
-        """Return the blocks from the root to a leaf; none if a block is missing."""
-        return [block for block, _ in self.view.chain(leaf)]
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self.view
-
-    def load(self, block: Record, root: Root) -> Arrays:
-        path = self.disk.files.path_of(block.key, block.folder)
-        found, its_root, arrays = read_file(path, self.disk.sealing)
-        if found != block:
-            raise BlockCorrupt(f"{path.name}: file and index disagree")
-        if its_root.key != root.key:
-            raise BlockCorrupt(f"{block} belongs to another model")
-        return arrays
-
-    def store(
-        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
-    ) -> list[Saved | Exception | None]:
-        lost = self._lost.copy()
-        # Postponed checkpoints come without blocks. If their blocks go, they are not written.
-        waiting = (commit for commit in self._writer.commits() if commit.blocks)
-        keep = {key for commit in waiting for key in commit.keys()}
-
-        def file_of(root: Root, record: Record) -> NewFile | None:
-            entry = entry_of(record.key)
-            return self.disk.new_file(root, record, entry.arrays) if entry else None
-
-        def block_of(key: bytes) -> Block | None:
-            entry = entry_of(key)
-            return entry.block if entry and isinstance(entry.block, Block) else None
-
-        planned = [partial(lambda commit: commit, commit) for commit in commits]
-        results = self.disk.save(planned, file_of, block_of, keep, self._writer.rest, lost)
-        for saved in results:
-            if isinstance(saved, Saved):
-                # A record that was lost since then may not have been written again.
-                self._lost.difference_update(lost & {record.key for record in saved.commit.records})
-        return results
-
-    def remove(self, key: bytes, reason: str | None = None) -> None:
-        self._lost.add(key)
-        self._writer.submit(partial(self._remove, key, reason))
-
-    def _remove(self, key: bytes, reason: str | None) -> None:
-        if key not in self._lost:
-            return  # written again since
-        files = self.disk.files
-        if reason is None:
-            remove = partial(files.forget_missing, key)
-        else:
-            remove = partial(files.quarantine, key, reason)
-        if self.change("take a block out of the store", remove) or reason is None:
-            self._lost.discard(key)  # else the file stays, and is damaged
-
-    def change(self, what: str, change: Callable[[], object]) -> bool:
-        """Change files or index under the lock. Return False if that fails. Writer thread.
-
-        `what` it does is said in the log if it fails.
-        """
-        try:
-            with self.disk.lock.held():
-                self.disk.follow_folder()
-                change()
-        except (OSError, StoreError, sqlite3.Error) as error:
-            self._failed(what, error)
-            return False
-        return True
-
-    def sweep(self) -> None:
-        """Remove what an interrupted run left, by an index that is whole. Writer thread."""
-        try:
-            self.disk.check_index()
-            with self.disk.lock.held():
-                self.disk.follow_folder()  # or files that only a newer index knows would be removed
-                n_swept = self.disk.files.sweep()
-        except (OSError, StoreError, sqlite3.Error) as error:
-            return self._failed("check what is stored", error)
-        if n_swept:
-            logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
-
-    def stats(self) -> dict[str, Any]:
-        """Return what `Tier.stats` does, by the index: no folder is looked at."""
-        with self.disk.index.asked_once() as index:
-            totals = index.totals()
-        return {
-            "blocks": totals.n_blocks,
-            "checkpoints": totals.n_checkpoints,
-            "bytes": totals.n_bytes,
-            "checkpoint_bytes": totals.checkpoint_bytes,
-            "evicted": self.disk.files.n_evicted,
-            "asked_again_tokens": self.disk.files.asked_again_tokens,
-            "max_bytes": self.disk.limits.max_disk_bytes,
-            "written_bytes": self.disk.n_written_bytes,
-        }
-
-
 class BlockStore:
     """Blocks by key, and their checkpoints, in whichever tier they are.
 
     The generation thread reads and submits; a thread of the store's own changes the tiers below
-    RAM. `sealing` is the folder's.
+    RAM. `encryption` is that of the folder.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits, sealing: Sealing = PLAIN) -> None:
+    def __init__(self, folder: Path, limits: StoreLimits, encryption: Encryption = PLAIN) -> None:
         self.folder = folder
         self.limits = limits
         self.turns_saved = self.turns_not_saved = 0
@@ -194,7 +77,7 @@ class BlockStore:
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
-        self.disk = DiskStore(folder, limits, whole=False, sealing=sealing)
+        self.disk = DiskStore(folder, limits, whole=False, encryption=encryption)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
@@ -202,7 +85,7 @@ class BlockStore:
         """What is on disk: for those who want to know what fails, and for serving threads."""
         self.runs = StoredRuns(lambda: self.index)
         self.pool = BlockPool(limits.max_ram_bytes)
-        self.disk.files.forgotten = partial(self.pool.set_stored, is_stored=False)
+        self.disk.forgotten = partial(self.pool.set_stored, is_stored=False)
         self.below: list[ReadTier] = [self.disk_tier]
         """The tiers below RAM that lookups ask, the quickest first."""
         self.lower: list[LowerTier] = [self.disk_tier]
@@ -224,7 +107,7 @@ class BlockStore:
     def share(
         self,
         objects: Objects,
-        sealing: Sealing,
+        encryption: Encryption,
         max_bytes: int | None = None,
         replies_of: RepliesOf = lambda root, messages: {},
     ) -> None:
@@ -233,8 +116,8 @@ class BlockStore:
         All servers put at most `max_bytes` there; for `replies_of` see `Putting`.
         """
         disk = self.disk_tier
-        above = self.disk.content_of, disk.chain, disk.checkpoints, self._land, self.pool
-        own = SealedObjects(objects, sealing, self.failures)
+        above = disk.content_of, disk.chain, disk.checkpoints, self._land, self.pool
+        own = SharedObjects(objects, encryption, self.failures)
         self.shared = SharedTier(own, *above, replies_of, max_bytes)
         self.lower.append(self.shared)
 
@@ -308,7 +191,7 @@ class BlockStore:
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
         if reason is not None:
             self.failures.add("%s goes to quarantine: %s", block, reason)
-            self.disk.files.gone[block.key] = Gone.QUARANTINED
+            self.disk.gone[block.key] = Gone.QUARANTINED
             self.blocks_quarantined += 1
             self.pool.remove(block.key)
         self.n_changes += 1
@@ -443,7 +326,7 @@ class BlockStore:
         with self.index.asked_once() as index:
             last_hour_bytes = index.state.written_last_hour()
             if all_files:
-                found["disk"]["bytes"] = self.disk.files.used_bytes()
+                found["disk"]["bytes"] = self.disk.used_bytes()
         n_turns = self.turns_saved
         return {
             "folder": str(self.folder),

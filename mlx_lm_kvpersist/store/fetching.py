@@ -17,9 +17,8 @@ from typing import Any
 
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, block_key, pack_ids
 from .conversation import OPENING_TOKENS, Conversation, opening_of
-from .pool import KVBlock
-from .records import Commit
-from .sealed_objects import SealedObjects
+from .records import Commit, KVBlock
+from .shared_objects import SharedObjects
 from .threads import Threads
 
 N_AHEAD = 6
@@ -99,7 +98,7 @@ class Fetching:
 
     def __init__(
         self,
-        store: SealedObjects,
+        store: SharedObjects,
         threads: Threads,
         land: Callable[[Commit, list[KVBlock]], None],
         max_bytes: int,

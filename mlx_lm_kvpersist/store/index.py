@@ -14,57 +14,54 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import astuple
-from itertools import chain, islice
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import IndexDamaged
 from ..match.tree import FEW, MAX_ALIKE, nearest
-from .database import Database, is_empty
+from .database import Database, Rows, is_empty
+from .folder import OwnFiles
 from .index_schema import faults, prepare
 from .records import (
     SESSION_COLUMNS,
     Commit,
     Forgotten,
-    Leaf,
     Session,
     Totals,
     read_root,
     read_sessions,
-    sidecar,
 )
-from .seal import PLAIN, Sealing
 from .small_state import SmallState
-
-__all__ = ["Forgotten", "Index", "Leaf", "Session"]
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
-_MOST_AT_ONCE = 400
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
 
 
-class Index:
+class Index(Rows):
     """What is on disk, in rows.
 
     Opening makes it where it is missing or empty, unless `create` is false: then it raises
     FileNotFoundError. Raises StoreFormatError when another version wrote it and
-    sqlite3.DatabaseError when it is damaged. `whole`: see `prepare`.
+    sqlite3.DatabaseError when it is damaged. `whole`: see `prepare`. `files` are those of the
+    store; by default they are not encrypted.
     """
 
     def __init__(
-        self, path: Path, *, create: bool = True, whole: bool = True, sealing: Sealing = PLAIN
+        self,
+        path: Path,
+        files: OwnFiles | None = None,
+        *,
+        create: bool = True,
+        whole: bool = True,
     ) -> None:
         self.path = path
-        self.sealing = sealing
-        self.database = Database(path, sealing)
-        self._seldom = Lock()
-        self._failed: Callable[[str, Exception], None] | None = None
+        self.files = files or OwnFiles(path.parent)
+        super().__init__(Database(path, self.files))
         self._hidden: Collection[bytes] = ()
         self.state = SmallState(self)
         try:
@@ -103,46 +100,13 @@ class Index:
         view.state = SmallState(view)
         return view
 
-    def ask(self, sql: str, *values: Any, types: Sequence[Any] = ()) -> list[Any]:
-        """Return the rows that answer a question; with `types`, only rows of values of these types.
-
-        A damaged index may hold anything.
-        """
-        try:
-            rows = self.database.connection.execute(sql, values).fetchall()
-        except (OSError, sqlite3.Error) as error:
-            self.report("read the index", error)
-            return []
-        return [row for row in rows if all(map(isinstance, row, types))]
-
-    def ask_in(
-        self, sql: str, given: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
-    ) -> list[Any]:
-        """Return the rows that answer a question about any number of `given` rows.
-
-        `sql` takes the `values` first, and then `VALUES {}`. SQLite bounds the variables of a
-        statement, at 999 or more.
-        """
-        found: list[Any] = []
-        left = iter(given)
-        while some := list(islice(left, _MOST_AT_ONCE)):
-            rows = ", ".join(f"({', '.join('?' * len(row))})" for row in some)
-            found += self.ask(sql.format(rows), *values, *chain.from_iterable(some), types=types)
-        return found
-
-    def report(self, doing: str, error: Exception) -> None:
-        """Raise an error, or say in a view what cannot be done."""
-        if self._failed is None:
-            raise error
-        self._failed(doing, error)
-
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
         """Answer a thread that comes and goes: one such thread at a time, then it is disconnected.
 
         SQLite keeps as many descriptors as connections were ever open at the same time.
         """
-        with self._seldom:
+        with self.database.opening:
             try:
                 yield self
             finally:
@@ -451,10 +415,12 @@ class Index:
         commit: Commit,
         new: Collection[tuple[Record, int]] = (),
         session: Session | None = None,
+        sidecar_bytes: int = 0,
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
         `new` comes with the sizes of the files, in bytes; `session` is that of the commit's leaf.
+        `sidecar_bytes` is the size of the session's file.
         Rows of the commit's blocks and checkpoints that say something else than those do are put
         right. Superseded checkpoints and those of replaced blocks are removed; return their keys.
         """
@@ -473,7 +439,7 @@ class Index:
             )
             self.state.add_replies(root.key, commit.replies, now)
             if session is not None and leaf is not None:
-                self.put_session(session)
+                self.put_session(session, sidecar_bytes)
                 self.state.add_note(session.id, **leaf.note)
             if leaf is not None:
                 db.executemany(
@@ -485,8 +451,8 @@ class Index:
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
         return [key for key, _ in removed]
 
-    def put_session(self, session: Session) -> None:
-        """Add a session, or change its row.
+    def put_session(self, session: Session, sidecar_bytes: int = 0) -> None:
+        """Add a session, or change its row; `sidecar_bytes` is the size of its file.
 
         Raises sqlite3.IntegrityError, and changes nothing, if another session has its id.
         """
@@ -498,7 +464,7 @@ class Index:
             )
             db.execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                session_row(session, self.sealing),
+                (*astuple(session), sidecar_bytes),
             )
 
     def remove_session(self, session_id: str) -> None:
@@ -576,7 +542,3 @@ class Index:
             )
         ]
         return max([time.time(), *(math.nextafter(newest, _END) for (newest,) in used)])
-
-
-def session_row(session: Session, sealing: Sealing) -> tuple[Any, ...]:
-    return (*astuple(session), len(sidecar(session, sealing)))

@@ -25,8 +25,7 @@ from threading import RLock
 from typing import BinaryIO
 
 from ..errors import StoreError
-from .folder import make_private, new_file, own_files, remove
-from .seal import PLAIN, Sealing
+from .folder import OwnFiles, make_private, new_file
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +111,8 @@ def _this_process() -> str:
 class Staging:
     """The files of one turn, by key, until they are committed or `close` is called."""
 
-    def __init__(self, folder: Path, sealing: Sealing = PLAIN) -> None:
-        self._folder = folder
-        self._file_name = sealing.file_name
+    def __init__(self, files: OwnFiles) -> None:
+        self._files = files
         self._name = uuid.uuid4().hex[:8]
         self._lock: BinaryIO | None = None
         self._n_bytes = 0
@@ -122,13 +120,13 @@ class Staging:
         """What has been written, in bytes."""
 
     def close(self) -> None:
-        """Remove what was not moved into place, and the announcement. Any number of times."""
+        """Remove files that were not moved, and the announcement. Any number of times."""
         lock, self._lock = self._lock, None
         if lock is not None:
             with lock:
-                for path in own_files(self._folder, _FOLDER):
+                for path in self._files.paths(_FOLDER):
                     if path.name.startswith(self._name):
-                        remove(self._folder, path)
+                        self._files.remove(path)
 
     def write(self, key: bytes, write: Callable[[Path], int]) -> int:
         """Have the file of a block or checkpoint written; return its size in bytes."""
@@ -137,23 +135,23 @@ class Staging:
 
     def path(self, key: bytes) -> Path:
         """Return where the file of a block or checkpoint is until it is committed."""
-        return self._folder / _FOLDER / f"{self._name}-{self._file_name(key)}.safetensors"
+        return self._files.staged_path(self._name, key)
 
     def announce(self, n_bytes: int) -> None:
         """Let `n_bytes` more count as used. The caller holds the store's lock and made room."""
         self._n_bytes += n_bytes
         if self._lock is None:
-            self._lock = new_file(self._folder / _FOLDER / f"{self._name}.lock")
+            self._lock = new_file(self._files.folder / _FOLDER / f"{self._name}.lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._lock.seek(0)
         self._lock.write(b"%d" % self._n_bytes)
         self._lock.flush()
 
 
-def staged_bytes(folder: Path) -> tuple[int, int]:
+def staged_bytes(files: OwnFiles) -> tuple[int, int]:
     """Return how many bytes were announced, and how many of them are on disk. Under the lock."""
     announced = written = 0
-    for path in own_files(folder, _FOLDER):
+    for path in files.paths(_FOLDER):
         try:
             if path.suffix == ".lock":
                 announced += int(path.read_bytes() or 0)
@@ -164,11 +162,11 @@ def staged_bytes(folder: Path) -> tuple[int, int]:
     return max(announced, written), written
 
 
-def sweep_staged(folder: Path) -> int:
+def sweep_staged(files: OwnFiles) -> int:
     """Remove what processes that ended left behind; return how many files. Under the lock."""
-    paths = list(own_files(folder, _FOLDER))
+    paths = list(files.paths(_FOLDER))
     alive = {path.stem for path in paths if path.suffix == ".lock" and _is_locked(path)}
-    return sum(remove(folder, path) for path in paths if path.stem[:8] not in alive)
+    return sum(files.remove(path) for path in paths if path.stem[:8] not in alive)
 
 
 def _is_locked(path: Path) -> bool:

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError, NoAnswer
 from ..units import parse_folder
-from .folder import OBJECTS, check_place, has_own_name, own_files, remove
+from .folder import OBJECTS, OwnFiles, has_own_name
 from .threads import Result, Threads
 
 ANSWER_S, CONNECT_S = 9, 2
@@ -131,7 +131,7 @@ class Objects:
     def _failures(self, name: str) -> Iterator[None]:
         try:
             if self._folder is not None and has_own_name(name):
-                check_place(self._folder, self._folder / name)  # obstore follows links
+                OwnFiles(self._folder).check_place(self._folder / name)  # obstore follows links
             yield
         except FileNotFoundError as error:
             raise FileNotFoundError(name) from error
@@ -168,7 +168,7 @@ class Objects:
     def list(self) -> Iterator[ListedObject]:
         """Yield the objects that servers have put."""
         if self._folder is not None:
-            for path in own_files(self._folder, OBJECTS):
+            for path in OwnFiles(self._folder).paths(OBJECTS):
                 with suppress(FileNotFoundError):  # removed since
                     about = path.lstat()
                     name = path.relative_to(self._folder).as_posix()
@@ -188,7 +188,7 @@ class Objects:
         """
         if self._folder is not None:
             for name in names:
-                remove(self._folder, self._folder / name)
+                OwnFiles(self._folder).remove(self._folder / name)
             return
         with suppress(FileNotFoundError), self._failures(self.url):
             self._obstore.delete(self._opened(), [name for name in names if has_own_name(name)])

@@ -8,59 +8,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 from threading import RLock
-from typing import Any
 
 from sortedcontainers import SortedList
 
-from ..block import Block, Checkpoint, Record
+from ..block import Block, Checkpoint
 from ..errors import PoolFull
 from ..match.tree import FEW, MAX_ALIKE, nearest
 from ..units import show_bytes
-from .tier import RAM
+from .records import RAM, KVBlock
 
 _MAX_GONE = 20_000
 """Evicted blocks and checkpoints that are remembered."""
 _FIRST = -(1 << 62)
 """A checkpoint's place among last resorts: before all blocks."""
-
-
-@dataclass
-class KVBlock:
-    """A block or a checkpoint in RAM: its record, and its KV arrays (opaque to the pool).
-
-    `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
-    it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
-    `read_s` how long that took, until a restore with it has been completed: only then is it as
-    good as one that was computed here. `used` counts up with each use of any entry. `place` is the
-    entry's place in the order of eviction, None while it must stay.
-    """
-
-    block: Record
-    arrays: Any
-    n_bytes: int
-    is_stored: bool = False
-    pins: int = 0
-    prefetched: int = 0
-    tier: str = RAM
-    read_s: float = 0.0
-    used: int = 0
-    place: tuple[bool, int, bytes] | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it must stay: a prompt waits for it, or a commit has no other copy of it."""
-        return self.prefetched > 0 or (self.pins > 0 and not self.is_stored)
-
-    @classmethod
-    def of(cls, block: Record, arrays: Any) -> KVBlock:
-        """Return the entry of a block. Ids and text count: there may be no arrays."""
-        n_bytes = sum(array.nbytes for array in arrays.values())
-        if isinstance(block, Block):
-            n_bytes += len(block.packed_ids) + len(block.text)
-        return cls(block, arrays, n_bytes)
 
 
 class BlockPool:
@@ -81,7 +43,7 @@ class BlockPool:
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
         """Keys of blocks that were evicted lately."""
-        self._lock = RLock()
+        self.lock = RLock()
         self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
         """Bytes of all entries, of those that must stay for now, and of checkpoints."""
         self.n_evicted = 0
@@ -90,7 +52,7 @@ class BlockPool:
         """Tokens of evicted blocks that came back."""
 
     def stats(self) -> dict[str, int]:
-        with self._lock:
+        with self.lock:
             return {
                 "blocks": len(self) - self.n_checkpoints,
                 "checkpoints": self.n_checkpoints,
@@ -116,7 +78,7 @@ class BlockPool:
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         """Return the blocks that continue `parent`; see `BlockSource.children`."""
-        with self._lock:
+        with self.lock:
             siblings = self._children.get(parent, {"text": []})
             if ahead is None or len(siblings["text"]) <= FEW:
                 return siblings["text"][:limit]
@@ -134,7 +96,7 @@ class BlockPool:
             return nearest(ahead, find)
 
     def checkpoints(self, blocks: Iterable[bytes]) -> list[Checkpoint]:
-        with self._lock:
+        with self.lock:
             return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
 
     def put(self, entry: KVBlock) -> KVBlock:
@@ -144,7 +106,7 @@ class BlockPool:
         added.
         """
         block = entry.block
-        with self._lock:
+        with self.lock:
             present = self._entries.get(block.key)
             if present is not None:
                 self._hold([present], entry.pins, entry.prefetched)
@@ -175,7 +137,7 @@ class BlockPool:
         Return what is here under its key, which may be what was there before. Raises PoolFull where
         entries that must stay leave no room for it.
         """
-        with self._lock:
+        with self.lock:
             key, free = entry.block.key, self.max_bytes - self.n_bytes
             reclaimable = self.n_bytes - self.held_bytes
             entry.prefetched += 1
@@ -196,7 +158,7 @@ class BlockPool:
         Their number bounds the cost, not the length of the chain.
         """
         blocks: list[Block] = []
-        with self._lock:
+        with self.lock:
             while (entry := self._entries.get(key)) is not None and not entry.is_stored:
                 if not isinstance(entry.block, Block):
                     break
@@ -209,14 +171,14 @@ class BlockPool:
 
         What a commit pinned and a tier below has may still be evicted, when nothing else is left.
         """
-        with self._lock:
+        with self.lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
             self._hold(pinned, not prefetch, prefetch)
             return pinned
 
     def unpin(self, entries: Iterable[KVBlock], *, prefetch: bool = False) -> None:
         """Let go of what was pinned; it may have been dropped meanwhile."""
-        with self._lock:
+        with self.lock:
             self._hold(entries, -(not prefetch), -prefetch)
             self._evict()
 
@@ -226,7 +188,7 @@ class BlockPool:
         The last block is evicted first. If they are `proven`, a restore with them has been
         completed, so the arrays that were read are right.
         """
-        with self._lock:
+        with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in reversed(entries):
                 self._use(entry)
@@ -235,7 +197,7 @@ class BlockPool:
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
         """Say of entries whether a tier below has them; without, they stay for waiting commits."""
-        with self._lock:
+        with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in entries:
                 self.held_bytes -= entry.n_bytes * entry.is_held
@@ -245,7 +207,7 @@ class BlockPool:
 
     def remove(self, key: bytes) -> None:
         """Remove a checkpoint, or a block with its checkpoints."""
-        with self._lock:
+        with self.lock:
             for one in (key, *self._checkpoints.get(key, ())):
                 if one in self._entries:
                     self._remove(one)
@@ -256,7 +218,7 @@ class BlockPool:
         `written` says whether one that a tier below has is dropped, too. Of a block that is not
         here the checkpoints may be.
         """
-        with self._lock:
+        with self.lock:
             entry = self._entries.get(key)
             if entry is None or (not entry.pins and (written or not entry.is_stored)):
                 self.remove(key)
@@ -267,7 +229,7 @@ class BlockPool:
         Their checkpoints go with them. Blocks that others in RAM continue stay, and so does what
         is about to be used.
         """
-        with self._lock:
+        with self.lock:
             before = self.n_bytes
             for key in reversed(list(chain)):
                 block, at_end = self._entries.get(key), self._checkpoints.get(key, {})
@@ -283,7 +245,7 @@ class BlockPool:
 
         What must stay is evicted later, when it is let go of.
         """
-        with self._lock:
+        with self.lock:
             self.max_bytes = max_bytes
             return self._evict()
 
@@ -292,11 +254,11 @@ class BlockPool:
 
         What prompts or commits wait for stays.
         """
-        with self._lock:
+        with self.lock:
             return self._evict(self.n_bytes - n_bytes, last_resorts=False)
 
     def clear(self) -> None:
-        with self._lock:
+        with self.lock:
             for by_key in (self._entries, self._children, self._checkpoints):
                 by_key.clear()
             self._places.clear()

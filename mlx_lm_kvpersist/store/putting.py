@@ -19,7 +19,7 @@ from ..errors import BlockCorrupt
 from .conversation import Conversation, conversation_key, layout_key, opening_of
 from .objects import surplus
 from .records import Commit
-from .sealed_objects import SealedObjects
+from .shared_objects import SharedObjects
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Putting:
 
     def __init__(
         self,
-        store: SealedObjects,
+        store: SharedObjects,
         content_of: Callable[[Record], bytes],
         chain_of: Callable[[bytes], Sequence[Block]],
         checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],

@@ -6,7 +6,6 @@ Any long-lived thread may read. What is prefetched stays in RAM until it is used
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,8 @@ from itertools import islice
 from ..block import Record, Root
 from ..errors import BlockCorrupt, PoolFull, StoreFormatError
 from ..failures import Failures
-from .pool import BlockPool, KVBlock
+from .pool import BlockPool
+from .records import KVBlock
 from .threads import Threads
 from .tier import ReadTier
 
@@ -39,7 +39,7 @@ class Prefetch:
         self._released = released
         self._is_released = False
         self._entries: list[KVBlock] = []
-        self._lock = threading.Lock()
+        """Changed under the lock of the pool."""
 
     def stop(self) -> None:
         """Read no further than the file that is being read; what is there stays."""
@@ -47,7 +47,7 @@ class Prefetch:
 
     def release(self) -> None:
         """Stop, and unpin everything. Any thread, any number of times."""
-        with self._lock:
+        with self._pool.lock:
             self.stopped = self._is_released = True
             entries, self._entries = self._entries, []
         self._pool.unpin(entries, prefetch=True)
@@ -55,7 +55,7 @@ class Prefetch:
 
     def add(self, entries: Iterable[KVBlock]) -> None:
         """Take pinned entries, to unpin them with the others."""
-        with self._lock:
+        with self._pool.lock:
             if not self._is_released:
                 self._entries += entries
                 return

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
-from ..errors import SealBroken
-from .seal import PLAIN, Sealing
+from ..errors import StoreError
+from .folder import OwnFiles
 
+RAM, DISK, SHARED = "ram", "disk", "shared"
+"""Names of tiers."""
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 
@@ -30,6 +32,42 @@ class StoreLimits:
     """Checkpoints that take no longer to compute again are postponed: see `store/writer.py`."""
     model_share: float = 0.75
     """Most of the disk that one model may fill while others have blocks there."""
+
+
+@dataclass
+class KVBlock:
+    """A block or a checkpoint in RAM: its record, and its KV arrays (opaque to the pool).
+
+    `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
+    it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
+    `read_s` how long that took, until a restore with it has been completed: only then is it as
+    good as one that was computed here. `used` counts up with each use of any entry. `place` is the
+    entry's place in the order of eviction, None while it must stay.
+    """
+
+    block: Record
+    arrays: Any
+    n_bytes: int
+    is_stored: bool = False
+    pins: int = 0
+    prefetched: int = 0
+    tier: str = RAM
+    read_s: float = 0.0
+    used: int = 0
+    place: tuple[bool, int, bytes] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it must stay: a prompt waits for it, or a commit has no other copy of it."""
+        return self.prefetched > 0 or (self.pins > 0 and not self.is_stored)
+
+    @classmethod
+    def of(cls, block: Record, arrays: Any) -> KVBlock:
+        """Return the entry of a block. Ids and text count: there may be no arrays."""
+        n_bytes = sum(array.nbytes for array in arrays.values())
+        if isinstance(block, Block):
+            n_bytes += len(block.packed_ids) + len(block.text)
+        return cls(block, arrays, n_bytes)
 
 
 @dataclass(frozen=True)
@@ -191,22 +229,26 @@ def sidecar_path(folder: Path, session_id: str) -> Path:
     return folder / "sessions" / f"{session_id}.json"
 
 
-def sidecar(session: Session, sealing: Sealing = PLAIN) -> bytes:
-    """Return the content of a session's sidecar; nothing for one that has none."""
-    if session.name is None and not session.pinned:
-        return b""
+def has_sidecar(session: Session) -> bool:
+    return session.name is not None or session.pinned
+
+
+def write_sidecar(session: Session, files: OwnFiles) -> int:
+    """Write the sidecar of a session, if it has one; return its size in bytes."""
+    if not has_sidecar(session):
+        return 0
     content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
-    return sealing.seal(json.dumps(content).encode(), session.id.encode())
+    return files.replace(sidecar_path(files.folder, session.id), json.dumps(content).encode())
 
 
-def read_sidecar(path: Path, sealing: Sealing = PLAIN) -> Session:
+def read_sidecar(path: Path, files: OwnFiles) -> Session:
     """Read the file of a session.
 
     Raises ValueError, TypeError, KeyError or OSError when it is not the file of this session.
     """
     try:
-        content = json.loads(sealing.open(path.read_bytes(), path.stem.encode()))
-    except SealBroken as error:
+        content = json.loads(files.read(path))
+    except StoreError as error:
         raise ValueError(str(error)) from error
     content["root"] = bytes.fromhex(content["root"])
     content["leaf"] = bytes.fromhex(content["leaf"])

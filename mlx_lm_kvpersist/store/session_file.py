@@ -31,17 +31,13 @@ from .disk import DiskStore
 from .files import (
     MALFORMED,
     MAX_HEADER_BYTES,
-    block_path,
-    content_of,
-    open_regular,
     read_file,
     record_in,
-    write_content,
 )
-from .folder import whole_file
-from .index import Index, Leaf, Session
-from .records import Commit, NewFile
-from .seal import SEAL_BYTES, Sealing
+from .folder import OwnFiles, open_regular, whole_file
+from .index import Index
+from .records import Commit, Leaf, NewFile, Session
+from .saving import Saving
 
 SESSION_FORMAT = 1
 """A reader refuses a newer one."""
@@ -211,13 +207,13 @@ def export_parts(
     Raises StoreError when a block is missing or anything is damaged; so do the parts.
     """
     exported: dict[Path, Listed] = {}
-    folder, sealing = index.path.parent, index.sealing
+    files = index.files
     for number, item in enumerate(records):
-        path = block_path(folder, item.key, item.folder, sealing)
+        path = files.path_of(item.key, item.folder)
         try:
-            if read_file(path, sealing)[0] != item:
+            if read_file(path, files)[0] != item:
                 raise BlockCorrupt(f"{path.name}: file and index disagree")
-            exported[path] = Listed.of(content_of(path, sealing))
+            exported[path] = Listed.of(files.read(path))
         except FileNotFoundError as error:
             if isinstance(item, Block):
                 raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
@@ -234,7 +230,7 @@ def export_parts(
         yield header
         for number, (path, listed) in enumerate(exported.items()):
             try:
-                content = content_of(path, sealing)
+                content = files.read(path)
             except FileNotFoundError as error:
                 why = f"{path.name} was removed meanwhile"
                 raise StoreError(f"session {session.id} cannot be exported: {why}") from error
@@ -266,8 +262,8 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
     files = {
         item.key: NewFile(
             item,
-            source.files[number].n_bytes + SEAL_BYTES,
-            partial(_write, source, number, item.key, disk.sealing),
+            disk.files.most_bytes(source.files[number].n_bytes),
+            partial(_write, source, number, disk.files),
         )
         for number, item in enumerate(source.items)
     }
@@ -278,7 +274,7 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
         ends = None if there else leaf
         return Commit(source.root, source.blocks, ends, checkpoints=source.checkpoints)
 
-    (saved,) = disk.save([commit], lambda root, record: files[record.key])
+    (saved,) = Saving(disk, lambda root, record: files[record.key]).save([commit])
     if isinstance(saved, Exception):
         raise saved
     assert saved is not None  # all that is missing comes with the commit
@@ -297,6 +293,6 @@ def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
     return None
 
 
-def _write(source: SessionFile, number: int, key: bytes, sealing: Sealing, path: Path) -> int:
+def _write(source: SessionFile, number: int, files: OwnFiles, path: Path) -> int:
     """Write the file of a block or checkpoint; return its size in bytes."""
-    return write_content(path, source.own_file(number), key, sealing)
+    return files.write(path, source.own_file(number))

@@ -2,7 +2,7 @@
 
 Blocks are content-addressed and never change, so servers need not agree on anything: each puts what
 is not there (`putting`), fetches what a prompt needs before the request is queued (`fetching`), and
-checks all that it gets (`sealed_objects`). What another server computed is found by the ids of a
+checks all that it gets (`shared_objects`). What another server computed is found by the ids of a
 prompt, or by its text through the conversation's own object (`conversation`).
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record
 from .fetching import N_AHEAD, Fetching, Wanted
-from .pool import BlockPool, KVBlock
+from .pool import BlockPool
 from .putting import Putting, RepliesOf
-from .records import Commit, Saved
-from .sealed_objects import SealedObjects
+from .records import Commit, KVBlock, Saved
+from .shared_objects import SharedObjects
 from .threads import Threads
 from .tier import SHARED
 
@@ -38,7 +38,7 @@ class SharedTier:
 
     def __init__(
         self,
-        objects: SealedObjects,
+        objects: SharedObjects,
         content_of: Callable[[Record], bytes],
         chain_of: Callable[[bytes], Sequence[Block]],
         checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],

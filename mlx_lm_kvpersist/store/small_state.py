@@ -12,20 +12,17 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
-from .database import connect
-
-if TYPE_CHECKING:
-    from .index import Index
+from .database import Rows
 
 _MAX_REPLIES = 10_000
 KEPT = 100
 """Records of requests."""
 _MAX_RECORD_CHARS = 4096
-_SEAL_BYTES = 8
+_CHECKSUM_BYTES = 8
 _NOTE = "session "
 """Before a session's id: the key of its note."""
 _SAVED = "saved"
@@ -36,10 +33,10 @@ _HOUR = 60
 class SmallState:
     """Rows of the index that no block needs. Any thread may read; changes need the store's lock."""
 
-    def __init__(self, index: Index) -> None:
-        self._ask, self._ask_in, self._report = index.ask, index.ask_in, index.report
-        self._transaction = index.database.transaction
-        self._sealing = index.sealing
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._ask, self._ask_in = rows.ask, rows.ask_in
+        self._transaction = rows.database.transaction
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of remembered replies, by digest.
@@ -50,9 +47,9 @@ class SmallState:
         query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
         rows = self._ask_in(query, zip(digests), root, types=(bytes, bytes))
         return {
-            digest: sealed[:-_SEAL_BYTES]
-            for digest, sealed in rows
-            if sealed[-_SEAL_BYTES:] == _seal(root, digest, sealed[:-_SEAL_BYTES])
+            digest: value[:-_CHECKSUM_BYTES]
+            for digest, value in rows
+            if value[-_CHECKSUM_BYTES:] == _checksum(root, digest, value[:-_CHECKSUM_BYTES])
         }
 
     def add_replies(self, root: bytes, replies: Mapping[bytes, bytes], used: float) -> None:
@@ -60,7 +57,7 @@ class SmallState:
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
                 [
-                    (root, digest, packed_ids + _seal(root, digest, packed_ids), used)
+                    (root, digest, packed_ids + _checksum(root, digest, packed_ids), used)
                     for digest, packed_ids in replies.items()
                 ],
             )
@@ -70,35 +67,35 @@ class SmallState:
                 (_MAX_REPLIES,),
             )
 
-    def get(self, key: str) -> Any:
+    def _get(self, key: str) -> Any:
         """Return a persisted value; None where there is none, or another than was put."""
-        for (sealed,) in self._ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
-            text = sealed[2 * _SEAL_BYTES :]
-            return json.loads(text) if sealed == _sealed(key, text) else None
+        for (value,) in self._ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
+            text = value[2 * _CHECKSUM_BYTES :]
+            return json.loads(text) if value == _checked(key, text) else None
         return None
 
-    def put(self, key: str, value: Any) -> None:
+    def _put(self, key: str, content: Any) -> None:
         """Persist a JSON value, in place of any before. This needs no lock of the store."""
         try:
             with self._transaction() as db:
-                row = key, _sealed(key, json.dumps(value))
+                row = key, _checked(key, json.dumps(content))
                 db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
         except (OSError, sqlite3.Error) as error:
-            self._report("keep a note", error)
+            self._rows.report("keep a note", error)
 
     def note(self, session_id: str) -> dict[str, str]:
         """Return what people know a session by: its `title`, `client`, first `words`, each if any.
 
         A title is given by the operator; words are there only if text is stored.
         """
-        note: dict[str, str] = self.get(f"{_NOTE}{session_id}") or {}
+        note: dict[str, str] = self._get(f"{_NOTE}{session_id}") or {}
         return note
 
     def add_note(self, session_id: str, **said: str) -> None:
         """Add to the note of a session."""
         before = self.note(session_id)
         if (after := before | said) != before:
-            self.put(f"{_NOTE}{session_id}", after)
+            self._put(f"{_NOTE}{session_id}", after)
 
     def forget_note(self, session_id: str) -> None:
         with self._transaction() as db:
@@ -118,13 +115,13 @@ class SmallState:
 
         Of the others it was not known how long they take to compute.
         """
-        return self.get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
+        return self._get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
 
     def salvage(self, path: Path) -> None:
         """Add the persisted values of another index, as far as they can be read."""
         with (
             suppress(sqlite3.Error, UnicodeDecodeError),
-            closing(connect(path, self._sealing)) as damaged,
+            closing(self._rows.database.files.connect(path)) as damaged,
         ):
             for row in damaged.execute("SELECT key, value FROM state"):
                 with self._transaction() as db:
@@ -172,7 +169,7 @@ class SmallState:
         if n_reused := record.get("reused_tokens", 0):
             saved, seconds = self.saved(), record.get("saved_s")
             new = {"tokens": n_reused, "timed": n_reused * bool(seconds), "seconds": seconds or 0.0}
-            self.put(_SAVED, {name: saved[name] + more for name, more in new.items()})
+            self._put(_SAVED, {name: saved[name] + more for name, more in new.items()})
         about = json.dumps(record)
         if len(about) > _MAX_RECORD_CHARS:
             return
@@ -204,13 +201,13 @@ class SmallState:
                     db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
 
 
-def _seal(*parts: bytes) -> bytes:
+def _checksum(*parts: bytes) -> bytes:
     return xxhash.xxh3_64_digest(b"".join(parts))
 
 
-def _sealed(key: str, text: str) -> str:
+def _checked(key: str, text: str) -> str:
     """Return a value's text behind its checksum: what is computed depends on it."""
-    return _seal(key.encode(), text.encode()).hex() + text
+    return _checksum(key.encode(), text.encode()).hex() + text
 
 
 def _minute() -> int:

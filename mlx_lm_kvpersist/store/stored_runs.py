@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from threading import Lock, Thread
+from threading import Thread
 
 from ..block import BLOCK_TOKENS, Block, Root
 from ..match.runs import Runs
@@ -27,7 +27,6 @@ class StoredRuns:
         self._index = index
         self._known: tuple[object, Root, Runs] | None = None
         self._n_cleared = 0
-        self._changing = Lock()
         self._reads = Thread()
 
     def read(self, root: Root) -> bool:
@@ -48,9 +47,8 @@ class StoredRuns:
 
     def clear(self) -> None:
         """Know nothing until it is read again. Any thread."""
-        with self._changing:
-            self._n_cleared += 1
-            self._known = None
+        self._n_cleared += 1
+        self._known = None
 
     def _read(self, root: Root) -> None:
         n_cleared, known = self._n_cleared, self._known
@@ -64,9 +62,9 @@ class StoredRuns:
         except Exception:
             logger.debug("kvpersist: stored ids could not be read", exc_info=True)
             return
-        with self._changing:
-            if self._n_cleared == n_cleared:
-                self._known = read
+        self._known = read
+        if self._n_cleared != n_cleared:  # cleared since it was read, or just now
+            self._known = None
 
 
 def _joined(blocks: Sequence[Block]) -> bytes:

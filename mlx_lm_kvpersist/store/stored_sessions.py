@@ -100,7 +100,7 @@ class StoredSessions:
         """Pin a session, so that it is never removed from disk to make room, or let it go."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
-            session = disk.files.set_pinned(_session(disk, session_id), pinned)
+            session = disk.set_pinned(_session(disk, session_id), pinned)
             return {"id": session.id, "pinned": session.pinned}
 
         return self.changed(change)
@@ -160,7 +160,7 @@ class StoredSessions:
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
             with disk.lock.held():
                 session, before = _session(disk, session_id), disk.index.totals().n_bytes
-                gone = disk.files.remove_session(session)
+                gone = disk.remove_session(session)
                 disk.index.state.forget_requests([session.name])
                 freed = before - disk.index.totals().n_bytes
             self._store.writer.withdraw(gone)
@@ -233,8 +233,8 @@ class StoredSessions:
             newest, *others = branches
             for one in others:
                 if one.pinned and one.root == newest.root:
-                    disk.files.set_pinned(one, False)
-            disk.files.set_pinned(newest, True)
+                    disk.set_pinned(one, False)
+            disk.set_pinned(newest, True)
             return {"id": newest.id, "name": name, "tokens": newest.n_tokens, "pinned": True}
 
         return self.changed(change)

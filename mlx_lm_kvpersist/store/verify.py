@@ -15,13 +15,12 @@ from pathlib import Path
 from ..block import Block, Checkpoint
 from ..errors import StoreError
 from .disk import DiskStore
-from .files import block_path, checkpoint_path, read_file
-from .folder import own_files
-from .index import Index, Session
+from .files import read_file
+from .folder import OwnFiles
+from .index import Index
 from .lock import StoreLock
 from .rebuild import rebuild_index
-from .records import read_sidecar, sidecar_path
-from .seal import Sealing
+from .records import Session, has_sidecar, read_sidecar, sidecar_path
 
 
 class Fault(str, Enum):
@@ -69,7 +68,7 @@ def find_problems(
         *(
             partial(_check_file, folder, index, path)
             for name in ("blocks", "checkpoints", "sessions")
-            for path in sorted(own_files(folder, name))
+            for path in sorted(index.files.paths(name))
         ),
         *(partial(_check_session, folder, index, session.id) for session in index.sessions()),
     ]
@@ -94,20 +93,20 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
     with disk.lock.held():
         if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
             # First: a file that a damaged row does not name is not left behind.
-            rebuild_index(disk.folder, disk.sealing)
+            rebuild_index(disk.files)
         # The fault may be gone since, or be another one.
         now = [again for problem in problems if (again := problem.check())]
         for problem in now:
             if problem.fault is Fault.CORRUPT:
-                disk.files.quarantine(bytes.fromhex(problem.subject), problem.reason)
+                disk.quarantine(bytes.fromhex(problem.subject), problem.reason)
             elif problem.fault is Fault.UNREACHABLE:
-                disk.files.forget(bytes.fromhex(problem.subject))
-        disk.files.sweep()  # rows without a file, files without a row
+                disk.forget(bytes.fromhex(problem.subject))
+        disk.sweep()  # rows without a file, files without a row
         for session in disk.index.sessions():
             if _end_of(disk.index, session) is not None:
-                disk.files.remove_session(session)
+                disk.remove_session(session)
             elif _check_session(disk.folder, disk.index, session.id) is not None:
-                disk.files.set_pinned(session, session.pinned)  # writes its file anew
+                disk.set_pinned(session, session.pinned)  # writes its file anew
         disk.index.database.empty_log()
 
 
@@ -122,9 +121,9 @@ def _check_block(
     problem = partial(Problem, subject=key.hex())
     if key not in index:
         return None
-    path = (checkpoint_path if is_checkpoint else block_path)(folder, key, sealing=index.sealing)
+    path = index.files.path_of(key, Checkpoint.folder if is_checkpoint else Block.folder)
     try:
-        block, root, _ = read_file(path, index.sealing)
+        block, root, _ = read_file(path, index.files)
         size = path.stat().st_size
     except FileNotFoundError:
         return problem(Fault.MISSING, reason=f"{path.name} is not there")
@@ -160,7 +159,7 @@ def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
     if path.parent == folder / "sessions":
         known = path.suffix == ".json" and index.session(path.stem) is not None
     else:
-        key, table = index.sealing.key_of(path.stem), path.relative_to(folder).parts[0]
+        key, table = index.files.key_of(path), path.relative_to(folder).parts[0]
         known = bool(index.ask(f"SELECT 1 FROM {table} WHERE key = ?", key))
     if known or not path.exists():
         return None
@@ -172,8 +171,8 @@ def _check_session(folder: Path, index: Index, session_id: str) -> Problem | Non
     if session is None:
         return None
     reason = _end_of(index, session)
-    if reason is None and (session.name is not None or session.pinned):
-        reason = _disagreement(sidecar_path(folder, session_id), session, index.sealing)
+    if reason is None and (has_sidecar(session)):
+        reason = _disagreement(sidecar_path(folder, session_id), session, index.files)
     return None if reason is None else Problem(Fault.SESSION, session_id, reason)
 
 
@@ -187,10 +186,10 @@ def _end_of(index: Index, session: Session) -> str | None:
     return None
 
 
-def _disagreement(path: Path, session: Session, sealing: Sealing) -> str | None:
+def _disagreement(path: Path, session: Session, files: OwnFiles) -> str | None:
     """Say what a rebuilt index would get wrong of a session."""
     try:
-        kept = read_sidecar(path, sealing)
+        kept = read_sidecar(path, files)
     except (ValueError, TypeError, KeyError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
     for name in ("name", "pinned", "root", "leaf"):

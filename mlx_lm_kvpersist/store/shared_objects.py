@@ -1,4 +1,4 @@
-"""A shared store's objects by key: sealed and named, checked, counted, and left alone if it fails.
+"""A shared store's objects by key: encrypted, named, checked, counted; left alone if it fails.
 
 An object is a block's or a checkpoint's file, or a conversation. A damaged object is a miss. It is
 counted, and replaced when this server has its content. Any thread.
@@ -14,11 +14,11 @@ from ..block import KEY_BYTES, Root
 from ..errors import BlockCorrupt, NoAnswer, StoreError, StoreFormatError
 from ..failures import Failures
 from .conversation import DAMAGED, MAX_BYTES, Conversation, conversation_key, layout_key
+from .encryption import Encryption
 from .files import read_content
 from .folder import OBJECTS
 from .objects import Objects, TimedObjects
-from .pool import KVBlock
-from .seal import Sealing
+from .records import KVBlock
 from .tier import SHARED
 
 logger = logging.getLogger(__name__)
@@ -52,15 +52,15 @@ class Breaker:
         self.failed_with = ""
 
 
-class SealedObjects:
+class SharedObjects:
     """What one server gets from a shared store and puts there.
 
     Raises what `TimedObjects` does, but no FileNotFoundError. The tables of keys are bounded.
     """
 
-    def __init__(self, objects: Objects, sealing: Sealing, failures: Failures) -> None:
+    def __init__(self, objects: Objects, encryption: Encryption, failures: Failures) -> None:
         self.objects = TimedObjects(objects)
-        self._sealing, self.failures = sealing, failures
+        self._encryption, self.failures = encryption, failures
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
         )
@@ -96,7 +96,7 @@ class SealedObjects:
 
     def path(self, key: bytes) -> str:
         """Return the name of an object. All but its hash is the same in every store."""
-        name = self._sealing.name(key)
+        name = self._encryption.object_name(key)
         return f"{OBJECTS}/{name[:2]}/{name}"
 
     # Get.
@@ -140,9 +140,9 @@ class SealedObjects:
 
     def _get(self, key: bytes, max_bytes: int) -> bytes | None:
         try:
-            sealed = self.objects.get(self.path(key), max_bytes)
-            return self._sealing.open(sealed, key)
-        except FileNotFoundError:
+            content = self.objects.get(self.path(key), max_bytes)
+            return self._encryption.decrypt(content, key)
+        except (FileNotFoundError, StoreFormatError):
             return None
         except NoAnswer as error:
             self.reads.failed(error)
@@ -186,7 +186,7 @@ class SealedObjects:
         return False
 
     def put(self, key: bytes, content: bytes) -> None:
-        self.objects.put(self.path(key), self._sealing.seal(content, key))
+        self.objects.put(self.path(key), self._encryption.encrypt(content, key))
         self.counts["written"] += 1
         self.counts["written_bytes"] += len(content)
         self._bad.discard(key)
