@@ -87,7 +87,7 @@ def verify(args: argparse.Namespace) -> int:
                 left = _problems(folder, disk.index)
             totals = disk.index.totals()
     else:
-        with reading(args, whole=True) as index:
+        with reading(args, reads_all=True) as index:
             left = problems = _problems(folder, index)
             totals = index.totals()
     if not problems:

@@ -51,8 +51,8 @@ class RamFirst:
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        found = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
-        return list(found) or self.store.children(parent, ahead, limit)  # evicted since
+        children = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
+        return list(children) or self.store.children(parent, ahead, limit)  # evicted since
 
 
 class BlockStore:
@@ -77,7 +77,7 @@ class BlockStore:
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
-        self.disk = DiskStore(folder, limits, whole=False, encryption=encryption)
+        self.disk = DiskStore(folder, limits, reads_all=False, encryption=encryption)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
@@ -225,10 +225,10 @@ class BlockStore:
             blocks=(*unwritten, *commit.blocks),
             checkpoints=() if later else commit.checkpoints,
         )
-        task, later_task = (self._task(made, entries) for made in (commit, postponed))
+        task, later_task = (self._task(part_commit, entries) for part_commit in (commit, postponed))
         self.pool.touch(keys)
         self.n_changes += 1
-        self.writer.withdraw([*goes_on, *(one.block for one in commit.superseded)])
+        self.writer.withdraw([*goes_on, *(checkpoint.block for checkpoint in commit.superseded)])
         self.turns_not_saved += self.writer.submit_commit(task)
         if later:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
@@ -261,10 +261,11 @@ class BlockStore:
         Also those that are known from turns alone that wait to be written.
         """
         keys = [block.key for block in chain]
-        others = [one.leaf for one in self.view.sessions_at(*keys) if one.name != session]
+        stored = self.view.sessions_at(*keys)
+        leaf_keys = [ending.leaf for ending in stored if ending.name != session]
         leaves = (commit.leaf for commit in self.writer.commits() if commit.leaf)
-        others += [leaf.key for leaf in leaves if leaf.name != session]
-        return set(keys).intersection(others)
+        leaf_keys += [leaf.key for leaf in leaves if leaf.name != session]
+        return set(keys).intersection(leaf_keys)
 
     def forks(self, chain: Sequence[Block]) -> set[bytes]:
         """Return the keys of a chain's blocks after which another conversation goes on, too."""
@@ -318,19 +319,19 @@ class BlockStore:
         knows them, and no folder is looked at. "written_last_hour_bytes" are those of all
         processes, before this one, too; "written_turn_bytes" is the mean of this one's turns.
         """
-        found: dict[str, dict[str, Any]]
-        found = {
+        tiers: dict[str, dict[str, Any]]
+        tiers = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
             for tier in (self.pool, *self.lower)
         }
         with self.index.asked_once() as index:
             last_hour_bytes = index.state.written_last_hour()
             if all_files:
-                found["disk"]["bytes"] = self.disk.used_bytes()
+                tiers["disk"]["bytes"] = self.disk.used_bytes()
         n_turns = self.turns_saved
         return {
             "folder": str(self.folder),
-            "tiers": found,
+            "tiers": tiers,
             "written_last_hour_bytes": last_hour_bytes,
             "written_turn_bytes": self.disk.n_written_bytes // n_turns if n_turns else None,
             "queue": {
@@ -399,8 +400,8 @@ class BlockStore:
         # A full disk fails here with one error and there with another.
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
         self._failures.add(kind)
-        said = "cannot %s: %s; serving goes on from memory"
-        self.failures.add(said, what, error, kind=kind, level=logging.ERROR)
+        message = "cannot %s: %s; serving goes on from memory"
+        self.failures.add(message, what, error, kind=kind, level=logging.ERROR)
 
 
 def _queue_bytes(max_ram_bytes: int) -> int:

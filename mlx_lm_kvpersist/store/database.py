@@ -193,14 +193,14 @@ class Rows:
         return [row for row in rows if all(map(isinstance, row, types))]
 
     def ask_in(
-        self, sql: str, given: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
+        self, sql: str, keys: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
     ) -> list[Any]:
         """Return the rows that answer a question about any number of `given` rows.
 
         `sql` takes the `values` first, and then `VALUES {}`.
         """
         answers: list[Any] = []
-        left = iter(given)
+        left = iter(keys)
         while some := list(islice(left, _MOST_AT_ONCE)):
             rows = ", ".join(f"({', '.join('?' * len(row))})" for row in some)
             answers += self.ask(sql.format(rows), *values, *chain.from_iterable(some), types=types)

@@ -63,8 +63,8 @@ class DiskStore:
     """The folder of a store: its index, and its files within limits.
 
     Opening takes the folder into use: it is made, 0700, when missing, and its index is rebuilt
-    when that is missing or damaged; only then is the lock taken. Damage within it is found if the
-    `whole` is read, which takes longer the more the store holds; else by `check_index`. `lock` is
+    when that is missing or damaged; only then is the lock taken. If `reads_all`, damage within it
+    is found, which takes longer the more the store holds; else `check_index` finds it. `lock` is
     held while files or index change. Raises StoreError when the folder cannot be used.
     """
 
@@ -73,7 +73,7 @@ class DiskStore:
         folder: Path,
         limits: StoreLimits,
         *,
-        whole: bool = True,
+        reads_all: bool = True,
         encryption: Encryption = PLAIN,
     ) -> None:
         self.folder = folder
@@ -94,7 +94,7 @@ class DiskStore:
             self.files.take_into_use()
             if not os.access(folder, os.W_OK):  # SQLite would say less
                 raise PermissionError(errno.EACCES, "Permission denied", str(folder))
-            index = partial(Index, folder / "index.sqlite", self.files, whole=whole)
+            index = partial(Index, folder / "index.sqlite", self.files, reads_all=reads_all)
             self.index = self._opened(index)
         except (OSError, sqlite3.Error) as error:
             if is_locked(error):
@@ -160,10 +160,10 @@ class DiskStore:
             self.files.remove(self.files.path_of(key, Block.folder))
             keys = {key, *went.checkpoints}
             self.forgotten(keys)
-            for one in keys:
-                self.files.remove(self.files.path_of(one, Checkpoint.folder))
+            for removed_key in keys:
+                self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
                 if why is not None:
-                    self.gone[one] = why
+                    self.gone[removed_key] = why
             while len(self.gone) > _MAX_GONE:
                 self.gone.popitem(last=False)
             return went
@@ -209,13 +209,13 @@ class DiskStore:
                 # Or what its rows do not tell would be removed.
                 rebuild_index(self.files)
             for name in FOLDERS:
-                known, present = self.index.keys(name), set[bytes]()
+                indexed, present = self.index.keys(name), set[bytes]()
                 for path in self.files.paths(name):
-                    if (key := self.files.key_of(path)) in known:
+                    if (key := self.files.key_of(path)) in indexed:
                         present.add(key)
                     else:
                         n_swept += self.files.remove(path)
-                for key in known - present:
+                for key in indexed - present:
                     self.forget(key)
                     n_swept += 1
             for key in self.index.unreachable():
@@ -233,8 +233,8 @@ class DiskStore:
     def used_bytes(self) -> int:
         """Return the size of the store's files, and of those that are announced."""
         totals = self.index.totals()
-        others = self.files.n_bytes(*INDEX_FILES, "quarantine")
-        return totals.n_bytes + totals.sidecar_bytes + others + staged_bytes(self.files)[0]
+        other_bytes = self.files.n_bytes(*INDEX_FILES, "quarantine")
+        return totals.n_bytes + totals.sidecar_bytes + other_bytes + staged_bytes(self.files)[0]
 
     def free_bytes(self) -> int:
         """Return the free space of the volume, less what is announced and not yet written."""
@@ -295,9 +295,16 @@ class DiskStore:
                 return True
             pinned = self.index.pinned_blocks()
             model, over_share = self._over_share(n_bytes, root, too_much)
-            first = {one: self._first(one, keep, pinned) for one in self.index.models()}
+            first = {
+                fingerprint: self._first(fingerprint, keep, pinned)
+                for fingerprint in self.index.models()
+            }
             while too_much > 0:
-                victims = {one: victim for one, victim in first.items() if victim is not None}
+                victims = {
+                    fingerprint: victim
+                    for fingerprint, victim in first.items()
+                    if victim is not None
+                }
                 if not victims:
                     self.index.database.empty_log()  # the rows of what went take room no longer
                     return self._excess(n_bytes) <= 0
@@ -321,8 +328,8 @@ class DiskStore:
         The share is one of what the store can have: other files may have filled the volume.
         """
         sizes = Counter({root.fingerprint: n_bytes} if root is not None else {})
-        for one, totals in self.index.roots():
-            sizes[one.fingerprint] += totals.n_bytes
+        for own_root, totals in self.index.roots():
+            sizes[own_root.fingerprint] += totals.n_bytes
         if len(sizes) < 2:
             return "", 0
         ((model, most),) = sizes.most_common(1)
@@ -380,10 +387,10 @@ class DiskStore:
             chain = [block for block, _ in self.index.chain(session.leaf)]
             roots = {root.key: root for root, _ in self.index.roots()}
             own = roots.pop(session.root, None)
-            others = [root for root in roots.values() if own and own.shares_tenant(root)]
+            other_roots = [root for root in roots.values() if own and own.shares_tenant(root)]
             self.index.remove_session(session.id)
             self.remove_sidecar(session.id)
-            for blocks in (chain, *(self._same_tokens(chain, root) for root in others)):
+            for blocks in (chain, *(self._same_tokens(chain, root) for root in other_roots)):
                 for block in reversed(blocks):
                     key = block.key
                     if self.index.sessions_at(key) or self.index.children(key, limit=1):
@@ -395,15 +402,17 @@ class DiskStore:
 
     def _same_tokens(self, chain: Sequence[Block], root: Root) -> list[Block]:
         """Return the blocks below another root of a chain's tokens, or of the first of them."""
-        found: list[Block] = []
+        same: list[Block] = []
         for block in chain:
-            parent = found[-1].key if found else root.key
-            there = self.index.children(parent, block.packed_ids)
-            its = [one for one in there if block.packed_ids.startswith(one.packed_ids)]
-            if not its:
+            parent = same[-1].key if same else root.key
+            children = self.index.children(parent, block.packed_ids)
+            beginnings = [
+                child for child in children if block.packed_ids.startswith(child.packed_ids)
+            ]
+            if not beginnings:
                 break
-            found.append(max(its, key=lambda one: one.n_tokens))
-        return found
+            same.append(max(beginnings, key=lambda block: block.n_tokens))
+        return same
 
     def remove_sidecar(self, session_id: str) -> None:
         self.files.remove(sidecar_path(self.folder, session_id))

@@ -38,7 +38,7 @@ class DiskTier:
         self._failed = failed
 
     def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
-        return [one for one, _ in self.view.checkpoints(blocks)]
+        return [checkpoint for checkpoint, _ in self.view.checkpoints(blocks)]
 
     def chain(self, leaf: bytes) -> list[Block]:
         """Return the blocks from the root to a leaf; none if a block is missing."""
@@ -49,8 +49,8 @@ class DiskTier:
 
     def load(self, block: Record, root: Root) -> Arrays:
         path = self.disk.files.path_of(block.key, block.folder)
-        found, its_root, arrays = read_file(path, self.disk.files)
-        if found != block:
+        record, its_root, arrays = read_file(path, self.disk.files)
+        if record != block:
             raise BlockCorrupt(f"{path.name}: file and index disagree")
         if its_root.key != root.key:
             raise BlockCorrupt(f"{block} belongs to another model")

@@ -124,12 +124,12 @@ class Fetching:
         self._ask(wanted.keys()[:1])
         beyond: list[bytes] = []
         try:
-            found, note = coming.result(self._left_s())
-            if found.replies:
-                wanted = self._wanted = wanted.learn(found.replies)
-            self._plan = wanted.plan(found)
+            conversation, note = coming.result(self._left_s())
+            if conversation.replies:
+                wanted = self._wanted = wanted.learn(conversation.replies)
+            self._plan = wanted.plan(conversation)
             beyond = self._beyond()
-            self._fetch([*(one.key for one, _ in self._plan.missing), *beyond])
+            self._fetch([*(record.key for record, _ in self._plan.missing), *beyond])
             return note
         finally:
             self._land(beyond)
@@ -143,13 +143,13 @@ class Fetching:
         begin alike the newest one is found.
         """
         wanted = self._wanted
-        own = [*(one.key for one in wanted.chain), *wanted.keys()]
-        path = [one.key for one in self._full_path]
+        own = [*(block.key for block in wanted.chain), *wanted.keys()]
+        path = [block.key for block in self._full_path]
         return own[max(len(path), len(wanted.chain)) :] if own[: len(path)] == path else []
 
     @property
     def _full_path(self) -> list[Block]:
-        return [one for one in self._plan.path if one.n_tokens == BLOCK_TOKENS]
+        return [block for block in self._plan.path if block.n_tokens == BLOCK_TOKENS]
 
     def _fetch(self, keys: Sequence[bytes]) -> None:
         """Fetch in order, up to the first that is not there."""
@@ -186,15 +186,17 @@ class Fetching:
 
     def _land(self, beyond: Sequence[bytes]) -> None:
         """Put what has come into RAM, as far as it is one chain with what is here."""
-        missing, got = {one.key for one, _ in self._plan.missing}, self._got
-        is_here = takewhile(lambda one: one.key in got or one.key not in missing, self._plan.path)
+        missing, got = {record.key for record, _ in self._plan.missing}, self._got
+        is_here = takewhile(
+            lambda block: block.key in got or block.key not in missing, self._plan.path
+        )
         chain = list(is_here)
         more = [got[key].block for key in takewhile(got.__contains__, beyond)]
         if more:
             before = max(self._wanted.chain, self._full_path, key=len)
-            chain = [*before, *(one for one in more if isinstance(one, Block))]
-        ends = {one.key for one in chain}
-        entries = [one for one in got.values() if _block_of(one.block) in ends]
+            chain = [*before, *(block for block in more if isinstance(block, Block))]
+        ends = {block.key for block in chain}
+        entries = [entry for entry in got.values() if _block_of(entry.block) in ends]
         read_s = (time.monotonic() - self._started_s) / max(1, len(got))
         for entry in entries:
             entry.read_s = read_s

@@ -228,7 +228,7 @@ def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, s
                 raise ValueError("it holds no whole tokens")
         text.encode()  # else SQLite does not take it
         texts = (root.fingerprint, root.layout, root.namespace, root.session, root.model)
-        if not all(isinstance(one, str) for one in texts) or type(root.with_text) is not bool:
+        if not all(isinstance(value, str) for value in texts) or type(root.with_text) is not bool:
             raise TypeError("its root has the wrong types")
         if not record.is_genuine:
             raise ValueError(f"what {record} says of itself does not hash to its key")

@@ -47,7 +47,7 @@ class Index(Rows):
 
     Opening makes it where it is missing or empty, unless `create` is false: then it raises
     FileNotFoundError. Raises StoreFormatError when another version wrote it and
-    sqlite3.DatabaseError when it is damaged. `whole`: see `prepare`. `files` are those of the
+    sqlite3.DatabaseError when it is damaged. `reads_all`: see `prepare`. `files` are those of the
     store; by default they are not encrypted.
     """
 
@@ -57,7 +57,7 @@ class Index(Rows):
         files: OwnFiles | None = None,
         *,
         create: bool = True,
-        whole: bool = True,
+        reads_all: bool = True,
     ) -> None:
         self.path = path
         self.files = files or OwnFiles(path.parent)
@@ -65,12 +65,12 @@ class Index(Rows):
         self._hidden: Collection[bytes] = ()
         self.state = SmallState(self)
         try:
-            self.reopen(create=create, whole=whole)
+            self.reopen(create=create, reads_all=reads_all)
         except BaseException:
             self.close()
             raise
 
-    def reopen(self, *, create: bool = True, whole: bool = True) -> None:
+    def reopen(self, *, create: bool = True, reads_all: bool = True) -> None:
         """Use the file that is at the path now. Raises what opening raises."""
         try:
             with self.database.opening:
@@ -80,7 +80,7 @@ class Index(Rows):
                     raise FileNotFoundError(self.path)
                 self.database.reopen()
                 db = self.database.connection
-            if prepare(db, self.path, whole=whole):
+            if prepare(db, self.path, reads_all=reads_all):
                 self.database.empty_log()
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
@@ -181,8 +181,8 @@ class Index(Rows):
         """Return the blocks from the root to `leaf` with their sizes; empty if one is missing."""
         chain: list[tuple[Block, int]] = []
         key = leaf
-        while (found := self.block(key)) is not None:
-            node, root, n_bytes = found
+        while (row := self.block(key)) is not None:
+            node, root, n_bytes = row
             if chain and node.start >= chain[-1][0].start:
                 break  # a damaged index may go round in circles
             chain.append((node, n_bytes))
@@ -281,8 +281,10 @@ class Index(Rows):
             zip(blocks),
             types=(bytes, bytes, str, int, int),
         )
-        found = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
-        return [one for one in found if one[0].is_genuine and one[0].key not in hidden]
+        checkpoints = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
+        return [
+            entry for entry in checkpoints if entry[0].is_genuine and entry[0].key not in hidden
+        ]
 
     # Sessions.
 
@@ -341,24 +343,24 @@ class Index(Rows):
 
     def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
         """Return the largest roots, of all tenants or of the tenant of a root, with totals."""
-        about = tenant.tenant_json if tenant is not None else ""
+        tenant_json = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
             "JOIN roots ON key = totals.root WHERE instr(about, ?) "
             "ORDER BY block_bytes DESC LIMIT ?",
-            about,
+            tenant_json,
             limit,
         )
-        read = ((read_root(key, about), Totals(*numbers)) for key, about, *numbers in rows)
+        read = ((read_root(key, root_json), Totals(*numbers)) for key, root_json, *numbers in rows)
         return [(root, totals) for root, totals in read if root is not None]
 
     def models(self) -> list[str]:
         """Return the fingerprints of the models that have blocks, one look-up for each."""
-        found: list[str] = []
+        models: list[str] = []
         query = "SELECT min(model) FROM blocks WHERE n_children = 0 AND model > ?"
-        while rows := self.ask(query, found[-1] if found else "", types=(str,)):
-            found.append(rows[0][0])
-        return found
+        while rows := self.ask(query, models[-1] if models else "", types=(str,)):
+            models.append(rows[0][0])
+        return models
 
     def root(self, key: bytes) -> Root | None:
         rows = self.ask("SELECT about FROM roots WHERE key = ?", key)

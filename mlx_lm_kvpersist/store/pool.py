@@ -208,9 +208,9 @@ class BlockPool:
     def remove(self, key: bytes) -> None:
         """Remove a checkpoint, or a block with its checkpoints."""
         with self.lock:
-            for one in (key, *self._checkpoints.get(key, ())):
-                if one in self._entries:
-                    self._remove(one)
+            for record_key in (key, *self._checkpoints.get(key, ())):
+                if record_key in self._entries:
+                    self._remove(record_key)
 
     def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
         """Do what `remove` does, unless a commit waits to be written with this block or checkpoint.
@@ -362,9 +362,9 @@ class BlockPool:
             is_gone = not self._entries[key].is_stored
             self._evict_one(key)
             # Checkpoints of a block that is nowhere else would be of no use.
-            for one in list(self._checkpoints.get(key, ())) if is_gone else ():
-                if not self._entries[one].pins and not self._entries[one].prefetched:
-                    self._evict_one(one)
+            for checkpoint in list(self._checkpoints.get(key, ())) if is_gone else ():
+                if not self._entries[checkpoint].pins and not self._entries[checkpoint].prefetched:
+                    self._evict_one(checkpoint)
         return before - self.n_bytes
 
     def _evict_one(self, key: bytes) -> None:

@@ -92,16 +92,16 @@ class Putting:
 
         Blocks that are not full are left out unless the turn has ended: no prompt finds them.
         """
-        blocks = [one for one in commit.blocks if commit.leaf or one.n_tokens == BLOCK_TOKENS]
+        blocks = [block for block in commit.blocks if commit.leaf or block.n_tokens == BLOCK_TOKENS]
         records: list[Record] = [*blocks, *commit.checkpoints]
-        unseen = [one for one in records if not self._store.is_seen(one.key)]
+        unseen = [record for record in records if not self._store.is_seen(record.key)]
         before = [commit.parent] if commit.leaf and commit.parent != commit.root.key else []
         new: list[Record | _Turn | bytes] = [*before, *unseen, *self._new_of(commit)]
         with self._changed:
             if len(self._waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
                 return False
-            self._waiting += ((one, 0) for one in new)
+            self._waiting += ((item, 0) for item in new)
             self._changed.notify_all()
         return True
 
@@ -116,7 +116,7 @@ class Putting:
                 self._turns.popitem(last=False)
             new.append(turn)
         else:
-            ends = dict.fromkeys(one.block for one in commit.checkpoints)
+            ends = dict.fromkeys(checkpoint.block for checkpoint in commit.checkpoints)
             new += [self._turns[end] for end in ends if end in self._turns]
         if commit.replies and commit.messages:
             new.append(_Turn(commit.root, commit.messages, replies=commit.replies))
@@ -165,8 +165,8 @@ class Putting:
                     self._waiting.append((item, n_failed))
                 else:
                     store.counts["not_written"] += 1
-                    said = "an object cannot be put into the shared store: %s"
-                    store.failures.add(said, str(error) or repr(error))
+                    message = "an object cannot be put into the shared store: %s"
+                    store.failures.add(message, str(error) or repr(error))
             self._waiting.popleft()
         if store.counts["written"] > n_before:
             store.writes.worked()
@@ -188,13 +188,13 @@ class Putting:
         if new.leaf is not None and not (chain := tuple(self._chain_of(new.leaf))):
             return  # it was evicted, or removed
         opening = opening_of(new.messages, chain[0].packed_ids if chain else b"")
-        there, _ = store.conversation(root, opening)
-        checkpoints = there.checkpoints
+        stored, _ = store.conversation(root, opening)
+        checkpoints = stored.checkpoints
         if chain:
             checkpoints = tuple(self._checkpoints_of([block.key for block in chain]))
-        known = {} if new.leaf is None else self._replies_of(root, new.messages)
-        replies = {**there.replies, **known, **new.replies}
-        now = Conversation(chain or there.chain, checkpoints, replies)
+        remembered = {} if new.leaf is None else self._replies_of(root, new.messages)
+        replies = {**stored.replies, **remembered, **new.replies}
+        now = Conversation(chain or stored.chain, checkpoints, replies)
         store.put(conversation_key(root, opening), now.packed())
         if store.lacks(layout := layout_key(root, opening)):
             store.put(layout, root.layout.encode())
@@ -206,7 +206,7 @@ class Putting:
         self._prune_at_s = time.monotonic() + PRUNE_S
         try:
             old = surplus(self._store.objects.list(), None, self._max_bytes)
-            self._store.objects.delete([one.name for one in old])
+            self._store.objects.delete([item.name for item in old])
         except Exception as error:  # listing may be forbidden where putting is not
             if self._store.answers():
                 self._store.failures.add("the shared store's size cannot be kept: %s", error)

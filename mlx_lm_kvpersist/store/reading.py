@@ -114,9 +114,9 @@ class Reader:
         """
         prefetch = Prefetch(self.pool, self._prefetches.discard)
         self._prefetches.add(prefetch)
-        there = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
-        prefetch.add(there.values())
-        left = [one for one in wanted if one[0].key not in there]
+        present = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
+        prefetch.add(present.values())
+        left = [item for item in wanted if item[0].key not in present]
 
         def run() -> None:
             try:
@@ -148,7 +148,9 @@ class Reader:
                 return
             come = self.pool.pin([block.key], prefetch=True)  # perhaps for another prompt
             if not come:
-                sizes = {key: n for one in list(self._prefetches) for key, n in one.sizes.items()}
+                sizes = {
+                    key: n for running in list(self._prefetches) for key, n in running.sizes.items()
+                }
                 if n_bytes + sum(sizes.values()) > self.pool.max_bytes // 2:
                     return
                 read = self.read(block, root)

@@ -127,8 +127,8 @@ def fill(index: Index, progress: Callable[[int, int], None]) -> None:
             except (BlockCorrupt, FileNotFoundError) as error:
                 bad.append(f"{path.name}: {error}")
             else:
-                known = index.block(record.block) if isinstance(record, Checkpoint) else None
-                if isinstance(record, Block) or (known is not None and known[1] == root.key):
+                parent = index.block(record.block) if isinstance(record, Checkpoint) else None
+                if isinstance(record, Block) or (parent is not None and parent[1] == root.key):
                     index.add_blocks(root, [(record, stat.st_size)], stat.st_mtime)
             progress(number + 1, len(paths))
         for path in sorted(files.paths("sessions")):

@@ -208,14 +208,14 @@ class Forgotten:
 
 def read_sessions(rows: Iterable[Any]) -> list[Session]:
     types: tuple[Any, ...] = (str, bytes, (str, type(None)), bytes, int, int, float, float)
-    found = [row for row in rows if all(map(isinstance, row, types))]
-    return [Session(*(*row[:5], bool(row[5]), *row[6:])) for row in found]
+    readable = [row for row in rows if all(map(isinstance, row, types))]
+    return [Session(*(*row[:5], bool(row[5]), *row[6:])) for row in readable]
 
 
-def read_root(key: Any, about: Any) -> Root | None:
+def read_root(key: Any, root_json: Any) -> Root | None:
     """Read a row of `roots`: the root that hashes to this key."""
     try:
-        root = Root.from_json(about)
+        root = Root.from_json(root_json)
         return root if root.key == key and isinstance(root.model, str) else None
     except (ValueError, TypeError, AttributeError):
         return None

@@ -58,11 +58,11 @@ class Listed(NamedTuple):
         return cls(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
-def header_of(about: Mapping[str, Any], n_blocks: int, files: Sequence[Listed]) -> bytes:
-    """Return the first line of an exported file; `about` is its session."""
+def header_of(session: Mapping[str, Any], n_blocks: int, files: Sequence[Listed]) -> bytes:
+    """Return the first line of an exported file; `session` describes its session."""
     content = {
         _FORMAT_KEY: SESSION_FORMAT,
-        "session": about,
+        "session": session,
         "n_blocks": n_blocks,
         "files": files,
         "checksum": "",
@@ -106,16 +106,16 @@ class SessionFile:
                 f"{self.path} has format {version}; this version reads up to {SESSION_FORMAT}. "
                 "Upgrade mlx-lm-kvpersist."
             )
-        about, n_blocks = content["session"], content["n_blocks"]
+        session, n_blocks = content["session"], content["n_blocks"]
         self.files = [Listed(*listed) for listed in content["files"]]
-        if line != header_of(about, n_blocks, self.files):
+        if line != header_of(session, n_blocks, self.files):
             raise ValueError("its header does not match its checksum")
         *self._starts, end = accumulate((file.n_bytes for file in self.files), initial=len(line))
         n_bytes = os.fstat(self._file.fileno()).st_size
         if n_bytes != end or min(file.n_bytes for file in self.files) <= 0:
             raise ValueError(f"it has {n_bytes} bytes and should have {end}")
         self._read_items(n_blocks, progress)
-        self._read_session(about)
+        self._read_session(session)
 
     def _read_items(self, n_blocks: int, progress: Progress) -> None:
         blocks: list[Block] = []
@@ -145,13 +145,13 @@ class SessionFile:
             progress(number + 1, len(self.files))
         self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
 
-    def _read_session(self, about: Mapping[str, Any]) -> None:
-        name = about["name"]
+    def _read_session(self, session: Mapping[str, Any]) -> None:
+        name = session["name"]
         if name is not None:
             if not isinstance(name, str):
                 raise ValueError(f"the session's name is {name!r}")
             name.encode()
-        if about["n_tokens"] != self.blocks[-1].stop:
+        if session["n_tokens"] != self.blocks[-1].stop:
             raise ValueError("the session does not end where its last block does")
         self.name: str | None = name
 
@@ -179,10 +179,10 @@ def export_session(
     Raises what `export_records` and `export_parts` raise.
     """
     records = export_records(index, session)
-    n_bytes, parts = export_parts(index, session, records, progress)
+    n_bytes, chunks = export_parts(index, session, records, progress)
     with whole_file(target, fsync=True) as file:
-        for part in parts:
-            file.write(part)
+        for chunk in chunks:
+            file.write(chunk)
     return n_bytes
 
 
@@ -191,7 +191,9 @@ def export_records(index: Index, session: Session) -> list[Record]:
     chain = [block for block, _ in index.chain(session.leaf)]
     if not chain:
         raise StoreError(f"session {session.id} has lost blocks; run store verify")
-    checkpoints = [found for found, _ in index.checkpoints([block.key for block in chain])]
+    checkpoints = [
+        checkpoint for checkpoint, _ in index.checkpoints([block.key for block in chain])
+    ]
     return [*chain, *checkpoints]
 
 
@@ -220,9 +222,9 @@ def export_parts(
         except (BlockCorrupt, *MALFORMED) as error:
             raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
         progress(number + 1, 2 * len(records))
-    about: dict[str, Any] = {"name": session.name, "n_tokens": session.n_tokens}
+    header_session: dict[str, Any] = {"name": session.name, "n_tokens": session.n_tokens}
     n_blocks = sum(isinstance(item, Block) for item in records)
-    header = header_of(about, n_blocks, list(exported.values()))
+    header = header_of(header_session, n_blocks, list(exported.values()))
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"session {session.id} is too long for one file ({n_blocks} blocks)")
 
@@ -270,8 +272,8 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
 
     def commit() -> Commit:
         # Anew for each plan: a session that was there may have gone to make room.
-        there = _session_through(disk.index, source.root, leaf)
-        ends = None if there else leaf
+        present = _session_through(disk.index, source.root, leaf)
+        ends = None if present else leaf
         return Commit(source.root, source.blocks, ends, checkpoints=source.checkpoints)
 
     (saved,) = Saving(disk, lambda root, record: files[record.key]).save([commit])

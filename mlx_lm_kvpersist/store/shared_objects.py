@@ -43,8 +43,8 @@ class Breaker:
     def failed(self, error: object) -> None:
         self.failed_with = str(error) or repr(error)
         kind = f"the shared store cannot be {self.what}: …"
-        said = "the shared store cannot be %s: %s; serving goes on"
-        self.failures.add(said, self.what, self.failed_with, kind=kind)
+        message = "the shared store cannot be %s: %s; serving goes on"
+        self.failures.add(message, self.what, self.failed_with, kind=kind)
 
     def worked(self) -> None:
         if self.failed_with:
@@ -131,8 +131,8 @@ class SharedObjects:
                 return Conversation.unpacked(content, root), ""
             except DAMAGED as error:
                 self._refuse(key, error)
-        other = self._get(layout_key(root, opening), _MAX_LAYOUT_BYTES)
-        layout = root.layout if other is None else other.decode("utf-8", "replace")
+        layout_object = self._get(layout_key(root, opening), _MAX_LAYOUT_BYTES)
+        layout = root.layout if layout_object is None else layout_object.decode("utf-8", "replace")
         if layout == root.layout:
             return Conversation(), ""
         note = f"the shared store has this conversation in another KV precision ({layout})"

@@ -91,10 +91,10 @@ class SmallState:
         note: dict[str, str] = self._get(f"{_NOTE}{session_id}") or {}
         return note
 
-    def add_note(self, session_id: str, **said: str) -> None:
+    def add_note(self, session_id: str, **fields: str) -> None:
         """Add to the note of a session."""
         before = self.note(session_id)
-        if (after := before | said) != before:
+        if (after := before | fields) != before:
             self._put(f"{_NOTE}{session_id}", after)
 
     def forget_note(self, session_id: str) -> None:
@@ -152,9 +152,9 @@ class SmallState:
     def requests(self) -> list[dict[str, Any]]:
         """Return the records of requests, the newest first, without those that cannot be read."""
         records = []
-        for (about,) in self._ask("SELECT about FROM requests ORDER BY number DESC"):
+        for (record_json,) in self._ask("SELECT about FROM requests ORDER BY number DESC"):
             try:
-                record = json.loads(about)
+                record = json.loads(record_json)
             except (TypeError, ValueError):
                 continue
             if isinstance(record, dict) and "sentence" in record:
@@ -170,11 +170,11 @@ class SmallState:
             saved, seconds = self.saved(), record.get("saved_s")
             new = {"tokens": n_reused, "timed": n_reused * bool(seconds), "seconds": seconds or 0.0}
             self._put(_SAVED, {name: saved[name] + more for name, more in new.items()})
-        about = json.dumps(record)
-        if len(about) > _MAX_RECORD_CHARS:
+        record_json = json.dumps(record)
+        if len(record_json) > _MAX_RECORD_CHARS:
             return
         with self._transaction() as db:
-            db.execute("INSERT INTO requests (about) VALUES (?)", (about,))
+            db.execute("INSERT INTO requests (about) VALUES (?)", (record_json,))
             db.execute(
                 "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?",
                 (KEPT,),
@@ -186,9 +186,9 @@ class SmallState:
         A record of another session may quote a session that is removed. It loses the quotation.
         """
         with self._transaction() as db:
-            for number, about in db.execute("SELECT number, about FROM requests").fetchall():
+            for number, record_json in db.execute("SELECT number, about FROM requests").fetchall():
                 try:
-                    record = json.loads(about)
+                    record = json.loads(record_json)
                     is_gone = sessions is None or record["session"] in sessions
                     quotes = record["divergence"]
                 except (TypeError, ValueError, KeyError):
@@ -197,12 +197,14 @@ class SmallState:
                     db.execute("DELETE FROM requests WHERE number = ?", (number,))
                 elif quotes:
                     record["divergence"] = {**quotes, "stored": None, "asked": None}
-                    about = json.dumps(record)
-                    db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
+                    record_json = json.dumps(record)
+                    db.execute(
+                        "UPDATE requests SET about = ? WHERE number = ?", (record_json, number)
+                    )
 
 
-def _checksum(*parts: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(b"".join(parts))
+def _checksum(*contents: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(b"".join(contents))
 
 
 def _checked(key: str, text: str) -> str:

@@ -42,8 +42,8 @@ class StoredRuns:
 
     def after(self, root: Root, run: Sequence[int], n: int) -> list[int]:
         """Return up to `n` ids that followed the end of a run; none where that is unknown."""
-        known = self._known
-        return [] if known is None or known[1] != root else known[2].after(run, n)
+        read = self._known
+        return [] if read is None or read[1] != root else read[2].after(run, n)
 
     def clear(self) -> None:
         """Know nothing until it is read again. Any thread."""
@@ -51,11 +51,11 @@ class StoredRuns:
         self._known = None
 
     def _read(self, root: Root) -> None:
-        n_cleared, known = self._n_cleared, self._known
+        n_cleared, before = self._n_cleared, self._known
         try:
             with self._index().asked_once() as index:
                 version = index.totals(root.key)
-                if known is not None and known[:2] == (version, root):
+                if before is not None and before[:2] == (version, root):
                     return
                 blocks = index.newest(root, MOST_TOKENS // BLOCK_TOKENS)
             read = version, root, Runs(_joined(blocks))
@@ -69,10 +69,10 @@ class StoredRuns:
 
 def _joined(blocks: Sequence[Block]) -> bytes:
     """Return the packed ids of blocks, the newest first: as they follow each other, newest last."""
-    left, parts = {one.key: one for one in blocks if one.is_genuine}, list[bytes]()
+    left, runs = {block.key: block for block in blocks if block.is_genuine}, list[bytes]()
     for block in blocks:
         node = left.pop(block.key, None)
         while node is not None:
-            parts.append(node.packed_ids)
+            runs.append(node.packed_ids)
             node = left.pop(node.parent, None)
-    return b"".join(reversed(parts))
+    return b"".join(reversed(runs))

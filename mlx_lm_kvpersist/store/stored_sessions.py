@@ -51,13 +51,13 @@ class StoredSessions:
                 return note if with_text else {**note, "words": ""}
 
             def says(session: Session) -> bool:
-                said = session.id, session.name or "", *note_of(session).values()
-                return find.casefold() in "\n".join(said).casefold()
+                texts = session.id, session.name or "", *note_of(session).values()
+                return find.casefold() in "\n".join(texts).casefold()
 
             sessions, total = index.sessions(SHOWN, skip), index.n_sessions()
             if find:
-                found = [session for session in index.sessions() if says(session)]
-                sessions, total = found[skip : skip + SHOWN], len(found)
+                matching = [session for session in index.sessions() if says(session)]
+                sessions, total = matching[skip : skip + SHOWN], len(matching)
             notes, saved = [note_of(session) for session in sessions], index.state.saved()
             # Pages ask every few seconds, and long conversations have thousands of blocks.
             state = sessions, notes, total, saved, index.totals(), pool.n_bytes, pool.n_evicted
@@ -71,24 +71,24 @@ class StoredSessions:
             n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
             sums[key] = n_above + 1, n_in_ram_above + (key in pool), bytes_above + n_bytes
         described = []
-        for one, note in zip(sessions, notes, strict=True):
-            n_blocks, n_in_ram, n_bytes = sums.get(one.leaf, (0, 0, 0))
-            root = roots[one.root]
+        for session, note in zip(sessions, notes, strict=True):
+            n_blocks, n_in_ram, n_bytes = sums.get(session.leaf, (0, 0, 0))
+            root = roots[session.root]
             described.append(
                 {
-                    "id": one.id,
-                    "name": one.name,
+                    "id": session.id,
+                    "name": session.name,
                     **{name: note.get(name) or None for name in ("title", "client", "words")},
                     "model": root.model if root else None,
                     "namespace": root.namespace if root else None,
                     "tier": "ram" if n_blocks == n_in_ram else "disk",
-                    "tokens": one.n_tokens,
+                    "tokens": session.n_tokens,
                     "blocks": n_blocks,
                     "ram_blocks": n_in_ram,
                     "bytes": n_bytes,
-                    "pinned": one.pinned,
-                    "created": one.created,
-                    "used": one.used,
+                    "pinned": session.pinned,
+                    "created": session.created,
+                    "used": session.used,
                 }
             )
         is_all = len(described) == total
@@ -205,14 +205,16 @@ class StoredSessions:
         pool = self._store.pool
         keys = [row[0] for row in rows]
         in_ram = [entry.n_bytes for key in keys if (entry := pool.get(key))]
-        parts = [entry.n_bytes for c in pool.checkpoints(keys) if (entry := pool.get(c.key))]
+        checkpoint_bytes = [
+            entry.n_bytes for c in pool.checkpoints(keys) if (entry := pool.get(c.key))
+        ]
         n_bytes = sum(row[2] for row in rows)
         return {
             "tokens": branches[0].n_tokens if branches else 0,
             "branches": len(branches),
             "bytes": n_bytes,
             "tiers": {
-                "ram": {"blocks": len(in_ram), "bytes": sum(in_ram) + sum(parts)},
+                "ram": {"blocks": len(in_ram), "bytes": sum(in_ram) + sum(checkpoint_bytes)},
                 "disk": {"blocks": len(keys), "bytes": n_bytes},
             },
             "precision": root.layout if root else None,
@@ -230,10 +232,10 @@ class StoredSessions:
             branches = _branches(disk.index, namespace, name)
             if not branches or branches[0].used < since_s:
                 return None
-            newest, *others = branches
-            for one in others:
-                if one.pinned and one.root == newest.root:
-                    disk.set_pinned(one, False)
+            newest, *older = branches
+            for session in older:
+                if session.pinned and session.root == newest.root:
+                    disk.set_pinned(session, False)
             disk.set_pinned(newest, True)
             return {"id": newest.id, "name": name, "tokens": newest.n_tokens, "pinned": True}
 
@@ -247,8 +249,8 @@ class StoredSessions:
         ids = self.changed(
             lambda disk: [session.id for session in _branches(disk.index, namespace, name)]
         )
-        for each in ids:
-            change(each)
+        for session_id in ids:
+            change(session_id)
         return bool(ids)
 
 
@@ -269,10 +271,10 @@ def _session(disk: DiskStore, session_id: str) -> Session:
 
 def _branches(index: Index, namespace: str, name: str) -> list[Session]:
     """Return the sessions, the most recently used first."""
-    found = index.sessions_named(name)
-    roots = {session.root: index.root(session.root) for session in found}
+    sessions = index.sessions_named(name)
+    roots = {session.root: index.root(session.root) for session in sessions}
     return [
         session
-        for session in found
+        for session in sessions
         if (root := roots[session.root]) is not None and root.namespace == namespace
     ]

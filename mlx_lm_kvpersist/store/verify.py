@@ -81,7 +81,9 @@ def find_problems(
     if not suspects:
         return []
     with StoreLock(folder / "lock").held():
-        return [replace(found, check=check) for check in suspects if (found := check()) is not None]
+        return [
+            replace(problem, check=check) for check in suspects if (problem := check()) is not None
+        ]
 
 
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
@@ -139,8 +141,8 @@ def _check_block(
             return problem(Fault.CORRUPT, reason=reason)
         is_as_indexed = (block, size) in index.checkpoints([parent_key])
     else:
-        known = index.block(key)
-        is_as_indexed = (block, root.key, size) == known and astuple(block) == astuple(known[0])
+        row = index.block(key)
+        is_as_indexed = (block, root.key, size) == row and astuple(block) == astuple(row[0])
     if not is_as_indexed:
         return problem(Fault.MISMATCH, reason=f"{path.name}: file and index disagree")
     if parent is None and (is_checkpoint or parent_key != root.key):
@@ -157,11 +159,11 @@ def _check_block(
 
 def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
     if path.parent == folder / "sessions":
-        known = path.suffix == ".json" and index.session(path.stem) is not None
+        is_indexed = path.suffix == ".json" and index.session(path.stem) is not None
     else:
         key, table = index.files.key_of(path), path.relative_to(folder).parts[0]
-        known = bool(index.ask(f"SELECT 1 FROM {table} WHERE key = ?", key))
-    if known or not path.exists():
+        is_indexed = bool(index.ask(f"SELECT 1 FROM {table} WHERE key = ?", key))
+    if is_indexed or not path.exists():
         return None
     return Problem(Fault.ORPHAN, str(path), f"{path.name}: the index does not know it")
 
@@ -189,10 +191,10 @@ def _end_of(index: Index, session: Session) -> str | None:
 def _disagreement(path: Path, session: Session, files: OwnFiles) -> str | None:
     """Say what a rebuilt index would get wrong of a session."""
     try:
-        kept = read_sidecar(path, files)
+        sidecar = read_sidecar(path, files)
     except (ValueError, TypeError, KeyError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
     for name in ("name", "pinned", "root", "leaf"):
-        if getattr(kept, name) != getattr(session, name):
+        if getattr(sidecar, name) != getattr(session, name):
             return f"{path.name}: file and index disagree on {name}"
     return None

@@ -134,11 +134,11 @@ class Writer:
         """Return the keys of what is in RAM alone, and of ends of turns and replies, that wait."""
         with self._changed:
             tasks = self._commit_tasks()
-            found = set(chain.from_iterable(task.sizes for task in tasks))
+            keys = set(chain.from_iterable(task.sizes for task in tasks))
             for commit in (task.commit for task in tasks):
                 if commit is not None:
-                    found.update(commit.replies, (commit.leaf.key,) if commit.leaf else ())
-            return found
+                    keys.update(commit.replies, (commit.leaf.key,) if commit.leaf else ())
+            return keys
 
     def _commit_tasks(self) -> list[Task]:
         return [task for task in (*self._running, *self._tasks) if task.commit]
@@ -189,23 +189,23 @@ class Writer:
             return True
         if not any(task.commit for task in self._running):
             return not _bytes_of(task for task in self._tasks if task is not newest)
-        others = [task for task in self._commit_tasks() if task is not newest]
-        n_added = self.n_bytes - _bytes_of(others)
+        other_tasks = [task for task in self._commit_tasks() if task is not newest]
+        n_added = self.n_bytes - _bytes_of(other_tasks)
         return n_added <= self.max_bytes < _bytes_of(self._running) // 2
 
     def _superseded(self) -> Task | None:
         """Return the oldest waiting commit whose end a later waiting commit goes beyond."""
         passed: set[bytes] = set()
-        found = None
+        oldest = None
         for task in reversed(self._tasks):
             if task.commit is None:
                 continue
             if task.commit.blocks and task.commit.blocks[-1].key in passed:
-                found = task
+                oldest = task
             passed.update(node.key for node in task.commit.blocks)
             if task.commit.leaf is not None:
                 passed.update(old for old, _ in task.commit.leaf.replaced)
-        return found
+        return oldest
 
     # What is postponed.
 
