@@ -9,10 +9,9 @@ from typing import Any
 
 from ..config import limits_of
 from ..errors import StoreError
-from ..store.folder import INDEX_FILES
+from ..store.folder import INDEX_FILES, StoreLock
 from ..store.index import Index
 from ..store.index_schema import INDEX_FORMAT
-from ..store.lock import StoreLock
 from ..store.rebuild import rebuild_index
 from ..store.records import StoreLimits
 from ..store.verify import Problem, find_problems, fix_problems

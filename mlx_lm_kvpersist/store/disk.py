@@ -35,10 +35,9 @@ from ..units import show_bytes
 from .database import is_empty, is_locked
 from .encryption import PLAIN, Encryption
 from .files import FOLDERS, Arrays, file_bytes, metadata_of, write_block
-from .folder import INDEX_FILES, OwnFiles
+from .folder import INDEX_FILES, OwnFiles, StoreLock, staged_bytes, sweep_staged
 from .index import Index
 from .index_schema import is_damage
-from .lock import StoreLock, staged_bytes, sweep_staged
 from .rebuild import rebuild_index
 from .records import (
     Commit,

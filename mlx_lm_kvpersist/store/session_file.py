@@ -28,6 +28,7 @@ import xxhash
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from .disk import DiskStore
+from .disk_tier import Saving
 from .files import (
     MALFORMED,
     MAX_HEADER_BYTES,
@@ -37,7 +38,6 @@ from .files import (
 from .folder import OwnFiles, open_regular, whole_file
 from .index import Index
 from .records import Commit, Leaf, NewFile, Session
-from .saving import Saving
 
 SESSION_FORMAT = 1
 """A reader refuses a newer one."""

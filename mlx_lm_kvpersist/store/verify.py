@@ -16,9 +16,8 @@ from ..block import Block, Checkpoint
 from ..errors import StoreError
 from .disk import DiskStore
 from .files import read_file
-from .folder import OwnFiles
+from .folder import OwnFiles, StoreLock
 from .index import Index
-from .lock import StoreLock
 from .rebuild import rebuild_index
 from .records import Session, has_sidecar, read_sidecar, sidecar_path
 

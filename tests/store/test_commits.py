@@ -15,8 +15,8 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import write_block
+from mlx_lm_kvpersist.store.folder import StoreLock
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.lock import StoreLock
 from mlx_lm_kvpersist.store.records import Leaf, Session
 
 from .conftest import ROOT, arrays_of, chain, save_turn

@@ -28,8 +28,7 @@ from mlx_lm_kvpersist.store.files import (
     read_record,
     write_block,
 )
-from mlx_lm_kvpersist.store.folder import OwnFiles, open_regular
-from mlx_lm_kvpersist.store.lock import Staging
+from mlx_lm_kvpersist.store.folder import OwnFiles, Staging, open_regular
 from tests.support.store_files import block_path
 
 from .conftest import ROOT, arrays_of, chain, save_turn

@@ -18,9 +18,8 @@ from mlx_lm_kvpersist.errors import StoreFormatError
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import write_block
-from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
 from mlx_lm_kvpersist.store.index_schema import APPLICATION_ID, INDEX_FORMAT
-from mlx_lm_kvpersist.store.lock import StoreLock
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from tests.support.store_files import checkpoint_path
 

@@ -15,8 +15,8 @@ from typing import Any
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.records import Leaf, NewFile, Saved, write_sidecar
-from mlx_lm_kvpersist.store.saving import Saving
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 

@@ -17,8 +17,8 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.records import Gone, KVBlock, Leaf, Saved
-from mlx_lm_kvpersist.store.saving import Saving
 from tests.support.store_files import block_path
 
 from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state, unused_checkpoints

@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store import writer as writer_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.lock import Staging, StoreLock
+from mlx_lm_kvpersist.store.folder import Staging, StoreLock
 from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import Task, Writer
