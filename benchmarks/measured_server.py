@@ -22,7 +22,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_lm_kvpersist._startup import requested_plugins, serve
+from mlx_lm_kvpersist._startup import serve
+from mlx_lm_kvpersist.host.stopping import requested_plugins
 
 MEMORY_FILE = "BENCHMARK_MEMORY_FILE"
 """The environment variable that names the file."""

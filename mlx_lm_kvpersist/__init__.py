@@ -12,6 +12,7 @@ def install(*plugins: str) -> None:
     """
     import sys
 
-    from ._startup import prepare, requested_plugins
+    from ._startup import prepare
+    from .host.stopping import requested_plugins
 
     prepare(plugins or requested_plugins(sys.argv[1:]) or ["kvpersist"])

@@ -12,15 +12,15 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import itertools
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
+
+from .host.stopping import requested_plugins, stop
 
 PACKAGE = "mlx_lm"
 TARGET = "mlx_lm.server"
@@ -33,21 +33,6 @@ def install() -> None:
     """
     if not any(isinstance(finder, ServerFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, ServerFinder())
-
-
-def requested_plugins(argv: Sequence[str]) -> list[str]:
-    """Return the names given with `--plugin`, in order, each once.
-
-    Plugins add options, so they must be known before the options are parsed. A `--plugin`
-    without a name is left for argparse to complain about.
-    """
-    names: list[str] = []
-    for arg, following in zip(argv, [*argv[1:], "-"], strict=False):
-        if arg.startswith("--plugin="):
-            names.append(arg.removeprefix("--plugin="))
-        elif arg == "--plugin" and not following.startswith("-"):
-            names.append(following)
-    return list(dict.fromkeys(names))
 
 
 def wrap_main(module: ModuleType) -> None:
@@ -84,39 +69,6 @@ def without_garbage() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def stop(error: BaseException) -> NoReturn:
-    """End the process with one line on stderr."""
-    report(error)
-    raise SystemExit(1) from error
-
-
-def report(error: BaseException) -> None:
-    """Print one line on stderr; with `--log-level DEBUG`, a traceback before it."""
-    # Options may not be parsed yet.
-    pairs = itertools.pairwise(sys.argv)
-    if "--log-level=DEBUG" in sys.argv or ("--log-level", "DEBUG") in pairs:
-        traceback.print_exception(error)
-    print(one_line(error, requested_plugins(sys.argv[1:])), file=sys.stderr, flush=True)
-
-
-def one_line(error: BaseException, plugins: Sequence[str]) -> str:
-    """Return what stops the server as one line."""
-    from .errors import KVPersistError, PatchError
-
-    message = " ".join(str(error).split())
-    if isinstance(error, PatchError):
-        from .host.patching.versions import found_and_known
-
-        message = f"{message} ({found_and_known()})"
-    if not isinstance(error, KVPersistError):
-        message = (
-            f"stopped by an unexpected {type(error).__name__}: {message} "
-            "(--log-level DEBUG shows the traceback)"
-        )
-    options = "".join(f" --plugin {name}" for name in plugins)
-    return f"{TARGET}{options}: {message}"
 
 
 class ServerFinder(MetaPathFinder):

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
-from unittest import mock
 from zlib import crc32
 
 import mlx.core as mx
@@ -220,11 +219,12 @@ def alone() -> Iterator[None]:
     """Let all think inside the block that this process is alone. Not for a server that serves."""
     global _current
     previous, _current = ranks(), Ranks(1, 0)
+    init = mx.distributed.init
+    mx.distributed.init = lambda *args, **kwargs: _Alone()  # type: ignore[assignment]
     try:
-        with mock.patch.object(mx.distributed, "init", lambda *args, **kwargs: _Alone()):
-            yield
+        yield
     finally:
-        _current = previous
+        mx.distributed.init, _current = init, previous
 
 
 class _Alone:

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request_log": {"request"},
     "round_trip": {"cache", "errors", "host", "request", "store"},
     "config": {"ranks", "api", "cache", "errors", "store", "units"},
-    "host": {"ranks", "_startup", "contents", "error_forms", "errors", "failures", "fields"},
+    "host": {"ranks", "contents", "error_forms", "errors", "failures", "fields"},
     "api": {"contents", "error_forms", "errors", "fields"},
     "request": {
         "ranks",

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .._startup import requested_plugins, serve
+from .._startup import serve
 from ..config import add_options
 from ..errors import KVPersistError
+from ..host.stopping import requested_plugins
 from ..units import parse_days, parse_size
 
 PROG = "mlx-lm-kvpersist"

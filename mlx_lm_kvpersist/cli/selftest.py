@@ -19,12 +19,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from .._startup import requested_plugins
 from ..config import add_options, precision_of
 from ..errors import KVPersistError, PatchNotEffective, SelfTestFailed
 from ..host import install, uninstall
 from ..host.patching.patch import Patch, PatchSet, look_up
 from ..host.patching.patches import PATCHES
+from ..host.stopping import requested_plugins
 from ..round_trip import check_round_trip
 from .doctor import PLUGIN, Finding, mlx_lm, report
 from .quality_checks import server_attention

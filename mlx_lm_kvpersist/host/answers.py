@@ -140,7 +140,8 @@ class PrefillLimits:
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
     `most_tokens(position)` is how many tokens may be computed at once after `position` cached ones.
     If prompts may be computed together, each has at least `least_width` tokens in a call of the
-    model, padded. `max_unused_bytes` is how much freed memory MLX may keep for the next chunk.
+    model, padded, unless the padding would go beyond the model's `n_positions`. `max_unused_bytes`
+    is how much freed memory MLX may keep for the next chunk.
     `pace` learns from every chunk; a plugin may keep it and ask it, too. `stepped(n_replies,
     seconds)` is called after each step of the replies, without seconds if a prompt is computed at
     the same time. `took(n_tokens, position, n_bytes)` is called after each chunk with its memory,
@@ -154,6 +155,7 @@ class PrefillLimits:
     stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None
     took: Callable[[int, int, int], None] = lambda n_tokens, position, n_bytes: None
     least_width: int = 1
+    n_positions: float = math.inf
 
 
 class BatchMemory:

@@ -21,10 +21,10 @@ from functools import wraps
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from .._startup import report, stop
 from ..errors import ConfigError
 from ..ranks import alone, ranks
 from . import manager
+from .stopping import report, stop
 
 GRACE_S = 30.0
 """How long a signalled server may take to end by itself."""

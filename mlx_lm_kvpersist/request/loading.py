@@ -7,6 +7,7 @@ shapes, and attention follows a fixed policy, after a numeric probe.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.kinds import GroupKind
 from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
+from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.measuring.attention_check import plan_attention
@@ -97,7 +99,8 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
             "attention dequantizes, and each restore is checked as far as caches can step back",
             name,
         )
-    is_known, speed = facts is not None, Speed(memory)
+    n_positions = position_limit(model) or math.inf
+    is_known, speed = facts is not None, Speed(memory, n_positions=n_positions)
     return LoadedModel(
         computed, provider.tokenizer, spec, fingerprint, text, name, is_known, speed, draft
     )

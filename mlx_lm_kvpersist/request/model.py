@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 from ..block import Root
 from ..cache.geometry.precision import layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.live.policy import backend
+from ..cache.live.policy import least_rows
 from ..cache.measuring.prefill_memory import PrefillMemory
 from ..host.answers import PrefillLimits
 from ..host.scheduling.pace import Pace
@@ -21,10 +22,6 @@ from .saver import Saver
 
 MIN_RESTORE_BYTES = 4 << 20
 """Smaller restores are mostly overhead, so no rate is learned from them."""
-
-_CUDA_WIDTH = 33
-"""MLX's CUDA backend has a kernel of its own for products of up to 16 rows with quantized weights,
-and another for up to 32. It compiles each for half a minute when it is first used."""
 
 _WEIGHT = 0.2
 """Of the newest measurement in a running average: a handful of requests settle it."""
@@ -53,6 +50,8 @@ class Speed:
     """None: prompts are computed as stock does."""
     pace: Pace = field(default_factory=Pace)
     rates: dict[str, float] = field(default_factory=dict)
+    n_positions: float = math.inf
+    """Positions for which the model has embeddings."""
 
     def limits(
         self,
@@ -66,9 +65,16 @@ class Speed:
         memory = self.memory
         if memory is None:
             return None
-        about = memory.most_tokens, memory.limit_bytes, self.pace, stepped, memory.learn
-        least_width = _CUDA_WIDTH if backend() == "cuda" else 1
-        return PrefillLimits(max_stall_s, *about, least_width)
+        return PrefillLimits(
+            max_stall_s,
+            memory.most_tokens,
+            memory.limit_bytes,
+            self.pace,
+            stepped,
+            took=memory.learn,
+            least_width=least_rows(),
+            n_positions=self.n_positions,
+        )
 
     def learn(self, tier: str, n_bytes: int, seconds: float) -> None:
         """Learn that `n_bytes` of a tier took `seconds`; few bytes are ignored."""

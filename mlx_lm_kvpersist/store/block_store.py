@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint, Record
 from ..errors import StoreError
@@ -24,14 +24,15 @@ from .files import Arrays
 from .index import Index
 from .objects import Objects
 from .pool import BlockPool
-from .putting import RepliesOf
 from .reading import Prefetch, Reader
 from .records import Commit, Gone, KVBlock, Saved, StoreLimits
-from .shared import SharedTier
-from .shared_objects import SharedObjects
 from .stored_runs import StoredRuns
 from .tier import LowerTier, ReadTier, SearchedTier
 from .writer import Task, Writer
+
+if TYPE_CHECKING:
+    from .putting import RepliesOf
+    from .shared import SharedTier
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
 
@@ -115,6 +116,9 @@ class BlockStore:
 
         All servers put at most `max_bytes` there; for `replies_of` see `Putting`.
         """
+        from .shared import SharedTier
+        from .shared_objects import SharedObjects  # most servers share nothing and start sooner
+
         disk = self.disk_tier
         above = disk.content_of, disk.chain, disk.checkpoints, self._land, self.pool
         own = SharedObjects(objects, encryption, self.failures)

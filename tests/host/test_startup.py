@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from mlx_lm_kvpersist import _startup
+from mlx_lm_kvpersist.host.stopping import requested_plugins
 from tests.support.host import PTH, Environment
 
 STOCK_FORMS = {
@@ -94,6 +95,17 @@ def test_without_the_flag_the_help_is_stocks(
 def test_without_the_flag_nothing_of_ours_is_imported(environment: Environment) -> None:
     done = environment.run("python", "-c", f"import mlx_lm.server; {OURS}")
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_start_imports_no_library_that_only_later_requests_need(
+    environment: Environment,
+) -> None:
+    late = ["prometheus_client", "unittest.mock", "obstore", "mlx_lm_kvpersist.store.shared"]
+    code = f"""
+import sys, mlx_lm.server, mlx_lm_kvpersist.plugin, mlx_lm_kvpersist.host.patching.patches
+print("mlx_lm_kvpersist.store.disk" in sys.modules, [m for m in {late} if m in sys.modules])"""
+    done = environment.run("python", "-c", code)
+    assert done.stdout == "True []\n", done.stderr
 
 
 def test_the_flag_of_another_program_changes_nothing(environment: Environment) -> None:
@@ -254,7 +266,7 @@ def test_debug_shows_the_traceback_before_the_line(environment: Environment) -> 
     ],
 )
 def test_plugins_are_read_before_the_options_are(argv: list[str], names: list[str]) -> None:
-    assert _startup.requested_plugins(argv) == names
+    assert requested_plugins(argv) == names
 
 
 def test_the_finder_touches_one_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,9 @@ def test_a_small_restore_teaches_no_rate() -> None:
 def test_the_server_computes_at_the_pace_that_is_learned_and_within_the_memory() -> None:
     assert Speed().limits(0.5) is None
     memory = PrefillMemory(1 << 20, 0.0, 0.0, 64 << 20)
-    found = Speed(memory, Pace())
+    found = Speed(memory, Pace(), n_positions=1024)
     limits = found.limits(0.5)
+    assert limits is not None and limits.n_positions == 1024
     assert limits is not None and (limits.max_stall_s, limits.max_unused_bytes) == (0.5, 64 << 20)
     assert limits.most_tokens(0) == memory.most_tokens(0) == 64
     limits.took(512, 0, 1024 << 20)

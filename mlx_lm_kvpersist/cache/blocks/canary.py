@@ -1,4 +1,4 @@
-"""The canary: compute the last tokens of restored caches again, and see whether they agree.
+"""The canary: compute the last tokens of restored caches again, and compare.
 
 It runs over each restore from disk.
 """
@@ -6,7 +6,7 @@ It runs over each restore from disk.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -16,9 +16,11 @@ from ..geometry.kinds import Fields, kind_of, slots_of
 from ..geometry.spec import LayerGroup, ModelCacheSpec
 from ..live import packed as pk
 from ..live.packed import GRID
+from ..live.policy import least_rows
 from .cut_join import concatenated
 
 CANARY_TOKENS = 8
+"""Tokens whose median difference is judged together."""
 CANARY_TOLERANCE = 0.25
 """Most that recomputed KV may differ from stored KV, as a share of its norm.
 
@@ -30,59 +32,88 @@ positions or another model differs by about its whole norm.
 def canary_difference(
     model: Any, spec: ModelCacheSpec, caches: Sequence[Any], ids: Sequence[int]
 ) -> float:
-    """Run the last tokens of restored caches again; return how far their KV differs, 0 for equal.
+    """Compute the last tokens of restored caches again; return how far their KV differs.
 
-    The caches hold the tokens `ids`. The result is the largest, over slots, keys and values, of
-    the median over tokens of |new - old| / |old|. Afterwards the caches hold the stored values
-    again, so a reply does not depend on the canary. The result is 0 if the caches cannot step back:
-    states never can, windows cannot once they have dropped tokens. Where a block of the grid ends,
-    its tokens see each other quantized now, so half the difference is returned. Only tokens after
-    the last image are run: ids do not say what it looked like.
+    The caches hold the tokens `ids`. The result is the largest, over slots, keys, values and runs
+    of `CANARY_TOKENS` tokens, of the median over a run of |new - old| / |old|. Afterwards the
+    caches hold the stored values again, so a reply does not depend on the canary. The result is 0
+    if the caches cannot step back: states never can, windows cannot once they have dropped tokens.
+    At the end of a block of the grid its tokens see each other quantized now, so half the
+    difference is returned. Only tokens after the last image are computed: ids do not say what it
+    looked like.
+
+    One call computes the tokens if they are `least_rows` or more. Otherwise they are computed one
+    after another, because MLX may compile kernels for a call of a few rows.
     """
-    if spec.recurrent or any(len(ids) >= window for window in spec.sliding):
+    slots = slots_of(caches)
+    used = [slots[number] for group in spec.groups for number in group.slots]
+    is_dropped = any(len(ids) >= window for window in spec.sliding)
+    if is_dropped or not all(slot.is_trimmable() for slot in used):
         return 0.0
     n_own = len(ids) % GRID if spec.quantized else len(ids)
-    text = takewhile(lambda token_id: token_id >= 0, reversed(ids[-CANARY_TOKENS:]))
+    rows = least_rows()
+    n_wanted = max(CANARY_TOKENS, rows)
+    text = takewhile(lambda token_id: token_id >= 0, reversed(ids[-n_wanted:]))
     n_tokens = min(len(list(text)), n_own or len(ids))
+    if n_tokens < rows:
+        n_tokens, rows = min(n_tokens, CANARY_TOKENS), 1
+    else:
+        rows = n_tokens
     if n_tokens == 0:
         return 0.0
     start, stop = len(ids) - n_tokens, len(ids)
-    slots = slots_of(caches)
-    used = [slots[number] for group in spec.groups for number in group.slots]
     stored = [_stacked(group, slots, start, stop) for group in spec.groups]
     mx.eval(stored)  # before the buffers change
-    packed = [slots[number] for group in spec.quantized for number in group.slots]
-    newest = [copy.deepcopy(slot.newest) for slot in packed]
+    quantized = [slots[number] for group in spec.quantized for number in group.slots]
+    newest = [copy.deepcopy(slot.newest) for slot in quantized]
     for slot in used:
         slot.trim(n_tokens)
-    model(mx.array([list(ids[start:])]), cache=list(caches))
-    differences = []
-    for group, old in zip(spec.groups, stored, strict=True):
-        new = _stacked(group, slots, start, stop)
-        sides = group.precision.sides if group.precision else (None, None)
-        for side, *both in zip(sides, old, new, strict=True):
-            was, now = (
-                fields[0].astype(mx.float32)
-                if side is None
-                else pk.dequantize(fields, side, mx.float32)
-                for fields in both
-            )
-            error = mx.square(now - was).sum(axis=(1, 3))
-            size = mx.square(was).sum(axis=(1, 3))
-            ratio = mx.sort(mx.sqrt(error / (size + 1e-12)), axis=1)
-            differences.append(ratio[:, n_tokens // 2])
-    worst = float(mx.max(mx.concatenate(differences)))
+    for first in range(start, stop, rows):
+        model(mx.array([list(ids[first : first + rows])]), cache=list(caches))
+    computed = [_stacked(group, slots, start, stop) for group in spec.groups]
+    ratios = (
+        ratio
+        for group, old, new in zip(spec.groups, stored, computed, strict=True)
+        for ratio in _ratios(group, old, new)
+    )
+    worst = float(mx.max(mx.concatenate([_medians(ratio) for ratio in ratios])))
     for group, old in zip(spec.groups, stored, strict=True):
         if group.precision and n_own:
             continue  # these were not packed
         for place, number in enumerate(group.slots):
-            for held, fields in zip((slots[number].keys, slots[number].values), old, strict=True):
-                for buffer, values in zip(pk.arrays_of(held), fields, strict=True):
+            buffers = slots[number].keys, slots[number].values
+            for buffer_fields, fields in zip(map(pk.arrays_of, buffers), old, strict=True):
+                for buffer, values in zip(buffer_fields, fields, strict=True):
                     buffer[:, :, start:stop] = values[place : place + 1]
-    for slot, one in zip(packed, newest, strict=True):
-        slot.newest = one
+    for slot, tokens in zip(quantized, newest, strict=True):
+        slot.newest = tokens
     mx.eval([(slot.keys, slot.values) for slot in used])
     return worst if n_own else worst / 2
+
+
+def _ratios(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> Iterator[mx.array]:
+    """Yield |new - old| / |old| of each token [slots, n], of a group's keys, then its values."""
+    sides = group.precision.sides if group.precision else (None, None)
+    for side, *old_and_new in zip(sides, old, new, strict=True):
+        before, after = (
+            fields[0].astype(mx.float32)
+            if side is None
+            else pk.dequantize(fields, side, mx.float32)
+            for fields in old_and_new
+        )
+        error = mx.square(after - before).sum(axis=(1, 3))
+        yield mx.sqrt(error / (mx.square(before).sum(axis=(1, 3)) + 1e-12))
+
+
+def _medians(ratios: mx.array) -> mx.array:
+    """Return the medians of runs of the last tokens, [slots * runs], of ratios [slots, n].
+
+    A run has `CANARY_TOKENS` tokens, or all if they are fewer. So a fault in a few of many tokens
+    shows. The first tokens, too few for a run, are not compared.
+    """
+    n_run = min(CANARY_TOKENS, ratios.shape[1])
+    runs = ratios[:, ratios.shape[1] % n_run :].reshape(-1, n_run)
+    return mx.sort(runs, axis=1)[:, n_run // 2]
 
 
 def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> list[Fields]:
@@ -93,6 +124,6 @@ def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> 
     caches = [slots[number] for number in group.slots]
     by_slot = [kind_of(cache).tokens(cache, start, stop) for cache in caches]
     return [
-        tuple(concatenated(arrays, axis=0) for arrays in zip(*part, strict=True))
-        for part in zip(*by_slot, strict=True)
+        tuple(concatenated(arrays, axis=0) for arrays in zip(*fields, strict=True))
+        for fields in zip(*by_slot, strict=True)
     ]

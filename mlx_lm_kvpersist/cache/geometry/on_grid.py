@@ -2,17 +2,20 @@
 
 All queries of a call then see the same arrays, and a query is to see its own block of the grid as
 it was computed, older ones quantized. So no call may go beyond a block, whoever makes it: the
-server's own batch, stock where it serves one request at a time, a command.
+server's own batch, stock if it serves one request at a time, a command.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 
 from ..live.packed import GRID
+from ..live.policy import least_rows
 from ..live.quantized import PackedCache
 from .kinds import slots_of
 
@@ -30,22 +33,33 @@ def end_on_grid(model: Any) -> None:
         return
 
     @wraps(own.__call__)  # mlx-lm looks at its parameters
-    def call(self: Any, inputs: mx.array, cache: Any = None, **others: Any) -> Any:
-        n_rows, n_left = inputs.shape[:2]
-        of_arrays = _of_arrays(cache) if n_left > 1 and n_rows == 1 and cache is not None else None
+    def call(self: Any, inputs: mx.array, cache: Any = None, **embedded: Any) -> Any:
+        n_rows, n_tokens = inputs.shape[:2]
+        of_arrays = (
+            _of_arrays(cache) if n_tokens > 1 and n_rows == 1 and cache is not None else None
+        )
         if of_arrays is None:
-            return own.__call__(self, inputs, cache=cache, **others)
-        start, stop, logits = 0, GRID - of_arrays.lengths[0] % GRID, []
-        while start < n_left:
-            at = slice(start, stop)
+            return own.__call__(self, inputs, cache=cache, **embedded)
+        logits = []
+        for piece in _pieces(of_arrays.lengths[0] % GRID, n_tokens):
             # Images: what each token is embedded as.
-            cut = {name: x if x is None else x[:, at] for name, x in others.items()}
-            logits.append(own.__call__(self, inputs[:, at], cache=cache, **cut))
-            start, stop = stop, stop + GRID
+            cut = {name: x if x is None else x[:, piece] for name, x in embedded.items()}
+            logits.append(own.__call__(self, inputs[:, piece], cache=cache, **cut))
         return mx.concatenate(logits, axis=1) if logits[1:] else logits[0]
 
     named = {"__module__": own.__module__, "__qualname__": own.__qualname__, _MARK: True}
     model.__class__ = type(own.__name__, (own,), {"__call__": call, **named})
+
+
+def _pieces(n_own: int, n_tokens: int) -> Iterator[slice]:
+    """Cut the next tokens at the ends of blocks; the first block has `n_own` tokens already.
+
+    MLX may compile kernels for a call of a few rows, so a short piece becomes calls of one token.
+    """
+    for start, stop in pairwise([0, *range(GRID - n_own, n_tokens, GRID), n_tokens]):
+        is_short = stop - start < min(n_tokens, least_rows())
+        step = 1 if is_short else stop - start
+        yield from (slice(first, first + step) for first in range(start, stop, step))
 
 
 def _of_arrays(cache: Any) -> PackedCache | None:

@@ -19,6 +19,10 @@ from .attention import MAX_DEQUANTIZED_BYTES, Strategy
 
 Backend = Literal["cpu", "cuda", "metal"]
 
+_CUDA_ROWS = 33
+"""MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
+for up to 32. It compiles each for half a minute when it is first used."""
+
 _PHASES = {"prefill": (512, 1), "decode": (1, 1), "batches": (1, 8)}
 """Typical calls, for people: queries of a sequence, and sequences."""
 
@@ -94,6 +98,15 @@ def backend() -> Backend:
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "cuda" if mx.cuda.is_available() else "metal"
+
+
+def least_rows() -> int:
+    """Return the least number of rows, above 1, that a call of our own may give a model.
+
+    Stock needs the kernels of one row, for decoding, and those of long prompts. So a call of one
+    row, or of this number and more, never waits for a kernel that stock would not compile.
+    """
+    return _CUDA_ROWS if backend() == "cuda" else 1
 
 
 def rules_for(

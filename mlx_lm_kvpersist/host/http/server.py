@@ -24,7 +24,6 @@ from urllib.parse import unquote
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from ..._startup import stop
 from ...error_forms import openai_error
 from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
 from ...fields import require_text
@@ -34,6 +33,7 @@ from ..attachments import fit_attachments
 from ..run import uninterrupted
 from ..scheduling.model_provider import loaded_name, own_names
 from ..scheduling.reply import ARRIVING
+from ..stopping import stop
 from . import request_checks
 from .client import ClientSocket
 from .completion_output import CompletionOutput

@@ -18,12 +18,13 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from email.message import Message
+from functools import cache
 from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
+import pluggy
 
 from ...errors import PatchNotEffective
 from .. import answers, manager
@@ -152,11 +153,31 @@ class ProbePlugin:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value inside the block. `unittest.mock` is slow to import."""
+    is_own, original = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if is_own:
+            setattr(owner, name, original)
+
+
+@cache
+def probe_manager() -> tuple[pluggy.PluginManager, ProbePlugin]:
+    """Return a manager that asks a ProbePlugin only; making one takes milliseconds."""
+    plugins, plugin = manager.make_manager(), ProbePlugin()
+    plugins.register(plugin, name="probe")
+    return plugins, plugin
+
+
+@contextlib.contextmanager
 def probing() -> Iterator[ProbePlugin]:
     """Ask a ProbePlugin, and nobody else, inside the block; keep the host quiet meanwhile."""
-    plugin = ProbePlugin()
-    plugins = manager.make_manager()
-    plugins.register(plugin, name="probe")
+    plugins, plugin = probe_manager()
+    plugin.asked.clear()
     logging_was_disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -198,8 +219,8 @@ def loaded_models_make_plugin_caches(server: ModuleType) -> None:
     limits: list[int] = []
     with (
         probing() as plugin,
-        mock.patch.object(server, "load", load),
-        mock.patch.object(mx, "set_wired_limit", limit := WiredLimit(limits.append)),
+        replaced(server, "load", load),
+        replaced(mx, "set_wired_limit", limit := WiredLimit(limits.append)),
     ):
         limit(8)
         provider = server.ModelProvider(ARGS)
@@ -242,7 +263,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
     """Plugins see what is queued, change its messages, and take it."""
     with (
         probing() as plugin,
-        mock.patch.object(server.ResponseGenerator, "_generate", lambda self: None),
+        replaced(server.ResponseGenerator, "_generate", lambda self: None),
     ):
         generator = server.ResponseGenerator(PROVIDER, None)  # as `run` makes its own
         generator.join()
@@ -269,8 +290,8 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
     made: list[Any] = []
     with (
         probing() as plugin,
-        mock.patch.object(server, "ResponseGenerator", lambda provider, cache: made.append(cache)),
-        mock.patch.object(server, "_run_http_server", lambda *args, **kwargs: None),
+        replaced(server, "ResponseGenerator", lambda provider, cache: made.append(cache)),
+        replaced(server, "_run_http_server", lambda *args, **kwargs: None),
     ):
         request = SimpleNamespace(request_type="text", prompt="p", messages=[])
         taken = take_request(answers.ClientRequest(request), answers.Prompt([1], [[1]], ["user"]))
@@ -353,12 +374,13 @@ def wired_memory_is_chosen(mlx: ModuleType) -> None:
     info = {"max_recommended_working_set_size": 8, "memory_size": 9}
     with (
         probing(),
-        mock.patch.object(mlx, "set_wired_limit", limit := WiredLimit(passed_on.append)),
-        mock.patch.object(mlx, "device_info", lambda *device: info),
-        mock.patch.object(mlx.metal, "is_available", lambda: True),
-        mock.patch.multiple(server, run=mock.Mock(), ModelProvider=mock.Mock()),
-        mock.patch.object(server.logging, "basicConfig"),
-        mock.patch.object(sys, "argv", ["probe"]),
+        replaced(mlx, "set_wired_limit", limit := WiredLimit(passed_on.append)),
+        replaced(mlx, "device_info", lambda *device: info),
+        replaced(mlx.metal, "is_available", lambda: True),
+        replaced(server, "run", lambda *args: None),
+        replaced(server, "ModelProvider", lambda args: None),
+        replaced(server.logging, "basicConfig", lambda **kwargs: None),
+        replaced(sys, "argv", ["probe"]),
     ):
         inspect.unwrap(server.main)()
         asked.append(limit(1))
@@ -435,8 +457,8 @@ def run_starts_and_stops_plugins(server: ModuleType) -> None:
             plugin.asked.append("serve")
 
         with (
-            mock.patch.object(server, "ResponseGenerator", lambda *args: None),
-            mock.patch.object(server, "_run_http_server", serve),
+            replaced(server, "ResponseGenerator", lambda *args: None),
+            replaced(server, "_run_http_server", serve),
         ):
             server.run("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
     expect("order", plugin.asked, ["configure", "self_test", "serve", "shutdown"])

@@ -186,10 +186,12 @@ class Prefills:
         (turn,) = chunk
         sizes = ranks().first(lambda: self._sizes(turn, step_s, alone), "a chunk")
         chunk[turn] = sizes[turn.uid]
-        width = max(*sizes.values(), self._limits.least_width)
+        by_uid = {one.uid: one for one in self.all}
+        joined = {by_uid[uid]: n_tokens for uid, n_tokens in sizes.items()}
+        width, furthest = max(sizes.values()), max(len(prefill.tokens) for prefill in joined)
+        if furthest + self._limits.least_width <= self._limits.n_positions:
+            width = max(width, self._limits.least_width)
         if len(sizes) > 1 or width > sizes[turn.uid]:
-            by_uid = {one.uid: one for one in self.all}
-            joined = {by_uid[uid]: n_tokens for uid, n_tokens in sizes.items()}
             layers = zip(*(one.batch.prompt_cache for one in joined), strict=True)
             n_tokens = tuple(joined.values())
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
@@ -205,13 +207,16 @@ class Prefills:
         """Return how many tokens of which prompts are computed now, by uid."""
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: self._size(turn, most)}
+        furthest = len(turn.tokens)
         others = [one for one in self.unready if one is not turn and one.uid not in alone]
         if turn.uid in alone or sizes[turn.uid] < widest:
             others = []
         for other in sorted(others, key=lambda one: len(one.segments[0])):
             most = min(most, self._most_tokens(other, step_s))
             widest = max(widest, len(other.segments[0]))
-            if widest * (len(sizes) + 1) > most:
+            furthest = max(furthest, len(other.tokens))
+            # The padding of a prompt must not go beyond the end of a table of positions.
+            if widest * (len(sizes) + 1) > most or furthest + widest > self._limits.n_positions:
                 break
             sizes[other.uid] = len(other.segments[0])
         return sizes

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
+from mlx_lm_kvpersist.cache.geometry import on_grid
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
@@ -49,6 +50,41 @@ def test_the_cut_does_not_matter(model: Any) -> None:
     for step in (2048, 300, 100):
         found = logprobs(model, IDS, spec.make_cache(), step)
         np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("n_before", "n_tokens", "rows"),
+    [
+        (0, 256, [256]),
+        (250, 10, [1] * 10),
+        (250, 300, [1] * 6 + [256] + [38]),
+        (200, 60, [56] + [1] * 4),
+        (3, 20, [20]),
+    ],
+)
+def test_a_short_piece_is_computed_token_by_token_if_kernels_are_compiled_for_few_rows(
+    n_before: int, n_tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that is not cut has the rows that it has in stock."""
+    monkeypatch.setattr(on_grid, "least_rows", lambda: 33)
+    calls: list[int] = []
+
+    class Model:
+        def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+            calls.append(ids.shape[1])
+            new = mx.ones((1, 1, ids.shape[1], 64))
+            cache[0].update_and_fetch(new, new)
+            return ids
+
+    model, caches = Model(), [SequenceQuantizedKVCache(KVPrecision.of(8))]
+    end_on_grid(model)
+    if n_before:
+        model(mx.ones((1, n_before)), cache=caches)
+        calls.clear()
+    assert model(mx.array([list(range(n_tokens))]), cache=caches).tolist() == [
+        list(range(n_tokens))
+    ]
+    assert calls == rows
 
 
 @pytest.mark.parametrize("n_restored", [256, 300, 511])

@@ -49,6 +49,8 @@ class Counting:
 
     def __init__(self) -> None:
         self.computed: list[list[int]] = []
+        self.most_positions = 0
+        """The highest number of positions of a prompt in a call, padding included."""
         self.failing_step = False
 
     def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
@@ -56,6 +58,10 @@ class Counting:
         if any(POISON in row for row in read) or (self.failing_step and len(read) > 1):
             raise RuntimeError("bad luck")
         self.computed.append([len(row) for row in read])
+        if len(read[0]) > 1:
+            self.most_positions = max(
+                self.most_positions, int(mx.max(mx.array(cache[0].offset))) + len(read[0])
+            )
         keys = mx.broadcast_to(ids[:, None, :, None], (*ids.shape[:1], 1, ids.shape[1], 8))
         cache[0].update_and_fetch(keys.astype(mx.float32), keys.astype(mx.float32))
         follow = (ids[..., None] + 1) % VOCABULARY
@@ -228,6 +234,31 @@ def test_a_call_has_the_least_width_where_prompts_may_join(
     prompts = [rows for rows in serving.model.computed if rows != [1]]
     assert prompts == ([[33], [33]] if joins else [[10], [9]])
     assert all(tokens == keys[: len(tokens)] for tokens, keys in serving.segment_ends)
+
+
+@pytest.mark.parametrize("n_positions", [42, 43, 52])
+def test_padding_ends_with_the_positions_of_the_model(
+    serve: Callable[..., Serving], *, n_positions: int
+) -> None:
+    serving = serve(most=256, joins=True, least_width=33, n_positions=n_positions)
+    client = serving.ask(1000, 20)
+    serving.run(client)
+    assert client.answer == right_answer(client)
+    prompts = [rows for rows in serving.model.computed if rows != [1]]
+    assert prompts == [[33], [33] if n_positions >= 43 else [9]]
+
+
+def test_a_prompt_at_the_end_of_the_positions_joins_no_longer_one(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=160, joins=True, n_positions=300)
+    far = serving.ask(1000, 300)
+    for _ in range(3):
+        serving.step()
+    near = serving.ask(2000, 120)
+    serving.run(far, near)
+    assert [client.answer for client in (far, near)] == [right_answer(c) for c in (far, near)]
+    assert serving.model.most_positions <= 300
 
 
 @pytest.mark.parametrize("full_precision", [0, 1])
