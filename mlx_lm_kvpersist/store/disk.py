@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 Opened = TypeVar("Opened")
 
-_MAX_GONE = 10_000
+_MAX_REMEMBERED = 10_000
 _INDEX_RESERVE_BYTES = 768 << 10
 
 
@@ -87,6 +87,8 @@ class DiskStore:
         """Tokens of evicted blocks that were written again."""
         self.forgotten: Callable[[Collection[bytes]], None] = lambda keys: None
         """Called with the keys of blocks and checkpoints that are no longer on disk."""
+        self._whole: OrderedDict[bytes, int] = OrderedDict()
+        """Blocks whose chain was found whole, with the version of the index then."""
         self.gone: OrderedDict[bytes, Gone] = OrderedDict()
         """Why blocks and checkpoints went that this process removed lately. Any thread."""
         try:
@@ -136,6 +138,7 @@ class DiskStore:
         if self.index.database.is_current():
             return
         logger.warning("the index of %s was removed or replaced; it is opened again", self.folder)
+        self._whole.clear()
         self.files.take_into_use()
         self._opened(self.index.reopen)
 
@@ -150,6 +153,28 @@ class DiskStore:
         """Say whether a block or a checkpoint has its row and its file, neither alone."""
         return key in self.index and self.files.path_of(key, name).exists()
 
+    def gap(self, leaf: bytes, root: Root) -> bytes | None:
+        """Return the last missing block on the way from a root to `leaf`; None if there is none.
+
+        Another process may quarantine a block that others follow. The chain is walked only if
+        another process has changed the index since this end was committed or found whole.
+        """
+        if leaf == root.key or self._whole.get(leaf) == self.index.version():
+            return None
+        gap = self.index.gap(leaf, root.key)
+        if gap is None:
+            self.set_whole(leaf)
+        return gap
+
+    def set_whole(self, *chain: bytes) -> None:
+        """Remember that the chains to these blocks are whole."""
+        version = self.index.version()
+        for key in chain:
+            self._whole[key] = version
+            self._whole.move_to_end(key)
+        while len(self._whole) > _MAX_REMEMBERED:
+            self._whole.popitem(last=False)
+
     def forget(self, key: bytes, why: Gone | None = None) -> Forgotten:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
         with self.lock.held():
@@ -163,7 +188,7 @@ class DiskStore:
                 self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
                 if why is not None:
                     self.gone[removed_key] = why
-            while len(self.gone) > _MAX_GONE:
+            while len(self.gone) > _MAX_REMEMBERED:
                 self.gone.popitem(last=False)
             return went
 

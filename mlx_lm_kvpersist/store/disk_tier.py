@@ -137,6 +137,7 @@ class Saving:
                 self._move_out(job)
             raise
         for job in done:
+            self._disk.set_whole(job.commit.parent, *(block.key for block in job.commit.blocks))
             self._clean_up(job)
             self._staging.announce(-job.reserved_bytes)
             job.result = Saved(job.commit, [file.block for file in job.files])
@@ -163,6 +164,11 @@ class Saving:
                 return self._report_missing(parent)
             blocks.insert(0, block)
             parent = block.parent
+        gap = self._disk.gap(parent, root)
+        while gap is not None:  # another process has removed a block of the chain
+            if (block := self._block_of(gap)) is None or not has(block):
+                return self._report_missing(gap)
+            gap = self._disk.gap(block.parent, root)
         for block in blocks:
             if not has(block):
                 return self._report_missing(block.key)

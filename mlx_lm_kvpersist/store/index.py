@@ -191,6 +191,22 @@ class Index(Rows):
             key = node.parent
         return []
 
+    def gap(self, leaf: bytes, root: bytes) -> bytes | None:
+        """Return the last missing block on the way from a root to `leaf`; None if there is none."""
+        rows = self.ask(
+            "WITH RECURSIVE up(key) AS (VALUES (?) "
+            "UNION SELECT parent FROM up JOIN blocks USING (key)) "
+            "SELECT key FROM up WHERE key != ? AND key NOT IN (SELECT key FROM blocks)",
+            leaf,
+            root,
+            types=(bytes,),
+        )
+        return next((key for (key,) in rows), None)
+
+    def version(self) -> int:
+        """Return a number that changes when another thread or process has changed the index."""
+        return sum(version for (version,) in self.ask("PRAGMA data_version"))
+
     def outline(self, leaves: Sequence[bytes]) -> list[tuple[bytes, bytes, int, int]]:
         """Return all blocks on the way to these leaves, parents before children.
 

@@ -242,6 +242,54 @@ def test_blocks_that_another_process_evicted_are_written_again(
     assert ("which it needs" in caplog.text) == (not is_in_ram)
 
 
+@pytest.mark.parametrize("is_in_ram", [True, False])
+def test_a_block_that_another_process_put_into_quarantine_is_written_again(
+    store: BlockStore, is_in_ram: bool
+) -> None:
+    """It is in the middle of a chain, so its children are still on disk."""
+    nodes = chain([1], [2], [3], [4], [5])
+    save_turn(store, nodes[:3], "s")
+    save_turn(store, chain([7]), "another")
+    with closing(DiskStore(store.folder, store.limits)) as other:
+        other.quarantine(nodes[1].key, "it is damaged")
+    if not is_in_ram:
+        store.pool.clear()
+    save_turn(store, chain([8], parent=chain([7])[0].key), "another")
+    submit(store, nodes[3:4], "s")
+    submit(store, nodes[4:], "s")
+    store.drain()
+    (session,) = store.index.sessions_named("s")
+    blocks = [block for block, _ in store.index.chain(session.leaf)]
+    assert blocks == (nodes if is_in_ram else [])
+    assert store.turns_not_saved == 2 * (not is_in_ram)
+
+
+def test_a_chain_is_walked_only_after_another_process_has_changed_the_index(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[bytes] = []
+    gap = Index.gap
+
+    def counted(index: Index, leaf: bytes, root: bytes) -> bytes | None:
+        walks.append(leaf)
+        return gap(index, leaf, root)
+
+    monkeypatch.setattr(Index, "gap", counted)
+    nodes = chain([1], [2], [3], [4])
+    for n in range(2):
+        submit(store, nodes[n : n + 1], "s")
+        store.drain()
+    submit(store, chain([9], parent=nodes[0].key), "branch")
+    store.drain()
+    assert walks == []
+    with closing(DiskStore(store.folder, store.limits)) as other, other.lock.held():
+        other.index.touch(nodes[0].key)
+    for n in range(2, 4):
+        submit(store, nodes[n : n + 1], "s")
+        store.drain()
+    assert walks == [nodes[1].key]
+
+
 @pytest.mark.parametrize("name", ["s", None])
 def test_a_turn_continues_the_session_that_ends_before_its_prompt(
     store: BlockStore, name: str | None
