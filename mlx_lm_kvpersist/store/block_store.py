@@ -60,7 +60,7 @@ class BlockStore:
     """Blocks by key, and their checkpoints, in whichever tier they are.
 
     The generation thread reads and submits; a thread of the store's own changes the tiers below
-    RAM. `encryption` is that of the folder.
+    RAM. `encryption` belongs to the folder.
     """
 
     def __init__(self, folder: Path, limits: StoreLimits, encryption: Encryption = PLAIN) -> None:
@@ -83,7 +83,7 @@ class BlockStore:
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
-        """What is on disk: for those who want to know what fails, and for serving threads."""
+        """The index: with errors, and for serving threads without."""
         self.runs = StoredRuns(lambda: self.index)
         self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.forgotten = partial(self.pool.set_stored, is_stored=False)
@@ -145,7 +145,7 @@ class BlockStore:
         """Return a source of the same blocks that asks the tiers below RAM less often.
 
         Where the pool has all that they have to continue the prompt (a text, or packed ids), they
-        are not asked again. One query of each tells that of a whole conversation.
+        are not asked again. One query of each tier answers that for a whole conversation.
         """
         path: dict[bytes, bytes] = {}
         parent: bytes | None = root
@@ -215,7 +215,7 @@ class BlockStore:
     ) -> None:
         """Put a commit's new blocks and checkpoints into RAM and have it saved in the background.
 
-        Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
+        Until then, its blocks and checkpoints that are not on disk stay in RAM.
         Its checkpoints are postponed if they take no more than a limit to compute again: `loss_s`.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
@@ -244,7 +244,7 @@ class BlockStore:
         return Task(commit=commit, let_go=partial(self.pool.unpin, pinned), sizes=sizes)
 
     def _pinned(self, records: Iterable[Record], new: Mapping[bytes, KVBlock]) -> list[KVBlock]:
-        """Pin records in RAM, those that are new put there; return them."""
+        """Pin records in RAM, and put new records there; return the entries."""
         keys = [record.key for record in records]
         pinned = self.pool.pin(key for key in keys if key not in new)
         for entry in [new[key] for key in keys if key in new]:
@@ -262,7 +262,7 @@ class BlockStore:
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
         """Return the keys of a chain's blocks in which sessions of other names end.
 
-        Also those that are known from turns alone that wait to be written.
+        Sessions of turns that wait to be written count.
         """
         keys = [block.key for block in chain]
         stored = self.view.sessions_at(*keys)
@@ -272,7 +272,7 @@ class BlockStore:
         return set(keys).intersection(leaf_keys)
 
     def forks(self, chain: Sequence[Block]) -> set[bytes]:
-        """Return the keys of a chain's blocks after which another conversation goes on, too."""
+        """Return the keys of a chain's blocks that another conversation continues, too."""
         path = {block.parent: block.key for block in chain[1:]}
         forks = self._branches(path)
         for parent, child in path.items():
@@ -281,14 +281,14 @@ class BlockStore:
         return forks
 
     def resize(self, max_ram_bytes: int) -> None:
-        """Let the pool, and in it what waits to be written, have so many bytes. Any thread."""
+        """Change the budget of the pool, commits that wait in it included. Any thread."""
         self.writer.resize(_queue_bytes(max_ram_bytes))
         self.pool.resize(max_ram_bytes)
         if self.pool.n_bytes > max_ram_bytes:
             self.writer.write_postponed()  # once they are written they may go
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the packed ids of those of these replies that are remembered, by digest."""
+        """Return the packed ids of remembered replies, by digest."""
         waiting = {
             digest: packed_ids
             for commit in self.writer.commits()
@@ -298,14 +298,14 @@ class BlockStore:
         return {**self.view.state.replies(root, digests), **waiting}
 
     def change_index(self, what: str, change: Callable[[Index], None]) -> None:
-        """Have the writer change the index; `what` it does is said where it fails."""
+        """Have the writer change the index; `what` names the change in the log if it fails."""
         run = partial(self.disk_tier.change, what, lambda: change(self.index))
         self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
         """Mark a chain, given by the keys of its blocks, and these checkpoints as used.
 
-        What was read of them has proven right. The checkpoints are evicted before the chain: they
+        The restore has proven them right. The checkpoints are evicted before the chain: they
         are of no use without it.
         """
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)

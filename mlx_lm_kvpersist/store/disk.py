@@ -156,7 +156,7 @@ class DiskStore:
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
         """Return the last missing block on the way from a root to `leaf`; None if there is none.
 
-        Another process may quarantine a block that others follow. The chain is walked only if
+        Another process may quarantine a block that has children. The chain is walked only if
         another process has changed the index since this end was committed or found whole.
         """
         if leaf == root.key or self._whole.get(leaf) == self.index.version():
@@ -206,7 +206,7 @@ class DiskStore:
             self.forget(key, Gone.QUARANTINED)
 
     def _set_aside(self, path: Path, key: bytes, reason: str) -> None:
-        """Move the file of a block or checkpoint to quarantine, with a sidecar, if it is there."""
+        """Move the file of a block or checkpoint to quarantine, with a sidecar, if it exists."""
         if not path.exists():
             return
         target = self.folder / "quarantine" / f"{path.stem}-{time.time_ns()}.safetensors"
@@ -255,7 +255,7 @@ class DiskStore:
     # Room.
 
     def used_bytes(self) -> int:
-        """Return the size of the store's files, and of those that are announced."""
+        """Return the size of the store's files, announced files included."""
         totals = self.index.totals()
         other_bytes = self.files.n_bytes(*INDEX_FILES, "quarantine")
         return totals.n_bytes + totals.sidecar_bytes + other_bytes + staged_bytes(self.files)[0]
@@ -404,7 +404,7 @@ class DiskStore:
     def remove_session(self, session: Session) -> list[bytes]:
         """Forget a session and the blocks that no other session needs; return their keys.
 
-        Also those that a draft model has of the same tokens.
+        The blocks of a draft model with the same tokens go, too.
         """
         removed = []
         with self.lock.held():
@@ -444,7 +444,7 @@ class DiskStore:
     def set_pinned(self, session: Session, pinned: bool) -> Session:
         """Pin a session, so that it is never removed to make room, or let it go again.
 
-        Raises StoreError when it was removed meanwhile.
+        Raises StoreError if it was removed in between.
         """
         with self.lock.held():
             current = self.index.session(session.id)  # another process may have moved its leaf

@@ -275,8 +275,8 @@ class Saving:
 def _row_bytes(block: Record) -> int:
     """Return the most that a row adds to the index and its log, in bytes.
 
-    A block's ids and text stand in the table and in an order each. What does not fit beside others
-    begins a page of its own. The log has every page once more.
+    A block's ids and text stand in the table and in an order each. A large entry begins
+    a page of its own. The log has every page once more.
     """
     n_ids = n_text = 0
     if isinstance(block, Block):
@@ -295,8 +295,8 @@ class DiskTier:
     ) -> None:
         self.disk = disk
         self._lost: set[bytes] = set()
-        """Keys of what is damaged or may be missing, until it is removed or written anew. What
-        could not be read for another reason is not among them."""
+        """Keys of damaged or missing records, until they are removed or written again. Records
+        that cannot be read for another reason are not among them."""
         self.view = disk.index.view(failed, self._lost)
         self.children, self.branches = self.view.children, self.view.branches
         self._writer = writer

@@ -1,4 +1,4 @@
-"""Encryption of what is stored where others may read or write: bytes, names, and the index.
+"""Encryption of stored content, names, and the index.
 
 An encrypted object is a magic with a format number, a nonce, and the content encrypted with AES-256
 in Galois/Counter Mode, its tag at the end (NIST SP 800-38D). The object's name is authenticated
@@ -40,12 +40,12 @@ _KEY_BYTES = 32
 
 
 class Plain:
-    """Objects and files as they are, named by their keys."""
+    """No encryption: objects and files are named by their keys."""
 
     mark = ""
     """A store's folder keeps this mark of its key. The key cannot be derived from it."""
     n_added_bytes = 0
-    """An encrypted object is so much larger than its content."""
+    """How much larger an encrypted object is than its content."""
 
     def encrypt(self, content: bytes, name: bytes) -> bytes:
         return content
@@ -83,7 +83,7 @@ class Cipher(Plain):
     """Encrypts and decrypts objects, and names them. Any thread may use it; both release the GIL.
 
     key: 32 bytes, of which the keys that are used are derived.
-    Raises ConfigError where the package `cryptography` is not installed.
+    Raises ConfigError if the package `cryptography` is not installed.
     """
 
     n_added_bytes = len(MAGIC) + _NONCE_BYTES + _TAG_BYTES
@@ -121,7 +121,7 @@ class Cipher(Plain):
     def decrypt(self, encrypted: bytes | bytearray | memoryview, name: bytes) -> bytes:
         """Return what was encrypted under this name.
 
-        Raises DecryptionFailed where the object was altered, cut off or encrypted under another
+        Raises DecryptionFailed if the object was altered, cut off or encrypted under another
         name, with another key, or by a version that is not known; nobody can tell which.
         """
         content = memoryview(encrypted)
@@ -167,7 +167,7 @@ def _connect(driver: Any, path: Path) -> sqlite3.Connection:
 
 
 def sqlcipher() -> Any:
-    """Return the driver of encrypted files. Raises ConfigError where it is not installed."""
+    """Return the driver of encrypted files. Raises ConfigError if it is not installed."""
     try:
         from sqlcipher3 import dbapi2
     except ImportError as error:
@@ -186,7 +186,7 @@ def sqlcipher() -> Any:
 def read_key(path: Path) -> Cipher:
     """Return the cipher of a key file: 64 hexadecimal digits, for its owner alone.
 
-    Raises ConfigError where it cannot be read, is anything else, or others may read it.
+    Raises ConfigError if it cannot be read, is anything else, or another user may read it.
     """
     make = f"make one with: mlx-lm-kvpersist key {path}"
     try:
@@ -216,7 +216,7 @@ def read_key(path: Path) -> Cipher:
 
 
 def new_key(path: Path) -> None:
-    """Make a key file, for its owner alone. Raises ConfigError where there is a file already."""
+    """Make a key file, for its owner alone. Raises ConfigError if the file exists."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except FileExistsError as error:

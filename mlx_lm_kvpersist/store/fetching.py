@@ -32,10 +32,10 @@ LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a conversation: the blocks that begin as a prompt does, and what is `missing` here.
+    """The blocks of a conversation that begin as a prompt does, and the `missing` records.
 
-    That are blocks and checkpoints with about as many bytes as each has, in the order of use. With
-    all of it a prompt goes on after `n_tokens`.
+    The missing blocks and checkpoints come with their approximate bytes, in the order of use. With
+    them a prompt continues after `n_tokens`.
     """
 
     path: Sequence[Block] = ()
@@ -45,7 +45,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A prompt, of which the blocks `chain` are here: what else is there of it?
+    """A prompt whose blocks `chain` are here, and what is asked of the shared store.
 
     `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute some
     tokens after others. `learn` takes replies of the conversation, and returns the prompt with
@@ -91,7 +91,7 @@ class Wanted:
 
 
 class Fetching:
-    """One prompt's way from a shared store into RAM; at most `max_bytes` of it.
+    """Brings the blocks of a prompt from a shared store into RAM, at most `max_bytes`.
 
     `land` takes what has come: blocks and checkpoints, and the commit that they are of.
     """
@@ -111,12 +111,12 @@ class Fetching:
         self._coming: dict[bytes, Future[KVBlock | None]] = {}
         self._got: dict[bytes, KVBlock] = {}
         self._n_tokens = self._n_bytes = 0
-        """Of the blocks that have come, and of all that has."""
+        """Tokens of the blocks that have come, and bytes of all records that have come."""
 
     def run(self) -> str:
         """Fetch; return what is to be said. What has come is used, whatever this raises.
 
-        Raises TooLate where it took longer than it saved, and OSError or RuntimeError.
+        Raises TooLate if it took longer than it saved, and OSError or RuntimeError.
         """
         wanted = self._wanted
         ask = partial(self._store.conversation, wanted.root, wanted.opening)

@@ -6,7 +6,7 @@ rest of the metadata; it is verified on every read. A block whose model keeps no
 token has no arrays, and a file of metadata alone. Checkpoints have a folder of their own:
 they can be evicted while their block stays.
 
-What a file's header claims is compared with what the file has, and bounded. Source of the format:
+The claims of a file's header are compared with the file, and bounded. Source of the format:
 https://github.com/huggingface/safetensors (8 bytes of length, JSON, arrays).
 """
 
@@ -33,7 +33,7 @@ FORMAT = 1
 """Written into every file of a block or checkpoint; a reader refuses what is newer."""
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library reads (huggingface/safetensors, MAX_HEADER_SIZE)."""
+"""The limit of the safetensors library (huggingface/safetensors, MAX_HEADER_SIZE)."""
 _NUMPY = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
     "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
@@ -51,7 +51,7 @@ def write_block(
 ) -> int:
     """Write the new file of a block or a checkpoint; return its size in bytes.
 
-    `files` are those of the store; by default they are not encrypted. The arrays must have been
+    `files` is the store's folder; by default it is not encrypted. The arrays must have been
     evaluated. The name must end in .safetensors. Raises FileExistsError if the file exists, and
     OSError or RuntimeError when the disk refuses.
     """
@@ -79,7 +79,7 @@ def _files_of(path: Path, files: OwnFiles | None) -> OwnFiles:
 
 
 def metadata_of(block: Record, root: Root) -> dict[str, str]:
-    """Return what the file of a block or a checkpoint says of it, but for the checksum."""
+    """Return the metadata of a block's or a checkpoint's file, without the checksum."""
     named = {"format": str(FORMAT), "key": block.key.hex()}
     if isinstance(block, Checkpoint):
         return {
@@ -112,7 +112,7 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
 def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
-    `files` are those of the store; by default they are not encrypted. Raises what `read_record`
+    `files` is the store's folder; by default it is not encrypted. Raises what `read_record`
     does, BlockCorrupt when the arrays are damaged, and OSError or MemoryError when they cannot be
     read now.
     """
@@ -138,8 +138,7 @@ def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, 
 def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
     """Return what `read_file` does of a file's bytes. They are copied.
 
-    Raises BlockCorrupt where they are damaged, and StoreFormatError where a newer version wrote
-    them.
+    Raises BlockCorrupt if they are damaged, and StoreFormatError if a newer version wrote them.
     """
     record, root, metadata = record_in(BytesIO(content), name)
     first = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
@@ -161,7 +160,7 @@ def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
 
 
 def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str) -> Arrays:
-    """Return a file's arrays with those that are empty. Raises BlockCorrupt by the checksum."""
+    """Return a file's arrays, with empty arrays added. Raises BlockCorrupt by the checksum."""
     try:
         for empty, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
             if math.prod(shape):  # before there is a checksum, no memory is taken
@@ -181,7 +180,7 @@ def read_record(
     """Return what a file says of itself: its block or checkpoint, its root, all of its metadata.
 
     Raises BlockCorrupt when the file is not whole or stands in another's place, StoreFormatError
-    when a newer version wrote it, FileNotFoundError when there is no such file, and OSError when it
+    when a newer version wrote it, FileNotFoundError if the file is missing, and OSError when it
     cannot be read now, which says nothing about it.
     """
     files = _files_of(path, files)
@@ -192,7 +191,7 @@ def read_record(
 
 
 def _check_place(path: Path, record: Record, files: OwnFiles) -> None:
-    """Raise BlockCorrupt unless the file of a block or checkpoint is where it belongs."""
+    """Raise BlockCorrupt unless the file of a block or checkpoint has its own path."""
     if path != files.path_of(record.key, record.folder):
         raise BlockCorrupt(f"{path.name}: holds {record}")
 

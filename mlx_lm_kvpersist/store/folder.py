@@ -14,7 +14,7 @@ and moved under it:
     writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes may come
     writing/1a2b3c4d-KEY.safetensors    a block or checkpoint of that turn
 
-What a process announced counts as used from then on, so that no other process takes the room. A
+Announced bytes count as used from then on, so that no other process takes the room. A
 lock goes with its process, however that ends; then the next sweep removes the files.
 """
 
@@ -44,7 +44,7 @@ from .encryption import MAGIC, PLAIN, Encryption
 logger = logging.getLogger(__name__)
 
 MARKER = "kvpersist-store"
-"""A file that says: this folder is a store. Of its content only the key's mark counts."""
+"""A file that says: this folder is a store. Only the mark of a key in it counts."""
 _ENCRYPTED = "It is encrypted; the mark of its key is"
 INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 OBJECTS = "kvpersist"
@@ -73,7 +73,7 @@ _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotl
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
 """The stores of several ranks of one model stand in a folder, which may be another store."""
 _LEFT_BEHIND = {"lock", "writing"}
-"""What a running server may leave in a store's folder after somebody removed the folder."""
+"""A running server may leave these in a store's folder after somebody removed the folder."""
 _WAIT_S = 2.0
 _LOOK_AGAIN_S = 0.005
 _STAGED = "writing"
@@ -333,7 +333,7 @@ def has_own_name(name: str) -> bool:
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     """Open a file to read it. A pipe is not waited for, and a device not woken.
 
-    Raises BlockCorrupt where it is no regular file, or a link that is not to be followed.
+    Raises BlockCorrupt if it is not a regular file, or a link and not `follow`.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -363,7 +363,7 @@ def make_private(folder: Path) -> None:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Make a file and its folder, for their owner alone; raises FileExistsError if it is there."""
+    """Make a file and its folder, for their owner alone; raises FileExistsError if it exists."""
     make_private(path.parent)
     return _created(path)
 
@@ -374,7 +374,7 @@ def _created(path: Path) -> BinaryIO:
 
 @contextmanager
 def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
-    """Open a file that appears at `path` when all of it has been written; else nothing is left."""
+    """Open a file that appears at `path` when it is complete; else nothing is left."""
     temporary = path.with_name(f"{path.stem[:100]}.{uuid.uuid4().hex[:8]}.tmp")
     with _created(temporary) as file:
         try:
@@ -474,7 +474,7 @@ class Staging:
         self._lock: BinaryIO | None = None
         self._n_bytes = 0
         self.sizes: dict[bytes, int] = {}
-        """What has been written, in bytes."""
+        """Sizes of the files that have been written, in bytes."""
 
     def close(self) -> None:
         """Remove files that were not moved, and the announcement. Any number of times."""
@@ -491,7 +491,7 @@ class Staging:
         return self.sizes[key]
 
     def path(self, key: bytes) -> Path:
-        """Return where the file of a block or checkpoint is until it is committed."""
+        """Return the path of the file of a block or checkpoint until it is committed."""
         return self._files.staged_path(self._name, key)
 
     def announce(self, n_bytes: int) -> None:

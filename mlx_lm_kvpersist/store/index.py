@@ -43,12 +43,12 @@ _END = float(1 << 33)
 
 
 class Index(Rows):
-    """What is on disk, in rows.
+    """The rows of a store: blocks, checkpoints, sessions, roots.
 
-    Opening makes it where it is missing or empty, unless `create` is false: then it raises
+    Opening makes it if it is missing or empty, unless `create` is false: then it raises
     FileNotFoundError. Raises StoreFormatError when another version wrote it and
-    sqlite3.DatabaseError when it is damaged. `reads_all`: see `prepare`. `files` are those of the
-    store; by default they are not encrypted.
+    sqlite3.DatabaseError when it is damaged. `reads_all`: see `prepare`. `files` is the
+    store's folder; by default it is not encrypted.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Index(Rows):
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
         """Return the index as serving threads see it: without the blocks and checkpoints `hidden`.
 
-        Its questions never raise: `failed` is called, and the answer is that nothing is there.
+        Its questions never raise: `failed` is called, and the answer is empty.
         """
         view = copy(self)
         view._failed, view._hidden = failed, hidden
@@ -119,9 +119,9 @@ class Index(Rows):
     ) -> list[Block]:
         """Return the blocks that continue `parent`, at most `limit`.
 
-        With the text or the packed ids that lie ahead, and where there are many, only the nearest
-        to them are returned. A damaged index may lie; the walk of the tree checks those blocks
-        that it means to use.
+        With the text or the packed ids that lie ahead, and if there are many blocks, only the
+        nearest to them are returned. A damaged index may lie; the walk of the tree checks those
+        blocks that it means to use.
         """
         hidden = set(self._hidden)  # before the rows are read: those go first
         most = FEW + 1 if ahead is not None else -1 if limit is None else limit
@@ -148,7 +148,7 @@ class Index(Rows):
         return self._nodes(where, 8 * limit, root.key, limit)
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
-        """Return, of these parents and a child of each, the parents that have another child."""
+        """Return the parents of a path, from parent to child, that have another child."""
         rows = self.ask_in(
             "WITH step(parent, child) AS (VALUES {}) "
             "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
@@ -210,7 +210,7 @@ class Index(Rows):
     def outline(self, leaves: Sequence[bytes]) -> list[tuple[bytes, bytes, int, int]]:
         """Return all blocks on the way to these leaves, parents before children.
 
-        Of each: its key, its parent's key, its bytes with its checkpoints', how many these are.
+        A row has its key, its parent's key, its bytes with its checkpoints', and their number.
         `leaves` are at most 500.
         """
         rows: list[tuple[bytes, bytes, int, int]] = self.ask(
@@ -227,7 +227,7 @@ class Index(Rows):
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
         """Return what all blocks take.
 
-        Of each: its key, its parent's, its root's, its first position, its tokens (8 too many for
+        A row has its key, its parent's, its root's, its first position, its tokens (8 too many for
         an image, but 256 at most), its bytes with its checkpoints', and the time of its use in
         seconds since the epoch.
         """
@@ -274,7 +274,7 @@ class Index(Rows):
         """Return the keys of what is never reached.
 
         These are blocks whose parent is neither a root nor there, all blocks that follow them, and
-        checkpoints whose block is not there.
+        checkpoints whose block is missing.
         """
         rows = self.ask(
             "WITH RECURSIVE lost(key) AS ("
@@ -305,7 +305,7 @@ class Index(Rows):
     # Sessions.
 
     def sessions(self, limit: int = -1, skip: int = 0) -> list[Session]:
-        """Return all sessions, or so many after the first `skip`, the most recently used first."""
+        """Return `limit` sessions after the first `skip`, the most recently used first."""
         return self._sessions("1 ORDER BY used DESC LIMIT ? OFFSET ?", limit, skip)
 
     def n_sessions(self) -> int:
@@ -437,7 +437,7 @@ class Index(Rows):
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
-        `new` comes with the sizes of the files, in bytes; `session` is that of the commit's leaf.
+        `new` comes with the sizes of the files, in bytes; `session` ends in the commit's leaf.
         `sidecar_bytes` is the size of the session's file.
         Rows of the commit's blocks and checkpoints that say something else than those do are put
         right. Superseded checkpoints and those of replaced blocks are removed; return their keys.

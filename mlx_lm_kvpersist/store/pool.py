@@ -45,7 +45,7 @@ class BlockPool:
         """Keys of blocks that were evicted lately."""
         self.lock = RLock()
         self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
-        """Bytes of all entries, of those that must stay for now, and of checkpoints."""
+        """Bytes of all entries, of entries that must stay for now, and of checkpoints."""
         self.n_evicted = 0
         """Blocks and checkpoints that went to make room."""
         self.asked_again_tokens = 0
@@ -134,7 +134,7 @@ class BlockPool:
     def admit(self, entry: KVBlock) -> KVBlock:
         """Add an entry, and pin it for a prefetch.
 
-        Return what is here under its key, which may be what was there before. Raises PoolFull where
+        Return the entry under its key, which may be an older one. Raises PoolFull if
         entries that must stay leave no room for it.
         """
         with self.lock:
@@ -167,9 +167,9 @@ class BlockPool:
         return blocks[::-1]
 
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
-        """Keep those of these blocks and checkpoints that are here, until `unpin`; return them.
+        """Keep blocks and checkpoints, as far as they are here, until `unpin`; return them.
 
-        What a commit pinned and a tier below has may still be evicted, when nothing else is left.
+        A record that a commit pinned and a tier below has may be evicted as a last resort.
         """
         with self.lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
@@ -177,7 +177,7 @@ class BlockPool:
             return pinned
 
     def unpin(self, entries: Iterable[KVBlock], *, prefetch: bool = False) -> None:
-        """Let go of what was pinned; it may have been dropped meanwhile."""
+        """Unpin entries; they may have been dropped in between."""
         with self.lock:
             self._hold(entries, -(not prefetch), -prefetch)
             self._evict()
@@ -215,8 +215,8 @@ class BlockPool:
     def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
         """Do what `remove` does, unless a commit waits to be written with this block or checkpoint.
 
-        `written` says whether one that a tier below has is dropped, too. Of a block that is not
-        here the checkpoints may be.
+        `written` says whether one that a tier below has is dropped, too. The checkpoints
+        of a block may be here without it.
         """
         with self.lock:
             entry = self._entries.get(key)
@@ -243,7 +243,7 @@ class BlockPool:
     def resize(self, max_bytes: int) -> int:
         """Change the budget and evict what is over it; return the bytes that went. Any thread.
 
-        What must stay is evicted later, when it is let go of.
+        Entries that must stay are evicted when they are unpinned.
         """
         with self.lock:
             self.max_bytes = max_bytes
@@ -252,7 +252,7 @@ class BlockPool:
     def release(self, n_bytes: int) -> int:
         """Evict at least `n_bytes`, or all that may go; return the bytes that went. Any thread.
 
-        What prompts or commits wait for stays.
+        Entries that prompts or commits wait for stay.
         """
         with self.lock:
             return self._evict(self.n_bytes - n_bytes, last_resorts=False)
@@ -319,7 +319,7 @@ class BlockPool:
         """
         key = entry.block.key
         # Without its parent a block is of no use, so parents stay as long as they have any. Nothing
-        # needs a checkpoint, and its key is no parent's.
+        # needs a checkpoint, and its key has no children.
         if not entry.pins and not entry.prefetched and key not in self._children:
             return False, entry.used, key
         # Turns that wait may need whole conversations. A record on disk can be read again.

@@ -1,6 +1,6 @@
 """Reading: blocks from the pool, or from the disk into it, when needed or before.
 
-Any long-lived thread may read. What is prefetched stays in RAM until it is used.
+Any long-lived thread may read. Prefetched entries stay in RAM until they are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _N_THREADS = 3
 
 
 class Prefetch:
-    """What is prefetched for one prompt. None of it leaves RAM before `release`."""
+    """The entries that are prefetched for a prompt. They stay in RAM until `release`."""
 
     def __init__(self, pool: BlockPool, released: Callable[[Prefetch], None]) -> None:
         self.sizes: dict[bytes, int] = {}
@@ -42,7 +42,7 @@ class Prefetch:
         """Changed under the lock of the pool."""
 
     def stop(self) -> None:
-        """Read no further than the file that is being read; what is there stays."""
+        """Read no further than the file that is being read; entries in RAM stay."""
         self.stopped = True
 
     def release(self) -> None:
@@ -54,7 +54,7 @@ class Prefetch:
         self._released(self)
 
     def add(self, entries: Iterable[KVBlock]) -> None:
-        """Take pinned entries, to unpin them with the others."""
+        """Take pinned entries, to unpin them at `release`."""
         with self._pool.lock:
             if not self._is_released:
                 self._entries += entries
@@ -106,11 +106,11 @@ class Reader:
             coming.extend(map(self._workers.submit, islice(tasks, 1)))
 
     def prefetch(self, wanted: Sequence[tuple[Record, int]], root: Root) -> Prefetch:
-        """Read into the pool what is not there yet, in order; each comes with its size in bytes.
+        """Read missing records into the pool, in order; each comes with its size in bytes.
 
-        Together with what others had prefetched it takes at most half of the budget, so that turns
-        to be written have room, too; what does not fit is left on disk. What is there, or comes,
-        stays until `release`.
+        All prefetched entries take at most half of the budget, so that turns to be written have
+        room; records that do not fit are left on disk. Records in RAM, and records that come, stay
+        until `release`.
         """
         prefetch = Prefetch(self.pool, self._prefetches.discard)
         self._prefetches.add(prefetch)

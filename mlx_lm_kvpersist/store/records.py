@@ -1,4 +1,4 @@
-"""The records of the store: its limits, commits that come to disk, rows and notes of it."""
+"""Values of the store: limits, commits, entries in RAM, rows, and the sidecars of sessions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """What the store may use: bytes, and one time in seconds."""
+    """The limits of the store: bytes, and one time in seconds."""
 
     max_ram_bytes: int
     max_disk_bytes: int
@@ -31,7 +31,7 @@ class StoreLimits:
     max_loss_s: float = 0.0
     """Checkpoints that take no longer to compute again are postponed: see `store/writer.py`."""
     model_share: float = 0.75
-    """Most of the disk that one model may fill while others have blocks there."""
+    """Most of the disk that one model may fill while another model has blocks there."""
 
 
 @dataclass
@@ -39,10 +39,10 @@ class KVBlock:
     """A block or a checkpoint in RAM: its record, and its KV arrays (opaque to the pool).
 
     `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
-    it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
-    `read_s` how long that took, until a restore with it has been completed: only then is it as
-    good as one that was computed here. `used` counts up with each use of any entry. `place` is the
-    entry's place in the order of eviction, None while it must stay.
+    it, `prefetched` the prompts that it was prefetched for. `tier` is the place that it was read
+    from, and `read_s` how long that took, until a restore with it has been completed: only then is
+    it as good as one that was computed here. `used` counts up with each use of any entry. `place`
+    is the entry's place in the order of eviction, None while it must stay.
     """
 
     block: Record
@@ -58,7 +58,7 @@ class KVBlock:
 
     @property
     def is_held(self) -> bool:
-        """Whether it must stay: a prompt waits for it, or a commit has no other copy of it."""
+        """Whether it must stay: a prompt waits for it, or a commit has no other copy."""
         return self.prefetched > 0 or (self.pins > 0 and not self.is_stored)
 
     @classmethod
@@ -183,7 +183,7 @@ class Totals:
     n_checkpoints: int = 0
     checkpoint_bytes: int = 0
     sidecar_bytes: int = 0
-    """Of all sessions together."""
+    """All sessions together."""
 
     @property
     def n_bytes(self) -> int:
@@ -195,7 +195,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What was removed with a block: ids of sessions, keys of checkpoints, bytes of all files."""
+    """Rows removed with a block: ids of sessions, keys of checkpoints, bytes of all files."""
 
     n_bytes: int
     sessions: tuple[str, ...]
@@ -225,7 +225,7 @@ def read_root(key: Any, root_json: Any) -> Root | None:
 
 
 def sidecar_path(folder: Path, session_id: str) -> Path:
-    """Return where the sidecar of a session is. No name of a client's is part of it."""
+    """Return the path of a session's sidecar. A client's name is never part of the path."""
     return folder / "sessions" / f"{session_id}.json"
 
 

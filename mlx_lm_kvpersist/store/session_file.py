@@ -8,8 +8,8 @@ The file begins with a line of JSON:
     files               size in bytes and XXH3-128 of each file
     checksum            XXH3-128 of this line with an empty checksum
 
-Then come the files of all blocks, in order, and those of all checkpoints, as they are in a store
-that is not encrypted. Both ways, one of them at a time is in memory.
+Then come the files of all blocks, in order, and the files of all checkpoints, as in a store that is
+not encrypted. Both ways, one of them at a time is in memory.
 """
 
 from __future__ import annotations
@@ -203,10 +203,10 @@ def export_parts(
     records: Sequence[Record],
     progress: Progress = lambda done, total: None,
 ) -> tuple[int, Iterator[bytes]]:
-    """Return the size of an exported session in bytes, and its parts one by one.
+    """Return the size of an exported session in bytes, and its parts.
 
-    Every block and checkpoint is checked before. Checkpoints that go meanwhile are left out.
-    Raises StoreError when a block is missing or anything is damaged; so do the parts.
+    Every block and checkpoint is checked before. Checkpoints that are evicted in between are left
+    out. Raises StoreError when a block is missing or anything is damaged; so do the parts.
     """
     exported: dict[Path, Listed] = {}
     files = index.files
@@ -256,9 +256,9 @@ def _what(item: Record, session: Session) -> str:
 def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
     """Write a checked session to a store, within its budget, whole or not at all.
 
-    A session that is there is left as it is, and so is one of the same name that goes on from
-    it; one that ends on the way to it moves. Return the session, what of it was not there yet, and
-    whether it was added or went on. Raises StoreError when there is no room.
+    An existing session is left unchanged, and so is a session of the same name that continues it; a
+    session that ends on the way to it moves. Return the session, its new records, and whether a
+    session was added or moved. Raises StoreError if it does not fit.
     """
     leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
     files = {
@@ -271,7 +271,7 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
     }
 
     def commit() -> Commit:
-        # Anew for each plan: a session that was there may have gone to make room.
+        # For each plan: a session may have been evicted to make room.
         present = _session_through(disk.index, source.root, leaf)
         ends = None if present else leaf
         return Commit(source.root, source.blocks, ends, checkpoints=source.checkpoints)

@@ -1,6 +1,6 @@
 """The index's small state: persisted values, notes, replies, last requests, bytes written.
 
-An index that is rebuilt keeps it all if the old one can be read. Of a damaged one it keeps the
+An index that is rebuilt keeps it all if the old one can be read. It keeps the
 persisted values, as far as they can be read. It loses all if the old index is gone.
 """
 
@@ -41,8 +41,8 @@ class SmallState:
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of remembered replies, by digest.
 
-        They go into a prompt as they are, so they have a checksum. Of other ids that the index has,
-        keys and files of blocks tell whether they are damaged.
+        They go into a prompt unchanged, so they have a checksum. Keys and files of blocks tell
+        whether the ids of blocks are damaged.
         """
         query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
         rows = self._ask_in(query, zip(digests), root, types=(bytes, bytes))
@@ -68,7 +68,7 @@ class SmallState:
             )
 
     def _get(self, key: str) -> Any:
-        """Return a persisted value; None where there is none, or another than was put."""
+        """Return a persisted value; None if it is missing or damaged."""
         for (value,) in self._ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
             text = value[2 * _CHECKSUM_BYTES :]
             return json.loads(text) if value == _checked(key, text) else None
@@ -86,7 +86,7 @@ class SmallState:
     def note(self, session_id: str) -> dict[str, str]:
         """Return what people know a session by: its `title`, `client`, first `words`, each if any.
 
-        A title is given by the operator; words are there only if text is stored.
+        A title is given by the operator; words exist only if text is stored.
         """
         note: dict[str, str] = self._get(f"{_NOTE}{session_id}") or {}
         return note
@@ -113,7 +113,7 @@ class SmallState:
     def saved(self) -> dict[str, float]:
         """Return the `tokens` that all requests reused, and the `seconds` to compute `timed` ones.
 
-        Of the others it was not known how long they take to compute.
+        The time to compute the other tokens was not known.
         """
         return self._get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
 
@@ -150,7 +150,7 @@ class SmallState:
             )
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return the records of requests, the newest first, without those that cannot be read."""
+        """Return the records of requests, the newest first, without unreadable ones."""
         records = []
         for (record_json,) in self._ask("SELECT about FROM requests ORDER BY number DESC"):
             try:
@@ -164,7 +164,7 @@ class SmallState:
     def add_request(self, record: dict[str, Any]) -> None:
         """Add a record of at most 4,096 characters, and remove all but the last `KEPT`.
 
-        What it reused is added to what all requests did.
+        Its reused tokens are added to the sum of all requests.
         """
         if n_reused := record.get("reused_tokens", 0):
             saved, seconds = self.saved(), record.get("saved_s")

@@ -1,4 +1,4 @@
-"""What followed runs of token ids in stored conversations."""
+"""Find runs of token ids in stored conversations, for prompt-lookup decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..match.runs import Runs
 from .index import Index
 
 MOST_TOKENS = 1 << 19
-"""Of the blocks that were used last, at most so many are known: 8 MiB, read in 0.1 s."""
+"""Most tokens of the blocks that were used last: 8 MiB, read in 0.1 s."""
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class StoredRuns:
     """The runs of ids in the blocks of one tree, a tenant's, that were used last.
 
-    They are read by a thread beside the replies, anew for each request that finds others stored.
+    A thread reads them while replies run, again for each request after blocks were stored.
     `index` returns the store's.
     """
 

@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 class StoredSessions:
-    """What the operator's programs may see and change of single sessions, and agents of their own.
+    """Sessions for the operator's programs and for agents: seen, and changed.
 
     All sessions of one name in one namespace are the branches of an agent, taken as one. Every
     method may raise RequestRefused.
@@ -38,7 +38,7 @@ class StoredSessions:
         """What `describe` returned last, and the counts by which it would be the same again."""
 
     def describe(self, find: str = "", skip: int = 0, *, with_text: bool = False) -> dict[str, Any]:
-        """Return the sessions used last after `skip` others: those that say `find`, of `total`.
+        """Return the sessions used last, after the first `skip`, that contain `find`, of `total`.
 
         A session counts its whole chain; bytes are those on disk. `used` and `created` are seconds
         since the epoch. Only `with_text` conversations are quoted, and found by their first words.
@@ -106,7 +106,7 @@ class StoredSessions:
         return self.changed(change)
 
     def rename(self, session_id: str, title: str) -> dict[str, Any]:
-        """Give a session a title for people; "" takes it away. Requests go on with its name."""
+        """Give a session a title for people; "" takes it away. Requests keep its name."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             with disk.lock.held():
@@ -119,7 +119,7 @@ class StoredSessions:
     def export(self, session_id: str) -> tuple[int, Iterator[bytes]]:
         """Return the size in bytes of an exported session, and its parts.
 
-        Its turns that wait, and what is postponed of it, are written first.
+        Its waiting turns and postponed checkpoints are written first.
         """
         disk = self._store.disk
         self._write_postponed(session_id)
@@ -131,7 +131,7 @@ class StoredSessions:
             return export_parts(disk.index, session, records)
 
     def evict(self, session_id: str) -> dict[str, Any]:
-        """Remove a session from RAM, except for blocks that others there need; it stays on disk."""
+        """Evict a session from RAM, except for blocks with other children; it stays on disk."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             chain = disk.index.chain(_session(disk, session_id).leaf)
@@ -151,10 +151,10 @@ class StoredSessions:
         self._store.writer.write_postponed(ends=self.changed(find))
 
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
-        """Remove a session, and the blocks that no other one needs, from disk and RAM.
+        """Delete a session, and the blocks that no other session needs, from disk and RAM.
 
-        So are a draft model's. What its last requests reused is forgotten, too. Other records may
-        quote it, and quote no more.
+        A draft model's blocks and the records of its last requests go, too. Records of other
+        requests may quote it; the quotations are removed.
         """
 
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
@@ -190,12 +190,12 @@ class StoredSessions:
         with _readable():
             return future.result()
 
-    # By name.
+    # Sessions by name.
 
     def describe_named(self, namespace: str, name: str) -> dict[str, Any]:
         """Return numbers of tokens, blocks and bytes; `used` is in seconds since the epoch.
 
-        Tokens and precision are those of the branch that was used last. A block in RAM and on disk
+        Tokens and precision are of the branch that was used last. A block in RAM and on disk
         counts in both tiers.
         """
         with _readable(), self._store.index.asked_once() as index:
@@ -225,7 +225,7 @@ class StoredSessions:
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
         """Pin the session of this name that was saved last; return None if none was since.
 
-        The others of this name and model are unpinned.
+        Older sessions of this name and model are unpinned.
         """
 
         def change(disk: DiskStore) -> dict[str, Any] | None:

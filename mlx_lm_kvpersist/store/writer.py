@@ -1,7 +1,7 @@
 """The writer: one thread that changes the store, so that generation never waits for a disk.
 
-What the next turn is likely to supersede is postponed: it is written when its conversation has
-rested, when too much is postponed, and when the store is drained or closed.
+Checkpoints that the next turn is likely to supersede are postponed: they are written when their
+conversation has rested, when too much is postponed, and when the store is drained or closed.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class Writer:
         """The clock of what is postponed."""
         self._tasks: deque[Task] = deque()
         self._postponed: dict[bytes, Task] = {}
-        """By the block that they end in, the oldest first."""
+        """Postponed tasks by the block that they end in, the oldest first."""
         self._closing = False
         self._running: list[Task] = []
         self.rest_factor = REST_FACTOR
         self._n_replies = 0
         """Replies that run now."""
         self._since_s = 0.0
-        """When its work began, or went on after a rest."""
+        """When its work began, or resumed after a rest."""
         self._rests_until_s = 0.0
         """When it will have rested enough; a rest that is cut short is made up for, up to
         `MAX_AGE_S`: no busy hour is followed by an hour of rests."""
@@ -172,7 +172,7 @@ class Writer:
     def _hurry(self, newest: Task) -> None:
         """Move a turn that has ended ahead of prompts that are still computed.
 
-        What its conversation has waiting goes with it, so that all of that stays in order.
+        Waiting tasks of its conversation go with it, so that they stay in order.
         """
         assert newest.commit is not None
         if newest.commit.leaf is None and not newest.commit.replies:
@@ -184,7 +184,7 @@ class Writer:
         self._tasks = deque(sorted(self._tasks, key=lambda task: not task.is_urgent))
 
     def _fits(self, newest: Task) -> bool:
-        """Say whether a commit may wait beside the one that is being written."""
+        """Say whether a commit may wait while another commit is being written."""
         if self.n_bytes <= 2 * self.max_bytes:
             return True
         if not any(task.commit for task in self._running):
@@ -207,12 +207,12 @@ class Writer:
                 passed.update(old for old, _ in task.commit.leaf.replaced)
         return oldest
 
-    # What is postponed.
+    # Postponed commits.
 
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
         """Have a commit of the conversation whose last block is `end` saved later, or withdrawn.
 
-        If no reply `has_ended` there, that is much later: one that runs goes on from it.
+        If no reply `has_ended` there, that is much later: a running reply continues it.
         """
         task.due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
         with self._changed:
@@ -221,7 +221,7 @@ class Writer:
             self._changed.notify_all()
 
     def resize(self, max_bytes: int) -> None:
-        """Let so many bytes wait, and write the oldest of what is postponed beyond half of that."""
+        """Change the bytes that may wait, and write the oldest postponed commits beyond half."""
         with self._changed:
             self.max_bytes = max_bytes
             while self._postponed and self.n_postponed_bytes > max_bytes // 2:
