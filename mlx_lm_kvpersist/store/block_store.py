@@ -119,10 +119,10 @@ class BlockStore:
         from .shared import SharedTier
         from .shared_objects import SharedObjects  # most servers share nothing and start sooner
 
-        disk = self.disk_tier
-        above = disk.content_of, disk.chain, disk.checkpoints, self._land, self.pool
-        own = SharedObjects(objects, encryption, self.failures)
-        self.shared = SharedTier(own, *above, replies_of, max_bytes)
+        checked = SharedObjects(objects, encryption, self.failures)
+        self.shared = SharedTier(
+            checked, self.disk_tier, self._land, self.pool, replies_of, max_bytes
+        )
         self.lower.append(self.shared)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:

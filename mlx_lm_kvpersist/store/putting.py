@@ -10,13 +10,14 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
+from ..block import BLOCK_TOKENS, Block, Record, Root
 from ..errors import BlockCorrupt
 from .conversation import Conversation, conversation_key, layout_key, opening_of
+from .disk_tier import DiskTier
 from .objects import surplus
 from .records import Commit
 from .shared_objects import SharedObjects
@@ -54,23 +55,18 @@ class _Turn:
 class Putting:
     """Puts blocks, checkpoints and conversations.
 
-    `content_of` returns what the file of a record on disk holds, `chain_of` the blocks on disk up
-    to a leaf, `checkpoints_of` the checkpoints of blocks that are on disk, and `replies_of` what is
-    remembered of replies among messages. The oldest objects are removed if all servers have put
-    more than `max_bytes`.
+    `disk` has the records, and `replies_of` returns what is remembered of replies among messages.
+    The oldest objects are removed if all servers have put more than `max_bytes`.
     """
 
     def __init__(
         self,
         store: SharedObjects,
-        content_of: Callable[[Record], bytes],
-        chain_of: Callable[[bytes], Sequence[Block]],
-        checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
+        disk: DiskTier,
         replies_of: RepliesOf,
         max_bytes: int | None = None,
     ) -> None:
-        self._store, self._content_of, self._chain_of = store, content_of, chain_of
-        self._checkpoints_of, self._replies_of = checkpoints_of, replies_of
+        self._store, self._disk, self._replies_of = store, disk, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self._waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
@@ -151,7 +147,7 @@ class Putting:
             (item, n_failed), self._since_s = self._waiting[0], time.monotonic()
             if isinstance(item, bytes):
                 self._waiting.popleft()
-                blocks = [block for block in self._chain_of(item) if not store.is_seen(block.key)]
+                blocks = [block for block in self._disk.chain(item) if not store.is_seen(block.key)]
                 self._waiting.extendleft((block, 0) for block in reversed(blocks))
                 continue
             try:
@@ -177,7 +173,7 @@ class Putting:
         if not self._store.lacks(record.key):
             return
         try:
-            content = self._content_of(record)
+            content = self._disk.content_of(record)
         except (FileNotFoundError, BlockCorrupt):
             return  # it was evicted, or replaced by a longer block, or is damaged
         self._store.put(record.key, content)
@@ -185,13 +181,13 @@ class Putting:
     def _put_turn(self, new: _Turn) -> None:
         """Put a conversation, with the replies that other servers and earlier turns put."""
         store, root, chain = self._store, new.root, tuple[Block, ...]()
-        if new.leaf is not None and not (chain := tuple(self._chain_of(new.leaf))):
+        if new.leaf is not None and not (chain := tuple(self._disk.chain(new.leaf))):
             return  # it was evicted, or removed
         opening = opening_of(new.messages, chain[0].packed_ids if chain else b"")
         stored, _ = store.conversation(root, opening)
         checkpoints = stored.checkpoints
         if chain:
-            checkpoints = tuple(self._checkpoints_of([block.key for block in chain]))
+            checkpoints = tuple(self._disk.checkpoints([block.key for block in chain]))
         remembered = {} if new.leaf is None else self._replies_of(root, new.messages)
         replies = {**stored.replies, **remembered, **new.replies}
         now = Conversation(chain or stored.chain, checkpoints, replies)
