@@ -92,7 +92,7 @@ ifeq ($(MODEL),)
 	$(BIN)/python -m tests.support.synthetic.smollm2 .demo/smollm2
 endif
 	$(SAY) "soak, $(MINUTES) minutes"
-	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist bench --model "$(or $(MODEL),.demo/smollm2)" --soak $(MINUTES)
+	$(BIN)/python -m tests.support.openblas $(BIN)/python -m benchmarks.soak --model "$(or $(MODEL),.demo/smollm2)" --minutes $(MINUTES)
 
 lint: $(VENV)/.installed-dev
 	$(SAY) "lint: ruff check"

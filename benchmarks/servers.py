@@ -57,7 +57,7 @@ SIDES = {
     for side in (
         Side("ours", _PLUGIN, 6),  # keys 8 bits, values 4
         Side("ours-50ms", (*_PLUGIN, "--kvpersist-max-stall-ms", "50"), 6),
-        Side("ours-4", (*_PLUGIN, "--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"), 4),
+        Side("ours-4", (*_PLUGIN, "--kvpersist-kv-bits", "4"), 4),
         Side("ours-k6v4", (*_PLUGIN, "--kvpersist-kv-bits", "k6v4"), 5),
         Side("ours-8", (*_PLUGIN, "--kvpersist-kv-bits", "8"), 8),
         Side("ours-16", (*_PLUGIN, "--kvpersist-kv-bits", "16"), 16),

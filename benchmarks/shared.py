@@ -78,7 +78,7 @@ def measure(run: Run, n_tokens: int, mb_per_s: Sequence[float], n_repeats: int) 
 
 
 def _server(run: Run, place: str) -> Fleet:
-    shared = "--kvpersist-shared", place, "--kvpersist-shared-plain"
+    shared = "--kvpersist-shared", place, "--kvpersist-shared-key", "plain"
     return Fleet(run.model.path, [SIDE], shared)
 
 

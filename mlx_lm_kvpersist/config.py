@@ -6,8 +6,9 @@ The commands take some of these options, too, so nothing of MLX is imported befo
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +21,7 @@ from .errors import ConfigError
 from .store.encryption import PLAIN, Encryption, read_key, sqlcipher
 from .store.objects import Objects
 from .store.records import StoreLimits
-from .units import parse_folder, parse_share, parse_size, show_bytes
+from .units import parse_folder, parse_size, show_bytes
 
 if TYPE_CHECKING:
     from .cache.live.attention import Strategy
@@ -29,9 +30,14 @@ GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 LEAST_BYTES = 128 << 20
 """Less memory than this cannot be asked for."""
+MAX_LOSS_S = 2.0
+"""Seconds of computing that kill -9 may undo of a conversation with windows or recurrent layers: if
+computing would take longer, its checkpoint is written when it rests."""
 MIN_PREFILL_BYTES = GIB // 2
 """A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
 _STOCK_GROUP_SIZE = 64
+PLAIN_KEY = Path("plain")
+"""Stands for a key file if what is shared is not encrypted."""
 KV_BITS = {
     "k8v4": PrecisionChoice(),
     "4": PrecisionChoice(4, 4),
@@ -65,8 +71,6 @@ class Config:
     """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
     max_stall_s: float = 0.25
     max_prefill_bytes: int = GIB
-    wired: str | int = "auto"
-    """How much memory macOS may keep wired: "auto", "stock", "off", or bytes."""
     memory_bytes: int | None = None
     """For all but the model's weights; None: what the device leaves."""
     refuses: bool = False
@@ -77,32 +81,63 @@ class Config:
     """The store that other servers use, too, its encryption, and the most bytes of its objects."""
 
 
-_METAVARS: dict[Any, str] = {
-    parse_folder: "FOLDER",
-    parse_size: "SIZE",
-    Path: "FILE",
-    parse_share: "SHARE",
-}
+_METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
 RARE = (
-    "max-writes-per-hour",
-    "max-loss-s",
-    "model-share",
-    "wired",
-    "kv-rotate",
+    "memory-policy",
+    "shared-size",
     "attention",
     "draft",
+    "served-name",
     "isolation",
     "show-text",
 )
 """Options that --help-all shows, and --help does not."""
+_LEAVE_OUT = "leave it out"
+REMOVED = {
+    "max-writes-per-hour": f"{_LEAVE_OUT}; the page and `why` show what was written in an hour",
+    "model-share": f"{_LEAVE_OUT}; a model may fill three quarters of --kvpersist-disk while "
+    "others have blocks there",
+    "wired": f"{_LEAVE_OUT}; models above half of the memory that the device recommends are wired, "
+    "and a plugin can choose another limit (hook wired_limit)",
+    "max-loss-s": f"{_LEAVE_OUT}; kill -9 may undo 2 seconds of computing",
+    "kv-rotate": f"{_LEAVE_OUT}; keys and values are always rotated before they are quantized",
+    "shared-plain": "give --kvpersist-shared-key plain",
+    "fsync": f"{_LEAVE_OUT}; checksums find what a power failure tears",
+    "verify": f"{_LEAVE_OUT}; all that is restored is checked",
+    "kv-group-size": "give --kv-group-size",
+    "session-header": f"{_LEAVE_OUT}; clients name their session in X-Session-ID",
+    "normalise": f"{_LEAVE_OUT}; no prompt is changed",
+    "api-key": f"set {KEY_VARIABLE} in the environment",
+    "evict": f"{_LEAVE_OUT}; the least recently used is evicted first",
+    "min-reuse": f"{_LEAVE_OUT}; measured speeds decide what is restored",
+    "pin-system": "give --kvpersist-warm FILE, which pins a beginning",
+    "kv-target": "choose a precision with --kvpersist-kv-bits",
+    "kv-measure-s": f"{_LEAVE_OUT}; nothing is measured when a model is loaded",
+}
+"""Options of earlier versions, and what to do instead."""
+
+
+class RemovedOption(Action):
+    """Ends the process with what to do instead."""
+
+    def __call__(self, parser: ArgumentParser, *args: Any) -> None:
+        parser.error(with_remedies(f"unrecognized arguments: {self.option_strings[0]}"))
+
+
+def with_remedies(message: str) -> str:
+    """Return an error of argparse with what to do about each removed option that it names."""
+    named = (name for name in REMOVED if re.search(rf"--kvpersist-{name}\b(?!-)", message))
+    remedies = (f"; --kvpersist-{name} was removed: {REMOVED[name]}" for name in named)
+    return message + "".join(remedies)
 
 
 class HelpAll(Action):
     """Prints the help with the rare options, too. `const` has these, with their help."""
 
     def __call__(self, parser: ArgumentParser, *args: Any) -> None:
-        for action, told in self.const:
-            action.help = told
+        for action, meaning in self.const:
+            action.help = meaning
+        self.help = SUPPRESS  # the reader has found it
         parser.print_help()
         parser.exit()
 
@@ -112,19 +147,33 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     group: Any = parser
     hidden: list[tuple[Action, str]] = []
     if not names:
-        about = "Keep the KV cache of every conversation, quantized, across restarts."
-        group = parser.add_argument_group("kvpersist", about)
-        told = "Show this help with the plugin's rare options, too"
-        group.add_argument("--help-all", action=HelpAll, nargs=0, const=hidden, help=told)
+        group = parser.add_argument_group(
+            "kvpersist", "Keep the KV cache of every conversation, quantized, across restarts."
+        )
+        group.add_argument(
+            "--help-all",
+            action=HelpAll,
+            nargs=0,
+            const=hidden,
+            help="Show this help with the plugin's rare options, too",
+        )
+        for name in REMOVED:
+            group.add_argument(
+                f"--kvpersist-{name}",
+                action=RemovedOption,
+                nargs="?",
+                default=SUPPRESS,
+                help=SUPPRESS,
+            )
 
-    def add(name: str, told: str, **argument: Any) -> None:
+    def add(name: str, meaning: str, **argument: Any) -> None:
         if names and name not in names:
             return
         if (metavar := _METAVARS.get(argument.get("type"))) is not None:
-            argument["metavar"] = metavar
-        action = group.add_argument(f"--kvpersist-{name}", help=told, **argument)
+            argument.setdefault("metavar", metavar)
+        action = group.add_argument(f"--kvpersist-{name}", help=meaning, **argument)
         if name in RARE and not names:
-            hidden.append((action, told))
+            hidden.append((action, meaning))
             action.help = SUPPRESS
 
     add("dir", "Where conversations are kept (default: the user's cache folder)", type=parse_folder)
@@ -173,46 +222,16 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     )
     add(
         "shared-key",
-        "The key file that encrypts what is shared; mlx-lm-kvpersist key FILE makes one",
+        "The key file that encrypts what is shared; mlx-lm-kvpersist key FILE makes one; plain: no "
+        "encryption",
         type=Path,
+        metavar="FILE|plain",
     )
-    add("shared-plain", "Share without encryption", action="store_true")
     add(
         "shared-size",
         "Most that all servers keep there: what was not used for the longest is removed "
         "(default: no limit)",
         type=parse_size,
-    )
-    add(
-        "max-writes-per-hour",
-        "Most that all servers on the folder write within an hour, to spare the disk "
-        "(default: no limit)",
-        type=parse_size,
-    )
-    add(
-        "model-share",
-        "Largest part of --kvpersist-disk that one model may fill while others have blocks there "
-        "(default: 0.75)",
-        type=parse_share,
-        default=StoreLimits.model_share,
-    )
-    add(
-        "wired",
-        "How much memory macOS may keep wired for the GPU: as much as stock, none, or at most a "
-        "size; auto: as stock for a model that needs more than half of what the device recommends, "
-        "else none (default: auto)",
-        type=_wired,
-        default="auto",
-        metavar="auto|stock|off|SIZE",
-    )
-    add(
-        "max-loss-s",
-        "Most seconds of computing that kill -9 may undo of a conversation with windows or "
-        "recurrent layers: so much of it is written when it rests; 0 writes after each turn "
-        "(default: 2)",
-        type=float,
-        default=2,
-        metavar="SECONDS",
     )
     add(
         "kv-bits",
@@ -227,13 +246,6 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         type=float,
         default=250,
         metavar="MS",
-    )
-    add(
-        "kv-rotate",
-        "Rotate keys and values before they are quantized, which spreads channels that are "
-        "larger than the others (default: on)",
-        choices=("on", "off"),
-        default="on",
     )
     add(
         "attention",
@@ -313,8 +325,6 @@ def from_args(args: Namespace) -> Config:
         raise ConfigError(
             f"--kvpersist-max-stall-ms {stall_ms:g} is out of range; give 10 to 60000"
         )
-    if not (max_loss_s := args.kvpersist_max_loss_s) >= 0:
-        raise ConfigError(f"--kvpersist-max-loss-s {max_loss_s:g} is out of range; give 0 or more")
     if args.served_name is not None and (not args.served_name or getattr(args, "model", 0) is None):
         raise ConfigError(
             "--kvpersist-served-name NAME is a name of --model; give both, or neither"
@@ -339,8 +349,7 @@ def from_args(args: Namespace) -> Config:
         limits=replace(
             limits_of(args, folder),
             max_ram_bytes=ram,
-            max_hourly_bytes=args.kvpersist_max_writes_per_hour,
-            max_loss_s=max_loss_s,
+            max_loss_s=MAX_LOSS_S,
         ),
         store_text=not args.kvpersist_no_text,
         namespace_by_key=args.kvpersist_namespace_by_key,
@@ -354,7 +363,6 @@ def from_args(args: Namespace) -> Config:
         guesses=args.kvpersist_draft == "auto" and not together.are_several,
         max_stall_s=stall_ms / 1e3,
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
-        wired=args.kvpersist_wired,
         memory_bytes=memory,
         refuses=args.kvpersist_memory_policy == "refuse",
         encryption=encryption_of(args),
@@ -363,25 +371,19 @@ def from_args(args: Namespace) -> Config:
 
 
 def _shared(args: Namespace) -> tuple[Objects, Encryption, int | None] | None:
-    url, key, is_plain, max_bytes = (
-        args.kvpersist_shared,
-        args.kvpersist_shared_key,
-        args.kvpersist_shared_plain,
-        args.kvpersist_shared_size,
-    )
+    url, key = args.kvpersist_shared, args.kvpersist_shared_key
+    max_bytes = args.kvpersist_shared_size
     if url is None:
-        if key is not None or is_plain or max_bytes is not None:
-            raise ConfigError(
-                "--kvpersist-shared-key, -plain and -size need --kvpersist-shared URL"
-            )
+        if key is not None or max_bytes is not None:
+            raise ConfigError("--kvpersist-shared-key and -size need --kvpersist-shared URL")
         return None
-    if (key is None) == (not is_plain):
+    if key is None:
         raise ConfigError(
             "--kvpersist-shared needs a key that all its servers have: make one with "
-            "mlx-lm-kvpersist key FILE and give --kvpersist-shared-key FILE; or, where everybody "
-            "who can reach the store may read all conversations, give --kvpersist-shared-plain"
+            "mlx-lm-kvpersist key FILE and give --kvpersist-shared-key FILE; or, if everybody "
+            "who can reach the store may read all conversations, give --kvpersist-shared-key plain"
         )
-    return Objects(url), read_key(key) if key is not None else PLAIN, max_bytes
+    return Objects(url), PLAIN if key == PLAIN_KEY else read_key(key), max_bytes
 
 
 def encryption_of(args: Namespace) -> Encryption:
@@ -390,15 +392,6 @@ def encryption_of(args: Namespace) -> Encryption:
         return PLAIN
     sqlcipher()  # it is missed before a folder is made
     return read_key(key)
-
-
-def _wired(text: str) -> str | int:
-    if text in ("auto", "stock", "off"):
-        return text
-    try:
-        return parse_size(text)
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"{error}, or auto, stock or off") from None
 
 
 def precision_of(args: Namespace) -> PrecisionChoice:
@@ -418,8 +411,7 @@ def precision_of(args: Namespace) -> PrecisionChoice:
             f"--kv-group-size {group_size} cannot be kept; choose one of "
             f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
         )
-    rotated = args.kvpersist_kv_rotate != "off"
-    return replace(KV_BITS[bits], group_size=group_size, rotated=rotated)
+    return replace(KV_BITS[bits], group_size=group_size)
 
 
 def _warm(args: Namespace) -> tuple[Path, ...]:
@@ -469,5 +461,4 @@ def limits_of(args: Namespace, folder: Path) -> StoreLimits:
         while not folder.exists():
             folder = folder.parent
         disk = min(shutil.disk_usage(folder).total // 10, DEFAULT_MAX_DISK_BYTES)
-    share = args.kvpersist_model_share
-    return StoreLimits(0, disk, args.kvpersist_min_free, model_share=share)
+    return StoreLimits(0, disk, args.kvpersist_min_free)

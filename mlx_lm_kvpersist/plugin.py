@@ -112,7 +112,7 @@ class KVPersistPlugin:
     @hookimpl
     def wired_limit(self, provider: Any, asked_bytes: int) -> int | None:
         n_weights = weights_bytes(provider.model, getattr(provider, "draft_model", None))
-        limit, why = wired_bytes(self._config.wired, n_weights, asked_bytes)
+        limit, why = wired_bytes(n_weights, asked_bytes)
         logger.info("kvpersist: wired memory: %s", why)
         return limit
 

@@ -34,9 +34,9 @@ import numpy as np
 Decision = TypeVar("Decision")
 logger = logging.getLogger(__name__)
 
-_HEAD = struct.Struct("<IIq")
-"""What a message is about, its number, and its value."""
-_INLINE = 112
+_HEAD = struct.Struct("<IIqq")
+"""The topic of a message, its number, its value, and the bytes of its decision."""
+_INLINE = 104
 """Bytes of a decision that go with the first message."""
 PATIENCE_S = 120.0
 """How long a rank does not hear of the others: longer than any step takes."""
@@ -75,9 +75,7 @@ class Ranks:
 
     def all_of(self, value: int, what: str) -> list[int]:
         """Return the value of each rank, in int64, by rank."""
-        if not self.are_several:
-            return [value]
-        return [its for its, _ in self._exchange(value, b"", what)]
+        return [value] if not self.are_several else self.first_and_all(lambda: None, value, what)[1]
 
     def least(self, value: int, what: str) -> int:
         """Return the least value of all ranks."""
@@ -89,8 +87,14 @@ class Ranks:
 
     def first(self, decide: Callable[[], Decision], what: str) -> Decision:
         """Return what rank 0 decides; `decide` is called there alone. Raises what it raises."""
+        return self.first_and_all(decide, 0, what)[0] if self.are_several else decide()
+
+    def first_and_all(
+        self, decide: Callable[[], Decision], value: int, what: str
+    ) -> tuple[Decision, list[int]]:
+        """Return what rank 0 decides, and the value of each rank, in int64. Raises as `first`."""
         if not self.are_several:
-            return decide()
+            return decide(), [value]
         payload = b""
         if self.decides:
             self._is_deciding = True
@@ -99,15 +103,15 @@ class Ranks:
             except Exception as error:
                 payload = _pickled(error)
             self._is_deciding = False
-        (n_bytes, inline), *_ = self._exchange(len(payload), payload[:_INLINE], what)
+        messages = self._exchange(value, payload, what)
+        _, n_bytes, inline = messages[0]
         if (n_more := n_bytes - _INLINE) > 0:
             rest = payload[_INLINE:] if self.decides else bytes(n_more)
             inline += _bytes(mx.distributed.all_sum(_array(rest), stream=mx.cpu))
         is_decided, decision = pickle.loads(inline[:n_bytes])
         if not is_decided:
             raise decision
-        found: Decision = decision
-        return found
+        return decision, [message[0] for message in messages]
 
     def told(self, value: Decision, what: str) -> Decision:
         """Return the value of rank 0."""
@@ -117,22 +121,24 @@ class Ranks:
         """Tell whether all ranks have an equal value."""
         return self.agree(self.told(value, what) == value, what)
 
-    def _exchange(self, value: int, inline: bytes, what: str) -> list[tuple[int, bytes]]:
-        if self._is_deciding:  # the others wait for a decision
+    def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
+        """Return each rank's value, the bytes of its payload, and the beginning of the payload."""
+        if self._is_deciding:  # the other ranks wait for a decision
             end(f"rank {self.rank} asks within a decision ({what}); please report it")
         self.n_messages += 1
-        about = crc32(what.encode()), self.n_messages & 0xFFFFFFFF
-        sent = _HEAD.pack(*about, value) + inline.ljust(_INLINE, b"\0")
+        topic = crc32(what.encode()), self.n_messages & 0xFFFFFFFF
+        sent = _HEAD.pack(*topic, value, len(payload)) + payload[:_INLINE].ljust(_INLINE, b"\0")
         gathered = _bytes(mx.distributed.all_gather(_array(sent), stream=mx.cpu))
         self._spoke_s = time.monotonic()
-        found = []
+        messages = []
         for start in range(0, len(gathered), len(sent)):
-            *its, its_value = _HEAD.unpack_from(gathered, start)
-            if tuple(its) != about:
+            *other_topic, other_value, n_bytes = _HEAD.unpack_from(gathered, start)
+            if tuple(other_topic) != topic:
                 other = start // len(sent)
                 end(f"rank {other} has ended, or is not where rank {self.rank} is ({what})")
-            found.append((its_value, gathered[start + _HEAD.size : start + len(sent)]))
-        return found
+            inline = gathered[start + _HEAD.size : start + len(sent)]
+            messages.append((other_value, n_bytes, inline))
+        return messages
 
     def watch(self) -> None:
         """End the process with the one that started it, or with another rank. Main thread.

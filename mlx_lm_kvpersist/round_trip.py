@@ -184,7 +184,7 @@ class _Batch:
 
     def step(self) -> None:
         _, responses = self.generator.next()
-        batch = self.generator._generation_batch.prompt_cache
+        batch = self.generator.replies.prompt_cache
         if batch and not isinstance(batch[0], PaddedBatch):
             raise SelfTestFailed(f"the live batch is a {type(batch[0]).__name__}, and none of ours")
         for response in responses:

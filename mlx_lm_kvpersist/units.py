@@ -34,17 +34,6 @@ def parse_days(text: str) -> float:
     return int(match[1]) * {"d": 86400.0, "h": 3600.0}[match[2]]
 
 
-def parse_share(text: str) -> float:
-    """Return a part of a whole, such as 0.75. Raises ArgumentTypeError for anything else."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise ArgumentTypeError(f"{text!r} is no part of the disk; write for example 0.75, or 1")
-    return share
-
-
 def parse_folder(text: str) -> Path:
     """Return a folder as an absolute path. Raises ArgumentTypeError for an empty name."""
     try:

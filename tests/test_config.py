@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -9,7 +10,11 @@ import pytest
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
+from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.store.encryption import PLAIN
+
+PLAIN_KEY = ("--kvpersist-shared-key", "plain")
 
 
 def options() -> ArgumentParser:
@@ -40,12 +45,21 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
     ("options", "says"),
     [
         (("--kvpersist-shared-size", "1G"), "need --kvpersist-shared URL"),
-        (("--kvpersist-shared-plain",), "need --kvpersist-shared URL"),
+        (PLAIN_KEY, "need --kvpersist-shared URL"),
         (("--kvpersist-shared", "bucket"), "--kvpersist-shared needs a key"),
-        (("--kvpersist-shared", "x://y", "--kvpersist-shared-plain"), "x://y cannot be used"),
-        (("--kvpersist-shared", "", "--kvpersist-shared-plain"), "name one, or leave the option"),
-        (("--kvpersist-shared", "~none/x", "--kvpersist-shared-plain"), "give a folder"),
-        (("--kvpersist-shared", "file://nas/x", "--kvpersist-shared-plain"), "mount the share"),
+        (
+            ("--kvpersist-shared", "x://y", "--kvpersist-shared-key", "plain"),
+            "x://y cannot be used",
+        ),
+        (
+            ("--kvpersist-shared", "", *PLAIN_KEY),
+            "name one, or leave the option",
+        ),
+        (("--kvpersist-shared", "~none/x", *PLAIN_KEY), "give a folder"),
+        (
+            ("--kvpersist-shared", "file://nas/x", *PLAIN_KEY),
+            "mount the share",
+        ),
     ],
 )
 def test_options_of_a_shared_store_that_do_not_fit(
@@ -88,7 +102,6 @@ def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionChoice
         (("--kvpersist-kv-bits", "k6v4"), PrecisionChoice(6, 4, None, True)),
         (("--kvpersist-kv-bits", "8"), PrecisionChoice(8, 8, None, True)),
         (("--kvpersist-kv-bits", "16"), PrecisionChoice(16, 16, None, True)),
-        (("--kvpersist-kv-rotate", "off"), PrecisionChoice(8, 4, None, False)),
     ],
 )
 def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionChoice) -> None:
@@ -125,7 +138,6 @@ def test_attention(tmp_path: Path, choice: str) -> None:
     ("option", "value"),
     [
         *(("--kvpersist-kv-bits", bits) for bits in ("default", "auto", "5", "6", "k5v4", "k4v8")),
-        ("--kvpersist-kv-rotate", "auto"),
         ("--kvpersist-attention", "fused"),
     ],
 )
@@ -186,22 +198,38 @@ def test_the_help_shows_what_many_need(capsys: pytest.CaptureFixture[str]) -> No
             parsed(asked)
         shown[asked] = capsys.readouterr().out
         assert end.value.code == 0 and "--kvpersist-kv-bits" in shown[asked]
+    counts = {asked: len(re.findall(r"^  --", text, re.M)) for asked, text in shown.items()}
+    assert counts == {"--help": 14, "--help-all": 20}
     for name in config.RARE:
         assert f"--kvpersist-{name}" in shown["--help-all"]
         assert f"--kvpersist-{name}" not in shown["--help"]
     assert parsed("--kvpersist-attention", "packed").kvpersist_attention == "packed"
 
 
-def test_wired_memory_is_a_word_or_a_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", config.REMOVED)
+@pytest.mark.parametrize("value", [(), ("off",)], ids=["alone", "with a value"])
+def test_a_removed_option_says_what_to_do(
+    name: str, value: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = ("--kvpersist-dir", str(tmp_path))
-    assert config.from_args(parsed(*folder)).wired == "auto"
-    for given, wired in (("stock", "stock"), ("off", "off"), ("4G", 4 << 30)):
-        assert config.from_args(parsed(*folder, "--kvpersist-wired", given)).wired == wired
+    with pytest.raises(SystemExit) as end:
+        parsed(f"--kvpersist-{name}", *value)
+    assert end.value.code == 2
+    said = f"; --kvpersist-{name} was removed: {config.REMOVED[name]}\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+@pytest.mark.parametrize(
+    "command", ["spec --model M", "quality --model M", "bench --model M", "store stats"]
+)
+def test_a_command_knows_removed_options_too(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        parsed("--kvpersist-wired", "on")
-    assert (
-        "'on' is not a size; write for example 8G or 512M, or auto, stock or off"
-        in capsys.readouterr().err
-    )
+        main([*command.split(), "--kvpersist-kv-rotate=off"])
+    assert "always rotated" in capsys.readouterr().err
+
+
+def test_what_is_shared_can_be_plain(tmp_path: Path) -> None:
+    store = ("--kvpersist-dir", str(tmp_path), "--kvpersist-shared", str(tmp_path / "shared"))
+    shared = config.from_args(parsed(*store, *PLAIN_KEY)).shared
+    assert shared is not None and shared[1] is PLAIN

@@ -28,7 +28,6 @@ from ..units import show_bytes
 from .asking import ask
 from .machine import conditions, cpu_gflops, device, openblas_advice, versions
 from .output import ongoing, utc_time
-from .soak import soak
 from .started_server import Message, Reply, StartedServer
 from .story import document
 
@@ -75,11 +74,11 @@ class StockSpeed:
 class Bench:
     """One run: the servers, the time it may take, and what was measured so far."""
 
-    def __init__(self, model: str, folder: Path, minutes: float, wired: str | int = "auto") -> None:
+    def __init__(self, model: str, folder: Path, minutes: float) -> None:
         self._model, self._folder = model, folder
         self._started_s, self._limit_s = time.monotonic(), 60 * minutes
         store = ("--kvpersist-dir", str(folder / "store"), "--kvpersist-min-free", "512M")
-        ours = ("--plugin", "kvpersist", *store, "--kvpersist-wired", str(wired))
+        ours = ("--plugin", "kvpersist", *store)
         self.stock, self.ours = Side("stock", ()), Side("kvpersist", ours)
         self.spec: dict[str, Any] = {}
 
@@ -207,26 +206,16 @@ class Bench:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command, print the table and write the JSON; return the exit status."""
-    name, minutes = ("minutes", args.minutes) if args.soak is None else ("soak", args.soak)
-    if not minutes >= 1:  # nor is nan
-        raise ConfigError(f"--{name} {minutes:g} is too short; give 1 or more")
+    if not args.minutes >= 1:  # nor is nan
+        raise ConfigError(f"--minutes {args.minutes:g} is too short; give 1 or more")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder for {args.json}; make it first")
     check_model_name(args.model)
-    path = _fetched(args.model)
-    about = {
-        "date": utc_time(time.time()),
-        "versions": versions(),
-        "device": device(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "cpu_gflops": cpu_gflops(),
-        "model": _model(args.model, path),
-    }
+    path = fetched(args.model)
+    about = measured_conditions(args.model, path)
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder_name:
         folder = Path(folder_name)
-        if args.soak is not None:
-            return soak(args, path, folder, about)
-        bench = Bench(str(path), folder, args.minutes, args.kvpersist_wired)
+        bench = Bench(str(path), folder, args.minutes)
         bench.run()
         content = {
             **about,
@@ -246,7 +235,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fetched(model: str) -> Path:
+def measured_conditions(name: str, path: Path) -> dict[str, Any]:
+    """Return the conditions of a measurement, as `machine.conditions` takes them."""
+    return {
+        "date": utc_time(time.time()),
+        "versions": versions(),
+        "device": device(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "cpu_gflops": cpu_gflops(),
+        "model": _model(name, path),
+    }
+
+
+def fetched(model: str) -> Path:
     """Return a model's folder; what is on the hub is downloaded now, as the server would."""
     if Path(model).exists():
         return Path(model)

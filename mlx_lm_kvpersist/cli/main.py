@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import __version__
 from .._startup import serve
-from ..config import add_options
+from ..config import add_options, with_remedies
 from ..errors import KVPersistError
 from ..host.stopping import requested_plugins
 from ..units import parse_days, parse_size
@@ -28,8 +28,15 @@ PROG = "mlx-lm-kvpersist"
 _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
 """The commands that are run for the stores of all ranks."""
-_BUDGETS = (*_STORE, "disk", "min-free", "model-share")
+_BUDGETS = (*_STORE, "disk", "min-free")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors say what to do about options of earlier versions."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(with_remedies(message))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     It sets `run` ("module:function"), `command` (the command's first word) and `error`, which
     ends the process with the command's usage and status 2.
     """
-    parser = argparse.ArgumentParser(prog=PROG, description="Persistent memory for mlx_lm.server.")
+    parser = CommandParser(prog=PROG, description="Persistent memory for mlx_lm.server.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = _commands(parser, "command", "Most people need the first five only.")
     about = "say whether --plugin works here and, if not, why"
@@ -135,7 +142,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_store(_group(commands, "store", "check, repair and shrink a store"))
     key = add("key", "key:run", "make the key file of an encrypted store")
     key.add_argument("file", type=Path, metavar="FILE", help="the file to make, for you alone")
-    _add_bench(_adder(commands, "wired"))
+    _add_bench(add)
     demo = add("demo", "demo:run", "kill a server and see its conversation go on")
     demo.add_argument(
         "--model", help="a model to serve (default: a tiny one with random weights, made now)"
@@ -146,8 +153,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=12_000,
         help="characters of the text that it asks about (default: %(default)s, 4,000 tokens)",
     )
-    _add_quality(_adder(commands, "kv-rotate"))
-    add_spec = _adder(commands, "kv-bits", "kv-rotate")
+    _add_quality(add)
+    add_spec = _adder(commands, "kv-bits")
     spec = add_spec("spec", "spec:run", "load a model and say how its cache is kept")
     spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
     spec.add_argument("--adapter-path", help="a folder with a trained adapter")
@@ -201,15 +208,6 @@ def _add_bench(add: Any) -> None:
         default=5.0,
         help="most time; more allows longer prompts, up to 16,384 tokens (default: %(default)g)",
     )
-    bench.add_argument(
-        "--soak",
-        type=float,
-        nargs="?",
-        const=5.0,
-        metavar="MINUTES",
-        help="compare nothing: run two streams of long prompts over small budgets, and say what "
-        "the server took (default: %(const)g)",
-    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, too")
 
 
@@ -238,7 +236,7 @@ def _add_connect(add: Any) -> None:
 
 
 def _add_quality(add: Any) -> None:
-    quality = add("quality", "quality:run", "measure what every KV precision costs")
+    quality = add("quality", "quality:run", "measure what every KV precision costs", json=True)
     quality.description = (
         "Measure what every KV precision changes in a model's output: the next tokens of a text "
         "and of short ones in many languages and formats, replies to questions about a long "

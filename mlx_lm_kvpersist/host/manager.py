@@ -212,8 +212,8 @@ class Taken:
     """What is fed, once it has entered."""
     draft: Prepared | None = None
     """The same prompt for the draft model, and its caches."""
-    images: Any = None
-    """Those of the prompt (`images.Images`)."""
+    images: Sequence[int] | None = None
+    """The ids that the model reads for a prompt with images."""
     reply: Any = None
     """Where its tokens go (`reply.ReplyQueue`)."""
 

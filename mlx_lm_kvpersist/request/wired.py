@@ -1,27 +1,19 @@
-"""How much of a model's memory macOS may keep wired: `--kvpersist-wired`; docs/mac.md says why."""
+"""How much of a model's memory macOS may keep wired; docs/mac.md says why."""
 
 from __future__ import annotations
 
 from ..units import show_bytes
 
 NEEDED_ABOVE = 0.5
-"""The share of what the device recommends above which `auto` lets weights be wired."""
+"""The share of what the device recommends above which weights are wired."""
 
 
-def wired_bytes(choice: str | int, n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
+def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
     """Return how many bytes may be wired, None for what stock asks, and why, for the log.
 
     asked_bytes: what stock asks for, which is all that the device recommends.
     """
-    if isinstance(choice, int):  # MLX refuses more than the device recommends
-        limit = min(choice, asked_bytes)
-        return limit, f"up to {show_bytes(limit)}, as --kvpersist-wired says"
-    if choice == "stock":
-        return None, f"as stock, up to {show_bytes(asked_bytes)}, as --kvpersist-wired says"
-    if choice == "off":
-        return 0, "off, as --kvpersist-wired says"
     sizes = f"the weights are {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)}"
     if n_weight_bytes > NEEDED_ABOVE * asked_bytes:
-        stock = f"as stock, up to {show_bytes(asked_bytes)}: {sizes}, more than half"
-        return None, f"{stock}; if this Mac panics, try --kvpersist-wired off"
+        return None, f"as stock, up to {show_bytes(asked_bytes)}: {sizes}, more than half"
     return 0, f"off: {sizes}, at most half"

@@ -274,15 +274,6 @@ class DiskStore:
             text += f"; less than the {floor} of --kvpersist-min-free, so nothing new is stored"
         return f"{text})"
 
-    def check_hour(self, n_bytes: int) -> None:
-        """Raise a StoreError if fewer bytes than these may be written now."""
-        limit = self.limits.max_hourly_bytes
-        if limit is not None and self.index.state.written_last_hour() + n_bytes > limit:
-            raise StoreError(
-                f"--kvpersist-max-writes-per-hour ({show_bytes(limit)}) is used up; "
-                "turns stay in memory for now"
-            )
-
     def reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
         """Make room for what is to be written. Raises StoreError when it is too much."""
         if not self.make_room(n_bytes, keep, root):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -41,10 +41,8 @@ class _Job:
     commit: Commit = field(init=False)
     """The commit of the last plan, and the `files` that were missing then."""
     files: list[NewFile] = field(default_factory=list)
-    needed_bytes: int = 0
-    """Room that was made for the files that are written now."""
     reserved_bytes: int = 0
-    """Room that was made for all files."""
+    """Room that was made for its files."""
     paths: dict[bytes, Path] = field(default_factory=dict)
     """Where files were moved, by key."""
     session: Session | None = None
@@ -74,6 +72,8 @@ class Saving:
         self._file_of, self._block_of = file_of, block_of
         self._keep, self._before_file, self._damaged = keep, before_file, damaged
         self._staging = Staging(disk.files)
+        self._n_written_bytes = 0
+        """Bytes of files that were written since they were counted last."""
 
     def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
         """Write the missing files of commits, and commit each of them; return the results.
@@ -90,6 +90,7 @@ class Saving:
                 try:
                     with self._disk.lock.held():
                         self._disk.follow_folder()
+                        self._count_written()
                         left = self._commit_written(left)
                         self._make_room(left)
                         left = [job for job in left if job.result is None]
@@ -103,6 +104,12 @@ class Saving:
                         self._write_files(job)
                 left = [job for job in left if job.result is None]
         return [job.result for job in jobs]
+
+    def _count_written(self) -> None:
+        if n_bytes := self._n_written_bytes:
+            self._n_written_bytes = 0
+            self._disk.n_written_bytes += n_bytes
+            self._index.state.count_write(n_bytes)
 
     def _unwritten(self, job: _Job) -> list[NewFile]:
         """Return the missing files of a commit that are not written yet."""
@@ -200,39 +207,28 @@ class Saving:
         """Make room for the files that commits lack. If that fails, it is the job's result."""
         disk = self._disk
         keep = {*self._keep, *chain.from_iterable(job.commit.keys() for job in jobs)}
-        counted, n_bytes = set[bytes](), 0
+        counted: set[bytes] = set()
         for job in jobs:
             # A block that several of the commits need is written once.
             files = [file for file in self._unwritten(job) if file.block.key not in counted]
             counted.update(file.block.key for file in files)
             # The rows of a long commit take more than what is reserved for them.
             rows = max(0, sum(_row_bytes(file.block) for file in files) - disk.reserve_bytes)
-            job.needed_bytes = sum(file.n_bytes for file in files) + rows
+            n_bytes = sum(file.n_bytes for file in files) + rows
             try:
-                disk.check_hour(n_bytes + job.needed_bytes)
-                disk.reserve(job.needed_bytes, keep, job.commit.root)
-                self._staging.announce(job.needed_bytes)
-                job.reserved_bytes += job.needed_bytes
-                n_bytes += job.needed_bytes
+                disk.reserve(n_bytes, keep, job.commit.root)
+                self._staging.announce(n_bytes)
+                job.reserved_bytes += n_bytes
             except Exception as error:
                 job.result = error
-        if n_bytes:
-            self._index.state.count_write(n_bytes)
 
     def _write_files(self, job: _Job) -> None:
         """Write the files that a commit lacks. If that fails, it is the job's result."""
-        n_before = self._disk.n_written_bytes
         try:
             for file in self._unwritten(job):
                 self._before_file()
-                self._disk.n_written_bytes += self._staging.write(file.block.key, file.write)
-        except BaseException as error:
-            with suppress(OSError, sqlite3.Error), self._disk.lock.held():
-                # Bytes that were not written do not count for this hour.
-                n_written = self._disk.n_written_bytes - n_before
-                self._index.state.count_write(n_written - job.needed_bytes)
-            if not isinstance(error, Exception):
-                raise
+                self._n_written_bytes += self._staging.write(file.block.key, file.write)
+        except Exception as error:
             job.result = error
 
     def _move_in(self, job: _Job) -> None:

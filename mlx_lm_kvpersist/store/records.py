@@ -26,8 +26,6 @@ class StoreLimits:
     max_disk_bytes: int
     min_free_bytes: int = 0
     """Free space to leave on the volume."""
-    max_hourly_bytes: int | None = None
-    """Most that all processes together may write within an hour; None for no limit."""
     max_loss_s: float = 0.0
     """Checkpoints that take no longer to compute again are postponed: see `store/writer.py`."""
     model_share: float = 0.75

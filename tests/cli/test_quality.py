@@ -50,7 +50,7 @@ def quality(*argv: str | Path) -> int:
 def test_fewer_bits_are_further_away(
     tiny_model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ("--model", tiny_model, "--text", text, *SHORT, "--kvpersist-kv-rotate", "off", "--json")
+    argv = ("--model", tiny_model, "--text", text, *SHORT, "--json")
     assert quality(*argv) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["text"]["name"] == str(text) and report["reference"] == "float32"
@@ -76,7 +76,7 @@ def test_fewer_bits_are_further_away(
     assert own["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
     assert eight["kv_bytes_per_token"] / own["kv_bytes_per_token"] == pytest.approx(8.5 / 32)
     assert (eight["bits_per_number"], own["bits_per_number"]) == (8.5, 32)
-    assert eight["layout"] == "8b64,c256"
+    assert eight["layout"] == "8rb64,c256"
 
 
 def test_the_table_names_the_texts(

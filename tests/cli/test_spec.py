@@ -10,7 +10,7 @@ import pytest
 from mlx_lm_kvpersist.cli import main as cli
 from tests.support import make_zoo_model
 
-PLAIN = ("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off")
+PLAIN = ("--kvpersist-kv-bits", "4")
 
 
 def described(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -33,14 +33,10 @@ def test_precision_as_the_server_takes_it(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layouts = [
-        described(
-            capsys,
-            *("--model", str(tiny_model)),
-            *("--kvpersist-kv-bits", bits, "--kvpersist-kv-rotate", rotate),
-        )["layout"]
-        for bits, rotate in (("4", "off"), ("8", "off"), ("k6v4", "on"), ("16", "on"))
+        described(capsys, "--model", str(tiny_model), "--kvpersist-kv-bits", bits)["layout"]
+        for bits in ("4", "8", "k6v4", "16")
     ]
-    assert layouts == ["4b64,c256", "8b64,c256", "k6rv4rb64,c256", "full"]
+    assert layouts == ["4rb64,c256", "8rb64,c256", "k6rv4rb64,c256", "full"]
 
 
 def test_the_default(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

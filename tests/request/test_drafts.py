@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,7 @@ from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
-from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
-from mlx_lm_kvpersist.host.scheduling.single_prompt import SinglePrompt
+from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate
 from mlx_lm_kvpersist.request.loading import Asked, load_model
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.machine import Pressure
@@ -62,6 +60,16 @@ def provided(model: str, draft: str | None) -> Any:
     )
 
 
+def generated(*, model: Any, draft_model: Any, prompt: list[int], **options: Any) -> Iterator[Any]:
+    """Yield the steps of mlx-lm that its `stream_generate` yields responses of."""
+    given = {name: options[name] for name in ("max_tokens", "prompt_cache")}
+    if draft_model is None:
+        yield from generate_step(mx.array(prompt), model, **given)
+        return
+    given["num_draft_tokens"] = options["num_draft_tokens"]
+    yield from speculative_generate_step(mx.array(prompt), model, draft_model, **given)
+
+
 class Server:
     """What serves a model, with a draft or without, over a store; no HTTP."""
 
@@ -87,15 +95,17 @@ class Server:
         assert taken.enter() == prompt
         its = [one.n_cached for one in (taken, taken.draft) if one is not None]
         self.n_reused = its
-        models = self.provider.model, self.provider.draft_model
-        single = SinglePrompt(models, ReplyQueue(Queue(), sent), 2048)
-        caches, rest = single.compute(TakenTokens(ids, taken), list(taken.caches or []) or None)
-        stock: Any = {"max_tokens": max_tokens, "prompt_cache": caches}
-        if self.provider.draft_model is None:
-            steps = generate_step(mx.array(rest), models[0], **stock)
-        else:
-            stock["num_draft_tokens"] = n_drafted
-            steps = speculative_generate_step(mx.array(rest), *models, **stock)
+        caches = list(taken.caches or [None])
+        steps = plugin_stream_generate(generated)(
+            model=self.provider.model,
+            draft_model=self.provider.draft_model,
+            num_draft_tokens=n_drafted,
+            max_tokens=max_tokens,
+            prompt=TakenTokens(ids, taken)[taken.n_cached :],
+            prompt_cache=caches,
+            prompt_progress_callback=lambda *progress: None,
+            prefill_step_size=2048,
+        )
         reply: list[int] = []
         self.n_accepted = 0
         for token, _, *is_drafted in steps:

@@ -96,7 +96,7 @@ class Server:
             self._step(running)
             if presses and any(len(client.answer) == 10 for client in clients):
                 self.memory._pressure.level = 4
-            self.n_parked = max(self.n_parked, len(self.generator._parked))
+            self.n_parked = max(self.n_parked, len(self.generator.parked))
             self.most_running = max(self.most_running, len(running))
             self._weigh()
         self.memory.weigh((), (), 0)
@@ -240,7 +240,7 @@ def test_a_prompt_that_never_fits_beside_others_and_twenty_that_do(
     expected = [alone.run([ids])[0] for ids in asked]
     together = serve("llama", "together", 5)
     assert together.run(asked) == expected
-    assert not together.memory.waiting and not together.generator._parked
+    assert not together.memory.waiting and not together.generator.parked
 
 
 def test_nothing_is_parked_where_there_is_room(serve: Callable[..., Server]) -> None:

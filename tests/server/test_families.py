@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import (
+    AT_ONCE,
     UNMEASURED,
     Message,
     ServerProcess,
@@ -64,16 +65,19 @@ def test_a_conversation_goes_on_after_kill_9(
     family: str, kills: set[int], start_server: StartServer, tmp_path: Path
 ) -> None:
     model = make_zoo_model(tmp_path / "model", family)
-    options = (*UNMEASURED, "--kvpersist-max-loss-s", "0")
-    plugin = ("--plugin", "kvpersist", *options, "--kvpersist-dir")
-    whole = Talk(start_server(model, *plugin, str(tmp_path / "whole")), tmp_path / "whole")
+    plugin = ("--plugin", "kvpersist", *UNMEASURED, "--kvpersist-dir")
+
+    def started(name: str) -> ServerProcess:
+        return start_server(model, *plugin, str(tmp_path / name), launcher=AT_ONCE)
+
+    whole = Talk(started("whole"), tmp_path / "whole")
     for question in QUESTIONS:
         whole.turn(question)
     whole.rewind()
     whole.turn(OTHER)
     whole.server.stop()
 
-    server = start_server(model, *plugin, str(tmp_path / "killed"))
+    server = started("killed")
     killed = Talk(server, tmp_path / "killed")
     for n, question in enumerate(QUESTIONS):
         killed.turn(question)

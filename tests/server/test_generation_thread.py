@@ -103,13 +103,13 @@ def generate(
         return model(ids, cache=cache)
 
     uids = generator.insert(prompts, max_tokens=[8] * len(prompts))
-    generator._prompt_batch._model = computed
+    generator.prefills._model = computed
     replies: dict[int, list[int]] = {uid: [] for uid in uids}
     n_speaking, kinds = [0], set()
     n_open = len(prompts)
     while n_open:
         _, responses = generator.next()
-        batch = generator._generation_batch
+        batch = generator.replies
         n_speaking.append(len(responses))
         kinds |= {type(cache) for cache in batch.prompt_cache}
         for response in responses:

@@ -267,8 +267,7 @@ def test_conversations_with_images_survive_kill_9(
     start_server: StartServer, start_vision: Any, vision_model: Path, precision: tuple[str, ...]
 ) -> None:
     """Each reply is that of a server that computed all, and nothing known is computed again."""
-    options = *precision, "--kvpersist-max-loss-s", "0"
-    server = start_vision(start_server, *options)
+    server = start_vision(start_server, *precision)
     talks = {name: Shown(start_server.store, name, vision_model) for name in TURNS}
     replies: dict[str, list[str]] = {name: [] for name in TURNS}
     for number in range(3):
@@ -307,7 +306,7 @@ def test_the_commands_know_a_store_with_images(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Exported, deleted, imported and indexed anew it is the same conversation."""
-    server = start_vision(start_server, "--kvpersist-max-loss-s", "0")
+    server = start_vision(start_server)
     talk = Shown(start_server.store, "shown", vision_model)
     talk.turn(server, "What is this?", picture(*LARGE))
     talk.turn(server, "", picture(*SMALL), picture(*WIDE))  # a reply comes right after an image

@@ -13,14 +13,14 @@ MESSAGES = [
     {"role": "system", "content": "The lock keeper answers in short sentences. " * 20},
     {"role": "user", "content": "How high is the water, and who opened the lower gate?"},
 ]
-DEFAULT = ("--kvpersist-kv-bits", "k8v4", "--kvpersist-kv-rotate", "on")
+DEFAULT = ("--kvpersist-kv-bits", "k8v4")
 
 
 @pytest.mark.parametrize(
     ("again", "restored"),
     [
         pytest.param(DEFAULT, True, marks=pytest.mark.slow),
-        (("--kvpersist-kv-bits", "k6v4", "--kvpersist-kv-rotate", "on"), False),
+        (("--kvpersist-kv-bits", "k6v4"), False),
     ],
 )
 def test_a_conversation_is_found_in_the_precision_it_was_stored_in(

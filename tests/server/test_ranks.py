@@ -23,6 +23,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.support import (
+    AT_ONCE,
     Message,
     ServerError,
     ServerProcess,
@@ -66,9 +67,9 @@ class Ranked(RankedServer):
         pipeline = () if kind == "tensor" else ("--pipeline",)
         self.store = folder / "store"
         options = ("--plugin", "kvpersist", "--kvpersist-dir", str(self.store), *pipeline)
-        at_once = ("--kvpersist-max-loss-s", "0")
+        more.setdefault("launcher", AT_ONCE)
         log_path = folder / "ranks.log"
-        super().__init__(divided[kind], *options, *at_once, *extra, log_path=log_path, **more)
+        super().__init__(divided[kind], *options, *extra, log_path=log_path, **more)
 
     def __enter__(self) -> Ranked:
         super().__enter__()

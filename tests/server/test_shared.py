@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import (
+    AT_ONCE,
     Message,
     Reply,
     ServerProcess,
@@ -84,9 +85,8 @@ class Team:
         """Start a server with an empty disk."""
         self._n_servers += 1
         folder = "--kvpersist-dir", str(self._folder / f"dir-{self._n_servers}")
-        at_once = "--kvpersist-max-loss-s", "0"  # no checkpoint is postponed
-        server = self._start.with_plugin(self._model, *folder, *at_once, *(options or self._shared))
-        return server
+        shared = options or self._shared
+        return self._start.with_plugin(self._model, *folder, *shared, launcher=AT_ONCE)
 
     def expected(self) -> Talk:
         """Return the conversation as a server says it that shares nothing."""
@@ -208,7 +208,7 @@ def test_a_server_starts_serves_and_ends_although_its_shared_folder_hangs(
     started: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     (launcher := tmp_path / "hanging.py").write_text(HANGING)
-    options = "--kvpersist-shared", str(tmp_path / "nas"), "--kvpersist-shared-plain"
+    options = "--kvpersist-shared", str(tmp_path / "nas"), "--kvpersist-shared-key", "plain"
     server = started.with_plugin(tiny_model, *options, launcher=(str(launcher),))
     talk = Talk()
     talk.ask(server, *QUESTIONS[:2])

@@ -365,19 +365,6 @@ def test_too_much_that_waits_counts_checkpoints(store: BlockStore) -> None:
     assert entry is not None and not entry.pins and not entry.is_stored
 
 
-def test_hourly_writes_count_checkpoints(tmp_path: Path, limits: StoreLimits) -> None:
-    store = BlockStore(tmp_path / "store", replace(limits, max_hourly_bytes=12_000))
-    (node,) = chain([1])
-    turn = Commit(ROOT, (node,), Leaf("s", node.key, 1), checkpoints=(state(node),))
-    store.commit(turn, [*[(node, {})], *[(state(node), arrays_of_checkpoint(state(node)))]])
-    store.drain()
-    assert store.turns_not_saved == 1 and checkpoint_files(store.folder) == set()
-    store.commit(replace(turn, checkpoints=()), [])
-    store.drain()
-    assert store.turns_saved == 1
-    store.close()
-
-
 # Room.
 
 

@@ -11,9 +11,10 @@ from .server_process import ServerProcess
 UNMEASURED = (
     *("--kvpersist-attention", "dequantize"),
     *("--kvpersist-kv-bits", "4"),
-    *("--kvpersist-kv-rotate", "off"),
 )
 """Options with which nothing is measured when a model is loaded."""
+AT_ONCE = ("-m", "tests.support.at_once")
+"""The launcher of a server that postpones no checkpoint."""
 
 
 class StartServer:

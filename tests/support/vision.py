@@ -35,12 +35,14 @@ with standins.importable():
     module = importlib.import_module("mlx_lm.models.{NAME}")
 standins.put_in(module)
 module.mx = types.SimpleNamespace(**{{**vars(mx), "bfloat16": mx.float32}})
+from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist._startup import serve
 
+config.MAX_LOSS_S = 0.0
 serve(sys.argv[1:])
 """
 """Its kernels are Metal's; elsewhere others take their place. It rounds to bfloat16, but not here:
-replies are compared."""
+replies are compared. No checkpoint is postponed."""
 
 IMAGE_TEMPLATE = TEMPLATE.replace(
     "{{ message.content or '' }}",

@@ -187,7 +187,7 @@ def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
 def turns_table() -> str:
     """Return what a turn writes, for models with windows or states, and one without."""
     rows = [
-        "| model | in a row | after a rest | `--kvpersist-max-loss-s 0` |",
+        "| model | in a row | after a rest | every turn at once |",
         "| --- | --- | --- | --- |",
     ]
     for name in SHAPES:

@@ -20,19 +20,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "min-free",
         "shared",
         "shared-key",
-        "shared-plain",
         "shared-size",
-        "max-writes-per-hour",
-        "model-share",
-        "wired",
-        "max-loss-s",
         "warm",
     ),
-    "Precision": (
-        "kv-bits",
-        "kv-rotate",
-    ),
-    "Serving": ("max-stall-ms", "attention", "draft", "served-name"),
+    "Serving": ("kv-bits", "max-stall-ms", "attention", "draft", "served-name"),
     "Who may see what": (
         "encrypt",
         "isolation",
@@ -51,8 +42,9 @@ def server_options() -> str:
     parser = argparse.ArgumentParser(add_help=False)
     config.add_options(parser)
     help_all, *own = parser._actions
-    for action, told in help_all.const:
-        action.help = told
+    for action, meaning in help_all.const:
+        action.help = meaning
+    own = [action for action in own if action.help is not argparse.SUPPRESS]
     actions = {a.option_strings[0].removeprefix("--kvpersist-"): a for a in own}
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(actions):
@@ -108,7 +100,11 @@ def leaves(
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:
-    actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+    actions = [
+        action
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction) and action.help is not argparse.SUPPRESS
+    ]
     formatter = parser._get_formatter()
     if name == "server":
         rows = ["| `OPTION…` | those of `mlx_lm.server` and of the plugin |"]

@@ -61,16 +61,18 @@ class Overrides:
 class Uses:
     """Expects that the host's function `name` looks up the module global `uses` when it runs.
 
-    Otherwise replacing the global would have no effect.
+    If `name` is a class, one of its methods does. Otherwise replacing the global would have no
+    effect.
     """
 
     name: str
     uses: str
 
     def check(self, module: ModuleType) -> None:
-        function = look_up(module, self.name)
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is None or self.uses not in names_in(code):
+        found = look_up(module, self.name)
+        functions = vars(found).values() if isinstance(found, type) else [inspect.unwrap(found)]
+        codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+        if not any(self.uses in names_in(code) for code in codes):
             raise SignatureChanged(
                 f"{module.__name__}:{self.name} no longer uses {self.uses}; {_ADVICE}"
             )

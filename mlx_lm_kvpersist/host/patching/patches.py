@@ -18,11 +18,11 @@ import mlx.core as mx
 from ..hookspecs import hookimpl
 from ..http.server import PluginAPIHandler, plugin_run_http_server
 from ..run import plugin_argparse, plugin_run
-from ..scheduling.batch_generator import PluginBatchGenerator
+from ..scheduling.batch_generator import PluginBatchGenerator, plugin_batch_generator
 from ..scheduling.caches import PluginPromptCache, plugin_quantized_attention
 from ..scheduling.model_provider import PluginModelProvider
 from ..scheduling.response_generator import PluginResponseGenerator
-from ..scheduling.single_prompt import plugin_logits_processors
+from ..scheduling.single import plugin_stream_generate
 from ..scheduling.wired import WiredLimit
 from . import probes
 from .patch import Overrides, Patch, Uses
@@ -67,19 +67,18 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="batch_generator",
         target="mlx_lm.server:BatchGenerator",
-        why="Plugins merge caches, where stock asks the first only; prompts are computed in turns.",
+        why="Prompts are computed in turns, and plugins save them and make their batch caches.",
         expect=(
-            Overrides("BatchGenerator", PluginBatchGenerator, ("_make_batch", "_next", "remove")),
-            Uses("BatchGenerator.extract_cache", "_prompt_batch"),
-            Uses("BatchGenerator._find_uids", "_prompt_batch"),
-            Uses("BatchGenerator._make_batch", "_unprocessed_sequences"),
-            Uses("BatchGenerator._make_batch", "_currently_processing"),
-            Uses("BatchGenerator.next", "_next"),
-            Uses("BatchGenerator._next", "_generation_batch"),
+            Overrides(
+                "BatchGenerator",
+                PluginBatchGenerator,
+                ("insert_segments", "next", "next_generated", "extract_cache", "remove"),
+            ),
+            Uses("BatchGenerator.insert_segments", "_unprocessed_sequences"),
             Uses("ResponseGenerator._generate", "BatchGenerator"),  # which the next patch wraps
         ),
-        replace=subclass(PluginBatchGenerator),
-        verify=probes.batches_merge_through_plugins,
+        replace=plugin_batch_generator,
+        verify=probes.batches_follow_plugins,
     ),
     Patch(
         name="response_generator",
@@ -91,26 +90,24 @@ PATCHES: tuple[Patch, ...] = (
                 PluginResponseGenerator,
                 (
                     *("_tokenize", "_next_request", "_generate", "generate"),
-                    *("_share_request", "_share_object"),
+                    "_share_object",
                 ),
             ),
             Uses("ResponseGenerator.__init__", "requests"),
             Uses("ResponseGenerator._generate", "_next_request"),
-            Uses("ResponseGenerator._generate", "_is_batchable"),
             Uses("ResponseGenerator.generate", "requests"),
-            Uses("ResponseGenerator._generate", "_time_budget"),
             Uses("run", "ResponseGenerator"),
         ),
         replace=subclass(PluginResponseGenerator),
         verify=probes.requests_pass_plugins,
     ),
     Patch(
-        name="logits_processors",
-        target="mlx_lm.server:_make_logits_processors",
-        why="Penalties of a request served by itself see only the tokens that stock computes.",
-        expect=(Uses("ResponseGenerator._serve_single", "_make_logits_processors"),),
-        replace=plugin_logits_processors,
-        verify=probes.penalties_see_the_prompt,
+        name="stream_generate",
+        target="mlx_lm.server:stream_generate",
+        why="The prompt of a request that is served alone is computed in chunks and saved.",
+        expect=(Uses("ResponseGenerator", "stream_generate"),),
+        replace=plugin_stream_generate,
+        verify=probes.single_prompts_are_saved,
     ),
     Patch(
         name="prompt_cache",
@@ -170,6 +167,28 @@ PATCHES: tuple[Patch, ...] = (
         verify=probes.run_starts_and_stops_plugins,
     ),
 )
+
+PRIVATE_NAMES: dict[str, Callable[..., None]] = {
+    "ModelProvider._load": probes.loaded_models_make_plugin_caches,
+    "ResponseGenerator._generate": probes.requests_pass_plugins,
+    "ResponseGenerator._log_cache_stats": probes.requests_pass_plugins,
+    "ResponseGenerator._next_request": probes.requests_pass_plugins,
+    "ResponseGenerator._share_object": probes.requests_pass_plugins,
+    "ResponseGenerator._stop": probes.requests_pass_plugins,
+    "ResponseGenerator._tokenize": probes.requests_pass_plugins,
+    "APIHandler._set_completion_headers": probes.http_reaches_plugins,
+    "APIHandler._set_stream_headers": probes.http_reaches_plugins,
+    "_run_http_server": probes.http_reaches_plugins,
+    "BatchGenerator._unprocessed_sequences": probes.prompts_are_computed_in_turns,
+    "GenerationBatch._next_logprobs": probes.drafts_are_checked,
+    "GenerationBatch._next_tokens": probes.drafts_are_checked,
+    "GenerationBatch._num_tokens": probes.drafts_are_checked,
+    "GenerationBatch._step": probes.drafts_are_checked,
+}
+"""Every private name of mlx-lm's server and generators that this package uses, with its probe.
+
+mlx-lm's cache classes are used in `cache/` only, and `models_check` guards their private names.
+"""
 
 SEVERAL_GPUS = Patch(
     name="several_gpus",

@@ -30,6 +30,7 @@ from ...errors import PatchNotEffective
 from .. import answers, manager
 from ..hookspecs import hookimpl
 from ..manager import TakenTokens, take_request
+from ..scheduling import prompt_lookup
 from ..scheduling.model_provider import PluginCaches
 from ..scheduling.wired import WiredLimit
 
@@ -41,7 +42,6 @@ ARGS = Namespace(**dict.fromkeys(_UNSET), **dict.fromkeys(_OFF, False), **_TEXTS
 vars(ARGS).update(dict.fromkeys(_ZEROS, 0), max_tokens=4, top_p=1.0, prompt_cache_size=10)
 """What the server's objects read of its options, on every supported version."""
 
-PENALTIES = "repetition", "presence", "frequency"
 GENERATION_ARGS = SimpleNamespace(model="probe", seed=None, top_logprobs=0)
 GENERATION_ARGS.logits = SimpleNamespace(logit_bias=None)
 GENERATION_ARGS.sampling = SimpleNamespace(top_k=0)
@@ -63,10 +63,10 @@ class ProbeCache:
     def merge(self, caches: Sequence[Any]) -> ProbeCache:
         return ProbeCache("merged by the cache")
 
-    def extend(self, other: ProbeCache) -> None:
-        """Take the rows of a batch that is empty."""
+    def extend(self, *args: Any, **kwargs: Any) -> None:
+        """Stand for all that mlx-lm does to a batch's caches."""
 
-    extract = filter = extend
+    extract = filter = prepare = finalize = extend
 
 
 def remembered(hook: str) -> Callable[[ProbePlugin], None]:
@@ -273,13 +273,11 @@ def requests_pass_plugins(server: ModuleType) -> None:
         for one in (request, other):
             generator.requests.put((Queue(), one, GENERATION_ARGS))
         _, request, args = generator._next_request(0.1)
-        can_join = generator._is_batchable(GENERATION_ARGS)
         joined, none = generator._next_request(), generator._next_request()
         ids, segments, types, *_ = generator._tokenize(TOKENIZER, request, args)
     prompt = [ord("x"), ord("!")]
     expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
     expect("plugin that took the request", ids[:].taken.plugin, "probe")
-    expect("whether a request can join", can_join, True)
     expect("the one that joins, and the next", (joined and joined[1], none), (other, None))
     asked = ["serving_changed True", "take_request text p", "take_request chat "]
     expect("hooks asked", plugin.asked, asked)
@@ -306,17 +304,33 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
     expect("sequences kept by stock", len(cache), 0)
 
 
-def penalties_see_the_prompt(server: ModuleType) -> None:
-    """The processors of a request that is served by itself are those that its prompt makes."""
-    kinds = [f"{kind}_{of}" for kind in PENALTIES for of in ("penalty", "context_size")]
-    asked = SimpleNamespace(logit_bias={0: 1.0}, **dict.fromkeys(kinds))
-    single = SimpleNamespace(shown_all=lambda processor: "shown all")
-    made = server._make_logits_processors(SimpleNamespace(logits=asked, single=single))
-    expect("logits processors", made, ["shown all"])
+def single_prompts_are_saved(server: ModuleType) -> None:
+    """A prompt that is served alone is computed and saved before stock has its last token."""
+    with probing() as plugin:
+        model: Any = ProbeModel()
+        model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
+        request = SimpleNamespace(request_type="text", prompt="p", messages=[])
+        prompt = answers.Prompt([1, 2], [[1, 2]], ["user"])
+        taken = take_request(answers.ClientRequest(request), prompt)
+        assert taken is not None
+        taken.prompt = prompt
+        plugin.asked.clear()
+        replies = server.stream_generate(
+            model=model,
+            tokenizer=None,
+            prompt=TakenTokens([1, 2], taken),
+            prompt_cache=[],
+            prompt_progress_callback=lambda n_done, n_tokens: None,
+            prefill_step_size=8,
+        )
+        with contextlib.suppress(Exception):  # stock, which has no tokenizer
+            next(replies)
+    expect("tokens computed before stock's", model.computed, [[[1]]])
+    expect("hooks asked", plugin.asked, ["insert [1] user"])
 
 
-def batches_merge_through_plugins(server: ModuleType) -> None:
-    """A batch generator made as the server makes its own lets a plugin merge two sequences.
+def prompts_are_computed_in_turns(server: ModuleType) -> None:
+    """A batch generator made as the server makes its own has a plugin's batch caches.
 
     Of two prompts it computes the shorter one first, and alone.
     """
@@ -332,17 +346,34 @@ def batches_merge_through_plugins(server: ModuleType) -> None:
         )
         caches = [[ProbeCache()], [ProbeCache()]]
         try:
-            generator.insert_segments(segments=[[[1, 2]], [[3, 4]]], caches=list(caches))
-            batch = generator._make_batch(2)
-            merged = [getattr(cache, "by", cache) for cache in batch.prompt_cache]
-            expect("batch cache", merged, ["2 merged by the plugin"])
-            generator._currently_processing.clear()
-            generator.insert_segments(segments=[[[5, 6, 7, 8]], [[3, 4]]], caches=list(caches))
+            generator.insert_segments(segments=[[[5, 6, 7, 8]], [[3, 4]]], caches=caches)
             responses, _ = generator.next()
         finally:
             generator.close()
     expect("tokens computed by the first step", model.computed, [[[3]]])
-    expect("what it says of them", [one.progress for one in responses], [(1, 2)])
+    batches = [prefill.batch for prefill in generator.prefills.all]
+    merged = [cache.by for batch in batches for cache in batch.prompt_cache]
+    expect("batch caches", merged, ["1 merged by the plugin"] * 2)
+    expect("progress of the first step", [response.progress for response in responses], [(1, 2)])
+
+
+def drafts_are_checked(server: ModuleType) -> None:
+    """A step of a single reply checks two drafts, of which the model samples the first."""
+
+    def model(ids: mx.array, cache: Any) -> mx.array:
+        return mx.eye(8)[(ids + 1) % 8]
+
+    generate: Any = importlib.import_module("mlx_lm.generate")
+    batch = generate.PromptProcessingBatch(model, [0], [[]], max_tokens=[8]).generate([[1]])
+    tokens = [response.token for response in prompt_lookup.checked(batch, [2, 3, 5])]
+    tokens += [response.token for response in batch.next()]
+    expect("tokens of two steps", tokens, [2, 3, 4])
+
+
+def batches_follow_plugins(server: ModuleType) -> None:
+    """Prompts are computed in turns, and drafts are checked."""
+    prompts_are_computed_in_turns(server)
+    drafts_are_checked(server)
 
 
 def packed_keys_attend_themselves(base: ModuleType) -> None:

@@ -1,7 +1,10 @@
 """The server's batch generator: steps of the replies, and between them prompts that are computed.
 
-Prompts come from stock's queue and are computed in turns (`prefill.py`). Replies that memory has no
-room for are parked: they go back to that queue. So do prompts that failed in one call.
+A prompt waits in the queue, is computed in chunks (`prefill.py`), and joins the replies. Replies
+that memory has no room for are parked: their prompts are computed again later. So are prompts that
+failed in one call of the model.
+
+Each step first decides, then acts. If several ranks compute the model, rank 0 decides for all.
 """
 
 from __future__ import annotations
@@ -9,22 +12,25 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
 from itertools import chain
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ClientGone
 from ...ranks import ranks
-from ..answers import PARKED, PREFILL, REPLY, BatchMemory, PrefillLimits, Prompt
-from ..manager import Taken, TakenTokens
-from .guesses import Guesses
+from ..answers import PARKED, PREFILL, REPLY, Prompt
+from ..manager import TakenTokens
 from .model_provider import PluginCaches
 from .prefill import Prefill, Prefills
+from .prompt_lookup import PromptLookup
 from .reply import WEIGH_EVERY
 from .step_failures import Step
 
@@ -36,166 +42,399 @@ else:
 CLEAR_EVERY = 512
 """Steps of the replies after which freed memory is given back, as in stock."""
 
-COUNTERS_OF_0_31 = {
-    "prompt_tokens": "_prompt_tokens_counter",
-    "prompt_time": "_prompt_time_counter",
-    "generation_tokens": "_gen_tokens_counter",
-    "generation_steps": "_steps_counter",
-}
-"""Where mlx-lm 0.31.3 counts what later versions have in `_counters`."""
+LOOKS_FIRST: ContextVar[Callable[[], bool]] = ContextVar("looks_first", default=lambda: False)
+"""Tells whether the server's loop looks for requests before the next step of its generator."""
 
 logger = logging.getLogger(__name__)
 
 
-class PluginBatchGenerator(Stock):  # type: ignore[misc]
-    """Merges caches and computes prompts as plugins say, else as stock does. Generation thread.
+@dataclass(frozen=True)
+class Decision:
+    """What one step does, by the uids of the sequences.
 
-    To merge one layer's caches of several sequences, mlx-lm asks the cache of the first sequence
-    only: `caches[0][i].merge(...)`. So something that only merges stands for each of the first
-    sequence's caches while the batch is made. `_make_batch` itself stays stock's.
+    `stopped`: prompts whose clients left. `parks`: whether the youngest reply is parked, because
+    memory does not suffice. `returning`: parked sequences for which there is room again. `begins`:
+    groups of prompts that begin to reply together. `chunk`: how many tokens of which prompts are
+    computed in one call, first the prompt whose turn it is. `error`: what the plugin raised when it
+    was asked for that.
     """
 
-    _generation_batch: Any
-    _prompt_batch: Any
-    """`Prefills` where a plugin limits how prompts are computed."""
-    _currently_processing: list[Any]
+    stopped: Sequence[int]
+    parks: bool
+    returning: Sequence[int]
+    begins: Sequence[Sequence[int]]
+    chunk: Mapping[int, int]
+    error: Exception | None
+
+
+def plugin_batch_generator(stock: type[Any]) -> Callable[..., Any]:
+    """Return what makes batch generators: ours for a model whose caches a plugin makes."""
+    ours = type(PluginBatchGenerator.__name__, (PluginBatchGenerator, stock), {})
+
+    @wraps(stock, updated=())
+    def make_batch_generator(model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_kept = isinstance(getattr(model, "make_cache", None), PluginCaches)
+        return (ours if is_kept else stock)(model, *args, **kwargs)
+
+    return make_batch_generator
+
+
+class PluginBatchGenerator(Stock):  # type: ignore[misc]
+    """Computes prompts within the plugin's limits, and replies as stock does. Generation thread.
+
+    The batches are stock's: each prompt is a `PromptProcessingBatch` of one row, and the replies
+    are one `GenerationBatch`. Stock's own queue only passes new sequences on.
+    """
+
+    _unprocessed_sequences: deque[Any]
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
         self._ranks = ranks()
-        caches = getattr(model, "make_cache", None)
-        self._caches = caches if isinstance(caches, PluginCaches) else None
-        self._limits: PrefillLimits | None = self._caches.limits if self._caches else None
-        self._response = type(self._prompt_batch).Response
-        if self._caches is not None and self._limits is not None:
-            self._prompt_batch = Prefills(model, self._caches, self._limits, self.prefill_step_size)
-        self._guesses = Guesses(self._caches.most_taken_back) if self._caches is not None else None
-        self._memory: BatchMemory = self._caches or BatchMemory()
+        self._looks_first = LOOKS_FIRST.get()
+        self._caches: PluginCaches = model.make_cache
+        self._limits = self._caches.limits
+        self.queue: deque[Prefill] = deque()
+        self.prefills = Prefills(model, self._caches, self.prefill_step_size)
+        self.replies: Any = GenerationBatch.empty(model, self.sampler)
+        self.parked: list[Prefill] = []
+        """The sequences without caches that wait until their plugin lets them enter."""
+        self._lookup = PromptLookup(self._caches.most_taken_back)
         self._weighed: tuple[int, ...] = ()
-        """What ran when its memory was looked at last."""
-        self._parked: dict[int, Any] = {}
-        """By uid: what went back to the queue without its caches, until its plugin lets it enter.
-
-        Of a reply it has the row: stock's batch of this reply alone, without caches, with its next
-        token, which is sampled already, its sampler and counters. Of a prompt it has None.
-        """
-        self._returning: dict[int, Any] = {}
-        """The same, while its caches are made again. It is computed by itself."""
+        """The sequences that ran when their memory was looked at last."""
+        self._is_short = False
+        """Whether memory did not suffice in the last step: then no prompt begins."""
         self._n_steps = 0
-        self._ended: list[Any] = []
-        """What the step that runs has to say of prompts."""
-        self._told: list[Any] = []
-        """What the last step had to say of replies."""
+        self._progress: list[Any] = []
+        """The responses of the running step for prompts."""
+        self._tokens: list[Any] = []
+        """The responses of the last step for replies."""
         self._copied: list[int] = []
         """The replies whose rows make up the caches as they are evaluated."""
 
-    def _make_batch(self, n: int) -> Any:
-        if self._caches is not None:
-            queue = self._unprocessed_sequences
-            merge = self._caches.merge
-            adapted = [SimpleNamespace(merge=partial(merge, cache)) for cache in queue[0][3]]
-            queue[0] = (*queue[0][:3], adapted, *queue[0][4:])
-        return super()._make_batch(n)
+    # The public methods of stock's generator.
 
-    # One step.
+    def insert_segments(self, segments: Any, *args: Any, **kwargs: Any) -> Any:
+        """Queue sequences; stock checks them and gives them uids."""
+        uids = super().insert_segments(segments, *args, **kwargs)
+        while self._unprocessed_sequences:
+            self.queue.append(Prefill(*self._unprocessed_sequences.popleft()))
+        return uids
 
-    def _next(self) -> tuple[list[Any], list[Any]]:
+    def next(self) -> tuple[list[Any], list[Any]]:
         """Make one step of the replies, then compute one chunk of one prompt, or of several.
 
         Returns stock's responses for prompts and for replies. A prompt's response says how far it
-        is, and whether a segment has ended: then stock asks for its caches, and saves them.
+        is, and whether a segment has ended: then stock asks for its caches, and saves them. Without
+        any response stock looks for requests.
         """
-        if self._limits is None:
-            stock: tuple[list[Any], list[Any]] = super()._next()
-            return stock
-        for told in self._told:
-            told.prompt_cache = None  # it is saved; stock keeps the list for another step
-        self._ended = []
-        self._told, step_s = self._decode()
-        self._drop_stopped()
-        self._weigh()
-        self._return_parked()
-        self._admit()
-        beside = len(self._generation_batch) > 0
-        for group in self._prompt_batch.ready(self._returning, beside=beside):
-            self._guarded(group, partial(self._begin_replies, group), "reply")
-        if self._prompt_batch.unready:
-            chunk = {self._prompt_batch.turn(): 0}
-            self._guarded(chunk, partial(self._compute, chunk, step_s), "prompt")
-        return self._ended, self._told
+        if self._looks_first():
+            return [], []
+        with mx.stream(self.stream):
+            return self._next_responses()
+
+    def next_generated(self) -> list[Any]:
+        """Make steps until one has tokens of replies; return its responses for replies."""
+        while True:
+            prompts, replies = self.next()
+            if replies or not prompts:
+                return replies
+
+    def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[Any, Any]]:
+        """Return the caches and the tokens of sequences, by uid."""
+        found: dict[int, tuple[Any, Any]] = {
+            waiting.uid: (waiting.caches, waiting.tokens)
+            for waiting in chain(self.queue, self.parked)
+        }
+        found |= {
+            prefill.uid: (prefill.batch.extract_cache(0), prefill.tokens)
+            for prefill in self.prefills.all
+            if prefill.uid in uids
+        }
+        for place, (uid, tokens) in enumerate(self._rows()):
+            if uid in uids:
+                found[uid] = self.replies.extract_cache(place), tokens
+        return {uid: found[uid] for uid in uids if uid in found}
+
+    def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
+        """Forget sequences. A plugin saves a reply as it saves replies that have ended."""
+        self._save_interrupted(uids)
+        caches = self.extract_cache(uids) if return_prompt_caches else {}
+        self.queue = deque(waiting for waiting in self.queue if waiting.uid not in uids)
+        self.parked = [parked for parked in self.parked if parked.uid not in uids]
+        self.prefills.drop([prefill for prefill in self.prefills.all if prefill.uid in uids])
+        keep = [place for place, uid in enumerate(self.replies.uids) if uid not in uids]
+        if len(keep) < len(self.replies):
+            self.replies.filter(keep)
+        return caches
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        """The bytes of all caches."""
+        waiting = (cache for prefill in self.queue for cache in prefill.caches)
+        caches = chain(waiting, self.prefills.prompt_cache, self.replies.prompt_cache)
+        return sum(cache.nbytes for cache in caches)
+
+    # One step.
+
+    def _next_responses(self) -> tuple[list[Any], list[Any]]:
+        for response in self._tokens:
+            response.prompt_cache = None  # it is saved; stock keeps the list for another step
+        self._progress = []
+        self._tokens, step_s = self._decode()
+        if not self._is_short:
+            self._admit()
+        running = self._running()
+        if self.prefills.all or self.queue or self.parked or running != self._weighed:
+            decide = partial(self._decide, running, step_s)
+            self._apply(self._ranks.first(decide, "a step"), running)
+        return self._progress, self._tokens
 
     def _decode(self) -> tuple[list[Any], float]:
         """Make one step of all replies; return their tokens, and how long it took."""
-        assert self._caches is not None and self._limits is not None
-        rows, batch, is_guessed = self._rows(), self._generation_batch, False
+        rows, is_drafted = self._rows(), False
         self._n_steps += 1
         if self._n_steps % CLEAR_EVERY == 0:
             mx.clear_cache()
         try:
             self._copy_rows()
             started = time.perf_counter()
-            if self._guesses is None or len(self._prompt_batch):
-                replies = batch.next()
+            if self.prefills.all:
+                responses = self.replies.next()
             else:
-                replies, is_guessed = self._guesses.next(batch)
-                self._n_steps += len(replies) - 1 if is_guessed else 0
+                responses, is_drafted = self._lookup.next(self.replies)
+                self._n_steps += len(responses) - 1 if is_drafted else 0
         except Exception as error:
             self._fail_replies(rows, error)
-            replies, step_s = [], 0.0
+            responses, step_s = [], 0.0
         else:
             step_s = time.perf_counter() - started
-            if replies:
+            if responses:
                 self._caches.failures.succeeded("reply")
-                self._count(generation_steps=1, generation_tokens=len(replies), decode_time=step_s)
-        is_alone = not (is_guessed or len(self._prompt_batch))
-        self._limits.stepped(len(rows) if replies else 0, step_s if is_alone else None)
-        return replies, step_s
-
-    def _count(self, **amounts: float) -> None:
-        """Add to stock's counters, from which `stats` is made."""
-        counters = getattr(self, "_counters", None)
-        for name, amount in amounts.items():
-            if counters is not None:
-                setattr(counters, name, getattr(counters, name) + amount)
-            elif old := COUNTERS_OF_0_31.get(name):
-                setattr(self, old, getattr(self, old) + amount)
+        is_alone = not (is_drafted or self.prefills.all)
+        self._limits.stepped(len(rows) if responses else 0, step_s if is_alone else None)
+        return responses, step_s
 
     def _rows(self) -> list[tuple[int, Any]]:
         """Return the uid and the tokens of every reply."""
-        return list(zip(self._generation_batch.uids, self._generation_batch.tokens, strict=True))
+        return list(zip(self.replies.uids, self.replies.tokens, strict=True))
 
-    def _drop_stopped(self) -> None:
-        """Give up the prompts whose clients went away."""
-        queue, prefills = self._unprocessed_sequences, self._prompt_batch.all
-        if not (queue or prefills):
-            return
-        tokens = {one[0]: one[4] for one in queue} | {one.uid: one.tokens for one in prefills}
-        replies = {uid: reply_of(its) for uid, its in tokens.items()}
-        stopped = self._ranks.first(
-            lambda: [uid for uid, reply in replies.items() if reply and reply.is_stopped],
-            "whose clients have left",
+    def _running(self) -> tuple[int, ...]:
+        """Return numbers that change when memory is to be weighed.
+
+        Looking at every layer's cache takes a while, so not every step does.
+        """
+        n_done = sum(prefill.n_done for prefill in self.prefills.all)
+        n_periods = self._n_steps // WEIGH_EVERY
+        return len(self.replies), len(self.prefills.all), len(self.queue), n_done, n_periods
+
+    # A step decides, then acts.
+
+    def _decide(self, running: tuple[int, ...], step_s: float) -> Decision:
+        """Return what this step does. Rank 0 alone."""
+        prompts = [*self.queue, *self.prefills.all, *self.parked]
+        replies = {prompt.uid: reply_of(prompt.tokens) for prompt in prompts}
+        stopped = [uid for uid, reply in replies.items() if reply and reply.is_stopped]
+        parks = self._weigh(running, stopped)
+        returning = list[int]()
+        for parked in sorted(self.parked, key=lambda parked: parked.uid):
+            is_alone = not (len(self.replies) or self.prefills.all or self.queue or returning)
+            if parked.uid not in stopped and (is_alone or parked.tokens.taken.advance()):
+                returning.append(parked.uid)
+        n_replies = len(self.replies) - parks
+        prefills = self.prefills.decide(stopped, step_s, beside=n_replies > 0)
+        return Decision(stopped, parks, returning, *prefills)
+
+    def _apply(self, decision: Decision, running: tuple[int, ...]) -> None:
+        """Do what rank 0 has decided."""
+        if not self._ranks.decides:
+            self._weigh(running, decision.stopped)
+        for prompt in [*self.queue, *self.prefills.all, *self.parked]:
+            if prompt.uid in decision.stopped:
+                self._fail(prompt, ClientGone())
+        self._is_short = decision.parks
+        if decision.parks:
+            self._park(self._youngest())
+        for parked in [parked for parked in self.parked if parked.uid in decision.returning]:
+            self._return(parked)
+        by_uid = {prefill.uid: prefill for prefill in self.prefills.all}
+        for uids in decision.begins:
+            group = [by_uid[uid] for uid in uids]
+            self._guarded(group, partial(self._begin_replies, group), "reply")
+        if decision.chunk:
+            chunk = {by_uid[uid]: n_tokens for uid, n_tokens in decision.chunk.items()}
+            self._guarded(chunk, partial(self._compute, chunk, decision.error), "prompt")
+
+    def _weigh(self, running: tuple[int, ...], stopped: Collection[int]) -> bool:
+        """Tell the plugin what runs, if that has changed; tell whether a reply is to be parked."""
+        if running == self._weighed:
+            return False
+        self._weighed = running
+        computed = [prompt for prompt in [*self.prefills.all, *self.queue]]
+        prompts = [
+            len(prompt.tokens) + prompt.n_left for prompt in computed if prompt.uid not in stopped
+        ]
+        replies = list(map(len, self.replies.tokens))
+        if self._caches.weigh(replies, prompts, self.prompt_cache_nbytes):
+            return False
+        # A sequence that is alone always goes on.
+        is_alone = len(replies) + len(prompts) < 2 or not replies
+        return not is_alone and isinstance(self.replies.tokens[self._youngest()], TakenTokens)
+
+    def _youngest(self) -> int:
+        return max(range(len(self.replies)), key=lambda place: self.replies.uids[place])
+
+    def _park(self, place: int) -> None:
+        """Take a reply out of the batch; the plugin keeps its caches."""
+        batch, tokens = self.replies, self.replies.tokens[place]
+        row = copy.copy(batch)
+        row.prompt_cache = []
+        row.filter([place])
+        for name in ("samplers", "logits_processors"):  # 0.31.3 leaves lists without any as it is
+            setattr(row, name, getattr(batch, name)[place : place + 1])
+        ids = [*tokens, row._next_tokens.item()]
+        tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
+        batch.filter([other for other in range(len(batch)) if other != place])
+        self._copy_rows()
+        parked = Prefill(
+            row.uids[0],
+            [],
+            row.max_tokens[0],
+            [],
+            tokens,
+            row.samplers[0],
+            row.logits_processors[0],
+            stops_of(row)[0],
+            row,
         )
-        for sequence in [one for one in queue if one[0] in stopped]:
-            queue.remove(sequence)
-            self._end(sequence[0], sequence[4], ClientGone())
-        for prefill in [one for one in prefills if one.uid in stopped]:
-            self._fail(prefill, ClientGone())
+        self._wait_again(parked, ids)
+        logger.info("a reply of %d tokens waits for memory", len(tokens))
+
+    def _wait_again(self, prompt: Prefill, ids: list[int]) -> None:
+        """Let a sequence enter once more, by its ids, when its plugin has room for it."""
+        taken = prompt.tokens.taken
+        taken.resume(Prompt(ids, [ids], ["assistant"]))
+        self.parked.append(prompt.again([ids], TakenTokens([], taken), []))
+
+    def _return(self, parked: Prefill) -> None:
+        """Let a parked sequence make its caches again."""
+        self.parked.remove(parked)
+        (ids,), taken = parked.segments, parked.tokens.taken
+        try:
+            prompt, caches, n_cached = taken.enter(), taken.caches, taken.n_cached
+        except ClientGone as error:
+            self._end(parked.uid, parked.tokens, error)
+            return
+        taken.caches = None
+        if prompt is None or list(prompt.ids) != ids or caches is None:
+            caches, n_cached = make_prompt_cache(self.model), 0
+        segments = [ids[n_cached:-1], ids[-1:]] if ids[n_cached:-1] else [ids[-1:]]
+        held = TakenTokens(ids[:n_cached], taken)
+        self.queue.appendleft(parked.again(segments, held, list(caches)))
+
+    def _admit(self) -> None:
+        """Let prompts begin, as many at a time as the server's options allow."""
+        n_prefills = len(self.prefills.all)
+        n_running = len(self.replies) + n_prefills
+        n_free = min(self.prefill_batch_size - n_prefills, self.completion_batch_size - n_running)
+        waiting = list(self.queue)
+        if waiting and n_free <= 0 and n_running < self.completion_batch_size:
+            shortest = min(waiting, key=lambda prompt: prompt.n_left)
+            if all(shortest.n_left < prefill.n_left for prefill in self.prefills.all):
+                waiting, n_free = [shortest], 1  # it will not take long
+        for prompt in waiting[: max(n_free, 0)]:
+            self.queue.remove(prompt)
+            try:
+                prompt.batch = self._batch_of(prompt)
+            except Exception as error:
+                self._end(prompt.uid, prompt.tokens, error)
+                continue
+            self.prefills.all.append(prompt)
+
+    def _batch_of(self, prompt: Prefill) -> Any:
+        """Return a batch of stock's with one row, whose caches the plugin has made."""
+        batch = PromptProcessingBatch(
+            model=self.model,
+            uids=[prompt.uid],
+            caches=[[]],
+            tokens=[prompt.tokens],
+            prefill_step_size=self.prefill_step_size,
+            samplers=[prompt.sampler],
+            fallback_sampler=self.sampler,
+            logits_processors=[prompt.processors],
+            max_tokens=[prompt.max_tokens],
+        )
+        batch.prompt_cache = [self._caches.merge(cache) for cache in prompt.caches]
+        stops_of(batch)[:] = [prompt.stops]
+        prompt.caches = []
+        return batch
+
+    # Prompts.
+
+    def _compute(self, chunk: dict[Prefill, int], error: Exception | None) -> None:
+        """Compute the next tokens of prompts, and let the plugin save them."""
+        if error is not None:
+            raise error
+        self.prefills.compute(chunk, beside=len(self.replies) > 0)
+        self._give_back()
+        for prefill in chunk:
+            response = self._response(prefill)
+            if not prefill.segments[0]:
+                prefill.segments.pop(0)
+                response.end_of_segment = True
+            elif isinstance(prefill.tokens, TakenTokens):
+                # The client may go, or the process die.
+                caches = prefill.batch.extract_cache(0)
+                prefill.tokens.taken.insert(prefill.tokens, caches, PREFILL)
+            self._progress.append(response)
+
+    def _begin_replies(self, prefills: Sequence[Prefill]) -> None:
+        """Let the last tokens of prompts join the replies."""
+        rows, batch, row = self._rows(), self.prefills.merged(prefills), prefills[0].row
+        if row is None:
+            self._eval_parts(batch.prompt_cache)
+            row = batch.generate([prefill.segments[0] for prefill in prefills])
+        else:
+            row.prompt_cache = batch.prompt_cache
+        self.prefills.drop(prefills)
+        try:
+            self.replies.extend(row)
+        except Exception as error:
+            self._fail_replies(
+                [*rows, *((prompt.uid, prompt.tokens) for prompt in prefills)], error
+            )
+            return
+        self._give_back()
+        self._progress += [self._response(prefill, is_end=True) for prefill in prefills]
+
+    def _save_interrupted(self, uids: Collection[int]) -> None:
+        """Let the plugin keep replies that are about to be removed, as those that have ended."""
+        for place, (uid, tokens) in enumerate(self._rows()):
+            if uid in uids and isinstance(tokens, TakenTokens):
+                try:
+                    tokens.taken.insert(tokens, self.replies.extract_cache(place), REPLY)
+                except Exception:  # nothing catches it in stock
+                    logger.exception("an interrupted reply could not be saved")
+
+    def _response(self, prompt: Prefill, *, is_end: bool = False) -> Any:
+        """Return stock's response for a prompt: how far it is."""
+        n_done = prompt.n_tokens if is_end else prompt.n_done
+        progress = (n_done, prompt.n_tokens)
+        return PromptProcessingBatch.Response(prompt.uid, progress, is_end, is_end)
 
     # Memory.
 
     def _copy_rows(self) -> None:
         """Make the caches of the rows that came or stayed."""
-        batch = self._generation_batch
-        if batch.uids != self._copied:
-            self._copied = list(batch.uids)
-            self._eval_parts(batch.prompt_cache)
+        if self.replies.uids != self._copied:
+            self._copied = list(self.replies.uids)
+            self._eval_parts(self.replies.prompt_cache)
 
     def _eval_parts(self, caches: Sequence[Any]) -> None:
         """Make caches, some layers at a time.
 
-        MLX would make those of all layers before it frees the old ones: twice the memory.
+        MLX would make the caches of all layers before it frees the old ones: twice the memory.
         """
-        assert self._limits is not None
         n_bytes, layers = 0, list[Any]()
         for cache in caches:
             n_bytes += cache.nbytes
@@ -204,183 +443,21 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 mx.eval(layers)
                 n_bytes, layers = 0, []
 
-    def _weigh(self) -> None:
-        """Tell the plugin what runs, where that has changed; park replies that it has no room for.
-
-        Looking at every layer's cache takes a while, so not every step does.
-        """
-        queue, replies = self._unprocessed_sequences, self._generation_batch
-        n_done = sum(n_done for _, n_done, _ in self._currently_processing)
-        n_periods = self._n_steps // WEIGH_EVERY
-        running = len(replies), len(self._prompt_batch), len(queue), n_done, n_periods
-        if running == self._weighed:
-            return
-        self._weighed = running
-        prompts = [len(one.tokens) + sum(map(len, one.segments)) for one in self._prompt_batch.all]
-        prompts += [len(one[4]) + _n_left(one) for one in queue if one[0] not in self._parked]
-        while not self._fits(prompts):
-            youngest = max(range(len(replies)), key=lambda place: replies.uids[place], default=-1)
-            if len(replies) + len(prompts) < 2 or not len(replies):
-                return  # alone it always goes on
-            if not isinstance(replies.tokens[youngest], TakenTokens):
-                return
-            self._park(youngest)
-
-    def _fits(self, prompts: Sequence[int]) -> bool:
-        tokens = self._generation_batch.tokens
-        fits = self._memory.weigh(list(map(len, tokens)), prompts, self.prompt_cache_nbytes)
-        return self._ranks.told(fits, "whether memory suffices")
-
-    def _park(self, place: int) -> None:
-        """Take a reply out of the batch; the plugin keeps its caches."""
-        batch, tokens = self._generation_batch, self._generation_batch.tokens[place]
-        row = copy.copy(batch)
-        row.prompt_cache, row._current_tokens, row._current_logprobs = [], None, []
-        row.filter([place])
-        for name in ("samplers", "logits_processors"):  # 0.31.3 leaves lists without any as it is
-            setattr(row, name, getattr(batch, name)[place : place + 1])
-        mx.eval(row._next_tokens, row._next_logprobs)
-        uid, ids = batch.uids[place], [*tokens, row._next_tokens.item()]
-        tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
-        batch.filter([i for i in range(len(batch)) if i != place])
-        self._copy_rows()
-        self._put_back(uid, ids, tokens.taken, row, row)
-        logger.info("a reply of %d tokens waits for memory", len(tokens))
-
-    def _put_back(self, uid: int, ids: list[int], taken: Taken, batch: Any, row: Any) -> None:
-        """Let the first sequence of stock's `batch` enter once more, by its ids."""
-        taken.resume(Prompt(ids, [ids], ["assistant"]))
-        stops = getattr(batch, "stop_sequences", None) or batch.state_machines
-        more = batch.samplers[0], batch.logits_processors[0], stops[0]
-        held = TakenTokens([], taken)
-        self._unprocessed_sequences.append((uid, [ids], batch.max_tokens[0], [], held, *more))
-        self._parked[uid] = row
-
-    def _return_parked(self) -> None:
-        """Let the parked sequences that there is room for make their caches again."""
-        queue = self._unprocessed_sequences
-        for sequence in sorted(one for one in queue if one[0] in self._parked):
-            uid, (ids,), n_most, _, tokens, *more = sequence
-            is_alone = not (len(self._generation_batch) or len(self._prompt_batch))
-            is_alone = is_alone and len(queue) == len(self._parked)
-            taken = tokens.taken
-            if not is_alone and not self._ranks.first(taken.advance, "whether a reply returns"):
-                continue
-            self._returning[uid] = self._parked.pop(uid)
-            queue.remove(sequence)
-            try:
-                prompt, caches, n_cached = taken.enter(), taken.caches, taken.n_cached
-            except ClientGone as error:
-                self._end(uid, tokens, error)
-                continue
-            taken.caches = None
-            if prompt is None or list(prompt.ids) != ids or caches is None:
-                caches, n_cached = make_prompt_cache(self.model), 0
-            segments = [ids[n_cached:-1], ids[-1:]] if ids[n_cached:-1] else [ids[-1:]]
-            held = TakenTokens(ids[:n_cached], taken)
-            queue.appendleft((uid, segments, n_most, list(caches), held, *more))
-
-    def _admit(self) -> None:
-        """Let prompts begin, as many at a time as the server's options allow."""
-        queue = self._unprocessed_sequences
-        n_running = len(self._generation_batch) + len(self._prompt_batch)
-        n_free = min(
-            self.prefill_batch_size - len(self._prompt_batch),
-            self.completion_batch_size - n_running,
-        )
-        waiting = [one for one in queue if one[0] not in self._parked]
-        if waiting and n_free <= 0 and n_running < self.completion_batch_size:
-            shortest = min(waiting, key=_n_left)
-            if all(_n_left(shortest) < one.n_left for one in self._prompt_batch.all):
-                waiting, n_free = [shortest], 1  # it will not take long
-        for sequence in waiting[: max(n_free, 0)]:
-            uid, tokens = sequence[0], sequence[4]
-            queue.remove(sequence)
-            queue.appendleft(sequence)  # stock takes the first
-            try:
-                batch = self._make_batch(1)
-            except Exception as error:
-                del self._currently_processing[len(self._prompt_batch) :]
-                self._end(uid, tokens, error)
-                continue
-            progress = self._currently_processing[-1]
-            self._prompt_batch.all.append(Prefill(uid, batch, batch.tokens[0], progress))
-
-    def _compute(self, chunk: dict[Prefill, int], step_s: float) -> list[Any]:
-        """Compute the next tokens of the prompt in `chunk`, and of those that join it."""
-        started = time.perf_counter()
-        beside = len(self._generation_batch) > 0
-        self._prompt_batch.compute(chunk, step_s if beside else None, self._returning)
-        taken_s = time.perf_counter() - started
-        self._count(prompt_tokens=sum(chunk.values()), prompt_time=taken_s)
-        self._give_back()
-        return [self._computed(prefill) for prefill in chunk]
-
-    def _computed(self, prefill: Prefill) -> Any:
-        """Return how far a prompt is; let what was computed so far be saved."""
-        response = self._response(prefill.uid, tuple(prefill.progress[1:]), False, False)
-        if not prefill.segments[0]:
-            prefill.segments.pop(0)
-            response.end_of_segment = True
-        elif isinstance(prefill.tokens, TakenTokens):
-            # The client may go, or the process die.
-            caches = prefill.batch.extract_cache(0)
-            prefill.tokens.taken.insert(prefill.tokens, caches, PREFILL)
-        return response
-
-    def _save_interrupted(self, uids: Collection[int]) -> None:
-        """Let the plugin keep replies that are about to be removed, as those that have ended."""
-        for place, (uid, tokens) in enumerate(self._rows()):
-            if uid in uids and isinstance(tokens, TakenTokens):
-                try:
-                    tokens.taken.insert(tokens, self._generation_batch.extract_cache(place), REPLY)
-                except Exception:  # nothing catches it in stock
-                    logger.exception("an interrupted reply could not be saved")
-
-    def _begin_replies(self, prefills: Sequence[Prefill]) -> list[Any]:
-        """Let the last tokens of prompts join the replies."""
-        rows, batch = self._rows(), self._prompt_batch.merged(prefills)
-        begun = self._returning.pop(prefills[0].uid, None)
-        if begun is None:
-            self._eval_parts(batch.prompt_cache)
-            begun = batch.generate([one.segments[0] for one in prefills])
-        else:
-            begun.prompt_cache = batch.prompt_cache
-        self._drop(prefills)
-        try:
-            self._generation_batch.extend(begun)
-        except Exception as error:
-            self._fail_replies([*rows, *((one.uid, one.tokens) for one in prefills)], error)
-            return []
-        self._give_back()
-        ended = [(one.uid, (one.progress[2],) * 2) for one in prefills]
-        return [self._response(uid, progress, True, True) for uid, progress in ended]
-
-    def _drop(self, prefills: Collection[Prefill]) -> None:
-        """Forget prompts that are computed, or never will be."""
-        keep = [i for i, one in enumerate(self._prompt_batch.all) if one not in prefills]
-        self._prompt_batch.filter(keep)
-        self._currently_processing = [self._currently_processing[i] for i in keep]
-
     def _give_back(self) -> None:
-        """Give freed memory back where there is much of it."""
-        assert self._limits is not None
+        """Give freed memory back if there is much of it."""
         if mx.get_cache_memory() > self._limits.max_unused_bytes:
             mx.clear_cache()
 
     # Failures. Stock forgets a request after a response, when its context has been told to stop.
 
-    def _guarded(
-        self, prefills: Collection[Prefill], act: Callable[[], list[Any]], step: Step
-    ) -> None:
-        """Act on prompts. What that raises ends a single one's request.
+    def _guarded(self, prefills: Collection[Prefill], act: Callable[[], None], step: Step) -> None:
+        """Act on prompts. An exception ends the request of a prompt that is alone.
 
-        Several are put back, to be computed one by one: the one at fault ends alone, and where
-        memory was short, one needs less. Their caches are lost, and what is stored is restored.
+        Several prompts are computed again one by one: only the prompt at fault fails, and a single
+        prompt needs less memory. Their caches are lost, and stored tokens are restored.
         """
-        assert self._caches is not None
         try:
-            self._ended += act()
+            act()
             if step == "prompt":  # the first step of a reply is not evaluated yet
                 self._caches.failures.succeeded(step)
         except Exception as error:
@@ -389,56 +466,42 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 if len(together) == 1 or not isinstance(prefill.tokens, TakenTokens):
                     self._fail(prefill, error)
                     continue
-                self._drop([prefill])
-                ids = [*prefill.tokens, *chain.from_iterable(prefill.segments)]
-                self._put_back(prefill.uid, ids, prefill.tokens.taken, prefill.batch, None)
+                self.prefills.drop([prefill])
+                self._wait_again(prefill, [*prefill.tokens, *chain.from_iterable(prefill.segments)])
             if len(together) > 1:
                 logger.warning("prompts failed together and are tried by themselves: %r", error)
             self._caches.failures.failed(error, step)
 
-    def _fail(self, prefill: Prefill, error: Exception) -> None:
-        """End the request of a prompt that is being computed."""
-        self._drop([prefill])
-        self._end(prefill.uid, prefill.tokens, error)
+    def _fail(self, prompt: Prefill, error: Exception) -> None:
+        """End the request of a prompt that is not a reply yet."""
+        for held in (self.queue, self.prefills.all, self.parked):
+            if prompt in held:
+                held.remove(prompt)
+        self._end(prompt.uid, prompt.tokens, error)
 
     def _fail_replies(self, rows: list[tuple[int, Any]], error: Exception) -> None:
-        """End all replies: after a step that failed half way, none can be computed on."""
-        self._generation_batch = type(self._generation_batch).empty(self.model, self.sampler)
+        """End all replies: after a step that failed half way, no reply can continue."""
+        self.replies = GenerationBatch.empty(self.model, self.sampler)
         for uid, tokens in rows:
             self._end(uid, tokens, error)
-        if self._caches is not None:
-            self._caches.failures.failed(error, "reply")
+        self._caches.failures.failed(error, "reply")
 
     def _end(self, uid: int, tokens: Any, error: Exception) -> None:
-        """End a request with an error; raise it where no plugin took the request."""
-        self._forget(uid)
+        """End a request with an error; raise it if no plugin took the request."""
         reply = reply_of(tokens)
         if reply is None:
             raise error
         if not isinstance(error, ClientGone):
             logger.error("a request failed", exc_info=error)
         reply.fail(error.with_traceback(None))  # its frames hold the caches
-        self._ended.append(self._response(uid, (0, 0), False, False))
-
-    # What stock asks of its generator.
-
-    def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
-        self._save_interrupted(uids)
-        caches = super().remove(uids, return_prompt_caches)
-        for uid in uids:
-            self._forget(uid)
-        return caches
-
-    def _forget(self, uid: int) -> None:
-        self._parked.pop(uid, None)
-        self._returning.pop(uid, None)
+        self._progress.append(PromptProcessingBatch.Response(uid, (0, 0), False, False))
 
 
-def _n_left(sequence: Any) -> int:
-    """Return how many tokens of a sequence in stock's queue are to be computed."""
-    return sum(map(len, sequence[1]))
+def stops_of(batch: Any) -> Any:
+    """Return the stop sequences of a batch's rows; mlx-lm 0.31.3 has state machines instead."""
+    return batch.stop_sequences if hasattr(batch, "stop_sequences") else batch.state_machines
 
 
 def reply_of(tokens: Any) -> Any:
-    """Return where the tokens of a sequence go, None if no plugin took its request."""
+    """Return the queue of a sequence's reply, None if no plugin took its request."""
     return tokens.taken.reply if isinstance(tokens, TakenTokens) else None

@@ -10,8 +10,6 @@ from ..manager import TakenTokens
 
 if TYPE_CHECKING:
     from mlx_lm.models.cache import LRUPromptCache as StockPromptCache
-
-    from .single_prompt import SinglePrompt
 else:
     StockPromptCache = object
 
@@ -21,11 +19,8 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
 
     An exception here, or a fetch that leaves no token to feed, ends stock's generation thread (in
     0.31.x all requests then hang while /health says ok). So plugins cannot raise through this
-    class, and every fetch leaves at least one token. Where a request is served by itself, stock
-    reports what is raised: its prompt, `single`, is computed here, and may be given up.
+    class, and every fetch leaves at least one token.
     """
-
-    single: SinglePrompt | None = None
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[int], *args: Any, **kwargs: Any
@@ -34,8 +29,6 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
             taken = tokens.taken
             # They are returned only once, because the server changes them from here on.
             caches, taken.caches = taken.caches, None
-            if self.single is not None:
-                return self.single.compute(tokens, None if caches is None else list(caches))
             return (None, tokens) if caches is None else (list(caches), tokens[taken.n_cached :])
         cache, rest = super().fetch_nearest_cache(model, tokens, *args, **kwargs)
         if len(rest) > 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -71,55 +71,13 @@ def named(messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> list[Map
     return found
 
 
-@dataclass
-class Images:
-    """The images of a prompt that is fed, for a model that computes it in chunks.
+def fed_images(fed: Sequence[int], prompt: Sequence[int], vision: Any) -> tuple[list[int], Any]:
+    """Return the ids that the model reads for `fed`, and stock's record of its images.
 
-    The model reads the ids `read`. `vision` is stock's record of the images, by what is fed.
+    fed: ids of `with_images`; they become the key of the computed caches. `prompt` and `vision` as
+    rendered.
     """
-
-    read: list[int]
-    vision: Any
-    _start: int = 0
-    _rows: mx.array | None = None
-    """What the tokens from `_start` on are embedded as, [N, D]."""
-
-    @classmethod
-    def of(cls, fed: Sequence[int], prompt: Sequence[int], vision: Any) -> Images:
-        """Return the images of `fed`, ids of `with_images`; `prompt` and `vision` as rendered.
-
-        `fed` becomes the key of what is computed.
-        """
-        patch = prompt[vision.starts[0]]
-        starts = [place for place, one in enumerate(fed) if one < GOES_ON]
-        read = [patch if one < 0 else one for one in fed]
-        return cls(read, replace(vision, starts=starts, cache_key=fed))
-
-    def begin_of(self, position: int) -> int:
-        """Return where the image begins that goes on at a position; without one, the position."""
-        while self.vision.cache_key[position] == GOES_ON:
-            position -= 1
-        return position
-
-    def embedded(self, model: Any, start: int, stop: int) -> mx.array | None:
-        """Return what the tokens from `start` on are embedded as, up to `stop` at most: [1, N, D].
-
-        Where images are among them; else None. An image is computed as a whole, once: `start` is
-        where this stopped, or no image goes on there.
-        """
-        ids = self.vision.cache_key
-        if self._rows is None:
-            if min(ids[start:stop]) >= 0:
-                return None
-            end = stop
-            while end < len(ids) and ids[end] == GOES_ON:
-                end += 1
-            both = zip(self.vision.starts, self.vision.pixel_values, strict=True)
-            pixels = [one for place, one in both if start <= place < end]
-            self._start = start
-            self._rows = model.embed_inputs(mx.array(self.read[start:end]), pixel_values=pixels)
-            mx.eval(self._rows)
-        rows = self._rows[start - self._start : stop - self._start]
-        if start + len(rows) == self._start + len(self._rows):
-            self._rows = None
-        return rows[None]
+    patch = prompt[vision.starts[0]]
+    starts = [place for place, key in enumerate(fed) if key < GOES_ON]
+    read = [patch if key < 0 else key for key in fed]
+    return read, replace(vision, starts=starts, cache_key=fed)

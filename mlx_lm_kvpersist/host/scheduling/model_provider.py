@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError
 from ...ranks import LOADING_S, PATIENCE_S, ranks
 from .. import manager
-from ..answers import BatchMemory, ModelSupport, check_batch, check_caches
+from ..answers import ModelSupport, PrefillLimits, check_batch, check_caches
 from ..attachments import renders_images
 from .context_length import max_context
 from .step_failures import StepFailures
@@ -99,15 +101,21 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
         """Load as stock does; the own model has the server's adapter under each of its names."""
         if model_path in self._own_names:
+            model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path
         return super().load(model_path, adapter_path, draft_model_path)
+
+    def is_loaded(self, name: str) -> bool:
+        """Tell whether the model of this name is loaded, and none is being loaded. Any thread."""
+        loaded = loaded_name(self) if self.is_ready and not self.is_loading else None
+        is_own = name == "default_model" or name in self._own_names
+        return loaded is not None and loaded == (self.cli_args.model if is_own else name)
 
     def load_default(self) -> None:
         """Load the model of the command line. Raises ConfigError where stock cannot load it."""
         if self.cli_args.model is not None:
             check_model_name(self.cli_args.model)
         self._own_names = own_names(self.cli_args)
-        self._model_map |= dict.fromkeys(self._own_names, self.cli_args.model)
         try:
             super().load_default()
         except Exception as error:
@@ -154,13 +162,13 @@ def loaded_name(provider: Any) -> str | None:
     return key[0] if key is not None else None
 
 
-def account_of(provider: Any) -> BatchMemory:
-    """Return the account of the plugin that makes the loaded model's caches."""
-    caches = getattr(provider.model, "make_cache", None)
-    return caches if isinstance(caches, PluginCaches) else BatchMemory()
+def caches_of(model: Any) -> PluginCaches:
+    """Return what makes the caches of a loaded model: a plugin, else stock."""
+    made = getattr(model, "make_cache", None)
+    return made if isinstance(made, PluginCaches) else PluginCaches(model, "", ModelSupport(list))
 
 
-class PluginCaches(BatchMemory):
+class PluginCaches:
     """Takes the place of a model's `make_cache`: caches as a plugin makes and merges them.
 
     mlx-lm's `make_prompt_cache` asks the model first, under whatever name it was imported. So one
@@ -172,8 +180,8 @@ class PluginCaches(BatchMemory):
         # The model must not hold itself, or its weights would stay until a garbage collection.
         self._model: Any = weakref.ref(model)
         self._plugin, self._support = plugin, support
-        self._n_layers = len(self._stock())
-        self.limits = support.limits
+        self._n_layers: int | None = None
+        self.limits = support.limits or PrefillLimits(math.inf, lambda position: sys.maxsize)
         self.failures = StepFailures()
 
     def __call__(self) -> list[Any]:
@@ -182,19 +190,17 @@ class PluginCaches(BatchMemory):
 
     def make(self, *, raised: type[Exception] | tuple[()] = ()) -> Any:
         """Return the plugin's caches for a new sequence, None if that fails."""
+        if self._n_layers is None:
+            self._n_layers = len(self._stock())
         check = partial(check_caches, n_layers=self._n_layers)
         return self._safely(self._support.make_caches, check=check, raised=raised)
 
-    def merge(self, first: Any, row_caches: Sequence[Any]) -> Any:
-        """Return one batch cache for one layer of several sequences, of which `first` is the first.
-
-        It is the plugin's, or what the first cache's own merge makes.
-        """
-        caches = [first, *row_caches[1:]]
-        merged = self._safely(self._support.merge, tuple(caches), check=check_batch)
-        if merged is None and not hasattr(first, "merge"):
-            raise ValueError(f"{type(first)} does not yet support batching with history")
-        return first.merge(caches) if merged is None else merged
+    def merge(self, cache: Any) -> Any:
+        """Return a batch cache of one row: the plugin's, or stock's if the plugin has none."""
+        merged = self._safely(self._support.merge, (cache,), check=check_batch)
+        if merged is None and not hasattr(cache, "merge"):
+            raise ValueError(f"{type(cache)} does not yet support batching with history")
+        return cache.merge([cache]) if merged is None else merged
 
     def together(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> Any:
         """Return one cache for one layer of several prompts, None if they have to be apart."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -60,30 +60,64 @@ class PeakMemory:
         return int(max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory())))
 
 
+def most_tokens(
+    limits: PrefillLimits, position: int, step_size: int, stall_s: float | None = None
+) -> int:
+    """Return how many tokens may be computed now, by memory and time, after `position` cached ones.
+
+    stall_s: how long replies may wait; None while no reply runs.
+    """
+    most = min(step_size, limits.most_tokens(position))
+    if stall_s is not None:
+        in_time = limits.pace.tokens(position, stall_s)
+    else:
+        in_time = max(IDLE_CHUNK, limits.pace.tokens(position, IDLE_CHUNK_S))
+    return int(min(most, max(in_time, CHUNKS[0])))
+
+
 @dataclass(eq=False)
 class Prefill:
-    """A prompt that is being computed: a batch of stock's with one row.
+    """A prompt from the queue until its reply begins. The first fields are those of stock's queue.
 
-    `tokens` are the ids that its caches hold. `progress` is stock's: the segments that are left, of
-    which the last is one id, how many ids are computed, and how many were to be.
+    `segments` are the ids that are left; the last segment is one id, with which the reply begins.
+    `caches`, one per layer, hold `tokens`; once the prompt is being computed, `batch` has them.
     """
 
     uid: int
-    batch: Any
-    tokens: list[int]
-    progress: list[Any]
+    segments: list[list[int]]
+    max_tokens: int
+    caches: list[Any]
+    tokens: Any
+    """A list of ids: `TakenTokens` if a plugin took the request."""
+    sampler: Any
+    processors: Any
+    stops: Any
+    row: Any = None
+    """Stock's batch of a parked reply alone, without caches: its next token and its counters."""
+    is_alone: bool = False
+    """Whether it was parked, or failed with other prompts: then it is computed in its own calls."""
+    batch: Any = None
+    """A batch of stock's with this row."""
+    n_done: int = 0
+    """How many ids of the segments are computed."""
+    n_tokens: int = field(init=False)
+    """How many ids the segments had before the first was computed."""
     passed_over: int = 0
     has_waited: bool = False
     """Whether it was ready before and others were computed first."""
 
-    @property
-    def segments(self) -> list[list[int]]:
-        segments: list[list[int]] = self.progress[0]
-        return segments
+    def __post_init__(self) -> None:
+        self.n_tokens = self.n_left
+
+    def again(self, segments: list[list[int]], tokens: list[int], caches: list[Any]) -> Prefill:
+        """Return the same request with other segments, computed in its own calls."""
+        changes: dict[str, Any] = {"segments": segments, "tokens": tokens, "caches": caches}
+        return replace(self, **changes, is_alone=True, batch=None, n_done=0)
 
     @property
     def n_left(self) -> int:
-        return int(self.progress[2] - self.progress[1])
+        """How many ids are left to compute."""
+        return sum(map(len, self.segments))
 
     @property
     def is_ready(self) -> bool:
@@ -92,182 +126,202 @@ class Prefill:
 
 
 class Prefills:
-    """Takes the place of stock's prompt batch, of which it has what stock asks a batch for."""
+    """The prompts that are being computed. Rank 0 alone decides; all compute."""
 
-    def __init__(
-        self, model: Any, caches: PluginCaches, limits: PrefillLimits, step_size: int
-    ) -> None:
-        self._model, self._caches, self._limits = model, caches, limits
+    def __init__(self, model: Any, caches: PluginCaches, step_size: int) -> None:
+        self._model, self._caches, self._limits = model, caches, caches.limits
         self._step_size = step_size
         self._waited_s = 0.0
         """How long the last chunk waited for the device to end a step of the replies."""
         self.all: list[Prefill] = []
 
-    def __len__(self) -> int:
-        return len(self.all)
-
-    @property
-    def unready(self) -> list[Prefill]:
-        """The prompts with more than one token left."""
-        return [one for one in self.all if not one.is_ready]
-
-    @property
-    def uids(self) -> list[int]:
-        return [one.uid for one in self.all]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        return [one.tokens for one in self.all]
-
     @property
     def prompt_cache(self) -> list[Any]:
         """The caches of all prompts, one after another."""
-        return [cache for one in self.all for cache in one.batch.prompt_cache]
+        return [cache for prefill in self.all for cache in prefill.batch.prompt_cache]
 
-    def extract_cache(self, idx: int) -> list[Any]:
-        caches: list[Any] = self.all[idx].batch.extract_cache(0)
-        return caches
+    def drop(self, prefills: Collection[Prefill]) -> None:
+        """Forget prompts that are computed, or never will be."""
+        self.all = [prefill for prefill in self.all if prefill not in prefills]
 
-    def filter(self, keep: Collection[int]) -> None:
-        self.all = [one for i, one in enumerate(self.all) if i in keep]
+    # Deciding.
 
-    # One chunk.
+    def decide(
+        self, stopped: Collection[int], step_s: float, *, beside: bool
+    ) -> tuple[list[list[int]], dict[int, int], Exception | None]:
+        """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
-    def turn(self) -> Prefill:
-        """Return the prompt to go on with: the one with the least left, or in its turn the oldest.
-
-        If all of them aged, short prompts would wait beside many long ones.
+        If the plugin cannot say how much to compute, the chunk is the prompt whose turn it is, with
+        the plugin's error. stopped: prompts that end now. step_s: the time of the last step of the
+        replies. beside: whether replies run.
         """
-        oldest = (unready := self.unready)[0]
-        if oldest.passed_over < MOST_PASSED_OVER:
-            return min(unready, key=lambda one: one.n_left)
-        return oldest
+        prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
+        unready = [prefill for prefill in prefills if not prefill.is_ready]
+        ready = [prefill for prefill in prefills if prefill.is_ready]
+        begins = _groups(ready, unready, beside=beside)
+        if not unready:
+            return begins, {}, None
+        turn = _turn(unready)
+        try:
+            return begins, self._chunk(turn, unready, step_s if beside or begins else None), None
+        except Exception as error:
+            return begins, {turn.uid: 0}, error
 
-    def compute(
-        self, chunk: dict[Prefill, int], step_s: float | None, alone: Collection[int] = ()
-    ) -> None:
-        """Compute the next tokens of the prompt in `chunk`, and of those that join it.
+    def _chunk(
+        self, turn: Prefill, unready: Sequence[Prefill], step_s: float | None
+    ) -> dict[int, int]:
+        """Return how many tokens of which prompts to compute, first of the prompt `turn`.
 
-        `chunk` then says how many of which. The last step of the replies took `step_s`, None where
-        none run. Those of uids `alone` join no others. The logits are never evaluated.
+        If the segment of that prompt ends now, prompts whose segments end, too, join it, as long as
+        all together, padded, are no more than a chunk.
         """
-        caches, width = self._joined(chunk, step_s, alone)
-        for one in self.all:
-            one.passed_over = 0 if one in chunk else one.passed_over + 1
-        position = max(len(one.tokens) for one in chunk)
+        most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
+        sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}
+        furthest = len(turn.tokens)
+        if turn.is_alone or sizes[turn.uid] < widest:
+            return sizes
+        joining = [prefill for prefill in unready if prefill is not turn and not prefill.is_alone]
+        for prefill in sorted(joining, key=lambda prefill: len(prefill.segments[0])):
+            most = min(most, self._most_tokens(prefill, step_s))
+            widest = max(widest, len(prefill.segments[0]))
+            furthest = max(furthest, len(prefill.tokens))
+            # The padding of a prompt must not go beyond the end of a table of positions.
+            if widest * (len(sizes) + 1) > most or furthest + widest > self._limits.n_positions:
+                break
+            sizes[prefill.uid] = len(prefill.segments[0])
+        return sizes
+
+    def _most_tokens(self, prefill: Prefill, step_s: float | None) -> int:
+        """Return how many tokens of a prompt may be computed now.
+
+        The device may have continued with the step of the replies until the last chunk began.
+        """
+        stall_s = None
+        if step_s is not None:
+            longest_s = self._limits.max_stall_s
+            stall_s = max(longest_s - step_s - self._waited_s, longest_s / 4)
+        return most_tokens(self._limits, len(prefill.tokens), self._step_size, stall_s)
+
+    # Computing.
+
+    def compute(self, chunk: dict[Prefill, int], *, beside: bool) -> None:
+        """Compute the tokens that were decided. The logits are never evaluated.
+
+        If the caches cannot be joined, only the first prompt is computed and stays in `chunk`.
+        """
+        caches, width = self._joined(chunk)
+        for prefill in self.all:
+            prefill.passed_over = 0 if prefill in chunk else prefill.passed_over + 1
+        position = max(len(prefill.tokens) for prefill in chunk)
         inputs = []
-        for one, n_tokens in chunk.items():
-            ids, one.segments[0] = one.segments[0][:n_tokens], one.segments[0][n_tokens:]
-            one.tokens += ids
+        for prefill, n_tokens in chunk.items():
+            ids, prefill.segments[0] = (
+                prefill.segments[0][:n_tokens],
+                prefill.segments[0][n_tokens:],
+            )
+            prefill.tokens += ids
             inputs.append(ids + [0] * (width - n_tokens))
-        started, peak = time.perf_counter(), PeakMemory()
-        self._model(mx.array(inputs), cache=caches)
-        built = time.perf_counter()
-        mx.synchronize()  # a step of the replies may still run, and is no part of the pace
-        begun = time.perf_counter()
-        mx.eval([cache.state for one in chunk for cache in one.batch.prompt_cache])
-        self._waited_s = begun - built
-        seconds = time.perf_counter() - started - self._waited_s
-        self._limits.pace.learn(position, width * len(chunk), seconds)
-        if step_s is None:  # else a step of the replies may cause the peak
-            self._limits.took(width * len(chunk), position, peak.n_bytes)
-        for one, n_tokens in chunk.items():
-            one.progress[1] += n_tokens
+        states = [cache for prefill in chunk for cache in prefill.batch.prompt_cache]
+        self._waited_s = compute_chunk(
+            self._model, inputs, caches, states, self._limits, position, beside=beside
+        )
+        for prefill, n_tokens in chunk.items():
+            prefill.n_done += n_tokens
 
-    def _joined(
-        self, chunk: dict[Prefill, int], step_s: float | None, alone: Collection[int]
-    ) -> tuple[list[Any], int]:
-        """Say in `chunk` how many tokens of which prompts to compute.
-
-        If the segment of the prompt whose turn it is ends now, those whose segments do join it, as
-        long as all together, padded, are no more than a chunk. Return a cache for each layer, and
-        how many tokens each prompt has in the call, padding included.
-        """
-        (turn,) = chunk
-        sizes = ranks().first(lambda: self._sizes(turn, step_s, alone), "a chunk")
-        chunk[turn] = sizes[turn.uid]
-        by_uid = {one.uid: one for one in self.all}
-        joined = {by_uid[uid]: n_tokens for uid, n_tokens in sizes.items()}
-        width, furthest = max(sizes.values()), max(len(prefill.tokens) for prefill in joined)
+    def _joined(self, chunk: dict[Prefill, int]) -> tuple[list[Any], int]:
+        """Return a cache for each layer, and the tokens of each prompt with its padding."""
+        turn, *_ = chunk
+        n_tokens = tuple(chunk.values())
+        width, furthest = max(n_tokens), max(len(prefill.tokens) for prefill in chunk)
         if furthest + self._limits.least_width <= self._limits.n_positions:
             width = max(width, self._limits.least_width)
-        if len(sizes) > 1 or width > sizes[turn.uid]:
-            layers = zip(*(one.batch.prompt_cache for one in joined), strict=True)
-            n_tokens = tuple(joined.values())
+        if len(chunk) > 1 or width > chunk[turn]:
+            layers = zip(*(prefill.batch.prompt_cache for prefill in chunk), strict=True)
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
             # A model makes one mask for all layers of a kind: their caches have to agree about it.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
             if ranks().agree(is_one_mask, "whether prompts join"):
-                chunk.update(joined)
                 return caches, width
+            for prefill in list(chunk)[1:]:
+                del chunk[prefill]
         return turn.batch.prompt_cache, chunk[turn]
-
-    def _sizes(self, turn: Prefill, step_s: float | None, alone: Collection[int]) -> dict[int, int]:
-        """Return how many tokens of which prompts are computed now, by uid."""
-        most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
-        sizes = {turn.uid: self._size(turn, most)}
-        furthest = len(turn.tokens)
-        others = [one for one in self.unready if one is not turn and one.uid not in alone]
-        if turn.uid in alone or sizes[turn.uid] < widest:
-            others = []
-        for other in sorted(others, key=lambda one: len(one.segments[0])):
-            most = min(most, self._most_tokens(other, step_s))
-            widest = max(widest, len(other.segments[0]))
-            furthest = max(furthest, len(other.tokens))
-            # The padding of a prompt must not go beyond the end of a table of positions.
-            if widest * (len(sizes) + 1) > most or furthest + widest > self._limits.n_positions:
-                break
-            sizes[other.uid] = len(other.segments[0])
-        return sizes
-
-    def _most_tokens(self, prefill: Prefill, step_s: float | None) -> int:
-        """Return how many tokens may be computed now, by memory and time, where a prompt is.
-
-        The device may have gone on with the step of the replies until the last chunk began.
-        """
-        position, pace = len(prefill.tokens), self._limits.pace
-        most = min(self._step_size, self._limits.most_tokens(position))
-        if step_s is not None:
-            stall_s = self._limits.max_stall_s
-            in_time = pace.tokens(position, max(stall_s - step_s - self._waited_s, stall_s / 4))
-        else:
-            in_time = max(IDLE_CHUNK, pace.tokens(position, IDLE_CHUNK_S))
-        return int(min(most, max(in_time, CHUNKS[0])))
-
-    def _size(self, prefill: Prefill, most: int) -> int:
-        """Return how many of `most` tokens of a prompt to compute now."""
-        return min(chunk_size(len(prefill.tokens), most), len(prefill.segments[0]))
-
-    # The end.
-
-    def ready(self, alone: Collection[int], *, beside: bool) -> list[list[Prefill]]:
-        """Return the prompts with one token left, in groups that begin to reply together.
-
-        What a request brings along may fail: it begins by itself, and so do those of uids `alone`.
-        If no replies run `beside` them, they wait for one chunk of others that have little left.
-        Those would have short chunks only once replies run.
-        """
-        ready = [one for one in self.all if one.is_ready]
-        is_one_short = any(one.n_left <= IDLE_CHUNK for one in self.unready)
-        if is_one_short and not (beside or any(one.has_waited for one in ready)):
-            for one in ready:
-                one.has_waited = True
-            return []
-        single = [one for one in ready if one.uid in alone or any(one.batch.logits_processors)]
-        together = [one for one in ready if one not in single]
-        return [*([together] if together else []), *([one] for one in single)]
 
     def merged(self, prefills: Sequence[Prefill]) -> Any:
         """Return one batch of stock's for these prompts; caches that can be are copied once."""
-        first, *others = prefills
+        first, *following = prefills
         batch = first.batch
-        if others:
-            for cache, *more in zip(*(one.batch.prompt_cache for one in prefills), strict=True):
-                parts = [more] if getattr(cache, "extends_by_many", False) else [[x] for x in more]
-                for part in parts:
-                    cache.extend(*part)
-            for other in others:
-                other.batch.prompt_cache = []
-                batch.extend(other.batch)
+        if following:
+            for cache, *more in zip(
+                *(prefill.batch.prompt_cache for prefill in prefills), strict=True
+            ):
+                rows = (
+                    [more] if getattr(cache, "extends_by_many", False) else [[row] for row in more]
+                )
+                for row in rows:
+                    cache.extend(*row)
+            for prefill in following:
+                prefill.batch.prompt_cache = []
+                batch.extend(prefill.batch)
         return batch
+
+
+def _turn(unready: Sequence[Prefill]) -> Prefill:
+    """Return the prompt with the least left, or in its turn the oldest.
+
+    If all of them aged, short prompts would wait beside many long ones.
+    """
+    oldest = unready[0]
+    if oldest.passed_over < MOST_PASSED_OVER:
+        return min(unready, key=lambda prefill: prefill.n_left)
+    return oldest
+
+
+def _groups(
+    ready: Sequence[Prefill], unready: Sequence[Prefill], *, beside: bool
+) -> list[list[int]]:
+    """Return the uids of prompts with one token left, in groups that begin to reply together.
+
+    The processors of a request may fail, so it begins in a group of its own. If no replies run
+    `beside` them, ready prompts wait for one chunk of prompts that have little left. These would
+    have short chunks only once replies run.
+    """
+    is_short = any(prefill.n_left <= IDLE_CHUNK for prefill in unready)
+    if is_short and not (beside or any(prefill.has_waited for prefill in ready)):
+        for prefill in ready:
+            prefill.has_waited = True
+        return []
+    single = [prefill for prefill in ready if prefill.is_alone or prefill.processors]
+    together = [prefill.uid for prefill in ready if prefill not in single]
+    return [*([together] if together else []), *([prefill.uid] for prefill in single)]
+
+
+def compute_chunk(
+    model: Any,
+    inputs: list[list[int]],
+    caches: Sequence[Any],
+    states: Sequence[Any],
+    limits: PrefillLimits,
+    position: int,
+    *,
+    beside: bool,
+    **given: Any,
+) -> float:
+    """Compute one chunk; let the plugin learn its time and its memory.
+
+    inputs: ids, [B, N]. states: the caches that are evaluated. beside: whether a step of replies
+    may run on the device, and cause the peak. given: more arguments of the model. Returns how long
+    the device was busy with that step before, in seconds.
+    """
+    started, peak = time.perf_counter(), PeakMemory()
+    model(mx.array(inputs), cache=caches, **given)
+    built = time.perf_counter()
+    mx.synchronize()  # a step of the replies may still run, and is no part of the pace
+    begun = time.perf_counter()
+    mx.eval([cache.state for cache in states])
+    waited_s = begun - built
+    n_tokens = len(inputs) * len(inputs[0])
+    limits.pace.learn(position, n_tokens, time.perf_counter() - started - waited_s)
+    if not beside:
+        limits.took(n_tokens, position, peak.n_bytes)
+    return waited_s

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import ClientGone
-from ...ranks import Ranks
+from ...errors import ClientGone, DeviceFailed
 from ..answers import ClientRequest
 
 LOOK_S = 0.1
@@ -32,25 +31,17 @@ class ReplyQueue:
     nothing more is passed on.
     """
 
-    stops_by_raising = False
-    """Whether stock computes the prompt in one piece, and asks the context only afterwards."""
-    weigh: Callable[[int], object] | None = None
-    """Told how many tokens a sequence has that is served by itself, now and then."""
-    ranks: Ranks | None = None
-    """The ranks that compute a sequence that is served by itself."""
-    n_cached: int | None = None
-    """How many tokens of its prompt were cached, where stock was given those computed as such."""
+    stops_stock = True
+    """Whether stock is told at once that the reply is to end; else its generator ends it."""
 
     def __init__(self, queue: Any, request: ClientRequest) -> None:
         self._queue, self._request = queue, request
         self._context: Any = None
-        self._n_put = 0
-        self._n_tokens, self._is_told_to_stop = 0, False
+        self._stop_stock: Callable[[], None] = lambda: None
+        self._is_told_to_stop = False
         self.has_begun = False
         """Whether the reply has tokens."""
         self.is_over = False
-        self.error: Exception | None = None
-        """The error that ended the reply before its last token."""
 
     @property
     def is_gone(self) -> bool:
@@ -59,56 +50,35 @@ class ReplyQueue:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether what is left of the reply is of no use: its client went, or was told an error."""
-        stops = self._context is not None and self._context._should_stop
-        return self.is_gone or bool(stops) or self._is_told_to_stop
+        """Whether the rest of the reply is of no use: its client went, or was told an error."""
+        return self.is_gone or self._is_told_to_stop
 
     def put(self, item: Any) -> None:
+        """Pass on an item of stock's. Raises DeviceFailed, which ends the server, from `item`."""
         if self._context is None and not isinstance(item, Exception):
-            self._context = item
-        elif self.weigh is not None and self._context is not None:
-            if self._n_put % WEIGH_EVERY == 0:
-                self.weigh(len(self._context.prompt) + self._n_put)
-            self._n_put += 1
+            self._context, self._stop_stock = item, item.stop
+            item.stop = self._stop
         self.has_begun = self.has_begun or hasattr(item, "finish_reason")
-        if self.n_cached is not None:
-            self._context.prompt_cache_count = self.n_cached
-        if self.ranks is not None and self.ranks.are_several:
-            self._stop_together(self.ranks, item)
         if self.is_gone:
             self.fail(ClientGone())
-            several = self.ranks is not None and self.ranks.are_several  # they are asked again
-            if self.stops_by_raising and isinstance(item, tuple) and not several:
-                raise ClientGone
         elif not self.is_over:
             self.is_over = item is None or isinstance(item, Exception)
-            self.error = item if isinstance(item, Exception) else None
             self._queue.put(item)
+        if isinstance(item, DeviceFailed):
+            raise item
 
-    def _stop_together(self, several: Ranks, item: Any) -> None:
-        """Raise ClientGone on all ranks where rank 0's client has left; it is asked now and then.
-
-        Stock would end the reply on rank 0 alone, and the others would wait for it.
-        """
-        if item is self._context:
-            item.stop = self._tell_to_stop
-        is_token = hasattr(item, "finish_reason")
-        self._n_tokens += is_token
-        if isinstance(item, tuple) or (is_token and self._n_tokens % ASK_EVERY == 0):
-            if several.first(lambda: self.is_stopped, "whether a client has left"):
-                self.fail(ClientGone())
-                raise ClientGone
-
-    def _tell_to_stop(self) -> None:
+    def _stop(self) -> None:
+        """Have the reply end after its next token; what the HTTP thread calls."""
         self._is_told_to_stop = True
+        if self.stops_stock:
+            self._stop_stock()
 
     def fail(self, error: Exception) -> None:
         """End the reply with an error."""
         if not self.is_over:
             self.is_over = True
             self._queue.put(error)
-        if self._context is not None:
-            self._context.stop()
+        self._stop()
 
 
 class OpenRequests:
@@ -161,16 +131,3 @@ class OpenRequests:
                 if client is not None and client.has_left():
                     ClientRequest.of(request).client_gone = True
                     self.end(request)  # its thread may have ended without a word
-
-
-class UntilAsked:
-    """Stock's time budget for a batch, which ends earlier when `is_asked`."""
-
-    def __init__(self, budget: Any, is_asked: Callable[[], bool]) -> None:
-        self._budget, self._is_asked = budget, is_asked
-
-    def __iter__(self) -> Any:
-        for _ in self._budget:
-            yield
-            if self._is_asked():
-                return

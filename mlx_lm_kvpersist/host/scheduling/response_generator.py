@@ -14,9 +14,10 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
-from queue import Queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -28,12 +29,12 @@ from ..attachments import fit_attachments
 from ..history import PLACE, Templates, without
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
+from .batch_generator import LOOKS_FIRST
 from .context_length import check_length
 from .continuation import Continuing, with_first_space
-from .images import Images, named, vision_of, with_images
-from .model_provider import PluginCaches, account_of, loaded_name
-from .reply import ARRIVING, ASK_EVERY, OpenRequests, ReplyQueue, UntilAsked
-from .single_prompt import MOST_DRAFTED, SinglePrompt
+from .images import fed_images, named, vision_of, with_images
+from .model_provider import loaded_name
+from .reply import ARRIVING, ASK_EVERY, OpenRequests, ReplyQueue
 from .waiting import QUIET_GAP_S, Line, Rendered, Waiting
 
 if TYPE_CHECKING:
@@ -95,12 +96,13 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     0.31.3 every request then waits for ever, later it gets 404 for ever.
     """
 
-    _time_budget: Any
     _serving = False
     _model: Any = None
     """The model of the request that entered last; while sequences are served, theirs."""
     _entering: Waiting | None = None
     """The request that entered last."""
+    _has_looked = False
+    """Whether stock has looked for requests since the last step."""
     _has_stepped = False
     """Whether anything was computed since requests are served."""
     _stops = _is_told_to_stop = False
@@ -123,28 +125,72 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     # Requests.
 
     def _next_request(self, timeout: float | None = None) -> Any:
-        """Return the next request that stock is to serve, None when there is none now.
+        """Return the next request that stock is to serve, None if there is none now.
 
         Stock gives no timeout while it serves a batch, and then nothing here waits. A request
         whose data is being prefetched lets others pass, but never one that would end the batch:
         another model's, or one that cannot be batched. A client has one request at a time, so its
         requests stay in order. While nothing is served, the oldest request enters at once.
         """
-        if self._ranks.are_several and self._is_stopping():
-            return None
+        self._has_looked = True
         self._set_serving(timeout is None)
-        if timeout is None:
-            request = self._enter(self._next_ready())
-        elif self._line:
-            request = self._enter(self._line.popleft())
-        else:
-            queued = super()._next_request(timeout)
-            request = self._enter(Waiting.of(queued) if queued is not None else None)
-            if queued is None:
+        entering: list[Waiting] = []
+        look, are_told = self._ranks.first_and_all(
+            partial(self._look, timeout, entering), self._is_told_to_stop, "a request"
+        )
+        if self._ranks.are_several and any(are_told):
+            self._stop_all()
+            return None
+        if not self._ranks.decides:
+            self._line += [_waiting_of(shared) for shared in look.arrived]
+            if look.place is not None:
+                entering.append(self._line[look.place])
+                del self._line[look.place]
+        if not entering:
+            if timeout is not None:
                 manager.ask("idle")
-        if request is not None:
-            self._set_serving(True)
-        return request
+            return None
+        (waiting,) = entering
+        if look.is_gone:
+            waiting.reply.fail(ClientGone())
+            return None
+        self._set_serving(True)
+        return self._enter(waiting)
+
+    def _look(self, timeout: float | None, entering: list[Waiting]) -> Look:
+        """Take requests from the queue, and the request that enters out of the line. Rank 0 alone.
+
+        entering: gets that request.
+        """
+        n_before = len(self._line)
+        if timeout is not None and not self._line:
+            self._take_queued(timeout)
+        elif timeout is None:
+            wait_s = self._wait_s()
+            while self._take_queued(wait_s) or wait_s is not None:
+                wait_s = self._wait_s()
+        in_line = list(self._line)
+        arrived = in_line[n_before:] if self._ranks.are_several else []
+        shared = [_shareable(waiting.queued) for waiting in arrived]
+        if timeout is None:
+            begin = self._begin if manager.is_implemented("take_request") else None
+            quiet = not any(reply.has_begun for reply in self._replies)
+            ready = self._line.next_ready(self._joins, begin, quiet=quiet)
+        else:
+            ready = self._line.popleft() if self._line else None
+        if ready is None:
+            return Look(shared)
+        entering.append(ready)
+        return Look(shared, in_line.index(ready), ready.reply.is_gone)
+
+    def _take_queued(self, timeout_s: float | None) -> bool:
+        """Move a request from the server's queue to the line; False if none comes in time."""
+        try:
+            queued = self.requests.get(timeout_s is not None, timeout_s)
+        except Empty:
+            return False
+        self._line.append(Waiting.of(queued))
+        return True
 
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving:
@@ -152,42 +198,13 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._line.begin_batch()
             manager.ask("serving_changed", serving=serving)
 
-    def _enter(self, waiting: Waiting | None) -> Any:
+    def _enter(self, waiting: Waiting) -> Any:
         """Hand a request on; stock tokenizes it next, or loads its model."""
-        if waiting is None:
-            return None
-        if self._ranks.told(waiting.reply.is_gone, "whether a client has left"):
-            waiting.reply.fail(ClientGone())
-            return None
         self._entering = waiting
-        self._replies = [one for one in self._replies if not one.is_over]
+        self._replies = [reply for reply in self._replies if not reply.is_over]
         self._replies.append(waiting.reply)
         self._model = waiting.queued[2].model
         return waiting.queued
-
-    def _next_ready(self) -> Waiting | None:
-        wait_s = self._wait_s()
-        while (queued := super()._next_request(wait_s)) is not None or wait_s is not None:
-            if queued is not None:
-                self._line.append(Waiting.of(queued))
-            wait_s = self._wait_s()
-        begin = self._begin if manager.is_implemented("take_request") else None
-        quiet = not any(one.has_begun for one in self._replies)
-        in_line = list(self._line)
-
-        def place() -> int | None:
-            ready = self._line.next_ready(self._joins, begin, quiet=quiet)
-            return None if ready is None else in_line.index(ready)
-
-        found = self._ranks.first(place, "which request enters")
-        ready = None if found is None else in_line[found]
-        if ready is not None and not self._ranks.decides:
-            self._line.remove(ready)
-        if ready is None and not isinstance(self._time_budget, UntilAsked):
-            several = self._ranks.are_several
-            is_asked = self._is_asked_of_several if several else self._is_asked
-            self._time_budget = UntilAsked(self._time_budget, is_asked)
-        return ready
 
     def _wait_s(self) -> float | None:
         """Return how long to wait for a request: for one that came with the first of a batch.
@@ -197,39 +214,45 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if self._has_stepped or self._ranks.are_several:
             return None
         since_s = max(list(ARRIVING.values()), default=-math.inf)
-        is_one_coming = time.perf_counter() - since_s < ARRIVING_S
-        return LOOK_S if is_one_coming and self._line.left_s(QUIET_GAP_S) > 0 else None
+        is_arriving = time.perf_counter() - since_s < ARRIVING_S
+        return LOOK_S if is_arriving and self._line.left_s(QUIET_GAP_S) > 0 else None
 
-    def _is_asked(self) -> bool:
-        """Tell whether a request has come, is ready to enter, or is of no use any more."""
-        self._has_stepped = True
-        is_asked = self._line.step_ended() or not self.requests.empty()
-        # Each reply that was stopped is told once: then stock removes it.
-        n_stopped = sum(reply.is_stopped for reply in self._replies)
-        self._replies = [one for one in self._replies if not (one.is_over or one.is_stopped)]
-        return is_asked or n_stopped > 0
+    # Between two steps of a batch.
 
-    def _is_asked_of_several(self) -> bool:
-        """Ask rank 0, in a step in which all ranks have waited for each other anyway.
-
-        Else now and then: to ask, a rank waits until the step of the replies that runs has ended.
-        """
+    def _looks_first(self) -> bool:
+        """Tell whether stock looks for requests before the next step; it does so after this."""
+        if self._has_looked:  # a step is made between two looks
+            self._has_looked, self._has_stepped = False, True
+            return False
+        if not self._ranks.are_several:
+            return self._is_asked()
+        # A rank that asks waits until the running step of the replies has ended. So ranks ask in
+        # a step in which all have waited for each other anyway, else now and then.
         self._n_steps += 1
         self._ranks.progressed()
-        has_waited, self._n_messages = self._n_messages != self._ranks.n_messages, 0
-        is_asked = False
+        has_waited, is_asked = self._n_messages != self._ranks.n_messages, False
         if has_waited or self._n_steps % ASK_EVERY == 0:
             is_asked = self._ranks.first(self._is_asked, "whether a request has come")
         self._n_messages = self._ranks.n_messages
         return is_asked
 
-    def _is_stopping(self) -> bool:
-        """Tell whether one of several ranks was told to end: then all end now."""
-        self._stops = any(self._ranks.all_of(self._is_told_to_stop, "whether to end"))
-        self._ranks.is_ending = self._stops
-        if self._stops and self._ranks.decides and not self._is_told_to_stop:
+    def _is_asked(self) -> bool:
+        """Tell whether a request has come, is ready to enter, or is of no use any more."""
+        is_asked = self._line.step_ended() or not self.requests.empty()
+        # Each reply that was stopped is told once: then stock removes it.
+        n_stopped = sum(reply.is_stopped for reply in self._replies)
+        self._replies = [
+            reply for reply in self._replies if not (reply.is_over or reply.is_stopped)
+        ]
+        return is_asked or n_stopped > 0
+
+    # The end of several ranks.
+
+    def _stop_all(self) -> None:
+        """End the thread of this rank: one of the ranks was told to end, and then all end now."""
+        self._stops = self._ranks.is_ending = True
+        if self._ranks.decides and not self._is_told_to_stop:
             _thread.interrupt_main(signal.SIGTERM)
-        return self._stops
 
     @property
     def _stop(self) -> bool:
@@ -246,26 +269,14 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Return what rank 0 has; a rank that is elsewhere is noticed, which it is not in stock."""
         return self._ranks.told(obj, "what stock shares")
 
-    def _share_request(self, request: Any) -> Any:
-        """Return rank 0's next request, if any, with what plugins know of it."""
-        if not self._ranks.are_several:
-            return request
-        if not self._ranks.told(request is not None, "whether there is a request"):
-            return None
-        told = self._ranks.first(lambda: _shareable(request), "a request")
-        if request is not None:
-            return request
-        made, args, known = told
-        vars(ClientRequest.of(made)).update(known)
-        return Queue(), made, args
-
     def _joins(self, waiting: Waiting) -> bool:
         """Say whether a request can enter the batch that is being served."""
         _, request, args = waiting.queued
         try:
             return (
                 args.model == self._model
-                and self._is_batchable(args)
+                and self.model_provider.is_batchable
+                and args.seed is None
                 and has_text_only(request.messages)
             )
         except Exception:
@@ -310,7 +321,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         What fails is done, and reported, where stock does it.
         """
         try:
-            if self._is_loaded(args.model.model) and has_text_only(request.messages):
+            is_loaded = self.model_provider.is_loaded(args.model.model)
+            if is_loaded and has_text_only(request.messages):
                 made = self._render(self.model_provider.tokenizer, request, args)
                 ARRIVING.pop(threading.get_ident(), None)  # plugins may wait
                 manager.ask("prompt_rendered", request=made.request, prompt=made.prompt)
@@ -321,13 +333,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def reads_images(self, model: str) -> bool | None:
         """Tell whether a model reads images; None while it is not loaded. Any thread."""
         reads_images: bool = self.model_provider.reads_images
-        return reads_images if self._is_loaded(model) else None
-
-    def _is_loaded(self, name: str) -> bool:
-        """Tell whether this is the model that is loaded."""
-        provider = self.model_provider
-        loaded = loaded_name(provider) if provider.is_ready and not provider.is_loading else None
-        return loaded is not None and provider._model_map.get(name, name) == loaded
+        return reads_images if self.model_provider.is_loaded(model) else None
 
     def _timed(self, request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
         """Yield a reply's tokens, and tell plugins when they came. HTTP thread."""
@@ -342,25 +348,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _ended(self, request: Any, times_s: list[float]) -> None:
         self.open_requests.end(request)
         manager.ask("reply_timed", request=ClientRequest.of(request), times_s=tuple(times_s))
-
-    def _serve_single(self, request: Any, *args: Any) -> None:
-        reply, memory = request[0], account_of(self.model_provider)
-        if isinstance(reply, ReplyQueue):
-            reply.stops_by_raising = True
-            reply.ranks = self._ranks
-            reply.weigh = lambda n_tokens: memory.weigh((), (n_tokens,), None)
-            step_size = self.cli_args.prefill_step_size
-            models = self.model_provider.model, self.model_provider.draft_model
-            self.prompt_cache.single = single = SinglePrompt(models, reply, step_size)
-            request[2].single = single
-            request[2].num_draft_tokens = min(request[2].num_draft_tokens, MOST_DRAFTED)
-        super()._serve_single(request, *args)
-        self.prompt_cache.single = None
-        if isinstance(reply, ReplyQueue) and isinstance(memory, PluginCaches):
-            if reply.error is not None:
-                memory.failures.failed(reply.error, "reply" if reply.has_begun else "prompt")
-            elif reply.has_begun:
-                memory.failures.succeeded("reply")
 
     # Tokenizing.
 
@@ -389,8 +376,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         vision = vision_of(rendered.stock)
         if vision is None:
             return fed, segments, types, *rendered.stock[3:]
-        taken.images = images = Images.of(fed, rendered.stock[0], vision)
-        return images.read, segments, types, rendered.stock[3], images.vision
+        taken.images, fed_vision = fed_images(fed, rendered.stock[0], vision)
+        read = TakenTokens(taken.images, taken)
+        return read, segments, types, rendered.stock[3], fed_vision
 
     def _rendered_once(
         self, tokenizer: Any, request: Any, args: Any, waiting: Waiting | None
@@ -435,7 +423,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         loaded = loaded_name(provider)
         if not provider.is_ready or provider.is_loading or loaded is None:
             raise RequestRefused("no model is loaded yet, try again in a moment", 503)
-        if not self._is_loaded(args.model.model):
+        if not provider.is_loaded(args.model.model):
             asked = args.model.model
             raise RequestRefused(f"{asked} is not loaded, expected {loaded}, the model that is")
         if not has_text_only(request.messages):
@@ -522,7 +510,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     @property
     def is_healthy(self) -> bool:
         """Whether requests are served now: the default model is loaded and the thread runs."""
-        runs = self.model_provider.is_ready and self._generation_thread.is_alive()
+        runs = self.model_provider.is_ready and not self._has_ended.is_set()
         return bool(runs and not self.requests.is_closed)
 
     def generation_available(self) -> bool:
@@ -530,6 +518,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return True
 
     def _generate(self) -> None:
+        LOOKS_FIRST.set(self._looks_first)
         try:
             super()._generate()
         except BaseException as error:
@@ -572,6 +561,26 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))
         clock.daemon = True
         clock.start()
+
+
+@dataclass(frozen=True)
+class Look:
+    """What rank 0 found when stock looked for a request.
+
+    `arrived`: the new requests, as they are shared. `place`: the place in the line of the request
+    that enters, if one does. `is_gone`: whether its client has left.
+    """
+
+    arrived: Sequence[tuple[Any, Any, dict[str, Any]]] = ()
+    place: int | None = None
+    is_gone: bool = False
+
+
+def _waiting_of(shared: tuple[Any, Any, dict[str, Any]]) -> Waiting:
+    """Return a request of rank 0 as it waits on another rank."""
+    request, args, known = shared
+    vars(ClientRequest.of(request)).update(known)
+    return Waiting.of((Queue(), request, args))
 
 
 def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:

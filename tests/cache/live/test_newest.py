@@ -27,7 +27,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     PackedCache,
     SequenceQuantizedKVCache,
 )
-from mlx_lm_kvpersist.host.scheduling.single_prompt import MOST_DRAFTED
+from mlx_lm_kvpersist.host.scheduling.single import MOST_DRAFTED
 from tests.support.host import patched_attention
 
 from ..conftest import K_DIM, N_HEADS, V_DIM, random_kv, rounded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,12 +28,35 @@ from mlx_lm_kvpersist.host.patching.patch import (
     PatchSet,
     Uses,
 )
-from mlx_lm_kvpersist.host.patching.patches import PATCHES, SEVERAL_GPUS, PatchChecks, needed
+from mlx_lm_kvpersist.host.patching.patches import (
+    PATCHES,
+    PRIVATE_NAMES,
+    SEVERAL_GPUS,
+    PatchChecks,
+    needed,
+)
+from mlx_lm_kvpersist.host.patching.probes import drafts_are_checked, prompts_are_computed_in_turns
 from tests.support.host import plugged
+from tools.measures import private_names
 
 from ..plugins import Echo
 
+PACKAGE = Path(manager.__file__ or "").parents[1]
+
 each_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+
+
+def test_the_table_names_every_private_name_of_mlx_lm(server: ModuleType) -> None:
+    """`cache/` uses mlx-lm's cache classes, and nothing of the server."""
+    folder = Path(server.__file__ or "").parent
+    theirs = "\n".join((folder / name).read_text() for name in ("server.py", "generate.py"))
+    ours = "\n".join(path.read_text() for path in (PACKAGE / "host").rglob("*.py"))
+    listed = {name.rpartition(".")[2] for name in PRIVATE_NAMES}
+    assert private_names(ours, theirs) - {"_tokenizer"} == listed
+    probes = {patch.verify for patch in PATCHES}
+    assert (
+        set(PRIVATE_NAMES.values()) - {drafts_are_checked, prompts_are_computed_in_turns} <= probes
+    )
 
 
 @each_patch
@@ -148,19 +172,15 @@ def test_two_patches_of_one_target_are_undone(server: ModuleType) -> None:
     assert server.convert_chat is stock
 
 
-@pytest.mark.parametrize("name", ["_is_batchable", "_next_request"])
 def test_a_method_that_requires_more_fails_the_probe(
-    name: str, server: ModuleType, monkeypatch: pytest.MonkeyPatch
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = next(patch for patch in PATCHES if patch.name == "response_generator")
-    stock = getattr(server.ResponseGenerator, name)
 
-    def changed(self: Any, given: Any = None) -> Any:
-        if given is None or name == "_is_batchable":
-            raise TypeError("missing 1 required positional argument")
-        return stock(self, given)
+    def changed(self: Any, *given: Any) -> Any:
+        raise TypeError("missing 1 required positional argument")
 
-    monkeypatch.setattr(server.ResponseGenerator, name, changed)
+    monkeypatch.setattr(server.ResponseGenerator, "_tokenize", changed)
     applied = PatchSet()
     monkeypatch.setattr(Patch, "check_host", lambda patch: None)
     applied.apply([patch])

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
 from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits
@@ -27,37 +28,37 @@ class Merges:
         return self.answer
 
 
-def make_batch(server: ModuleType, caches: list[list[Any]], merges: Any = None) -> Any:
-    """Return the prompt batch that the server's generator makes of sequences of these caches."""
+def make_batches(server: ModuleType, caches: list[list[Any]], merges: Any) -> list[Any]:
+    """Return the prompt batches that the server's generator makes of sequences of these caches."""
     stream, model = mx.default_stream(mx.default_device()), ProbeModel()
-    if merges is not None:
-        support = ModelSupport(list, merges)
-        model.make_cache = PluginCaches(model, "merges", support)  # type: ignore[method-assign]
+    support = ModelSupport(list, merges)
+    model.make_cache = PluginCaches(model, "merges", support)  # type: ignore[method-assign]
     generator = server.BatchGenerator(model, stream=stream)
     generator.insert_segments(segments=[[[1, 2]] for _ in caches], caches=caches)
-    batch = generator._make_batch(len(caches))
-    assert generator.prompt_cache_nbytes == 0
+    generator.next()
+    batches = [prefill.batch for prefill in generator.prefills.all]
     generator.close()
-    return batch
+    return batches
 
 
-def test_a_plugin_sees_each_layer_of_all_sequences(patched_server: ModuleType) -> None:
+def test_a_plugin_sees_each_layer_of_every_sequence(patched_server: ModuleType) -> None:
     caches = [[KVCache(), KVCache()] for _ in range(3)]
     merges = Merges(merged := BatchKVCache([0]))
-    batch = make_batch(patched_server, caches, merges)
-    assert batch.prompt_cache == [merged, merged]
-    assert merges.seen == [[row[layer] for row in caches] for layer in range(2)]
+    batches = make_batches(patched_server, caches, merges)
+    assert [batch.prompt_cache for batch in batches] == [[merged, merged]] * 3
+    assert merges.seen == [[cache] for row in caches for cache in row]
 
 
 @pytest.mark.parametrize("answer", [None, RuntimeError("bug"), "no batch"])
 def test_otherwise_stock_merges(patched_server: ModuleType, answer: Any) -> None:
-    batch = make_batch(patched_server, [[KVCache()], [KVCache()]], Merges(answer))
-    assert [type(cache) for cache in batch.prompt_cache] == [BatchKVCache]
+    batches = make_batches(patched_server, [[KVCache()], [KVCache()]], Merges(answer))
+    assert [type(batch.prompt_cache[0]) for batch in batches] == [BatchKVCache] * 2
 
 
-def test_without_a_plugin_stock_merges(patched_server: ModuleType) -> None:
-    batch = make_batch(patched_server, [[KVCache()]])
-    assert [type(cache) for cache in batch.prompt_cache] == [BatchKVCache]
+def test_without_a_plugin_the_batch_generator_is_stocks(patched_server: ModuleType) -> None:
+    generator = patched_server.BatchGenerator(ProbeModel())
+    assert type(generator) is BatchGenerator
+    generator.close()
 
 
 def test_a_cache_that_cannot_merge_is_stocks_error(patched_server: ModuleType) -> None:
@@ -65,7 +66,7 @@ def test_a_cache_that_cannot_merge_is_stocks_error(patched_server: ModuleType) -
         nbytes = 0
 
     with pytest.raises(ValueError, match="does not yet support batching"):
-        make_batch(patched_server, [[Alone()]], Merges(None))
+        make_batches(patched_server, [[Alone()]], Merges(None))
 
 
 def test_states_that_are_not_made_yet_begin_together(patched_server: ModuleType) -> None:
@@ -90,7 +91,7 @@ def test_states_that_are_not_made_yet_begin_together(patched_server: ModuleType)
     uids = generator.insert([[3], [5]], max_tokens=[2, 2], caches=[[ArraysCache(1)] for _ in "ab"])
     answers: dict[int, list[int]] = {uid: [] for uid in uids}
     while responses := generator.next_generated():
-        assert generator._find_uids(uids).keys() == {
+        assert generator.extract_cache(uids).keys() == {
             one.uid for one in responses if not one.finish_reason
         }
         for one in responses:

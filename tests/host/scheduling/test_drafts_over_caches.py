@@ -22,12 +22,12 @@ from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cli.quality_checks import served, server_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported
-from mlx_lm_kvpersist.host.scheduling import guesses
-from mlx_lm_kvpersist.host.scheduling.guesses import Guesses
+from mlx_lm_kvpersist.host.scheduling import prompt_lookup
+from mlx_lm_kvpersist.host.scheduling.prompt_lookup import PromptLookup
 from models_check.build import build
 from models_check.configs import available
 
-from .test_guesses import batch_of_rows
+from .test_prompt_lookup import batch_of_rows
 
 WORDS = 60
 """Ids that prompts are made of."""
@@ -123,8 +123,8 @@ class Replies:
             prompts.append(other)
         batch = batch_of_rows(self.model, prompts, rows, n_tokens, stop)
         batch.filter([0])
-        made = Guesses(most_taken_back)
-        made._won = made._step_s = 1e9
+        made = PromptLookup(most_taken_back)
+        made._gain = made._step_s = 1e9
 
         def after(last: Sequence[int], n: int) -> list[int]:
             at = len(batch.tokens[0]) - len(prompt) + 1
@@ -137,7 +137,7 @@ class Replies:
         told: list[Any] = []
         self.n_drafted = 0
         while len(batch):
-            made._n_ids = rng.randrange(1, guesses.MOST + 1)
+            made._n_ids = rng.randrange(1, prompt_lookup.MOST_DRAFTED + 1)
             more, is_drafted = made.next(batch)
             told += more
             self.n_drafted += is_drafted
@@ -149,7 +149,7 @@ class Replies:
         """Compare a reply with drafts and a reply without; return how many steps had drafts."""
         prompt = [rng.randrange(1, WORDS) for _ in range(n_prompt)]
         with server_attention():
-            said = self.plainly(prompt, n_tokens + guesses.MOST, None).tokens
+            said = self.plainly(prompt, n_tokens + prompt_lookup.MOST_DRAFTED, None).tokens
             stop = rng.choice((None, said[rng.randrange(n_tokens)]))
             plain = self.plainly(prompt, n_tokens, stop)
             drafted = self.drafted(prompt, n_tokens, stop, said, rng, beside=rng.random() < 0.3)

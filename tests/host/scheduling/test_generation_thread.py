@@ -165,9 +165,12 @@ def test_the_end_is_told_whatever_provides_the_model(
 def test_a_server_that_takes_no_requests_is_not_healthy(patched_server: ModuleType) -> None:
     generator = object.__new__(patched_server.ResponseGenerator)
     generator.model_provider = SimpleNamespace(is_ready=True)
-    generator._generation_thread = threading.current_thread()
+    generator._has_ended = threading.Event()
     generator.requests = Queue()
     assert generator.is_healthy
+    generator._has_ended.set()
+    assert not generator.is_healthy
+    generator._has_ended.clear()
     generator.requests.refuse(GenerationStopped("the end"))
     assert not generator.is_healthy
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -11,18 +10,17 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.block import pack_ids
-from mlx_lm_kvpersist.errors import ClientGone
-from mlx_lm_kvpersist.host.answers import PrefillLimits, Prompt
+from mlx_lm_kvpersist.host.answers import Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
-from mlx_lm_kvpersist.host.scheduling.images import GOES_ON, Images, with_images
-from mlx_lm_kvpersist.host.scheduling.single_prompt import SinglePrompt
+from mlx_lm_kvpersist.host.scheduling.images import GOES_ON, fed_images, with_images
+from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_prompt
 from tests.match.tree_in_memory import ROOT, MemoryTree
 
 from .test_prefill import Counting, Saving, keys_of
 from .test_response_generator import Vision
-from .test_single_prompt import Single
+from .test_single import Single
 
 PATCH = 7
 SIDE = 4
@@ -121,51 +119,47 @@ TALK: list[list[int] | mx.array] = [
 READ = [one for part in TALK for one in (part if isinstance(part, list) else numbers(part))]
 
 
-def single(most: int, n_cached: int = 0) -> tuple[Any, ...]:
-    """Return a prompt with images that is served by itself, its tokens and its caches."""
-    one, (ids, vision) = Single(), rendered(*TALK)
-    one.model, one.plugin.limits = Seeing(), PrefillLimits(1.0, lambda position: most)
-    one.plugin.limit(one.model)
-    one.model.make_cache.make = lambda: [KVCache()]
-    known = with_images(ids, vision)
-    prompt = Prompt(known, [known], ["user"])
-    taken = Taken("saves", Saving(one.plugin, prompt), n_cached=n_cached, prompt=prompt)
-    tokens = TakenTokens(known, taken)
-    taken.images = Images.of(tokens, ids, vision)
-    return one, tokens, SinglePrompt([one.model], one.reply, 2048)
+def compute(most: int, n_cached: int = 0, caches: Any = None) -> tuple[Any, Any, list[int]]:
+    """Compute a prompt with images that is served alone; return its caches, and its keys."""
+    single: Any = Single(most)
+    ids, vision = rendered(*TALK)
+    single.model = Seeing()
+    single.limited()
+    keys = with_images(ids, vision)
+    prompt = Prompt(keys, [keys], ["user"])
+    taken = Taken("saves", Saving(single.plugin, prompt), n_cached=n_cached, prompt=prompt)
+    taken.images, fed = fed_images(TakenTokens(keys, taken), ids, vision)
+    n_images = sum(start < n_cached for start in fed.starts)
+    rest = TakenTokens(taken.images, taken)[n_cached:]
+    options: dict[str, Any] = {
+        "model": single.model,
+        "prompt": rest,
+        "prompt_cache": caches or [KVCache()],
+        # As stock embeds the images that are not cached.
+        "input_embeddings": single.model.embed_inputs(
+            mx.array(rest), pixel_values=fed.pixel_values[n_images:]
+        ),
+        "prompt_progress_callback": lambda *progress: None,
+        "prefill_step_size": 2048,
+    }
+    list(plugin_stream_generate(single.stock)(**options))
+    return single, single.options["prompt_cache"], keys
 
 
 @pytest.mark.parametrize("most", [16, 64, 2048])
-def test_chunks_cut_images_and_each_is_computed_once(most: int) -> None:
-    one, tokens, prompt = single(most)
-    caches, rest = prompt.compute(tokens, None)
-    n_done = len(tokens) - len(rest)
-    assert keys_of(caches)[:n_done] == READ[:n_done]
-    assert (n_done, one.model.n_encoded) == (len(READ) - 1, 3)
-    for *_, known, keys in one.plugin.saved:
-        assert known == tokens[: len(known)] and keys[: len(known)] == READ[: len(known)]
+def test_chunks_cut_images(most: int) -> None:
+    single, caches, keys = compute(most)
+    assert keys_of(caches)[: len(READ) - 1] == READ[:-1]
+    assert single.options["prompt"] == READ[-1:]
+    assert single.options["input_embeddings"].flatten().tolist() == READ[-1:]
+    for *_, saved, computed in single.plugin.saved:
+        assert saved == keys[: len(saved)] and computed[: len(saved)] == READ[: len(saved)]
 
 
 def test_an_image_that_is_cached_is_not_computed() -> None:
-    one, tokens, prompt = single(64)
-    before, _ = prompt.compute(tokens, None)
+    _, before, _ = compute(64)
     n_cached = 180
     before[0].trim(before[0].offset - n_cached)
-    one, tokens, prompt = single(64, n_cached)
-    caches, _ = prompt.compute(tokens, before)
+    single, caches, _ = compute(64, n_cached, before)
     assert keys_of(caches)[: len(READ) - 1] == READ[:-1]
-    assert one.model.n_encoded == 2
-
-
-def test_what_was_computed_of_an_image_is_kept_when_its_client_leaves() -> None:
-    one, tokens, prompt = single(64)
-    save = one.plugin.saved.append
-
-    def leave(saved: Any) -> None:
-        save(saved)
-        one.client.client_gone = True
-
-    one.plugin.saved = SimpleNamespace(append=leave)
-    with pytest.raises(ClientGone):
-        prompt.compute(tokens, None)
-    assert one.model.computed == [[64]] and one.model.n_encoded == 1
+    assert single.model.n_encoded == 2

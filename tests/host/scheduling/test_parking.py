@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.host.answers import (
     Prepared,
     Prompt,
 )
-from mlx_lm_kvpersist.host.scheduling import batch_generator, guesses
+from mlx_lm_kvpersist.host.scheduling import batch_generator, prompt_lookup
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 
 from .test_prefill import VOCABULARY, Client, Counting, Plugin, Saving, Serving
@@ -145,7 +145,7 @@ def test_a_parked_reply_has_no_token_of_a_draft(
 ) -> None:
     """It has drafts while it is alone, before it is parked and after; their ends are wrong."""
     clock = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
-    monkeypatch.setattr(guesses, "time", clock)
+    monkeypatch.setattr(prompt_lookup, "time", clock)
     monkeypatch.setattr(Kept, "guess", lambda self, run, n: [run[-1] + 1, run[-1] + 2, 7, 8][:n])
     serving, _ = serve(most=120)
     clients = [serving.ask(1000, 40, N_TOKENS)]
@@ -175,7 +175,7 @@ def test_what_is_told_is_what_runs(serve: Callable[..., tuple[Serving, Scales]])
     assert len(scales.told) == n_told + 2  # every fourth step: nothing came or went
     replies, prompts, n_bytes = scales.told[-1]
     generator = serving.generator
-    assert prompts == [] and abs(replies[0] - len(generator._generation_batch.tokens[0])) <= 4
+    assert prompts == [] and abs(replies[0] - len(generator.replies.tokens[0])) <= 4
     assert n_bytes == generator.prompt_cache_nbytes
 
 
@@ -190,7 +190,7 @@ def test_alone_a_reply_goes_on_whatever_it_takes(
 
 def parked_one(serving: Serving) -> Client:
     _, second = (serving.ask(1000 * i, 40, N_TOKENS) for i in (1, 2))
-    while not serving.generator._parked:
+    while not serving.generator.parked:
         serving.step()
     return second
 
@@ -211,11 +211,10 @@ def test_it_enters_beside_others_as_soon_as_the_plugin_says_so(
 
 
 def test_stock_sees_what_is_parked(serve: Callable[..., tuple[Serving, Scales]]) -> None:
-    """In its queue, with no caches; `next_generated` ends only when nothing is left."""
+    """With no caches; `next_generated` ends only when nothing is left."""
     serving, scales = serve(most=90)
     second = parked_one(serving)
     generator = serving.generator
-    assert generator._find_uids([second.uid]) == {second.uid: (0, 0)}
     assert generator.extract_cache([second.uid]) == {second.uid: ([], [])}
     assert scales.told[-1][1] == [], "no memory is counted for it"
     n_before = len(second.answer)
@@ -236,7 +235,7 @@ def test_a_client_that_leaves_while_its_reply_is_parked_is_forgotten(
     else:
         serving.generator.remove([second.uid])
     serving.step()
-    assert not serving.generator._parked
+    assert not serving.generator.parked
     n_before = len(second.answer)
     finish(serving, serving.clients[0])
     assert len(second.answer) == n_before

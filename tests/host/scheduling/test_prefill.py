@@ -333,7 +333,7 @@ def test_a_chunk_is_computed_before_its_step_ends(serve: Callable[..., Serving])
     serving.step()
     gc.collect()
     before = mx.get_active_memory()
-    mx.eval([cache.state for cache in serving.generator._prompt_batch.prompt_cache])
+    mx.eval([cache.state for cache in serving.generator.prefills.prompt_cache])
     assert serving.generator.prompt_cache_nbytes > 0
     assert mx.get_active_memory() - before < serving.generator.prompt_cache_nbytes / 2
 
@@ -434,7 +434,7 @@ def test_no_more_at_a_time_than_the_server_allows(
     clients = [serving.ask(1000 * n, 50, max_tokens=12) for n in range(1, 6)]
     while not all(len(client.answer) == 12 for client in clients):
         serving.step()
-        assert len(serving.generator._prompt_batch) <= n_prompts
+        assert len(serving.generator.prefills.all) <= n_prompts
     assert max(map(len, serving.model.computed)) == 2
 
 
@@ -457,8 +457,8 @@ def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Servi
         serving.step()
     prefilling, waiting = serving.ask(3000, 600), serving.ask(4000, 700)
     serving.step()
-    assert prefilling.uid in serving.generator._prompt_batch.uids
-    assert waiting.uid in [one[0] for one in serving.generator._unprocessed_sequences]
+    assert prefilling.uid in [prompt.uid for prompt in serving.generator.prefills.all]
+    assert waiting.uid in [prompt.uid for prompt in serving.generator.queue]
     for client in (decoding, prefilling, waiting):
         client.request.client_gone = True
     serving.order.clear()
@@ -486,7 +486,7 @@ def test_what_is_removed_can_be_had(serve: Callable[..., Serving]) -> None:
         caches, tokens = removed[client.uid]
         assert keys_of(caches)[: len(tokens)] == tokens
         assert tokens[:20] == client.ids[:20]
-    assert not serving.generator.extract_cache(uids) and not serving.generator._prompt_batch.all
+    assert not serving.generator.extract_cache(uids) and not serving.generator.prefills.all
     other = serving.ask(3000, 300)
     serving.step()
     assert serving.generator.remove([other.uid]) == {}
@@ -536,7 +536,7 @@ def test_an_error_in_a_joint_call_ends_the_one_at_fault_alone(
     while not bad.context._should_stop:
         serving.step()
     assert "bad luck" in str(bad.error) and not bad.answer
-    assert not serving.generator._find_uids([bad.uid])
+    assert not serving.generator.extract_cache([bad.uid])
     more = [serving.ask(9000 + 100 * i, 40) for i in range(3)]
     serving.run(*more)
     prompts = [rows for rows in serving.model.computed if max(rows) > 1]
@@ -566,13 +566,13 @@ def test_where_memory_is_short_prompts_are_computed_by_themselves(
     while not all(len(client.answer) == 4 for client in clients):
         serving.step()
         left = [client.uid for client in clients if len(client.answer) < 4]
-        assert set(left) <= set(serving.generator._find_uids(seen))
+        assert set(left) <= set(serving.generator.extract_cache(seen))
     assert n_failed == 1
     assert [client.answer for client in clients] == [right_answer(c) for c in clients]
     assert all(client.error is None for client in clients)
     for first, _, tokens, keys in serving.plugin.saved:
         assert tokens == keys[: len(tokens)] == list(range(first, first + len(tokens)))
-    assert not (serving.generator._returning or serving.generator._currently_processing)
+    assert not (serving.generator.parked or serving.generator.prefills.all)
 
 
 def test_a_client_that_leaves_between_the_two_tries_is_forgotten(
@@ -583,13 +583,13 @@ def test_a_client_that_leaves_between_the_two_tries_is_forgotten(
         serving.ask(first, 60) for first in (POISON - 9, 2000, 3000, 4000)
     )
     serving.step()
-    assert set(serving.generator._parked) == set(serving.clients)
+    assert {prompt.uid for prompt in serving.generator.parked} == set(serving.clients)
     leaves.request.client_gone = True
     serving.generator.remove([removed.uid])
     serving.run(stays)
     assert stays.answer == right_answer(stays) and isinstance(leaves.error, ClientGone)
     assert "bad luck" in str(bad.error) and not (removed.answer or removed.error)
-    assert not serving.generator._parked and not serving.generator._returning
+    assert not serving.generator.parked and not serving.generator.prefills.all
 
 
 def test_whoever_joins_after_a_step_that_failed_is_alone(serve: Callable[..., Serving]) -> None:
@@ -638,7 +638,7 @@ def test_a_plugin_that_cannot_say_how_much_at_once_ends_this_request_alone(
         return 64
 
     serving = serve(most=64)
-    serving.generator._prompt_batch._limits = PrefillLimits(1.0, most)
+    serving.generator.prefills._limits = PrefillLimits(1.0, most)
     good, bad = serving.ask(1000, 200), serving.ask(2000, 400)
     serving.run(good)
     assert good.answer == right_answer(good)
@@ -767,7 +767,7 @@ def test_caches_that_cannot_be_merged_end_their_request_alone(
     serving.run(good := serving.ask(1000, 100))
     assert good.answer == right_answer(good)
     assert "bad luck" in str(bad.error) and not bad.answer
-    assert not serving.generator._currently_processing, "its prompt is still held"
+    assert not serving.generator.prefills.all, "its prompt is still held"
 
 
 def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
@@ -874,7 +874,7 @@ def test_a_short_prompt_does_not_wait_beside_many_long_ones(
         assert len(serving.order) < n_before + 50
     others = [one for one in serving.order[n_before:] if one != 15_000]
     assert len(others) <= 3, others
-    assert len(serving.generator._unprocessed_sequences) == max(0, n_long - 8)
+    assert len(serving.generator.queue) == max(0, n_long - 8)
 
 
 def test_freed_memory_is_given_back_beside_a_long_reply(
@@ -900,11 +900,10 @@ def test_an_error_does_not_hold_the_caches_of_its_prompt(
     )
     serving = serve(most=64)
     client = serving.ask(1000, 400)
-    (sequence,) = serving.generator._unprocessed_sequences
-    sequence[1][1][-2] = POISON
+    serving.generator.queue[0].segments[1][-2] = POISON
     serving.step()
-    computed = weakref.ref(serving.generator._prompt_batch.all[0])
-    while serving.generator._prompt_batch.all:
+    computed = weakref.ref(serving.generator.prefills.all[0])
+    while serving.generator.prefills.all:
         serving.step()
     error = client.error  # as the client's thread holds it
     gc.collect()

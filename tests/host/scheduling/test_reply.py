@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.errors import ClientGone
+from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
 from mlx_lm_kvpersist.host.answers import ClientRequest
 from mlx_lm_kvpersist.host.scheduling.reply import (
     LAST_BYTES_S,
-    WEIGH_EVERY,
     OpenRequests,
     ReplyQueue,
-    UntilAsked,
 )
 from tests.support import wait_until
 
@@ -54,14 +52,19 @@ def test_a_reply_ends_once(end: Any) -> None:
     assert reply.is_over and reply.is_stopped
 
 
-def test_a_sequence_that_is_served_by_itself_is_weighed_while_it_grows() -> None:
+@pytest.mark.parametrize("stops_stock", [True, False])
+def test_a_reply_that_its_http_thread_stops_is_stopped(*, stops_stock: bool) -> None:
     reply, context, _ = reply_of(SimpleNamespace(client_gone=False))
-    context.prompt = [1, 2, 3]
-    seen: list[int] = []
-    reply.weigh = seen.append
-    for _ in range(3 * WEIGH_EVERY):
-        reply.put("token")
-    assert seen == [3, 3 + WEIGH_EVERY, 3 + 2 * WEIGH_EVERY]
+    reply.stops_stock = stops_stock
+    context.stop()
+    assert reply.is_stopped and context._should_stop == stops_stock
+
+
+def test_a_failed_device_ends_the_thread_after_its_client_is_told() -> None:
+    reply, context, queue = reply_of(SimpleNamespace(client_gone=False))
+    with pytest.raises(DeviceFailed):
+        reply.put(error := DeviceFailed("the server ends"))
+    assert taken(queue) == [context, error] and reply.is_over
 
 
 def test_an_error_is_told_and_stops_the_reply() -> None:
@@ -78,23 +81,16 @@ def test_a_reply_that_never_began_can_fail(end: Callable[[ReplyQueue, Exception]
     client: Any = SimpleNamespace(client_gone=False)
     reply = ReplyQueue(queue, client)
     end(reply, error := ValueError("no such model"))
-    assert taken(queue) == [error] and reply.is_over and not reply.is_stopped
+    assert taken(queue) == [error] and reply.is_over
 
 
-@pytest.mark.parametrize("in_one_piece", [False, True])
-def test_nothing_more_is_sent_to_a_client_that_left(in_one_piece: bool) -> None:
-    """A prompt that stock computes in one piece is given up where its progress is told."""
+def test_nothing_more_is_sent_to_a_client_that_left() -> None:
     reply, context, queue = reply_of(request := SimpleNamespace(client_gone=False))
-    reply.stops_by_raising = in_one_piece
     reply.put((1, 9))
     assert not reply.is_gone
     request.client_gone = True
     assert reply.is_gone and reply.is_stopped
-    if in_one_piece:
-        with pytest.raises(ClientGone):
-            reply.put((2, 9))
-    else:
-        reply.put((2, 9))
+    reply.put((2, 9))
     reply.put("token")
     first, progress, error = taken(queue)
     assert (first, progress) == (context, (1, 9)) and isinstance(error, ClientGone)
@@ -132,12 +128,6 @@ def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:
     began = time.monotonic()
     assert requests.wait_for_none(30) and time.monotonic() - began < 20
     clock.join()
-
-
-def test_a_batchs_time_ends_by_itself_or_when_asked() -> None:
-    asked = iter([False, False, True])
-    assert len(list(UntilAsked(range(9), lambda: next(asked)))) == 3
-    assert len(list(UntilAsked(range(9), lambda: False))) == 9
 
 
 def test_the_last_bytes_of_a_reply_have_time_to_be_written() -> None:

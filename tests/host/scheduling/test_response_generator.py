@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,8 @@ from mlx_lm_kvpersist.host.answers import ClientRequest, Prepared, Prompt, Taken
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.manager import TakenTokens
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
-from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests, ReplyQueue
+from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
-from mlx_lm_kvpersist.host.scheduling.single_prompt import MOST_DRAFTED
 from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
@@ -284,7 +282,7 @@ def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> 
         is_ready=True,
         is_loading=False,
         model_key=("probe", None, None),
-        _model_map={},
+        is_loaded=lambda name: name == "probe",
     )
     args = SimpleNamespace(**vars(GENERATION_ARGS))
     args.model, args.sampling = (
@@ -299,20 +297,3 @@ def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> 
         with pytest.raises(RequestRefused, match="top_k is 10, expected 0"):
             generator._tokenize(TOKENIZER, request, args)
     assert asked == ["n_logits"]
-
-
-@pytest.mark.parametrize(("asked", "given"), [(0, 0), (3, 3), (10**30, MOST_DRAFTED)])
-def test_a_draft_model_computes_no_more_than_caches_take_back(asked: int, given: int) -> None:
-    class Stock:
-        def _serve_single(self, request: Any, *args: Any) -> None:
-            seen.append(request[2].num_draft_tokens)
-
-    seen: list[int] = []
-    generator: Any = object.__new__(type("Patched", (PluginResponseGenerator, Stock), {}))
-    generator.model_provider = SimpleNamespace(model=None, draft_model=None)
-    generator.cli_args = SimpleNamespace(prefill_step_size=2048)
-    generator.prompt_cache = SimpleNamespace()
-    sent = ClientRequest(SimpleNamespace(request_type="text", prompt="", messages=[]))
-    args = SimpleNamespace(num_draft_tokens=asked)
-    generator._serve_single((ReplyQueue(Queue(), sent), sent, args))
-    assert seen == [given]

@@ -267,7 +267,7 @@ def test_many_that_come_at_once_let_the_replies_go_on(
     while len(entered) < len(names):
         while (entering := take(generator)) is not None:
             entered.append(entering)
-        for _ in generator._time_budget:
+        while not generator._looks_first():
             most, n_before = max(most, len(begun) - n_before), len(begun)
             if len(entered) == len(names):
                 break
@@ -378,7 +378,7 @@ def test_ended_replies_are_forgotten_where_nothing_is_batched(generator: Any) ->
         put(generator, "s", seed=1)
         reply = generator._next_request(IDLE)[0]
         reply._queue = SimpleNamespace(put=lambda item: None)
-        reply.put(SimpleNamespace(_should_stop=False))
+        reply.put(SimpleNamespace(stop=lambda: None))
         reply.put(None)
     assert len(generator._replies) <= before + 1
 
@@ -388,9 +388,9 @@ def test_a_reply_that_its_own_thread_stopped_is_told_once(generator: Any) -> Non
     put(generator, "s", seed=1)
     reply = generator._next_request(IDLE)[0]
     reply._queue = SimpleNamespace(put=lambda item: None)
-    reply.put(context := SimpleNamespace(_should_stop=False))
+    reply.put(context := SimpleNamespace(stop=lambda: None))
     assert not generator._is_asked()
-    context._should_stop = True
+    context.stop()
     assert [generator._is_asked(), generator._is_asked()] == [True, False]
 
 
@@ -401,7 +401,8 @@ CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}}
 def chat(generator: Any) -> Any:
     """A chat with a tool call, for the loaded model."""
     provider = generator.model_provider
-    provider.is_ready, provider.is_loading, provider._model_map = True, False, {}
+    provider.is_ready, provider.is_loading = True, False
+    provider.is_loaded = lambda name: not provider.is_loading and name == "m"
     provider.model_key, provider.tokenizer = ("m", None, None), chat_tokenizer()
     provider.max_context = None
     provider.cli_args.chat_template_args = {}
@@ -607,7 +608,7 @@ def test_a_batchs_time_ends_when_a_request_is_ready(generator: Any, fetches: Fet
     put(generator, "w1")
     assert take(generator) is None
     n_steps = 0
-    for _ in generator._time_budget:
+    while not generator._looks_first():
         n_steps += 1
         if n_steps == 3:
             fetches.there |= {"w1"}
@@ -616,13 +617,12 @@ def test_a_batchs_time_ends_when_a_request_is_ready(generator: Any, fetches: Fet
 
 
 def test_a_server_is_healthy_while_it_can_answer(generator: Any) -> None:
-    ended, running = generator._generation_thread, threading.current_thread()
     found = []
-    for is_ready, thread in ((True, running), (False, running), (True, ended)):
-        generator.model_provider.is_ready, generator._generation_thread = is_ready, thread
+    for is_ready in (True, False):
+        generator.model_provider.is_ready = is_ready
         found.append(generator.is_healthy)
-    assert found == [True, False, False]
-    generator._generation_thread = running
+    assert found == [True, False]
+    generator.model_provider.is_ready = True
     generator.requests.refuse(ValueError("the server ends"))
     assert generator.is_healthy is False
 
@@ -632,9 +632,7 @@ def test_between_two_steps_is_asked_once(generator: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(generator, "_is_asked", lambda: asked.append(None))
     for _ in range(3):
         assert take(generator) is None
-    steps = iter(generator._time_budget)
-    for _ in range(3):
-        next(steps)
+    assert [generator._looks_first() for _ in range(3)] == [False, None, None]
     assert len(asked) == 2
 
 

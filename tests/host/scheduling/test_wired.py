@@ -5,19 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.config import Config
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, ProbeModel
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from mlx_lm_kvpersist.store.records import StoreLimits
 from tests.support.host import plugged
 
 RECOMMENDED = 1000
@@ -41,10 +37,6 @@ class Weights(ProbeModel):
 
 class Wired(KVPersistPlugin):
     """The plugin as it answers the one hook: models are served as stock does."""
-
-    def __init__(self, choice: str | int) -> None:
-        super().__init__()
-        self._config = Config(Path(), StoreLimits(1, 1), PrecisionChoice(), wired=choice)
 
     add_options = configure = shutdown = model_loaded = None  # type: ignore[assignment]
 
@@ -120,20 +112,17 @@ def test_stock_sets_the_limit_in_all_three_places(
 
 
 @pytest.mark.parametrize(
-    ("choice", "models", "expected"),
+    ("models", "expected"),
     [
-        ("auto", [SMALL], []),
-        ("auto", [LARGE], [RECOMMENDED]),
-        ("auto", [SMALL, LARGE, LARGE, SMALL], [RECOMMENDED, 0]),
-        ("stock", [SMALL, LARGE], [RECOMMENDED]),
-        ("off", [LARGE, SMALL], []),
-        (300, [SMALL, LARGE], [300]),
+        ([SMALL], []),
+        ([LARGE], [RECOMMENDED]),
+        ([SMALL, LARGE, LARGE, SMALL], [RECOMMENDED, 0]),
     ],
 )
 def test_mlx_gets_what_is_chosen_for_each_model(
-    choice: str | int, models: list[int], expected: list[int], host: Host
+    models: list[int], expected: list[int], host: Host
 ) -> None:
-    with plugged(Wired(choice)):
+    with plugged(Wired()):
         host.start()
         assert host.calls == [], "a model's size decides, and none is loaded"
         for n_bytes in models:
@@ -168,7 +157,7 @@ def test_a_device_without_wired_memory_is_left_alone(
     monkeypatch.setattr(mx, "device_info", lambda *device: {"total_memory": RECOMMENDED})
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(Wired, "wired_limit", hookimpl(lambda self: pytest.fail("it is asked")))
-    with plugged(Wired(300)):
+    with plugged(Wired()):
         host.start()
         host.load(LARGE)
         host.reply()

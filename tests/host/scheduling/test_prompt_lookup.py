@@ -22,9 +22,9 @@ from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.patching.probes import ProbeModel
-from mlx_lm_kvpersist.host.scheduling import guesses
-from mlx_lm_kvpersist.host.scheduling.guesses import Guesses
+from mlx_lm_kvpersist.host.scheduling import prompt_lookup
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.prompt_lookup import PromptLookup
 from models_check.build import build
 
 from .test_prefill import Counting, Plugin, Saving, Serving, right_answer
@@ -114,15 +114,15 @@ def all_of(batch: Any, steps: Any) -> list[Any]:
 def test_a_reply_is_that_of_one_token_at_a_time(
     seed: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guesses, "MOST_CREDIT", 1e9)  # wrong guesses, too, are gone on with
+    monkeypatch.setattr(prompt_lookup, "MOST_CREDIT", 1e9)  # wrong guesses, too, are gone on with
     rng = random.Random(seed)
     script = repeating(seed, 900)
     n_prompt, n_reply = rng.randrange(8, 400), rng.randrange(1, 400)
     stop = rng.choice((None, script[n_prompt + n_reply // 2]))
     plain, guessing = Scripted(script), Scripted(script)
     expected = all_of(begun(plain, n_prompt, n_reply, quantized, stop), lambda one: one.next())
-    made = Guesses(most_taken_back)
-    made._won = 1e9
+    made = PromptLookup(most_taken_back)
+    made._gain = 1e9
     batch = begun(guessing, n_prompt, n_reply, quantized, stop)
     told = all_of(batch, lambda one: made.next(one)[0])
 
@@ -143,9 +143,9 @@ def test_a_reply_is_that_of_one_token_at_a_time(
 
 def test_what_repeats_takes_fewer_calls_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
-    monkeypatch.setattr(guesses, "time", clock)
+    monkeypatch.setattr(prompt_lookup, "time", clock)
     script = [*range(1, 31), *range(1, 31), *range(1, 31)]
-    model, made = Scripted(script), Guesses(most_taken_back)
+    model, made = Scripted(script), PromptLookup(most_taken_back)
     batch = begun(model, 36, 50, False, None)
     model.n_read.clear()
     all_of(batch, lambda one: made.next(one)[0])
@@ -155,8 +155,8 @@ def test_what_repeats_takes_fewer_calls_of_the_model(monkeypatch: pytest.MonkeyP
 def test_wrong_guesses_are_paid_off_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes a second here, a guess three, and what it guesses is always wrong."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(guesses, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    made, n_guesses = Guesses(most_taken_back), 0
+    monkeypatch.setattr(prompt_lookup, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    made, n_guesses = PromptLookup(most_taken_back), 0
     batch = begun(Scripted([1, 2, 3, 4, 5] * 400), 20, 900, False, None)
     stock_step = batch.next
 
@@ -169,7 +169,7 @@ def test_wrong_guesses_are_paid_off_before_the_next(monkeypatch: pytest.MonkeyPa
         return batch.next()
 
     batch.next = step
-    monkeypatch.setattr(guesses, "_checked", wrong)
+    monkeypatch.setattr(prompt_lookup, "checked", wrong)
     while len(batch):
         n_guesses += made.next(batch)[1]
     assert 3 <= n_guesses <= 6
@@ -181,7 +181,7 @@ def test_only_a_single_reply_without_processors_is_guessed(change: str) -> None:
     """And only as many tokens as its caches can take back."""
     script = [1, 2, 3, 4, 5] * 40
     batch = begun(Scripted(script), 20, 30, False, None)
-    made = Guesses(lambda caches: 1 if change == "no room" else most_taken_back(caches))
+    made = PromptLookup(lambda caches: 1 if change == "no room" else most_taken_back(caches))
     made._step_s = 1e9
     if change == "a processor":
         batch.logits_processors = [[lambda ids, logits: logits]]
@@ -204,13 +204,13 @@ def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) 
         # It is given what it will say, with faults, as a passage that it has read.
         said = [one.token for one in plain]
         faulty = [id_ if rng.random() < 0.9 else (id_ + 1) % 60 for id_ in said]
-        made = Guesses(most_taken_back)
-        made._won, made._step_s = 1e9, 1e9
-        seen = guesses._Occurrences(7, [*prompt[:-1]])
+        made = PromptLookup(most_taken_back)
+        made._gain, made._step_s = 1e9, 1e9
+        seen = prompt_lookup.Occurrences(7, [*prompt[:-1]])
         seen.after = lambda run, n: faulty[len(seen.ids) - 199 :][:n]  # type: ignore[method-assign]
         batch = batch_of_one(model, prompt, spec.make_cache(), 400)
         seen.ids = batch.tokens[0]
-        made._seen = seen
+        made._occurrences = seen
         told = all_of(batch, lambda one: made.next(one)[0])
     assert [one.token for one in told] == said
 
@@ -218,7 +218,7 @@ def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) 
 def test_a_sampler_is_asked_for_one_token_at_a_time() -> None:
     """XTC throws one coin in a call, and in older versions compares all rows of it."""
     script, shapes = [1, 2, 3, 4, 5] * 40, set()
-    batch, made = begun(Scripted(script), 20, 30, False, None), Guesses(most_taken_back)
+    batch, made = begun(Scripted(script), 20, 30, False, None), PromptLookup(most_taken_back)
 
     def sample(logprobs: mx.array) -> mx.array:
         shapes.add(logprobs.shape)
@@ -310,7 +310,7 @@ class Stored(TakenRequest):
 def test_what_the_conversation_does_not_have_is_guessed_by_the_plugin(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guesses, "MOST_CREDIT", 1e9)
+    monkeypatch.setattr(prompt_lookup, "MOST_CREDIT", 1e9)
     rng = random.Random(seed)
     said = [rng.randrange(WORDS) for _ in range(400)]
     stored = [id_ if rng.random() < 0.95 else rng.randrange(WORDS) for id_ in said]
@@ -319,20 +319,20 @@ def test_what_the_conversation_does_not_have_is_guessed_by_the_plugin(
     expected = all_of(begun(plain, 30, 350, True, None), lambda one: one.next())
     batch, request = begun(guessing, 30, 350, True, None), Stored(stored, rng)
     batch.tokens = [TakenTokens(batch.tokens[0], Taken("stored", request))]
-    made = Guesses(most_taken_back)
-    made._won = 1e9
+    made = PromptLookup(most_taken_back)
+    made._gain = 1e9
     guessing.n_read.clear()
     told = all_of(batch, lambda one: made.next(one)[0])
     assert [one.token for one in told] == [one.token for one in expected]
     assert told[-1].all_tokens == expected[-1].all_tokens
     assert request.n_asked > 50 and len(guessing.n_read) < 200
-    assert max(guessing.n_read) <= guesses.MOST + 1
+    assert max(guessing.n_read) <= prompt_lookup.MOST_DRAFTED + 1
 
 
 def test_a_plugin_is_not_asked_for_what_the_conversation_has() -> None:
     script = [*range(1, 31), *range(1, 31), *range(1, 31)]
     model, request = Scripted(script), Stored([], random.Random(0))
-    batch, made = begun(model, 36, 50, False, None), Guesses(most_taken_back)
+    batch, made = begun(model, 36, 50, False, None), PromptLookup(most_taken_back)
     batch.tokens = [TakenTokens(batch.tokens[0], Taken("stored", request))]
     all_of(batch, lambda one: made.next(one)[0])
     assert request.n_asked <= 1  # with the last id of the first pass

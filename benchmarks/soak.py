@@ -1,4 +1,6 @@
-"""`bench --soak`: the workload that Macs were reported to panic under, and what the server takes.
+"""The workload that Macs were reported to panic under, and what the server takes.
+
+    python -m benchmarks.soak --model MODEL [--minutes 5] [--json FILE]
 
 Two streams of requests, each with new prompts of 12,000 to 16,000 tokens, or one more turn of an
 earlier conversation, and short and long replies. The budgets are small, so blocks are evicted,
@@ -13,25 +15,27 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
-from typing import Any, TextIO
+from typing import TextIO
 
-from ..api.admin import STATS_PATH
-from ..errors import KVPersistError
-from ..host.scheduling.context_length import max_context
-from ..units import show_bytes
-from .asking import ask
-from .machine import conditions
-from .output import ongoing
-from .started_server import Message, Reply, StartedServer
-from .story import document
+from mlx_lm_kvpersist.api.admin import STATS_PATH
+from mlx_lm_kvpersist.cli.asking import ask
+from mlx_lm_kvpersist.cli.bench import fetched, measured_conditions
+from mlx_lm_kvpersist.cli.machine import conditions
+from mlx_lm_kvpersist.cli.output import ongoing
+from mlx_lm_kvpersist.cli.started_server import Message, Reply, StartedServer
+from mlx_lm_kvpersist.cli.story import document
+from mlx_lm_kvpersist.errors import KVPersistError
+from mlx_lm_kvpersist.host.scheduling.context_length import max_context
+from mlx_lm_kvpersist.units import show_bytes
 
 STREAMS = 2
 MOST_TOKENS = 16_384
@@ -173,26 +177,44 @@ class Soak:
         )
 
 
-def soak(args: argparse.Namespace, path: Path, folder: Path, about: Mapping[str, Any]) -> int:
-    """Run `bench --soak`: print one line to send, also where the server fails; return 0.
+def soak(path: Path, minutes: float, log_path: Path | None = None) -> None:
+    """Run the workload: print one line to send, also if the server fails.
 
-    path: the model's folder. about: the conditions; see `machine.conditions`. Raises
-    KVPersistError where the server fails or grows.
+    path: the model's folder. log_path: gets every sample. Raises KVPersistError if the server fails
+    or grows.
     """
-    options, result = ("--kvpersist-wired", str(args.kvpersist_wired)), "stopped"
+    result, started = "stopped", measured_conditions(str(path), path)
     room = max_context(str(path), None) or 2 * MOST_TOKENS
-    with args.json.open("w", encoding="utf-8") if args.json else nullcontext() as log:
-        n_tokens = min(MOST_TOKENS, 3 * room // 4)
-        made = Soak(str(path), folder, (*BUDGETS, *options), n_tokens, log)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpersist-soak-") as folder,
+        log_path.open("w", encoding="utf-8") if log_path else nullcontext() as log,
+    ):
+        run = Soak(str(path), Path(folder), BUDGETS, min(MOST_TOKENS, 3 * room // 4), log)
         try:
-            made.run(60 * args.soak, every_s=1.0 if sys.stderr.isatty() else 10.0)
-            result = f"passed {args.soak:g} min" + (
-                "" if made.n_evicted else ", too short to evict"
-            )
+            run.run(60 * minutes, every_s=1.0 if sys.stderr.isatty() else 10.0)
+            result = f"passed {minutes:g} min" + ("" if run.n_evicted else ", too short to evict")
         except KVPersistError as error:
             result = f"failed: {str(error).partition(chr(10))[0]}"
             raise
         finally:
-            said = (f"soak: {result}", made.seen(), " ".join(options), *conditions(about))
-            print("; ".join(said))
+            print("; ".join((f"soak: {result}", run.seen(), *conditions(started))))
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--model", required=True, help="a folder, or a name on the hub")
+    options.add_argument("--minutes", type=float, default=5.0)
+    options.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, too")
+    args = options.parse_args()
+    try:
+        soak(fetched(args.model), args.minutes, args.json)
+    except KVPersistError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`bench --soak` keeps a server busy, and reports what it takes."""
+"""The soak keeps a server busy, and reports what it takes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from statistics import median
 
 import pytest
 
-from mlx_lm_kvpersist.cli import soak
+from benchmarks import soak
+from benchmarks.soak import Soak, memory_of
 from mlx_lm_kvpersist.cli.demo_model import make_model
-from mlx_lm_kvpersist.cli.main import main
-from mlx_lm_kvpersist.cli.soak import Soak, memory_of
 from mlx_lm_kvpersist.cli.started_server import StartedServer
 from mlx_lm_kvpersist.errors import KVPersistError
 
@@ -91,12 +90,12 @@ def test_a_server_that_fails_fails_the_soak_and_is_still_reported(
 
     monkeypatch.setattr(Soak, "run", failing)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    argv = ["bench", "--model", str(tmp_path), "--soak", "2", "--kvpersist-wired", "off"]
-    assert main(argv) == 1
+    monkeypatch.setattr(sys, "argv", ["soak", "--model", str(tmp_path), "--minutes", "2"])
+    assert soak.main() == 1
     said = capsys.readouterr()
     (line,) = said.out.splitlines()
     assert line.startswith("soak: failed: the server failed: no answer; 0 requests, ")
-    assert "memory 1.0 GiB at most" in line and "; --kvpersist-wired off; mlx-lm-kvpersist " in line
+    assert "memory 1.0 GiB at most" in line and "; mlx-lm-kvpersist " in line
     assert line.endswith(f"{tmp_path} (llama, 0 B)")
     assert "its log" in said.err
 
@@ -163,8 +162,3 @@ class CountedServer(StartedServer):
         options = self._command[self._command.index("--model") :]
         self._command = [sys.executable, str(self._log_path.with_name("counted.py")), *options]
         super().start()
-
-
-def test_a_soak_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--model", "x", "--soak", "0.5"]) == 1
-    assert "--soak 0.5 is too short; give 1 or more" in capsys.readouterr().err

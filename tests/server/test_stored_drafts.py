@@ -21,10 +21,10 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
-from mlx_lm_kvpersist.host.scheduling import guesses
+from mlx_lm_kvpersist.host.scheduling import prompt_lookup
 
-guesses.time = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
-checked = guesses._checked
+prompt_lookup.time = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
+checked = prompt_lookup.checked
 
 
 def counted(batch, ids):
@@ -34,7 +34,7 @@ def counted(batch, ids):
     return told
 
 
-guesses._checked = counted
+prompt_lookup.checked = counted
 from mlx_lm_kvpersist._startup import serve
 
 serve(sys.argv[1:])
@@ -77,13 +77,14 @@ def test_what_another_session_was_told_is_guessed(tiny_model: Path, tmp_path: Pa
 WRONG = """
 import random, sys
 
-from mlx_lm_kvpersist.host.scheduling import guesses
+from mlx_lm_kvpersist.host.scheduling import prompt_lookup
 
 rng = random.Random(3)
-guesses.MOST_CREDIT = 1e9
-guesses.Guesses._won = property(lambda self: 1e9, lambda self, won: None)
-guesses.Guesses._n_ids = property(lambda self: rng.randrange(1, 17), lambda self, n: None)
-after = guesses.Guesses._after
+prompt_lookup.MOST_CREDIT = 1e9
+lookup = prompt_lookup.PromptLookup
+lookup._gain = property(lambda self: 1e9, lambda self, gain: None)
+lookup._n_ids = property(lambda self: rng.randrange(1, 17), lambda self, n: None)
+after = lookup._after
 
 
 def wrong(self, last, n):
@@ -91,7 +92,7 @@ def wrong(self, last, n):
     return [*found, *(rng.randrange(300, 500) for _ in range(n - len(found)))]
 
 
-guesses.Guesses._after = wrong
+lookup._after = wrong
 from mlx_lm_kvpersist._startup import serve
 
 serve(sys.argv[1:])
@@ -109,7 +110,7 @@ def test_wrong_drafts_change_neither_a_reply_nor_what_is_stored(
     if "sliding_window" in config:
         (model / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
     launcher.write_text(WRONG, encoding="utf-8")
-    shipped = ("--kvpersist-kv-bits", "k8v4", "--kvpersist-kv-rotate", "on")
+    shipped = ("--kvpersist-kv-bits", "k8v4")
     stores = [("--kvpersist-dir", str(tmp_path / name), *shipped) for name in ("wrong", "none")]
     servers = [
         start_server.with_plugin(model, *stores[0], launcher=(str(launcher),)),

@@ -1,0 +1,170 @@
+"""Prompt-lookup decoding: a reply that repeats known text is computed several tokens in a step.
+
+Agents write files, edits and tool output again that they have read before. If the last four ids
+have occurred before in the conversation, or a few more in what the plugin has stored, the ids that
+followed are drafts: the model checks them in one call, behind the token that is due. Drafts are
+kept as far as the model samples them; the caches forget the rest. So a greedy reply is that of one
+token a step, but for the rounding of other kernels, and every sampled token is drawn from the same
+distribution. No second model is needed: https://github.com/apoorvumang/prompt-lookup-decoding
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import mlx.core as mx
+
+N_LAST = 4
+"""Ids that must have occurred before, so that the ids that followed are drafts."""
+N_SHOWN = 16
+"""Ids that a plugin is shown, to say what may follow them."""
+MOST_DRAFTED = 16
+"""Drafts of one step, at most."""
+MOST_CREDIT = 4.0
+"""Steps that right drafts are credited with, at most, for wrong drafts later."""
+PAID_OFF = 0.01
+"""Part of a step by which each step without drafts pays off the loss of wrong drafts."""
+_INDEXED_AT_ONCE = 2048
+"""Older ids that are looked at in one step."""
+
+
+class Occurrences:
+    """Where runs of `N_LAST` ids of one sequence ended last, older ones indexed bit by bit."""
+
+    def __init__(self, uid: int, ids: list[int]) -> None:
+        self.uid, self.ids = uid, ids
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._oldest = self._newest = max(len(ids), N_LAST)
+
+    def update(self) -> None:
+        """Take in the ids that came, and some older ones."""
+        ids, ends = self.ids, self._ends
+        for end in range(self._newest, len(ids)):  # of the last run nothing follows yet
+            ends[tuple(ids[end - N_LAST : end])] = end
+        self._newest = max(self._newest, len(ids))
+        until = max(N_LAST, self._oldest - _INDEXED_AT_ONCE)
+        for end in range(self._oldest - 1, until - 1, -1):
+            ends.setdefault(tuple(ids[end - N_LAST : end]), end)
+        self._oldest = until
+
+    def after(self, run: Sequence[int], n: int) -> list[int]:
+        """Return up to `n` ids that followed the last such run, none if it has not occurred."""
+        end = self._ends.get(tuple(run))
+        return [] if end is None else list(self.ids[end : end + n])
+
+
+class PromptLookup:
+    """Makes the steps of a single reply, some of several tokens. Generation thread.
+
+    Gains and losses are added up in steps, and nothing is drafted while the sum is below zero. So
+    wrong drafts cost a step or two, and `PAID_OFF` of the time, beyond the gains of right drafts.
+    A call of the model gets as many tokens as `most_taken_back` says of the caches, at most.
+    """
+
+    def __init__(self, most_taken_back: Callable[[Sequence[Any]], int]) -> None:
+        self._most_taken_back = most_taken_back
+        self._occurrences: Occurrences | None = None
+        self._step_s = 0.0
+        self._gain = 0.0
+        self._n_ids = N_LAST
+
+    def next(self, batch: Any) -> tuple[list[Any], bool]:
+        """Make a step of stock's batch; return its responses, and whether ids were drafted.
+
+        Ids are drafted for a single reply without processors, which see one token at a time. Such
+        a step has several responses, in order, and none follows the end of the reply.
+        """
+        if len(batch) != 1 or any(batch.logits_processors):
+            return batch.next(), False
+        started = time.perf_counter()
+        ids = self._ids(batch) if self._step_s and self._gain >= 0 else []
+        responses = checked(batch, ids) if ids else batch.next()
+        seconds = time.perf_counter() - started
+        if ids:
+            gain = len(responses) - seconds / self._step_s
+            self._gain = min(self._gain + gain, MOST_CREDIT)
+            self._n_ids = self._next_length(len(ids) - 1, len(responses) - 1)
+        else:
+            # Slow steps are the work of other requests, or the first of a shape.
+            step_s = self._step_s or seconds
+            self._step_s = 0.9 * step_s + 0.1 * min(seconds, 2 * step_s)
+            if self._gain < 0:
+                self._gain = min(self._gain + PAID_OFF, 0.0)
+        if responses and responses[-1].finish_reason is not None:
+            self._occurrences = None
+        return responses, bool(ids)
+
+    def _next_length(self, n_drafted: int, n_right: int) -> int:
+        """Return how many ids to draft next."""
+        if n_right == n_drafted:
+            return min(MOST_DRAFTED, 2 * self._n_ids)
+        return max(2, min(self._n_ids, 2 * n_right or self._n_ids // 2))
+
+    def _ids(self, batch: Any) -> list[int]:
+        """Return the token that is due and its drafts; nothing if no draft is known.
+
+        The device may still be at work on that token. It is waited for only if it can be drafted.
+        """
+        (uid,), (ids,), n_most = batch.uids, batch.tokens, batch.max_tokens[0]
+        n_room = self._most_taken_back(batch.prompt_cache) - 1  # the token that is due stays
+        n_ids = min(self._n_ids, n_most - batch._num_tokens[0] - 1, n_room)
+        if n_ids < 1:
+            return []
+        if self._occurrences is None or self._occurrences.uid != uid:
+            self._occurrences = Occurrences(uid, ids)
+        self._occurrences.update()
+        drafted = self._after(ids, n_ids + 1)
+        if not drafted:
+            return []
+        due = batch._next_tokens.item()
+        if drafted[0] != due:
+            drafted = [due, *self._after([*ids[-N_SHOWN:], due], n_ids)]
+        n_logits = batch._next_logprobs[0].shape[-1]  # beyond, MLX would read any memory
+        drafted = list(takewhile(lambda token: token < n_logits, drafted))
+        return drafted if len(drafted) > 1 else []
+
+    def _after(self, last: Sequence[int], n: int) -> list[int]:
+        """Return up to `n` ids that may follow the last ids, by the conversation, or a plugin."""
+        assert self._occurrences is not None
+        ids = self._occurrences.after(last[-N_LAST:], n)
+        taken = getattr(self._occurrences.ids, "taken", None)
+        return ids if ids or taken is None else list(taken.guess(last[-N_SHOWN:], n))
+
+
+def checked(batch: Any, ids: list[int]) -> list[Any]:
+    """Give the model the token that is due and drafts; return responses to the right drafts."""
+    logits = batch.model(mx.array([ids]), cache=batch.prompt_cache)[0]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    sampler = (batch.samplers[0] if batch.samplers else None) or batch.fallback_sampler
+    # Row by row: a sampler may make one random choice for all rows of a call.
+    sampled: Any = mx.concatenate([sampler(row) for row in mx.split(logprobs, len(ids))])
+    mx.eval(sampled, logprobs)
+    pairs = zip(ids[1:], sampled.tolist(), strict=False)
+    n_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    for cache in batch.prompt_cache:
+        cache.trim(len(ids) - 1 - n_right)
+    rows = [batch._next_logprobs[0], *logprobs]
+    batch._next_tokens = sampled[n_right : n_right + 1]
+    batch._next_logprobs = [rows[n_right + 1]]
+    responses: list[Any] = []
+    try:
+        for token, row in zip(ids[: n_right + 1], rows, strict=False):
+            batch._step = partial(_computed, batch, token, row)
+            responses += batch.next()
+            if responses[-1].finish_reason is not None:
+                for cache in responses[-1].prompt_cache:
+                    cache.trim(n_right + 1 - len(responses))
+                break
+    finally:
+        del batch._step
+    return responses
+
+
+def _computed(batch: Any, token: int, logprobs: mx.array) -> tuple[list[int], list[mx.array]]:
+    """Return what stock's `_step` returns; the token was computed before."""
+    batch.tokens[0].append(token)
+    return [token], [logprobs]

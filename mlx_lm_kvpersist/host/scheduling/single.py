@@ -1,0 +1,166 @@
+"""A request that is served alone: its prompt is computed in chunks, as prompts in a batch are.
+
+Stock would compute the prompt in one go and hand over its caches at the end of the reply, so a
+client that leaves would lose all of it. Here plugins save each chunk, and stock computes the last
+token. Its penalties are shown the whole prompt, as those of a batch are. Generation thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...errors import ClientGone
+from ...ranks import ranks
+from ..answers import PREFILL, PrefillLimits
+from ..manager import Taken
+from .model_provider import caches_of
+from .prefill import chunk_size, compute_chunk, most_tokens
+from .reply import ASK_EVERY, WEIGH_EVERY
+
+MOST_DRAFTED = 32
+"""Tokens of a draft model that are checked at once, at most. Caches can take back this number."""
+
+
+def plugin_stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of the server's `stream_generate`, which serves one request alone."""
+
+    @wraps(stock)
+    def stream_generate(*args: Any, **options: Any) -> Any:
+        taken = getattr(options.get("prompt"), "taken", None)
+        return stock(*args, **options) if taken is None else _reply(stock, taken, options)
+
+    return stream_generate
+
+
+def _reply(stock: Callable[..., Any], taken: Taken, options: dict[str, Any]) -> Iterator[Any]:
+    """Yield stock's responses to a prompt that a plugin has taken."""
+    caches, n_tokens = caches_of(options["model"]), 0
+    error: Exception | None = None
+    several = ranks() if ranks().are_several else None
+    if several is not None and taken.reply is not None:
+        # Stock would end the reply on rank 0 alone, and the other ranks would wait for it.
+        taken.reply.stops_stock = False
+    try:
+        n_prompt = _compute_prompt(taken, options)
+        for response in stock(**options):
+            if n_tokens % WEIGH_EVERY == 0:
+                caches.weigh((), (n_prompt + n_tokens,), None)
+            n_tokens += 1
+            yield response
+            if several is not None and n_tokens % ASK_EVERY == 0:
+                if several.first(partial(_is_stopped, taken), "whether a client has left"):
+                    taken.reply.fail(ClientGone())
+                    return
+    except Exception as failure:
+        error = failure
+        caches.failures.failed(error, "reply" if n_tokens else "prompt")
+        raise
+    finally:
+        if n_tokens and error is None:
+            caches.failures.succeeded("reply")
+
+
+def _is_stopped(taken: Taken) -> bool:
+    """Tell whether the client of a reply has left."""
+    return bool(taken.reply is not None and taken.reply.is_stopped)
+
+
+@dataclass
+class ComputedModel:
+    """A model, and its caches of the first `n_tokens` of a prompt."""
+
+    model: Any
+    caches: list[Any]
+    n_tokens: int
+
+    @property
+    def limits(self) -> PrefillLimits:
+        return caches_of(self.model).limits
+
+    def size(self, step_size: int) -> int:
+        """Return how many tokens nobody minds to wait for."""
+        position = self.n_tokens
+        return chunk_size(position, most_tokens(self.limits, position, step_size))
+
+    def compute(self, ids: list[int], embeddings: mx.array | None) -> None:
+        """Compute the next `ids`.
+
+        embeddings: the rows [N, D] that stand for `ids` if the prompt has images.
+        """
+        position, limits = self.n_tokens, self.limits
+        given: dict[str, Any] = {}
+        if embeddings is not None:
+            given["input_embeddings"] = embeddings[None, : len(ids)]
+        caches = self.caches
+        compute_chunk(self.model, [ids], caches, caches, limits, position, beside=False, **given)
+        if mx.get_cache_memory() > limits.max_unused_bytes:
+            mx.clear_cache()
+        self.n_tokens += len(ids)
+
+
+def _compute_prompt(taken: Taken, options: dict[str, Any]) -> int:
+    """Compute a prompt but for its last token, and leave that token to stock in `options`.
+
+    Returns the number of the prompt's tokens. Raises ClientGone if nobody waits any more.
+    """
+    assert taken.prompt is not None
+    keys, n_cached, draft, taken.draft = taken.prompt.ids, taken.n_cached, taken.draft, None
+    model, draft_model = options["model"], options.get("draft_model")
+    rest, caches = options["prompt"], options["prompt_cache"]
+    step_size: int = options["prefill_step_size"]
+    held = list(caches) if n_cached else make_prompt_cache(model)
+    models = [ComputedModel(model, held, n_cached)]
+    if draft_model is not None:
+        held = list((draft.caches if draft else None) or make_prompt_cache(draft_model))
+        models.append(ComputedModel(draft_model, held, draft.n_cached if draft else 0))
+        options["num_draft_tokens"] = min(options["num_draft_tokens"], MOST_DRAFTED)
+    caches[:] = [cache for part in models for cache in part.caches]
+    # With images the model reads other ids than the keys.
+    read = list(keys if taken.images is None else taken.images)
+    embeddings = options.get("input_embeddings")
+    stop = max(len(keys) - 1, *(part.n_tokens for part in models))
+    ends = [min(end, stop) for end in accumulate(map(len, taken.prompt.segments))]
+    while (behind := min(models, key=lambda part: part.n_tokens)).n_tokens < stop:
+        position = behind.n_tokens
+        options["prompt_progress_callback"](max(0, position - n_cached), len(rest))
+        size = ranks().first(partial(_next_size, taken, behind, step_size), "a chunk")
+        if not size:
+            raise ClientGone
+        segment = bisect_right(ends, position)
+        # Models that are apart first come to one place.
+        further = (part.n_tokens for part in models if part.n_tokens > position)
+        end = min([ends[segment], *further, position + size])
+        rows = None if embeddings is None else embeddings[position - n_cached : end - n_cached]
+        behind.compute(read[position:end], rows)
+        is_end = all(part.n_tokens == ends[segment] for part in models)
+        cache_type = taken.prompt.segment_types[segment] if is_end else PREFILL
+        taken.insert(keys[: models[0].n_tokens], caches, cache_type)
+    models[0].limits.stepped(1, None)  # a reply runs from here on
+    before = mx.array(read[:stop], mx.uint32)
+    processors = options.get("logits_processors") or []
+    options["logits_processors"] = [_shown_all(before, processor) for processor in processors]
+    options["prompt"] = read[stop:]
+    if embeddings is not None:
+        options["input_embeddings"] = embeddings[stop - n_cached :]
+    return len(keys)
+
+
+def _next_size(taken: Taken, part: ComputedModel, step_size: int) -> int:
+    """Return how many tokens to compute now, 0 if the client has left."""
+    return 0 if _is_stopped(taken) else part.size(step_size)
+
+
+def _shown_all(before: mx.array, processor: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a logits processor that also sees the ids `before` those it is given, [N].
+
+    A draft model's loop shows its processors the last token of the prompt, and the reply.
+    """
+    return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
