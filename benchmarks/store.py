@@ -33,6 +33,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
     BLOCK_TOKENS,
     Piece,
 )
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import headroom
 from mlx_lm_kvpersist.host.answers import Prompt
@@ -84,9 +85,9 @@ def layout_of(name: str, models_dir: Path) -> Layout:
     """Return the layout of what `--model` names; of a synthetic shape nothing is made."""
     shape = name.removeprefix(SYNTHETIC)
     if shape in MODEL_SHAPES:
-        return Layout(name, ModelCacheSpec.probe(shaped_architecture(shape)))
+        return Layout(name, probe_model(shaped_architecture(shape)))
     found = find_model(name, models_dir)
-    return Layout(found.name, ModelCacheSpec.probe(load_model(found.path, lazy=True)[0]))
+    return Layout(found.name, probe_model(load_model(found.path, lazy=True)[0]))
 
 
 def refuse_windows(layout: Layout) -> None:

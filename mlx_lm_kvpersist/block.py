@@ -31,17 +31,17 @@ class Root:
     with_text: bool = True
     model: str = field(default="", compare=False)
 
-    def shares_tenant(self, other: Root) -> bool:
-        """Whether both are for the same tenant, and session."""
-        return (self.namespace, self.session) == (other.namespace, other.session)
+    def shares_tenant(self, root: Root) -> bool:
+        """Whether two roots are for the same tenant, and session."""
+        return (self.namespace, self.session) == (root.namespace, root.session)
 
     @cached_property
     def key(self) -> bytes:
         """The key above the tree's first blocks."""
         digest = blake2b(digest_size=KEY_BYTES, person=b"kvpersist-root-1")
         text = "text" if self.with_text else "ids"
-        for part in (self.fingerprint, self.layout, self.namespace, self.session, text):
-            encoded = part.encode("utf-8", "surrogatepass")
+        for name in (self.fingerprint, self.layout, self.namespace, self.session, text):
+            encoded = name.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little"))
             digest.update(encoded)
         return digest.digest()
@@ -107,8 +107,13 @@ def unpack_ids(packed: bytes) -> list[int]:
     return ids
 
 
+def n_packed(packed: bytes) -> int:
+    """Return how many token ids `pack_ids` packed."""
+    return len(packed) // 4 if packed[3::4].isascii() else len(unpack_ids(packed))
+
+
 BLOCK_TOKENS = 256
-"""Of a whole block."""
+"""Tokens of a whole block."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class Block:
     stop: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        n_tokens = len(self.packed_ids) // 4 if self.has_text_only else len(self.ids)
+        n_tokens = n_packed(self.packed_ids)
         vars(self).update(n_tokens=n_tokens, stop=self.start + n_tokens)
 
     @cached_property

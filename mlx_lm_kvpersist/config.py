@@ -305,7 +305,7 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
 
 
 def from_args(args: Namespace) -> Config:
-    """Read the parsed command line. Raises ConfigError where options contradict each other.
+    """Read the parsed command line. Raises ConfigError if options contradict each other.
 
     The stock server's own `--kv-bits` and `--kv-group-size` choose the precision, too. Stock's own
     quantizing turns batching off, so it is switched off for models that the plugin keeps.
@@ -334,8 +334,8 @@ def from_args(args: Namespace) -> Config:
         folder /= f"rank-{together.rank}-of-{together.size}"
     ram, memory = args.kvpersist_ram, args.kvpersist_memory
     if memory is not None and memory < LEAST_BYTES:
-        asked, least = show_bytes(memory), show_bytes(LEAST_BYTES)
-        raise ConfigError(f"--kvpersist-memory {asked} is too little; give at least {least}")
+        shown_memory, least = show_bytes(memory), show_bytes(LEAST_BYTES)
+        raise ConfigError(f"--kvpersist-memory {shown_memory} is too little; give at least {least}")
     if ram is None:
         ram = getattr(args, "prompt_cache_bytes", None) or device_memory_bytes() // 8
         ram = min(ram, memory // 2) if memory is not None else ram
@@ -432,7 +432,7 @@ def _warm(args: Namespace) -> tuple[Path, ...]:
 def default_folder() -> Path:
     """Return where conversations are kept unless --kvpersist-dir says otherwise.
 
-    Raises ConfigError where the environment names a folder that depends on the current one.
+    Raises ConfigError if the environment names a folder that depends on the current one.
     """
     folder = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist"))
     if not folder.is_absolute():
@@ -444,7 +444,7 @@ def default_folder() -> Path:
 
 
 def device_memory_bytes() -> int:
-    """Return the memory of MLX's device, or the machine's where the device does not say."""
+    """Return the memory of MLX's device, or the machine's if the device does not say."""
     import mlx.core as mx
 
     info = mx.device_info()

@@ -38,13 +38,14 @@ from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
 from .ranks import ranks
-from .request.loading import Asked, described, load_model, places
+from .request.loading import ModelOptions, described, load_model, places
 from .request.machine import Pressure
 from .request.memory import Memory, total_bytes, weights_bytes
 from .request.model import Speed
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
-from .request.serving import RequestState, ServedRequest, Serving
+from .request.serving import ServedRequest, Serving
+from .request.state import RequestState, Stage
 from .request.wired import wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
@@ -120,22 +121,24 @@ class KVPersistPlugin:
     def model_loaded(self, provider: Any) -> ModelSupport | None:
         self._drop_model()
         self._refusal = ""
-        store, asked = self._store, self._config
+        store, options = self._store, self._config
         if store is None:
             return None  # the server ends
         store.reader.release_prefetched()
         provider.cli_args.kv_bits = None
         n_weights = weights_bytes(provider.model, getattr(provider, "draft_model", None))
-        n_bytes = ranks().least(total_bytes(asked.memory_bytes, n_weights), "the memory")
-        chunk_bytes = min(asked.max_prefill_bytes, n_bytes // CHUNK_SHARE)
-        options = Asked(asked.precision, asked.attention, chunk_bytes, asked.store_text)
+        n_bytes = ranks().least(total_bytes(options.memory_bytes, n_weights), "the memory")
+        chunk_bytes = min(options.max_prefill_bytes, n_bytes // CHUNK_SHARE)
+        model_options = ModelOptions(
+            options.precision, options.attention, chunk_bytes, options.store_text
+        )
         try:
-            model = load_model(provider, options)
+            model = load_model(provider, model_options)
         except (ModelNotSupported, OSError) as error:  # its files may be gone
             self._refuse(provider, str(error))
             return None
-        isolated, step_s = asked.isolate_sessions, asked.max_stall_s * JOIN_SHARE
-        memory = Memory(n_bytes, n_weights, store, self._pressure, refuses=asked.refuses)
+        isolated, step_s = options.isolate_sessions, options.max_stall_s * JOIN_SHARE
+        memory = Memory(n_bytes, n_weights, store, self._pressure, refuses=options.refuses)
         self._serving = Serving(store, model, self._record, isolated, step_s, memory)
         spec = model.spec
         logger.info("kvpersist: %s: %s", model.name, described(spec))
@@ -144,7 +147,7 @@ class KVPersistPlugin:
         draft = None
         if model.draft is not None:
             logger.info("kvpersist: with a draft model requests are served one after another")
-            limits = model.draft.speed.limits(asked.max_stall_s)
+            limits = model.draft.speed.limits(options.max_stall_s)
             draft = ModelSupport(model.draft.spec.make_cache, limits=limits)
         return ModelSupport(
             spec.make_cache,
@@ -152,11 +155,11 @@ class KVPersistPlugin:
             rows_of if spec.joins else lambda caches, n_tokens: None,
             spec.batches,
             model.speed.limits(
-                asked.max_stall_s, lambda n_replies, step_s: store.writer.set_n_replies(n_replies)
+                options.max_stall_s, lambda n_replies, step_s: store.writer.set_n_replies(n_replies)
             ),
             memory,
             draft,
-            lambda caches: most_taken_back(caches) if asked.guesses else 0,
+            lambda caches: most_taken_back(caches) if options.guesses else 0,
         )
 
     def _drop_model(self) -> None:
@@ -207,7 +210,7 @@ class KVPersistPlugin:
     @hookimpl
     def prompt_rendered(self, request: ClientRequest, prompt: Prompt) -> None:
         if serving := self._serving:
-            serving.fetch(RequestState.of(request), prompt)
+            serving.prepare(RequestState.of(request), prompt)
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
@@ -252,9 +255,7 @@ class KVPersistPlugin:
     @hookimpl
     def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:
         state = RequestState.of(request)
-        state.is_over = True
-        if state.lookup is not None:
-            state.lookup.close()  # it never entered, or did not go on
+        state.move(Stage.DONE)
         outcome = state.outcome
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)
@@ -266,21 +267,20 @@ class KVPersistPlugin:
     @hookimpl
     def early_headers(self, request: ClientRequest) -> list[tuple[str, str]]:
         state = RequestState.of(request)
-        said = PENDING + ("" if state.is_kept else "; kept=no")
-        return [("X-KVPersist", said), ("X-KVPersist-Request", state.id)]
+        header = PENDING + ("" if state.is_kept else "; kept=no")
+        return [("X-KVPersist", header), ("X-KVPersist-Request", state.id)]
 
     @hookimpl
     def response_headers(self, request: ClientRequest) -> list[tuple[str, str]]:
         state = RequestState.of(request)
         if state.outcome is None:
-            if state.lookup is not None:
-                state.lookup.close()
+            state.drop_lookup()
             why = self._refusal or "another plugin took it"
             reason = Reason.NOT_KEPT
             self._record(state, Outcome(Kind.STOCK, state.n_prompt, reason=reason, detail=why))
         assert state.outcome is not None
-        said = state.outcome.header + ("" if state.is_kept else "; kept=no")
-        return [("X-KVPersist", said), ("X-KVPersist-Request", state.id)]
+        header = state.outcome.header + ("" if state.is_kept else "; kept=no")
+        return [("X-KVPersist", header), ("X-KVPersist-Request", state.id)]
 
     @hookimpl
     def routes(self) -> list[Route]:
@@ -322,8 +322,8 @@ class KVPersistPlugin:
             warm_at_start(self._service(), self._config.warm, serve)
 
     def _service(self) -> Service:
-        asked = self._config
-        key, by_key = asked.api_key, asked.namespace_by_key
+        options = self._config
+        key, by_key = options.api_key, options.namespace_by_key
         return Service(chat_api, self._stored_sessions, key, by_key, lambda: self._refusal)
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:

@@ -134,8 +134,8 @@ class Ranks:
         for start in range(0, len(gathered), len(sent)):
             *other_topic, other_value, n_bytes = _HEAD.unpack_from(gathered, start)
             if tuple(other_topic) != topic:
-                other = start // len(sent)
-                end(f"rank {other} has ended, or is not where rank {self.rank} is ({what})")
+                other_rank = start // len(sent)
+                end(f"rank {other_rank} has ended, or is not where rank {self.rank} is ({what})")
             inline = gathered[start + _HEAD.size : start + len(sent)]
             messages.append((other_value, n_bytes, inline))
         return messages

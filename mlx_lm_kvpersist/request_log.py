@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 from .request.outcome import Outcome
-from .request.serving import RequestState
+from .request.state import RequestState
 
 KEPT = 200
 """Requests that a server remembers."""
@@ -41,7 +41,7 @@ class RequestLog:
             "namespace": state.namespace,
             "model": model,
             "precision": precision,
-            "sentence": outcome.sentence(state.session, kept=state.is_kept),
+            "sentence": outcome.sentence(state.session, is_kept=state.is_kept),
             "kept": state.is_kept,
             "outcome": outcome.kind.value,
             "tier": outcome.tier,
@@ -76,8 +76,9 @@ class RequestLog:
     def forget(self, session: str | None) -> None:
         """Remove the records of a deleted session; others may quote it, and quote no more."""
         with self._lock:
-            left = (one for one in self._records.values() if one["session"] != session)
-            self._records = {one["id"]: _unquoted(one) for one in left}
+            records = self._records.values()
+            left = (record for record in records if record["session"] != session)
+            self._records = {record["id"]: _unquoted(record) for record in left}
 
     def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
         """Return the records, newest first; without text they quote no prompt."""

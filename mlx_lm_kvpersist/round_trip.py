@@ -27,7 +27,7 @@ from .cache.geometry.precision import (
     Quantization,
     layout_in_words,
 )
-from .cache.geometry.spec import ModelCacheSpec
+from .cache.geometry.probe import probe_model
 from .cache.live.attention import Strategy
 from .cache.live.batch import PaddedBatch
 from .cache.live.packed import GRID
@@ -41,8 +41,7 @@ from .host.scheduling.model_provider import PluginCaches
 from .request.lookup import Lookup
 from .request.model import LoadedModel
 from .request.outcome import Kind
-from .request.saver import insert
-from .request.serving import RequestState, RunningSequence
+from .request.sequence import RunningSequence
 from .store.block_store import BlockStore, StoreLimits
 
 _VOCAB = 64
@@ -75,13 +74,13 @@ def check_round_trip(
         ModelNotSupported: dequantizing is wrong on this device.
     """
     model = tiny_model(head_dim=max(64, choice.group_size or 0))
-    spec = ModelCacheSpec.probe(model, choice)
+    spec = probe_model(model, choice)
     precisions = list(spec.precisions.values())
-    allowed: list[Precisions] = [[each, each] for each in choice.candidates()]
+    allowed: list[Precisions] = [[sequence, sequence] for sequence in choice.candidates()]
     if precisions not in (allowed or [[None, None]]):
         raise SelfTestFailed(f"the tiny model's cache is {spec.layout}, expected {choice}")
     spec = plan_attention(model, spec, attention)
-    limits = PrefillLimits(max_stall_s=1.0, most_tokens=lambda position: GRID * 2)
+    limits = PrefillLimits(max_stall_s=60.0, most_tokens=lambda position: GRID * 2)
     support = ModelSupport(spec.make_cache, batch_of, rows_of, limits=limits)
     model.make_cache = PluginCaches(model, "kvpersist", support)
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +93,7 @@ def check_round_trip(
             raise SelfTestFailed(f"the live path fails: {type(error).__name__}: {error}") from error
         finally:
             store.close()
-    references = [_reference(model, each.ids, precisions) for each in sequences]
+    references = [_reference(model, sequence.ids, precisions) for sequence in sequences]
     rounding = _rounding(model, precisions, sequences[0].ids, references[0])
     for sequence, reference in zip(sequences, references, strict=True):
         # Both round alike, except for numbers so near to a rounding step that the order of a sum
@@ -132,8 +131,8 @@ class _RoundedKVCache(KVCache):  # type: ignore[misc]
             _rounded(keys, self.precision.keys), _rounded(values, self.precision.values)
         )
         computed = self.computed.update_and_fetch(keys, values)
-        both = zip(rounded, computed, strict=True)
-        all_keys, all_values = (mx.concatenate(list(pair), axis=2) for pair in both)
+        pairs = zip(rounded, computed, strict=True)
+        all_keys, all_values = (mx.concatenate(list(pair), axis=2) for pair in pairs)
         return all_keys, all_values
 
     def make_mask(self, N: int, **kwargs: Any) -> mx.array:
@@ -147,8 +146,8 @@ def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
     """Return what MLX makes of `x` [B, H, T, 2**k]; its Hadamard transform is its own inverse."""
     size, bits = quantization.group_size, quantization.bits
     x = mx.hadamard_transform(x) if quantization.rotated else x
-    weights, *others = mx.quantize(x, group_size=size, bits=bits)
-    scales, biases = (y.astype(mx.bfloat16).astype(mx.float32) for y in others)
+    weights, *scales_and_biases = mx.quantize(x, group_size=size, bits=bits)
+    scales, biases = (y.astype(mx.bfloat16).astype(mx.float32) for y in scales_and_biases)
     x = mx.dequantize(weights, scales, biases, group_size=size, bits=bits)
     return mx.hadamard_transform(x) if quantization.rotated else x
 
@@ -229,8 +228,8 @@ def _restored(
 ) -> list[Any]:
     """Store a sequence that has ended; return its caches from disk, to go on with some more ids."""
     assert sequence.caches is not None
-    taken = RunningSequence(RequestState(root=loaded.root), len(_PROMPTS[sequence.name]))
-    insert(taken, sequence.ids, sequence.caches, REPLY, store, loaded)
+    running = RunningSequence(loaded.root, len(_PROMPTS[sequence.name]))
+    loaded.save(running, sequence.ids, sequence.caches, REPLY, store)
     sequence.caches = None
     store.drain()
     store.pool.clear()
@@ -248,7 +247,9 @@ def _restored(
 
 def _reference(model: Any, ids: list[int], precisions: Precisions) -> mx.array:
     """Return the log-probabilities [len(ids), _VOCAB] that mlx-lm's own caches give."""
-    caches = [KVCache() if one is None else _RoundedKVCache(one) for one in precisions]
+    caches = [
+        KVCache() if precision is None else _RoundedKVCache(precision) for precision in precisions
+    ]
     logits: mx.array = model(mx.array([ids]), cache=caches)[0]
     logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     mx.eval(logits)
@@ -264,13 +265,13 @@ def _rounding(model: Any, precisions: Precisions, ids: list[int], rounded: mx.ar
         SelfTestFailed: this is more than the bits explain. 64 normal numbers span 5 deviations, so
             each is rounded by 5 / sqrt(12) / (2^bits - 1) deviations.
     """
-    quantized = [one for one in precisions if one is not None]
+    quantized = [precision for precision in precisions if precision is not None]
     if not quantized:
         return 0.0
     exact = _reference(model, ids, [None] * len(precisions))
     # The first block is not seen rounded.
     rounding = float(mx.sqrt(mx.square(rounded - exact)[GRID:].mean()))
-    steps = 2 ** min(min(one.keys.bits, one.values.bits) for one in quantized) - 1
+    steps = 2 ** min(min(precision.keys.bits, precision.values.bits) for precision in quantized) - 1
     expected = _AMPLIFIED * 5 / math.sqrt(12) / steps * float(mx.std(exact))
     if not rounding <= expected:
         raise SelfTestFailed(

@@ -103,8 +103,8 @@ def _in_a_process(name: str, *, unknown: bool = False) -> Finding:
     if run.returncode != 0:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
         return Finding(name, "crashed", f"exit status {run.returncode}: {last}")
-    found = Finding(**json.loads(run.stdout.splitlines()[-1]))
-    return found
+    finding = Finding(**json.loads(run.stdout.splitlines()[-1]))
+    return finding
 
 
 if __name__ == "__main__":

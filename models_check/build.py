@@ -64,8 +64,8 @@ _TUNING = {
 _SLOW = -4.0
 
 _QUERY_KEY_NORMS = {
-    f"{part}_{norm}"
-    for part in ("q", "k", "query", "key")
+    f"{name}_{norm}"
+    for name in ("q", "k", "query", "key")
     for norm in ("norm", "layernorm", "layer_norm")
 }
 _EMBEDDINGS = ("embed", "wte", "tok_embeddings", "word_embeddings", "transformer.embd")
@@ -121,9 +121,9 @@ def _draw(path: str, value: mx.array, tuning: Tuning, key: mx.array) -> mx.array
         return value
     if "conv" in parent:
         return normal / math.sqrt(math.prod(value.shape[1:]))
-    if any(part in path for part in _HEADS):
+    if any(name in path for name in _HEADS):
         return _HEAD_STD / math.sqrt(value.shape[-1]) * normal
-    if any(part in path for part in _EMBEDDINGS):
+    if any(name in path for name in _EMBEDDINGS):
         return tuning.embedding_std * normal
     return tuning.gain / math.sqrt(value.shape[-1]) * normal
 

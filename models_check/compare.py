@@ -27,16 +27,16 @@ class Comparison:
         return self.difference <= TOLERANCE and self.n_other_tokens == 0
 
     def __str__(self) -> str:
-        other = f", {self.n_other_tokens} other tokens" if self.n_other_tokens else ""
-        return f"logits {self.difference:.1e} apart{other}"
+        other_tokens = f", {self.n_other_tokens} other tokens" if self.n_other_tokens else ""
+        return f"logits {self.difference:.1e} apart{other_tokens}"
 
 
-def compare(reference: _Logprobs, found: _Logprobs) -> Comparison:
+def compare(reference: _Logprobs, logprobs: _Logprobs) -> Comparison:
     """Compare log-probabilities [n, vocab] of a run with those of the reference, step by step."""
-    if reference.shape != found.shape:
-        return Comparison(float("inf"), abs(len(reference) - len(found)))
+    if reference.shape != logprobs.shape:
+        return Comparison(float("inf"), abs(len(reference) - len(logprobs)))
     worst, n_other, n_ties = 0.0, 0, 0
-    for expected, row in zip(reference, found, strict=True):
+    for expected, row in zip(reference, logprobs, strict=True):
         # Some architectures mask tokens with -inf.
         valid = np.isfinite(expected)
         if not np.array_equal(valid, np.isfinite(row)):

@@ -46,5 +46,5 @@ class Conversation:
 
     def ending_differently(self, seed: int) -> Conversation:
         """Return the same conversation, but for what the user says last."""
-        other = random_ids(seed, len(self.users[-1]) + seed % 17)
-        return Conversation(self.system, [*self.users[:-1], other])
+        last_user = random_ids(seed, len(self.users[-1]) + seed % 17)
+        return Conversation(self.system, [*self.users[:-1], last_user])

@@ -11,16 +11,18 @@ from dataclasses import asdict
 
 import mlx.core as mx
 
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
+
 from .build import build
 from .configs import available
-from .facts import evaluated, server_attention
+from .facts import evaluated
 
 
-def main(part: int, parts: int, seed: int) -> None:
+def main(number: int, n_processes: int, seed: int) -> None:
     """Evaluate every name whose place is `part` modulo `parts`."""
     mx.set_default_device(mx.Device(mx.cpu))
     with server_attention():
-        for name in available()[part::parts]:
+        for name in available()[number::n_processes]:
             print(json.dumps([name, asdict(evaluated(build(name, seed)))]), flush=True)
 
 

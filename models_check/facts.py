@@ -10,7 +10,6 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import methodcaller
@@ -29,6 +28,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
 from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.kinds import replaced, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID, headroom
 from mlx_lm_kvpersist.cache.live.policy import forced_plan
@@ -36,8 +36,6 @@ from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cache.measuring.observe import packed_shapes
 from mlx_lm_kvpersist.errors import ModelNotSupported
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
 
 from .conversation import random_ids
 
@@ -77,8 +75,8 @@ class Evaluated:
 
     def shows(self, fact: str) -> bool | None:
         """Return whether a fact is true for the model, None if nothing is shown."""
-        found = [x for name, x in self.differences.items() if name.split(",")[0] == fact]
-        return all(x <= TOLERANCE for x in found) if found else None  # nan is not
+        differences = [x for name, x in self.differences.items() if name.split(",")[0] == fact]
+        return all(x <= TOLERANCE for x in differences) if differences else None  # nan is not
 
 
 def combined(several: Sequence[Evaluated]) -> Architecture:
@@ -87,19 +85,8 @@ def combined(several: Sequence[Evaluated]) -> Architecture:
         set(map(methodcaller("shows", fact), several)) - {None} == {True}
         for fact in ("batches", "joins", "packed")
     )
-    refused = next((one.refused for one in several if one.refused), "")
+    refused = next((model.refused for model in several if model.refused), "")
     return Architecture(batches, batches and joins, packed, refused)
-
-
-@contextmanager
-def server_attention() -> Iterator[None]:
-    """Let mlx-lm's attention take packed keys while the block runs, as in the server."""
-    applied = PatchSet()
-    applied.apply([patch for patch in PATCHES if patch.name == "attention"])
-    try:
-        yield
-    finally:
-        applied.undo()
 
 
 def evaluated(model: Any) -> Evaluated:
@@ -108,8 +95,8 @@ def evaluated(model: Any) -> Evaluated:
     Nothing is shown by a model whose caches are of classes that the plugin refuses.
     """
     try:
-        plain = Runs(model, ModelCacheSpec.probe(model, FULL_PRECISION))
-        spec = ModelCacheSpec.probe(model, QUANTIZED)
+        plain = Runs(model, probe_model(model, FULL_PRECISION))
+        spec = probe_model(model, QUANTIZED)
     except ModelNotSupported:
         return Evaluated()
     dequantized, ways = Runs(model, spec), {"plain": plain}
@@ -118,20 +105,20 @@ def evaluated(model: Any) -> Evaluated:
         assert plain.alone and dequantized.alone
     except Exception as error:
         return Evaluated(refused=f"it fails over the plugin's caches ({type(error).__name__})")
-    found = {"restored": restored}
+    differences = {"restored": restored}
     if spec.quantized:
         ways["dequantized"] = dequantized
     if (packed_spec := packed(model, spec)).plans:
         runs = Runs(model, packed_spec)
-        found["packed"] = _difference(dequantized.alone, lambda: runs.alone)
-        if found["packed"] <= TOLERANCE:
+        differences["packed"] = _difference(dequantized.alone, lambda: runs.alone)
+        if differences["packed"] <= TOLERANCE:
             ways["packed"] = runs
     for name, runs in ways.items():
-        found[f"batches, {name}"] = runs.difference(runs.decoded_together)
+        differences[f"batches, {name}"] = runs.difference(runs.decoded_together)
         if name != "dequantized":  # arrays of quantized caches are never joined
-            found[f"joins, {name}"] = runs.difference(runs.computed_together)
-    kept = restored <= TOLERANCE
-    return Evaluated(found, "" if kept else "it keeps state outside its caches")
+            differences[f"joins, {name}"] = runs.difference(runs.computed_together)
+    is_kept = restored <= TOLERANCE
+    return Evaluated(differences, "" if is_kept else "it keeps state outside its caches")
 
 
 def packed(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
@@ -155,11 +142,11 @@ class Runs:
     @cached_property
     def _firsts(self) -> list[list[Any]]:
         """Caches that hold the first tokens of each prompt."""
-        made = []
+        firsts = []
         for first, _ in _prompts():
-            made.append(self.spec.make_cache())
-            _compute(self.model, made[-1], first)
-        return made
+            firsts.append(self.spec.make_cache())
+            _compute(self.model, firsts[-1], first)
+        return firsts
 
     @cached_property
     def alone(self) -> Logits:
@@ -265,16 +252,16 @@ def _difference(expected: Logits, run: Callable[[], Logits]) -> float:
     It is a share of their spread (root mean squares); infinity for a run that raises.
     """
     try:
-        return max(_apart(one, other) for one, other in zip(expected, run(), strict=True))
+        return max(_apart(right, logits) for right, logits in zip(expected, run(), strict=True))
     except Exception as error:
         # A model may raise anything over caches that it does not expect.
         logger.debug("a run raises: %r", error)
         return math.inf
 
 
-def _apart(one: mx.array, other: mx.array) -> float:
+def _apart(expected: mx.array, logits: mx.array) -> float:
     # Some architectures mask tokens with -inf.
-    masked = mx.isinf(one) & (one == other)
-    one, other = (mx.where(masked, 0, x) for x in (one, other))
-    difference = mx.sqrt(mx.square(one - other).mean(axis=-1))
-    return float((difference / (mx.sqrt(mx.var(one, axis=-1)) + 1e-6)).max())
+    masked = mx.isinf(expected) & (expected == logits)
+    expected, logits = (mx.where(masked, 0, x) for x in (expected, logits))
+    difference = mx.sqrt(mx.square(expected - logits).mean(axis=-1))
+    return float((difference / (mx.sqrt(mx.var(expected, axis=-1)) + 1e-6)).max())

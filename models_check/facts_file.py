@@ -42,9 +42,9 @@ def proven() -> list[str]:
 
 def write(jobs: int, seed: int) -> list[str]:
     """Evaluate every version and write the file; return what went wrong, a line each."""
-    found, failures = _evaluated(proven(), jobs, seed)
+    by_version, failures = _evaluated(proven(), jobs, seed)
     if not failures:
-        architectures.FILE.write_text(written(found), encoding="utf-8")
+        architectures.FILE.write_text(written(by_version), encoding="utf-8")
         print(f"{architectures.FILE} is written")
     return failures
 
@@ -52,72 +52,72 @@ def write(jobs: int, seed: int) -> list[str]:
 def check(jobs: int, seed: int, *, every_version: bool) -> list[str]:
     """Compare the file with the oldest and the newest version, or with all; return differences."""
     chosen = proven() if every_version else [proven()[0], proven()[-1]]
-    found, failures = _evaluated(chosen, jobs, seed)
+    by_version, failures = _evaluated(chosen, jobs, seed)
     if (in_file := sorted(architectures.known())) != proven():
         failures.append(f"the file is for {', '.join(in_file)}, expected {', '.join(proven())}")
-    return failures + differences(found)
+    return failures + differences(by_version)
 
 
-def written(found: Mapping[str, Facts]) -> str:
+def written(by_version: Mapping[str, Facts]) -> str:
     """Return the file's text for the facts by version: one line for each architecture.
 
     The newest version comes whole; of each older one comes what differs.
     """
-    *older, newest = sorted(found, key=versions.parse)
-    parts = [
+    *older, newest = sorted(by_version, key=versions.parse)
+    entries = [
         f' "about": {json.dumps(_ABOUT, indent=2)}'.replace("\n]", "\n ]"),
         f' "newest": {json.dumps(newest)}',
-        f' "architectures": {_rows(found[newest], 1)}',
+        f' "architectures": {_rows(by_version[newest], 1)}',
     ]
-    others = [
-        f"  {json.dumps(version)}: {_rows(_without(found[version], found[newest]), 2)}"
+    older_rows = [
+        f"  {json.dumps(version)}: {_rows(_without(by_version[version], by_version[newest]), 2)}"
         for version in older
     ]
-    parts.append(' "older": {\n' + ",\n".join(others) + "\n }")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    entries.append(' "older": {\n' + ",\n".join(older_rows) + "\n }")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
-def _without(facts: Facts, others: Facts) -> Facts:
-    return {module: its for module, its in facts.items() if others.get(module) != its}
+def _without(facts: Facts, newest: Facts) -> Facts:
+    return {module: fact for module, fact in facts.items() if newest.get(module) != fact}
 
 
 def _rows(facts: Facts, n_spaces: int) -> str:
     rows = []
-    for module, its in sorted(facts.items()):
-        values = {name: value for name, value in asdict(its).items() if value != ""}
+    for module, architecture in sorted(facts.items()):
+        values = {name: value for name, value in asdict(architecture).items() if value != ""}
         rows.append(f"\n{' ' * n_spaces} {json.dumps(module)}: {json.dumps(values)}")
     return "{" + ",".join(rows) + f"\n{' ' * n_spaces}}}"
 
 
-def differences(found: Mapping[str, Facts]) -> list[str]:
+def differences(by_version: Mapping[str, Facts]) -> list[str]:
     """Return how the facts found in each version differ from the file's, a line each."""
     lines = []
-    for version, facts in found.items():
+    for version, facts in by_version.items():
         shipped = architectures.known().get(version, {})
         for module in sorted(facts.keys() | shipped.keys()):
             # The file has modules of later versions, too, which no model can be of.
             if module in facts or version == proven()[-1]:
-                its, in_file = facts.get(module), shipped.get(module)
-                if its != in_file:
-                    lines.append(f"mlx-lm {version}: {module} is {its}, the file has {in_file}")
+                shown, in_file = facts.get(module), shipped.get(module)
+                if shown != in_file:
+                    lines.append(f"mlx-lm {version}: {module} is {shown}, the file has {in_file}")
     return lines
 
 
 def _evaluated(chosen: Sequence[str], jobs: int, seed: int) -> tuple[dict[str, Facts], list[str]]:
     """Evaluate the zoo with each version, and tell of each; return facts and failures."""
-    found: dict[str, Facts] = {}
+    by_version: dict[str, Facts] = {}
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="facts-") as folder:
         for version in chosen:
             start = time.monotonic()
             try:
                 python = python_with(version, Path(folder) / version)
-                found[version] = facts_with(python, jobs, seed)
+                by_version[version] = facts_with(python, jobs, seed)
             except RowFailed as error:
                 failures.append(f"mlx-lm {version}: {error}")
-            result = f"{len(found[version])} modules" if version in found else "no result"
+            result = f"{len(by_version[version])} modules" if version in by_version else "no result"
             print(f"mlx-lm {version}: {result} ({time.monotonic() - start:.0f} s)", flush=True)
-    return found, failures
+    return by_version, failures
 
 
 def facts_with(python: Path, jobs: int, seed: int) -> Facts:
@@ -125,20 +125,20 @@ def facts_with(python: Path, jobs: int, seed: int) -> Facts:
     with ThreadPoolExecutor(jobs) as pool:
         lines = [
             line
-            for part in pool.map(partial(_part, python, jobs, seed), range(jobs))
-            for line in part
+            for output in pool.map(partial(_part, python, jobs, seed), range(jobs))
+            for line in output
         ]
     by_module: dict[str, list[Evaluated]] = {}
-    for name, its in map(json.loads, lines):
-        by_module.setdefault(module_of(name), []).append(Evaluated(**its))
-        for what, difference in its["differences"].items():
+    for name, values in map(json.loads, lines):
+        by_module.setdefault(module_of(name), []).append(Evaluated(**values))
+        for what, difference in values["differences"].items():
             if TOLERANCE / _NEAR < difference < TOLERANCE * _NEAR:
                 print(f"{name}: {what}: {difference:.1e}, near the tolerance of {TOLERANCE:g}")
     return {module: combined(several) for module, several in by_module.items()}
 
 
-def _part(python: Path, jobs: int, seed: int, part: int) -> list[str]:
-    command = [python, "-m", "models_check.evaluate", part, jobs, seed]
+def _part(python: Path, jobs: int, seed: int, number: int) -> list[str]:
+    command = [python, "-m", "models_check.evaluate", number, jobs, seed]
     try:
         done = subprocess.run(
             [*map(str, command)],

@@ -21,7 +21,7 @@ def describe_caches(caches: Sequence[Any]) -> str:
 
 def _kind(cache: Any) -> str:
     if isinstance(cache, CacheList):
-        return f"({' + '.join(_kind(part) for part in cache.caches) or 'nothing'})"
+        return f"({' + '.join(_kind(inner) for inner in cache.caches) or 'nothing'})"
     kind = KINDS.get(type(cache))
     if kind is None:
         return type(cache).__name__
@@ -31,10 +31,10 @@ def _kind(cache: Any) -> str:
 
 def describe_precisions(spec: ModelCacheSpec) -> str:
     """Return how each group is kept, live and stored, such as "2 full 4b32, 1 sliding float32"."""
-    kept: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for group in spec.groups:
-        kept[f"{group.kind.value} {group.precision or _own(group)}"] += len(group.slots)
-    return ", ".join(f"{n} {how}" for how, n in kept.items())
+        counts[f"{group.kind.value} {group.precision or _own(group)}"] += len(group.slots)
+    return ", ".join(f"{n} {how}" for how, n in counts.items())
 
 
 def _own(group: LayerGroup) -> str:

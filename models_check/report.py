@@ -109,12 +109,12 @@ def page(findings: Sequence[Finding]) -> str:
     """Return docs/models.md."""
     rows = [_table_row(_COLUMNS), _table_row(["---"] * len(_COLUMNS))]
     rows += [_table_row(_cells(finding)) for finding in findings]
-    reasons = [f"- `{found.name}`: {found.reason}." for found in findings if found.reason]
+    reasons = [f"- `{finding.name}`: {finding.reason}." for finding in findings if finding.reason]
     excused = [
         f"- `{finding.name}`: {_excuse(finding)}." for finding in findings if finding.excused
     ]
-    others = [f"- `{name}`: {why}." for name, why in sorted(NOT_IN_THE_ZOO.items())]
-    parts = [
+    not_in_the_zoo = [f"- `{name}`: {why}." for name, why in sorted(NOT_IN_THE_ZOO.items())]
+    lines = [
         _INTRO.format(mlx_lm=version("mlx-lm"), mlx=version("mlx")),
         f"{summary(findings)}.\n",
         *rows,
@@ -125,9 +125,9 @@ def page(findings: Sequence[Finding]) -> str:
         *(excused or ["None."]),
         "\n## Not in the table\n",
         "Modules of `mlx_lm.models` that hold no model, or none that can run:\n",
-        *others,
+        *not_in_the_zoo,
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _cells(finding: Finding) -> list[str]:

@@ -36,12 +36,12 @@ def _round_older(cache: Any, precision: Any) -> None:
     fetch = getattr(cache, name)
 
     def rounding(*args: Any) -> Any:
-        both = []
+        sides = []
         for x, quantization in zip(fetch(*args), (precision.keys, precision.values), strict=True):
             line = (x.shape[2] - 1) // GRID * GRID
             older = _round(x[:, :, :line], quantization)
-            both.append(mx.concatenate([older, x[:, :, line:]], axis=2))
-        return tuple(both)
+            sides.append(mx.concatenate([older, x[:, :, line:]], axis=2))
+        return tuple(sides)
 
     setattr(cache, name, rounding)
 

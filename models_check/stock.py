@@ -38,8 +38,8 @@ def batches_right(model: Any) -> str:
         raise StockFails(f"{type(error).__name__}: {error}") from error
     if not can_batch(make_prompt_cache(model)):
         return "never batches"
-    said = [_together(model, prompts, single, joint) for joint in (True, False)]
-    return NOT_JOINTLY if said[0] != "yes" == said[1] else said[1]
+    answers = [_together(model, prompts, single, joint) for joint in (True, False)]
+    return NOT_JOINTLY if answers[0] != "yes" == answers[1] else answers[1]
 
 
 def _together(model: Any, prompts: list[list[int]], single: list[Reply], joint: bool) -> str:
@@ -57,9 +57,9 @@ def _together(model: Any, prompts: list[list[int]], single: list[Reply], joint: 
 
 def difference_of_pieces(model: Any, segments: list[list[int]], reply: list[int]) -> float:
     """Return how far logits are apart if a prompt is computed in its segments and in one go."""
-    whole = [token for segment in segments for token in segment]
+    all_ids = [token for segment in segments for token in segment]
     pieces, at_once = (
         plainly(model, Row(prompt, make_prompt_cache(model), reply=reply))
-        for prompt in (segments, [whole])
+        for prompt in (segments, [all_ids])
     )
     return compare(pieces.logprobs, at_once.logprobs).difference

@@ -12,8 +12,7 @@ from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.saver import insert
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 
 from .drive import Reply, Row, alone
@@ -53,14 +52,16 @@ class StoredModel:
         assert list(reuse.prompt.ids) == ids
         self.outcomes.append(reuse.outcome)
         n_cached = reuse.outcome.n_reused
-        state = RequestState(session=session, root=self.loaded.root)
-        keeper = partial(self._insert, RunningSequence(state, len(ids), n_cached, reuse.chain))
+        sequence = RunningSequence(
+            self.loaded.root, len(ids), n_cached, reuse.chain, session=session
+        )
+        keeper = partial(self._insert, sequence)
         caches = reuse.caches or self.spec.make_cache()
         return Row(segments, caches, n_cached, n_new, reply, keeper)
 
     def _insert(self, sequence: RunningSequence, tokens: list[int], caches: list[Any]) -> None:
         cache_type = REPLY if len(tokens) > sequence.n_prompt else "user"
-        insert(sequence, tokens, caches, cache_type, self.store, self.loaded)
+        self.loaded.save(sequence, tokens, caches, cache_type, self.store)
 
     def answer(
         self, segments: list[list[int]], n_new: int, reply: list[int] | None = None

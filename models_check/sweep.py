@@ -22,14 +22,16 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.architectures import architecture_of
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from .build import build
 from .compare import TOLERANCE, Comparison, compare, worst
 from .conversation import N_REPLY, N_STRANGER, N_TURNS, Conversation, random_ids
 from .drive import Reply, Row, alone, can_batch, generate, plainly
-from .facts import QUANTIZED, packed, server_attention
+from .facts import QUANTIZED, packed
 from .geometry import describe_caches, describe_precisions, describe_reuse
 from .rounded import rounded
 from .stock import StockFails, batches_right, difference_of_pieces
@@ -111,7 +113,7 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
     Raises:
         ModelNotSupported: its caches are of classes that are refused, or its facts refuse it.
     """
-    spec = ModelCacheSpec.probe(model, QUANTIZED)
+    spec = probe_model(model, QUANTIZED)
     facts = None if unknown else architecture_of(model)
     if facts is None:
         return replace(spec, batches=can_batch(make_prompt_cache(model)))
@@ -167,29 +169,29 @@ class _Sweep:
         answer = partial(plainly, at_once=not self.spec.batches)
         plain = _hold(self.model, self.talk, N_TURNS, answer, own, self.replies)
         pairs = zip(plain, carried, strict=True)
-        found = worst([compare(a.logprobs, b.logprobs) for a, b in pairs])
+        comparison = worst([compare(a.logprobs, b.logprobs) for a, b in pairs])
         # Over packed keys a chunk may go past the end of a block, at which `plainly` cuts.
         stock_is_wrong = bool(self.spec.plans) and self._pieces_matter()
-        self._check("live", found, stock_is_wrong=stock_is_wrong)
+        self._check("live", comparison, stock_is_wrong=stock_is_wrong)
 
-    def _check(self, what: str, found: Comparison, *, stock_is_wrong: bool = False) -> None:
+    def _check(self, what: str, comparison: Comparison, *, stock_is_wrong: bool = False) -> None:
         """Note a comparison; one that fails as it does with stock's own caches is no fault."""
-        self.finding.n_near_ties += found.n_near_ties
-        if found.is_equal or not stock_is_wrong:
-            self.finding.differences[what] = found.difference
+        self.finding.n_near_ties += comparison.n_near_ties
+        if comparison.is_equal or not stock_is_wrong:
+            self.finding.differences[what] = comparison.difference
         else:
-            self.finding.excused[what] = found.difference
-        if not found.is_equal and not stock_is_wrong:
-            self.wrong.append(f"{what}: {found}")
+            self.finding.excused[what] = comparison.difference
+        if not comparison.is_equal and not stock_is_wrong:
+            self.wrong.append(f"{what}: {comparison}")
 
     def _with_a_store(self, stored: StoredModel, carried: list[Reply]) -> None:
-        found = []
+        comparisons = []
         for turn, reference in enumerate(carried):
             if turn in _RESTARTS:
                 stored.restart()
             segments = self.talk.segments(turn, self.replies)
             reply = stored.answer(segments, N_REPLY, reference.ids)
-            found.append(compare(reference.logprobs, reply.logprobs))
+            comparisons.append(compare(reference.logprobs, reply.logprobs))
             outcome = stored.outcomes[-1]
             self.finding.reused.append(outcome.n_reused)
             self.finding.possible.append(len(carried[turn - 1].tokens) if turn else 0)
@@ -197,7 +199,7 @@ class _Sweep:
                 self.wrong.append(f"turn {turn + 1} reused nothing")
             if turn in _RESTARTS and outcome.n_restored != outcome.n_reused:
                 self.wrong.append(f"turn {turn + 1} did not come from disk")
-        self._check("restored", worst(found))
+        self._check("restored", worst(comparisons))
 
     def _ending(self, seed: int) -> _Ending:
         """Return another last turn, and the reply that follows without any store."""
@@ -222,16 +224,16 @@ class _Sweep:
         """Hold a conversation that begins shorter than any window."""
         talk = Conversation(random_ids(21, 3), [random_ids(22, 4), random_ids(23, 7)])
         first, second = self._carried(talk, 2)
-        found = []
+        comparisons = []
         for turn, reference in enumerate((first, second)):
             stored.restart()
             segments = talk.segments(turn, [first.ids])
             reply = stored.answer(segments, N_REPLY, reference.ids)
-            found.append(compare(reference.logprobs, reply.logprobs))
+            comparisons.append(compare(reference.logprobs, reply.logprobs))
         # Where pieces matter the canary does not trust what it computes again, and rightly so.
         if stored.outcomes[-1].n_reused == 0 and not self._pieces_matter():
             self.wrong.append("a short conversation reused nothing")
-        self._check("short", worst(found), stock_is_wrong=self._pieces_matter())
+        self._check("short", worst(comparisons), stock_is_wrong=self._pieces_matter())
 
     def _pieces_matter(self) -> bool:
         """Say whether stock's own logits depend on how a prompt is cut."""
@@ -239,21 +241,19 @@ class _Sweep:
 
     def _cut_anywhere(self, stored: StoredModel) -> None:
         """Ask for prompts that leave the stored conversation at many places."""
-        whole = self.talk.prompt(N_TURNS - 1, self.replies)
+        prompt = self.talk.prompt(N_TURNS - 1, self.replies)
         more = random_ids(9, _N_MORE)
-        found, places = [], _places(self.talk, whole)
+        comparisons, places = [], _places(self.talk, prompt)
         reused = {}
         for place in places:
-            ids = [*whole[:place], *[(token + 101) % 250 for token in more]]
+            ids = [*prompt[:place], *[(token + 101) % 250 for token in more]]
             row = stored.row([ids], N_REPLY, None, session="elsewhere")
             reused[place] = row.n_cached
             logits = self._last_logits(ids[row.n_cached :], row.caches)
             expected = self._last_logits(ids, self.spec.make_cache())
-            found.append(compare(expected, logits))
+            comparisons.append(compare(expected, logits))
         self.finding.reusable = describe_reuse(reused)
-        self._check(
-            "cut anywhere", worst(found), stock_is_wrong=(self.finding.pieces or 0.0) > TOLERANCE
-        )
+        self._check("cut anywhere", worst(comparisons), stock_is_wrong=self._pieces_matter())
 
     def _last_logits(self, ids: list[int], caches: list[Any]) -> np.ndarray[Any, Any]:
         """Feed ids and return the last token's logits, [1, vocab]."""
@@ -282,11 +282,13 @@ class _Sweep:
             except Exception:
                 if not stock_is_wrong:
                     raise
-                found = [Comparison(float("inf"))]
+                comparisons = [Comparison(float("inf"))]
             else:
                 pairs = zip(endings, replies, strict=True)
-                found = [compare(ending.reply.logprobs, reply.logprobs) for ending, reply in pairs]
-            self._check(what, worst(found), stock_is_wrong=stock_is_wrong)
+                comparisons = [
+                    compare(ending.reply.logprobs, reply.logprobs) for ending, reply in pairs
+                ]
+            self._check(what, worst(comparisons), stock_is_wrong=stock_is_wrong)
 
 
 @dataclass(frozen=True)
@@ -306,20 +308,20 @@ def _hold(
     replies: list[list[int]] | None,
 ) -> list[Reply]:
     """Hold a conversation over `caches`; turns that have none of `replies` choose their own."""
-    said: list[list[int]] = []
-    found: list[Reply] = []
+    reply_ids: list[list[int]] = []
+    answers: list[Reply] = []
     n_cached = 0
     for turn in range(n_turns):
-        given = replies[turn] if replies and turn < len(replies) else None
-        row = Row(talk.segments(turn, said), caches, n_cached, N_REPLY, given)
+        ids = replies[turn] if replies and turn < len(replies) else None
+        row = Row(talk.segments(turn, reply_ids), caches, n_cached, N_REPLY, ids)
         reply = answer(model, row)
         caches, n_cached = reply.caches, len(reply.tokens)
-        said.append(reply.ids)
-        found.append(reply)
-    return found
+        reply_ids.append(reply.ids)
+        answers.append(reply)
+    return answers
 
 
-def _places(talk: Conversation, whole: list[int]) -> list[int]:
+def _places(talk: Conversation, prompt: list[int]) -> list[int]:
     """Return where to leave the stored conversation: in and between turns, around a block's end."""
     first = len(talk.system) + len(talk.users[0])
     return [
@@ -328,5 +330,5 @@ def _places(talk: Conversation, whole: list[int]) -> list[int]:
         first + N_REPLY,
         first + N_REPLY + len(talk.users[1]) // 2,
         256,
-        len(whole) - len(talk.users[-1]),
+        len(prompt) - len(talk.users[-1]),
     ]

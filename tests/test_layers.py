@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "units",
     },
     "store": {"block", "config", "errors", "failures", "match", "units"},
-    "cache": {"ranks", "errors", "units"},
+    "cache": {"errors", "units"},
     "match": {"block"},
     "ranks": set(),
     "block": set(),

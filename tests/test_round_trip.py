@@ -14,11 +14,11 @@ from mlx_lm_kvpersist.cache.live import attention, packed
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.live.rows import ArrayRows, RowsKV
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.request import saver
 from mlx_lm_kvpersist.round_trip import check_round_trip
-from tests.support.host import patched_attention
 
 PRECISIONS = {name: KV_BITS[name] for name in ("k8v4", "4", "k6v4", "8", "16")}
 PRECISIONS |= {f"group size {n}": PrecisionChoice(8, 4, n, rotated=True) for n in (32, 128)}
@@ -29,7 +29,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture(autouse=True, scope="module")
 def patched() -> Iterator[None]:
     """mlx-lm's attention takes packed keys, as in the server that runs the check."""
-    with patched_attention():
+    with server_attention():
         yield
 
 
@@ -144,6 +144,10 @@ def head_swapped(result: mx.array, *args: Any) -> mx.array:
     return result[:, ::-1]
 
 
+def tiles_swapped(result: mx.array, *args: Any) -> mx.array:
+    return result if args[-1] is None else head_swapped(result)
+
+
 BATCH = BatchQuantizedKVCache
 QUANTIZED: dict[str, Fault] = {
     "merge swaps keys and values": after(BATCH, "merge", swap_sides),
@@ -158,7 +162,7 @@ QUANTIZED: dict[str, Fault] = {
     "offset": after(BATCH, "update_and_fetch", offset_one_on),
     "mask": after(BATCH, "make_mask", no_mask),
     "a whole block is not packed": never_packed,
-    "tiled attention": after(attention, "tiled_attention", head_swapped),
+    "tiled attention": after(attention, "dequantized_attention", tiles_swapped),
     "prompts that are computed together": after(RowsKV, "attend", head_swapped),
     "restore is one short": after(blocks.Joiner, "finish", one_token_less),
     "restore is one off": after(blocks.Joiner, "finish", tokens_one_on),

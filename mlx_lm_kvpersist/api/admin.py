@@ -92,7 +92,7 @@ class Parts(NamedTuple):
     """An answer that is sent part by part, `n_bytes` in all: it need not fit into memory."""
 
     n_bytes: int
-    parts: Iterable[bytes]
+    chunks: Iterable[bytes]
 
 
 def send(handler: Any, status: int, content: Any, headers: Mapping[str, str]) -> None:
@@ -106,8 +106,8 @@ def send(handler: Any, status: int, content: Any, headers: Mapping[str, str]) ->
     if status != 204:
         handler.send_header("Content-Length", str(content.n_bytes))
     handler.end_headers()
-    for part in content.parts:
-        handler.wfile.write(part)
+    for chunk in content.chunks:
+        handler.wfile.write(chunk)
 
 
 def check_operator(handler: Any, key: str | None) -> None:
@@ -131,17 +131,17 @@ def check_operator(handler: Any, key: str | None) -> None:
         if name.lower() in _PROXY_HEADERS or name.lower().startswith("x-forwarded-")
     ]
     if not is_loopback(address):
-        found = f"the request comes from {address}"
+        reason = f"the request comes from {address}"
     elif forwarded:
-        found = f"the request came through a proxy ({forwarded[0]})"
+        reason = f"the request came through a proxy ({forwarded[0]})"
     elif not is_loopback(headers.get("Host", "")):
-        found = "the header Host names another machine"
+        reason = "the header Host names another machine"
     elif origin is not None and not is_loopback(origin.partition("://")[2]):
-        found = "the header Origin names another site"
+        reason = "the header Origin names another site"
     else:
         return
     raise RequestRefused(
-        f"only for programs of the server's own machine, and {found}; or set {KEY_VARIABLE}", 403
+        f"only for programs of the server's own machine, and {reason}; or set {KEY_VARIABLE}", 403
     )
 
 
@@ -150,13 +150,13 @@ def check_site(headers: Message, key: str | None) -> None:
     if key is not None:
         return
     origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "same-origin")
-    found = None
+    reason = None
     if origin is not None and origin.partition("://")[2] != headers.get("Host", ""):
-        found = f"the Origin is {origin!r}"
+        reason = f"the Origin is {origin!r}"
     elif site not in ("same-origin", "none"):
-        found = f"Sec-Fetch-Site is {site!r}"
-    if found is not None:
-        why = f"only this server's own page may change something, and {found}"
+        reason = f"Sec-Fetch-Site is {site!r}"
+    if reason is not None:
+        why = f"only this server's own page may change something, and {reason}"
         raise RequestRefused(why, 403)
 
 

@@ -165,9 +165,9 @@ class AgentsAPI:
     def _list(self, handler: Any, body: Body) -> Answer:
         self._check_operator(handler)
         query = parse_qs(handler.path.partition("?")[2], keep_blank_values=True)
-        asked = query.get("limit", [str(_PAGE)])[-1]
-        limit = int(asked) if re.fullmatch("[0-9]{1,3}", asked) else 0
-        require(1 <= limit <= _MAX_PAGE, "limit", asked, f"a number from 1 to {_MAX_PAGE}")
+        limit_text = query.get("limit", [str(_PAGE)])[-1]
+        limit = int(limit_text) if re.fullmatch("[0-9]{1,3}", limit_text) else 0
+        require(1 <= limit <= _MAX_PAGE, "limit", limit_text, f"a number from 1 to {_MAX_PAGE}")
         own = self._service.namespace(handler.headers)
         with self._lock:
             agents = [agent for agent in self._agents.values() if agent.namespace == own]
@@ -236,11 +236,11 @@ class AgentsAPI:
 
     def _describe(self, agent: Agent) -> Body:
         stored = self._service.sessions().describe_named(agent.namespace, agent.session)
-        known = {"id": agent.id, "object": "agent", "created": agent.created}
-        return {**known, "messages": len(agent.beginning["messages"]), **stored}
+        fields = {"id": agent.id, "object": "agent", "created": agent.created}
+        return {**fields, "messages": len(agent.beginning["messages"]), **stored}
 
     def _check_operator(self, handler: Any, *, everywhere: bool = False) -> None:
-        """Refuse what others would notice: everywhere, or where no namespace is named."""
+        """Refuse changes that other clients would notice: all, or those without a namespace."""
         if handler.command != "GET":
             check_site(handler.headers, self._service.key)
         if not everywhere and names_namespace(handler.headers, by_key=self._service.by_key):
@@ -278,10 +278,10 @@ def _beginning(body: Body) -> Body:
 
 def _messages(messages: Any) -> list[Body]:
     """Return messages; the server checks the parts of their contents."""
-    found = require_objects("messages", messages)
-    for i, message in enumerate(found):
+    checked = require_objects("messages", messages)
+    for i, message in enumerate(checked):
         name, content = f"messages[{i}]", message.get("content")
         require_text(f"{name}.role", message.get("role"))
         is_content = isinstance(content, str | list | None)
         require(is_content, f"{name}.content", content, "text, a list of parts, or null")
-    return found
+    return checked

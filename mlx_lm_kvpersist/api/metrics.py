@@ -30,19 +30,17 @@ class RequestMetrics:
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter, Histogram
 
-        registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, description: str, *labels: str) -> Counter:
+            return Counter(f"kvpersist_{name}", description, labels, registry=registry)
 
         def histogram(name: str, description: str, buckets: Sequence[float]) -> Histogram:
             name, labels = f"kvpersist_{name}", ("outcome",)
             return Histogram(name, description, labels, buckets=buckets, registry=registry)
 
-        self.registry = registry
-        self.requests = Counter(
-            "kvpersist_requests", "Requests, by what they reused.", ("outcome",), registry=registry
-        )
-        self.prefilled = Counter(
-            "kvpersist_prefilled_tokens", "Prompt tokens that were computed.", registry=registry
-        )
+        self.requests = counter("requests", "Requests, by what they reused.", "outcome")
+        self.prefilled = counter("prefilled_tokens", "Prompt tokens that were computed.")
         self.first_token = histogram(
             "first_token_seconds", "From queueing a request to its first token.", _FIRST_TOKEN_S
         )
@@ -107,11 +105,11 @@ class Metrics:
         from prometheus_client.metrics_core import GaugeMetricFamily as Gauge
 
         used = Gauge("kvpersist_memory_bytes", "Memory in use.", labels=["part"])
-        for part, n_bytes in (parts := self._memory() or {}).items():
-            if part not in ("waiting", "pressure"):
-                used.add_metric([part], n_bytes)
+        for area, n_bytes in (memory := self._memory() or {}).items():
+            if area not in ("waiting", "pressure"):
+                used.add_metric([area], n_bytes)
         yield used
-        waiting = parts.get("waiting", 0)
+        waiting = memory.get("waiting", 0)
         yield Gauge("kvpersist_memory_waiting", "Wait for memory.", value=waiting)
         stats = self._store()
         if stats is None:

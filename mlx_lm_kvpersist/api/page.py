@@ -28,7 +28,7 @@ def page_view(key: str | None) -> Callable[[Any], None]:
     """
     page = _PAGE.read_bytes()
     hashes = {tag.decode(): sha256(content).digest() for tag, content in _INLINE.findall(page)}
-    inline = [f"{tag}-src 'sha256-{b64encode(one).decode()}'" for tag, one in hashes.items()]
+    inline = [f"{tag}-src 'sha256-{b64encode(digest).decode()}'" for tag, digest in hashes.items()]
     policy = [
         *("default-src 'none'", *inline, "connect-src 'self'", "img-src data:"),
         *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),

@@ -50,7 +50,7 @@ def warm_view(service: Service) -> Callable[[Any], None]:
 def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     """Compute a prompt, and pin the session that holds it.
 
-    content: messages, or the body of a request to one of the APIs. Raises RequestRefused where it
+    content: messages, or the body of a request to one of the APIs. Raises RequestRefused if it
     is none, or is not stored.
     """
     chat_body = chat_body_of(content, handler.headers)
@@ -114,7 +114,7 @@ def chat_body_of(content: Any, headers: Message) -> Body:
 
 
 def read_prompt(file: Path) -> Any:
-    """Return the JSON in a file. Raises ConfigError where there is none."""
+    """Return the JSON in a file. Raises ConfigError if there is none."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -187,21 +187,21 @@ class Bench:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the table's rows; "times" above 1 is in our favour."""
-        found, sides = [], (self.stock, self.ours)
+        rows, sides = [], (self.stock, self.ours)
         for state in (COLD, HOT, RESTARTED):
             samples = [[reply.ttft_s for reply in side.replies[state]] for side in sides]
             reused = [
                 statistics.median(reply.cached_tokens for reply in side.replies[state])
                 for side in sides
             ]
-            found.append(row(f"first token, {state}", "s", *samples, reused=reused))
+            rows.append(row(f"first token, {state}", "s", *samples, reused=reused))
         rates = [
             [rate for reply in side.replies[HOT] if (rate := reply.tokens_per_s)] for side in sides
         ]
         if all(rates):
-            found.append(row("reply", "tokens/s", *rates, more_is_better=True))
-        found.append(row("start after kill -9", "s", *([side.start_s] for side in sides)))
-        return found
+            rows.append(row("reply", "tokens/s", *rates, more_is_better=True))
+        rows.append(row("start after kill -9", "s", *([side.start_s] for side in sides)))
+        return rows
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,13 +212,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"there is no folder for {args.json}; make it first")
     check_model_name(args.model)
     path = fetched(args.model)
-    about = measured_conditions(args.model, path)
+    conditions_of_run = measured_conditions(args.model, path)
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder_name:
         folder = Path(folder_name)
         bench = Bench(str(path), folder, args.minutes)
         bench.run()
         content = {
-            **about,
+            **conditions_of_run,
             "seconds": round(bench.seconds),
             "kv": bench.spec,
             "setting": {
@@ -301,24 +301,26 @@ def row(
 def as_markdown(content: Mapping[str, Any]) -> str:
     """Return what was measured, with its conditions, to be pasted."""
     kv, setting = content["kv"], content["setting"]
-    kept = layout_in_words(kv["layout"]) if kv.get("kept") else f"nothing is kept ({kv['why_not']})"
+    precision = (
+        layout_in_words(kv["layout"]) if kv.get("kept") else f"nothing is kept ({kv['why_not']})"
+    )
     versions, machine, model = conditions(content)
     lines = [
         versions,
         machine,
-        f"{model}; precision of kvpersist: {kept}",
+        f"{model}; precision of kvpersist: {precision}",
         f"prompts of {setting['prompt_tokens']:,} tokens, {setting['conversations']} of each; one "
         "request and one server at a time; the system's page cache was not dropped",
         "",
         "| | stock | kvpersist | times as fast | kvpersist reused |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for each in content["rows"]:
-        reused = f"{each['reused']['kvpersist']:,.0f} tokens" if each["reused"] else ""
+    for measured in content["rows"]:
+        reused = f"{measured['reused']['kvpersist']:,.0f} tokens" if measured["reused"] else ""
         cells = [
-            each["what"],
-            *(f"{each[side]:.3g} {each['unit']}" for side in ("stock", "kvpersist")),
-            f"{each['times_as_fast']:.3g}",
+            measured["what"],
+            *(f"{measured[side]:.3g} {measured['unit']}" for side in ("stock", "kvpersist")),
+            f"{measured['times_as_fast']:.3g}",
             reused,
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -2,7 +2,7 @@
 
 `connect router` prints the command of a router in front of several servers, which it asks first.
 A JSON file that exists is merged: its other settings stay. A TOML file is our own and is replaced.
-The former content is kept beside the file.
+The former content is kept in a file next to it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Client:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises ConfigError where nothing can be written."""
+    """Run the command; return the exit status. Raises ConfigError if nothing can be written."""
     if not 0 < args.port < 1 << 16:
         raise ConfigError(f"--port {args.port} is no port; give that of the server, such as 8080")
     url = f"http://127.0.0.1:{args.port}"
@@ -85,16 +85,16 @@ def context_of(url: str) -> int | None:
     """Return how many tokens the model of a running server takes; None if no server says it."""
     try:
         models = ask(url, "/v1/models")["data"]
-        lengths = [int(one["max_model_len"]) for one in models if "max_model_len" in one]
+        lengths = [int(entry["max_model_len"]) for entry in models if "max_model_len" in entry]
     except (KVPersistError, KeyError, TypeError, ValueError):
         return None  # also for another program's server on the port
     return lengths[0] if lengths else None
 
 
 def _write(file: Path, settings: Settings) -> None:
-    """Merge settings into a file, show the difference, and keep what was there beside it.
+    """Merge settings into a file, show the difference, and keep the former content next to it.
 
-    Raises ValueError where it cannot be merged, OSError or RuntimeError where it cannot be read or
+    Raises ValueError if it cannot be merged, OSError or RuntimeError if it cannot be read or
     written.
     """
     path = file.resolve()  # a link stays one
@@ -108,14 +108,14 @@ def _write(file: Path, settings: Settings) -> None:
     old, new = before.splitlines(), after.splitlines()
     print("\n".join(difflib.unified_diff(old, new, str(file), str(file), lineterm="")))
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode, kept = 0o600, ""
+    mode, backup_note = 0o600, ""
     if path.exists():
         mode = path.stat().st_mode & 0o777
         backup = next(p for n in count(1) if not os.path.lexists(p := f"{path}.bak{n}"))
         _replace(Path(backup), path.read_bytes(), mode)
-        kept = f"; its former content is in {backup}"
+        backup_note = f"; its former content is in {backup}"
     _replace(path, after.encode(), mode)
-    print(f"\n{file} is written{kept}.\n")
+    print(f"\n{file} is written{backup_note}.\n")
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
@@ -125,7 +125,7 @@ def _replace(path: Path, content: bytes, mode: int) -> None:
 
 
 def _text(file: Path, settings: Settings, before: str) -> str:
-    """Return a file's text with the settings in it. Raises ValueError where it cannot be merged."""
+    """Return a file's text with the settings in it. Raises ValueError if it cannot be merged."""
     if file.suffix == ".toml":
         # A table's own line, "" for the top, and its entries.
         tables = [
@@ -133,17 +133,17 @@ def _text(file: Path, settings: Settings, before: str) -> str:
             for table, entries in settings.items()
         ]
         return "".join(f"{line}\n" for lines in tables for line in lines if line)
-    there = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
-    merged = _merged(there, settings)
-    if merged == there:
+    current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
+    merged = _merged(current, settings)
+    if merged == current:
         return before
-    found = re.search(r"^([ \t]+)\S", before, re.MULTILINE)
-    indent = found[1] if found else 2
+    indented = re.search(r"^([ \t]+)\S", before, re.MULTILINE)
+    indent = indented[1] if indented else 2
     return json.dumps(merged, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's entries. Raises ValueError where one would be lost."""
+    """Return a JSON object's entries. Raises ValueError if one would be lost."""
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = ", ".join(json.dumps(key) for key, _ in pairs)
@@ -151,13 +151,13 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _merged(there: Any, settings: Settings) -> dict[str, Any]:
-    """Return what is there with the settings in it. Raises ValueError where it is not a table."""
-    if not isinstance(there, dict):
-        raise ValueError(f"found {json.dumps(there)[:40]} where keys and values were expected")
-    merged = dict(there)
+def _merged(current: Any, settings: Settings) -> dict[str, Any]:
+    """Return the current table with the settings in it. Raises ValueError if it is not a table."""
+    if not isinstance(current, dict):
+        raise ValueError(f"found {json.dumps(current)[:40]} where keys and values were expected")
+    merged = dict(current)
     for key, value in settings.items():
-        merged[key] = _merged(there.get(key, {}), value) if isinstance(value, Mapping) else value
+        merged[key] = _merged(current.get(key, {}), value) if isinstance(value, Mapping) else value
     return merged
 
 
@@ -223,8 +223,8 @@ def aider(url: str, n_context: int | None) -> Client:
     files: dict[Path, Settings] = {file: settings}
     if n_context:
         settings["model-metadata-file"] = str(facts)
-        known = {"max_input_tokens": n_context, "litellm_provider": "openai", "mode": "chat"}
-        files[facts] = {model: known}
+        limits = {"max_input_tokens": n_context, "litellm_provider": "openai", "mode": "chat"}
+        files[facts] = {model: limits}
     return Client(f"aider --config {shlex.quote(str(file))}", files)
 
 
@@ -243,7 +243,7 @@ def router(servers: Sequence[str]) -> str:
 
     It sends a request to the server that has seen most of its text. It knows a model by the first
     name that its servers list; the aliases let clients ask as they ask one server.
-    Raises ConfigError where the servers list different names, KVPersistError where one is silent.
+    Raises ConfigError if the servers list different names, KVPersistError if one is silent.
     """
     urls = [url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}" for url in servers]
     names: dict[str, str] = {}
@@ -252,8 +252,8 @@ def router(servers: Sequence[str]) -> str:
             names[url] = ask(url, "/v1/models")["data"][0]["id"]
         except (LookupError, TypeError) as error:
             raise ConfigError(f"{url} lists no model; start its server with --model") from error
-    (model, *others) = set(names.values())
-    if others:
+    (model, *other_models) = set(names.values())
+    if other_models:
         listed = "; ".join(f"{url} has {name}" for url, name in names.items())
         raise ConfigError(
             f"a router needs one name of the model ({listed}): start each server with the same "

@@ -58,7 +58,7 @@ def converse(model: str, folder: Path, n_chars: int, say: Callable[[str], None])
 
     The first request sends a text of `n_chars` characters; each asks a question about it. `say`
     takes what is done next.
-    Raises KVPersistError where a server does not start or does not answer.
+    Raises KVPersistError if a server does not start or does not answer.
     """
     first, second = _QUESTIONS
     messages: list[Message] = [{"role": "user", "content": f"{document(n_chars)}\n\n{first}"}]

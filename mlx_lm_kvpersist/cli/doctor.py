@@ -43,7 +43,7 @@ PORT = 8080
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was found and, where that stops the plugin or slows it down, what to do."""
+    """One check: what was found, and what to do if that stops the plugin or slows it down."""
 
     name: str
     passed: bool
@@ -69,8 +69,8 @@ def package() -> Finding:
     try:
         version = metadata.version("mlx-lm-kvpersist")
     except metadata.PackageNotFoundError:
-        found = f"imported from {place}: not installed"
-        return Finding("mlx-lm-kvpersist", False, found, f"{INSTALL} mlx-lm-kvpersist")
+        observed = f"imported from {place}: not installed"
+        return Finding("mlx-lm-kvpersist", False, observed, f"{INSTALL} mlx-lm-kvpersist")
     return Finding("mlx-lm-kvpersist", True, f"{version} at {place}")
 
 
@@ -80,10 +80,10 @@ def mlx_lm() -> Finding:
         versions.check()
         lm, mlx = versions.installed("mlx-lm"), versions.installed("mlx")
     except UnsupportedVersion as error:
-        found, _, advice = str(error).rpartition("; ")
-        return Finding("mlx-lm", False, found, advice)
-    known = "" if versions.is_measured() else ", a pair that was not measured"
-    return Finding("mlx-lm", True, f"{lm} with mlx {mlx}{known}")
+        observed, _, advice = str(error).rpartition("; ")
+        return Finding("mlx-lm", False, observed, advice)
+    note = "" if versions.is_measured() else ", a pair that was not measured"
+    return Finding("mlx-lm", True, f"{lm} with mlx {mlx}{note}")
 
 
 def mlx() -> Finding:
@@ -102,10 +102,10 @@ def mlx() -> Finding:
         device, gflops = json.loads(output.rpartition("\n")[2])  # what Python starts may print
     except (TypeError, ValueError):
         return Finding("mlx", False, f"says {output!r} instead of what it computes on", advice)
-    found = f"computes on {device}" + (f", {gflops:.3g} GFLOP/s" if gflops else "")
+    observed = f"computes on {device}" + (f", {gflops:.3g} GFLOP/s" if gflops else "")
     advice = openblas_advice(gflops)
     slow = ": prompts take many times as long as with OpenBLAS" if advice else ""
-    return Finding("mlx", True, f"{found}{slow}", advice)
+    return Finding("mlx", True, f"{observed}{slow}", advice)
 
 
 def plugin() -> Finding:
@@ -120,16 +120,16 @@ def pth_file(folders: Sequence[Path]) -> Finding:
     """Check that the .pth file exists, is whole, and is not hidden."""
     paths = [folder / PTH_NAME for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
-    found, advice = str(path), ""
+    observed, advice = str(path), ""
     if path is None:
-        found = f"{PTH_NAME} is in none of {', '.join(str(folder) for folder in folders)}"
+        observed = f"{PTH_NAME} is in none of {', '.join(str(folder) for folder in folders)}"
         advice = f"{AGAIN} (not with --target), or run {WITHOUT_PTH}"
     elif getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN:
-        found = f"{path} has the macOS flag `hidden`, and Python ignores hidden .pth files"
+        observed = f"{path} has the macOS flag `hidden`, and Python ignores hidden .pth files"
         advice = f"chflags nohidden {shlex.quote(str(path))}, or run {WITHOUT_PTH}"
     elif "mlx_lm_kvpersist._startup" not in path.read_text(encoding="utf-8"):
-        found, advice = f"{path} does not start the plugin", AGAIN
-    return Finding(".pth file", not advice, found, advice)
+        observed, advice = f"{path} does not start the plugin", AGAIN
+    return Finding(".pth file", not advice, observed, advice)
 
 
 def activation(name: str, command: Sequence[str]) -> Finding:
@@ -137,31 +137,31 @@ def activation(name: str, command: Sequence[str]) -> Finding:
     status, output = ask([*command, f"--plugin={PLUGIN}", "--help"])
     if status == 0 and "--kvpersist-dir" in output:
         return Finding(name, True, f"{shlex.join(command)} knows --plugin")
-    found = f"{shlex.join(command)} failed: {output or f'status {status}'}"
+    observed = f"{shlex.join(command)} failed: {output or f'status {status}'}"
     if status == 0:
-        found = f"{shlex.join(command)} does not know --plugin: no {PTH_NAME} was executed"
+        observed = f"{shlex.join(command)} does not know --plugin: no {PTH_NAME} was executed"
     advice = (
         "install mlx-lm-kvpersist beside mlx-lm: pip install mlx-lm-kvpersist in that command's "
         f"environment, or uv tool install mlx-lm --with mlx-lm-kvpersist; or run {WITHOUT_PTH}"
     )
-    return Finding(name, False, found, advice)
+    return Finding(name, False, observed, advice)
 
 
 def script() -> Finding:
     """Check the `mlx_lm.server` that a shell starts, which may belong to another environment."""
     name = "mlx_lm.server on PATH"
-    if found := shutil.which("mlx_lm.server"):
-        return activation(name, [found])
+    if path := shutil.which("mlx_lm.server"):
+        return activation(name, [path])
     return Finding(name, True, f"none; start it as {server_command()} …")
 
 
 def store(folder: Path, key: Path | None = None) -> Finding:
     """Check that the server can use a folder, as `store stats` does; `key` is its key file."""
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not os.access(existing, os.W_OK | os.X_OK):
         advice = "choose a folder of your own with --kvpersist-dir"
-        return Finding("store", False, f"{there} cannot be written to", advice)
-    if there != folder or (folder.is_dir() and not any(folder.iterdir())):
+        return Finding("store", False, f"{existing} cannot be written to", advice)
+    if existing != folder or (folder.is_dir() and not any(folder.iterdir())):
         return Finding("store", True, f"none yet; the server makes it in {folder}")
     name = __package__.partition(".")[0]
     options = ["store", "stats", "--json", "--kvpersist-dir", str(folder)]
@@ -172,14 +172,14 @@ def store(folder: Path, key: Path | None = None) -> Finding:
         used, most = (show_bytes(n) for n in (stats["bytes"]["all"], stats["max_disk_bytes"]))
         sessions = counted(stats["sessions"], "session")
         return Finding("store", True, f"{folder}: {sessions}, {used} of {most}")
-    found, _, advice = output.partition(": ")[2].partition("; ")
+    observed, _, advice = output.partition(": ")[2].partition("; ")
     if "store rebuild" in advice:
-        return Finding("store", True, f"{found}; the server makes it anew when it starts")
-    return Finding("store", False, found, advice)
+        return Finding("store", True, f"{observed}; the server makes it anew when it starts")
+    return Finding("store", False, observed, advice)
 
 
 def running(start: str) -> tuple[Finding, str]:
-    """Look who answers where the server listens by default; return what to type next, too.
+    """Look who answers at the server's default port; return what to type next, too.
 
     start: what starts the server.
     """
@@ -193,8 +193,8 @@ def running(start: str) -> tuple[Finding, str]:
         model = asking.ask(url, SPEC_PATH)["model"]
     except (KVPersistError, KeyError, TypeError) as error:
         return Finding(name, True, f"taken: {error}"), f"{start} --port {PORT + 1}"
-    found = f"a server with the plugin runs there, with {model or 'no model yet'}"
-    return Finding(name, True, found), "mlx-lm-kvpersist connect claude --write"
+    observed = f"a server with the plugin runs there, with {model or 'no model yet'}"
+    return Finding(name, True, observed), "mlx-lm-kvpersist connect claude --write"
 
 
 def server_command() -> str:
@@ -218,8 +218,8 @@ def run(args: argparse.Namespace) -> int:
     command, folder = f"{server_command()} --plugin {PLUGIN}", args.kvpersist_dir
     where = f" --kvpersist-dir {shlex.quote(str(folder))}" if folder else ""
     port, following = running(command + where)
-    there = (folder or default_folder()).absolute()
-    findings = [*examine(), store(there, args.kvpersist_encrypt), port]
+    existing = (folder or default_folder()).absolute()
+    findings = [*examine(), store(existing, args.kvpersist_encrypt), port]
     return report(args, findings, command, following)
 
 
@@ -236,16 +236,16 @@ def report(
         print_json({"works": not status, "findings": [asdict(finding) for finding in findings]})
         return status
     say = console().print
-    for each in findings:
-        mark = "no" if not each.passed else "slow" if each.advice else "ok"
-        say(f"{mark:<6}{each.name}: {each.found}")
+    for finding in findings:
+        mark = "no" if not finding.passed else "slow" if finding.advice else "ok"
+        say(f"{mark:<6}{finding.name}: {finding.found}")
     if broken is not None:
         say(f"{command} does not work here: {broken.name}: {broken.found}")
         say(f"Next: {broken.advice or 'mlx-lm-kvpersist doctor'}")
         return status
     say(f"{command} works here.")
-    for each in findings:
-        if each.advice:
-            say(f"Faster: {each.advice}")
+    for finding in findings:
+        if finding.advice:
+            say(f"Faster: {finding.advice}")
     say(f"Next: {following}")
     return status

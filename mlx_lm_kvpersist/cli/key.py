@@ -8,7 +8,7 @@ from ..store.encryption import new_key
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises ConfigError where the file exists."""
+    """Run the command; return the exit status. Raises ConfigError if the file exists."""
     new_key(args.file)
     print(
         f"{args.file} is made. Keep a copy: without it, what was encrypted with it is lost. "

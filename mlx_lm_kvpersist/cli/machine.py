@@ -27,11 +27,11 @@ _SLOW_GFLOPS = 10.0
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    releases = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):  # a checkout need not be installed
-            found[name] = version(name)
-    return found
+            releases[name] = version(name)
+    return releases
 
 
 @cache
@@ -52,7 +52,7 @@ def device() -> dict[str, Any]:
 def cpu_gflops() -> float | None:
     """Return 10^9 operations a second in a float32 product of 384 x 384, the best of three.
 
-    None where MLX computes on a GPU.
+    None if MLX computes on a GPU.
     """
     import mlx.core as mx
 
@@ -69,7 +69,7 @@ def cpu_gflops() -> float | None:
 
 
 def openblas_advice(gflops: float | None) -> str:
-    """Return how to preload OpenBLAS, where a CPU computes as slowly as without it; else ""."""
+    """Return how to preload OpenBLAS if a CPU computes as slowly as without it; else ""."""
     if gflops is None or gflops >= _SLOW_GFLOPS or sys.platform != "linux":
         return ""
     library = find_library("openblas")
@@ -80,15 +80,15 @@ def openblas_advice(gflops: float | None) -> str:
 
 def conditions(content: Mapping[str, Any]) -> list[str]:
     """Return the versions, the machine and the model, each in a line."""
-    found, device, model = content["versions"], content["device"], content["model"]
+    releases, device, model = content["versions"], content["device"], content["model"]
     bits = f", {model['weight_bits']}-bit" if model["weight_bits"] else ""
     n_bytes = device.get("memory_size")
     memory = f", {show_bytes(n_bytes)}" if n_bytes else ""
     gflops = content["cpu_gflops"]
     cpu = f", {gflops:.3g} GFLOP/s" if gflops else ""
     return [
-        f"mlx-lm-kvpersist {found.get('mlx-lm-kvpersist', 'not installed')}, "
-        f"mlx-lm {found['mlx-lm']}, mlx {found['mlx']}, Python {found['python']}",
+        f"mlx-lm-kvpersist {releases.get('mlx-lm-kvpersist', 'not installed')}, "
+        f"mlx-lm {releases['mlx-lm']}, mlx {releases['mlx']}, Python {releases['python']}",
         f"{device.get('device_name')}, {device['kind']}{memory}{cpu}, {device['platform']}, "
         f"{device['processors']} processors, load {content['load_before']} before",
         f"{model['name']} ({model['type']}{bits}, {model['weights']})",

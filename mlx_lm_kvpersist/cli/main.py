@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_each_rank(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run a command for the store that the options name, or for each of those of several ranks.
 
-    What one of them does not have is an error where no other has it. JSON is an object by folder.
+    An error ends the command if all of the stores raise one. JSON is an object by folder.
     """
     from .opening import folders_of
 
@@ -84,7 +84,7 @@ def _of_each_rank(run: Callable[[argparse.Namespace], int], args: argparse.Names
         names = ", ".join(map(str, folders))
         raise KVPersistError(f"a file is of one store; name it with --kvpersist-dir: {names}")
     statuses: list[int] = []
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     errors: dict[Path, KVPersistError] = {}
     for folder in folders:
         printed = io.StringIO()
@@ -97,11 +97,11 @@ def _of_each_rank(run: Callable[[argparse.Namespace], int], args: argparse.Names
             errors[folder] = error
         else:
             if args.json:
-                found[folder.name] = json.loads(printed.getvalue() or "null")
+                results[folder.name] = json.loads(printed.getvalue() or "null")
     if not statuses:
         raise next(iter(errors.values()))
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(results, indent=2))
     for folder, missed in errors.items():
         print(f"{PROG} {args.command}: {folder.name}: {missed}", file=sys.stderr)
     return max(statuses)
@@ -123,8 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog=PROG, description="Persistent memory for mlx_lm.server.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = _commands(parser, "command", "Most people need the first five only.")
-    about = "say whether --plugin works here and, if not, why"
-    _adder(commands, *_STORE)("doctor", "doctor:run", about)
+    summary = "say whether --plugin works here and, if not, why"
+    _adder(commands, *_STORE)("doctor", "doctor:run", summary)
     add = _adder(commands)
     # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
     server = add(
@@ -166,9 +166,11 @@ def _group(commands: Any, name: str, summary: str) -> Any:
     return _commands(commands.add_parser(name, help=summary, description=summary), "subcommand")
 
 
-def _commands(parser: argparse.ArgumentParser, dest: str, about: str | None = None) -> Any:
+def _commands(parser: argparse.ArgumentParser, dest: str, summary: str | None = None) -> Any:
     parser.set_defaults(print_help=parser.print_help)  # for the command alone
-    return parser.add_subparsers(dest=dest, metavar="COMMAND", title="commands", description=about)
+    return parser.add_subparsers(
+        dest=dest, title="commands", metavar="COMMAND", description=summary
+    )
 
 
 def _adder(commands: Any, *names: str) -> Any:
@@ -255,8 +257,8 @@ def _add_quality(add: Any) -> None:
 
 
 def _add_selftest(add: Any) -> None:
-    about = "prove every patch, start the plugin, check its numbers"
-    selftest = add("selftest", "selftest:run", about, json=True)
+    summary = "prove every patch, start the plugin, check its numbers"
+    selftest = add("selftest", "selftest:run", summary, json=True)
     selftest.add_argument(
         "server_options",
         nargs="*",

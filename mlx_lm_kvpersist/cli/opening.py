@@ -50,11 +50,11 @@ def existing(args: argparse.Namespace) -> OwnFiles:
 
 
 @contextmanager
-def reading(args: argparse.Namespace, *, reads_all: bool = False) -> Iterator[Index]:
+def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[Index]:
     """Open the index of a store to read it; no lock is taken and nothing is repaired.
 
-    Damage is looked for in the rows that are read, or, if `reads_all`, in all rows: that takes half
-    a minute for 10,000 sessions. SQLite writes beside an index even to read it. Raises
+    Only rows that are read are checked for damage. With `check_all` the whole index is, which takes
+    half a minute for 10,000 sessions. SQLite writes beside an index even to read it. Raises
     PermissionError if it may not.
     """
     files = existing(args)
@@ -66,7 +66,7 @@ def reading(args: argparse.Namespace, *, reads_all: bool = False) -> Iterator[In
     if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
-        with closing(Index(path, files, reads_all=reads_all)) as index:
+        with closing(Index(path, files, check_all=check_all)) as index:
             yield index
     except sqlite3.DatabaseError as error:
         if not is_damage(error):

@@ -31,7 +31,7 @@ from ..store.records import Session, Totals
 from ..units import show_bytes
 
 _PIPE_WIDTH = 200
-"""Columns where there is no terminal to ask."""
+"""Columns if there is no terminal to ask."""
 
 
 def shown(text: str, max_chars: int = 40) -> str:
@@ -74,13 +74,13 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
-def tell(args: argparse.Namespace, content: Any, *parts: str | Table) -> None:
-    """Print `content` as JSON where --json asks for it, else the lines and tables for people."""
+def tell(args: argparse.Namespace, content: Any, *texts: str | Table) -> None:
+    """Print `content` as JSON if --json asks for it, else the lines and tables for people."""
     if args.json:
         print_json(content)
         return
-    for part in parts:
-        console().print(part)
+    for text in texts:
+        console().print(text)
 
 
 def console() -> Console:
@@ -94,13 +94,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: str = ""
 
     Cells that are too long for the terminal go on in the next line; none is cut.
     """
-    made = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    grid = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for column in columns:
         align: Any = "right" if column in right.split() else "left"
-        made.add_column(Text(column), justify=align, overflow="fold")
+        grid.add_column(Text(column), justify=align, overflow="fold")
     for row in rows:
-        made.add_row(*map(Text, row))
-    return made
+        grid.add_row(*map(Text, row))
+    return grid
 
 
 def record(fields: Mapping[str, Any]) -> Table:
@@ -110,9 +110,9 @@ def record(fields: Mapping[str, Any]) -> Table:
 
 def records(rows: Sequence[Mapping[str, Any]], *columns: str) -> Table:
     """Return a table of records of JSON values, with the fields that `columns` names."""
-    numbers = [_label(each) for each in columns if any(type(row.get(each)) is int for row in rows)]
-    cells = ([_cell(each, row.get(each), 60) for each in columns] for row in rows)
-    return table([_label(each) for each in columns], cells, " ".join(numbers))
+    numbers = {name for row in rows for name in columns if type(row.get(name)) is int}
+    cells = ([_cell(name, row.get(name), 60) for name in columns] for row in rows)
+    return table([*map(_label, columns)], cells, " ".join(map(_label, numbers)))
 
 
 def _label(name: str) -> str:

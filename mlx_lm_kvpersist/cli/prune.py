@@ -14,14 +14,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Raises ConfigError for a URL that cannot be used, else StoreError."""
     objects = TimedObjects(Objects(args.url))
     try:
-        found = list(objects.list())
-        old = surplus(found, args.older, args.size)
+        stored = list(objects.list())
+        old = surplus(stored, args.older, args.size)
         if not args.dry_run:
-            objects.delete([one.name for one in old])
+            objects.delete([item.name for item in old])
     except OSError as error:
         raise StoreError(f"{args.url} cannot be pruned: {error}") from error
-    n_bytes = sum(one.n_bytes for one in old)
-    n_left, left_bytes = len(found) - len(old), sum(one.n_bytes for one in found) - n_bytes
+    n_bytes, all_bytes = (sum(item.n_bytes for item in items) for items in (old, stored))
+    n_left, left_bytes = len(stored) - len(old), all_bytes - n_bytes
     would = "would be removed" if args.dry_run else "removed"
     tell(
         args,

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
             f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
     with checks.server_attention():
-        with progress("the model's layers") as told:
-            specs, left_out = _specs(args, model, told)
+        specs, left_out = _specs(args, model)
         if not specs:
             reasons = "; ".join(sorted(set(left_out.values())))
             why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
@@ -66,10 +65,12 @@ def run(args: argparse.Namespace) -> int:
         context = args.context if args.context > 0 else None
         questions = _questions(tokenizer, text, context) if context else []
         calls = checks.tool_prompts(tokenizer, text[:_TOOL_CHARS])
-        with progress("quality") as told:
-            rows = _measured(model, tokenizer, specs, text_name, windows, questions, calls, told)
+        with progress("quality") as on_progress:
+            rows = _measured(
+                model, tokenizer, specs, text_name, windows, questions, calls, on_progress
+            )
     dtype = next(group.keys.dtype for spec in specs.values() for group in spec.full if group.keys)
-    n_predicted = sum(len(seen) - n_context for seen, n_context in windows)
+    n_predicted = sum(len(window) - n_context for window, n_context in windows)
     content = {
         "model": args.model,
         "reference": dtype,
@@ -81,13 +82,13 @@ def run(args: argparse.Namespace) -> int:
         "rows": rows,
         "left_out": left_out,
     }
-    about = (
+    heading = (
         f"{args.model} on {text_name}: {n_predicted:,} tokens predicted, in windows of "
         f"{_WINDOW:,} that advance by {_STRIDE:,}. Compared with {REFERENCE}, the model's "
         f"own {dtype}. ±: standard error.\n"
     )
-    said = (f"{name}: left out, {reason}" for name, reason in left_out.items())
-    tell(args, content, about, _table(rows), *said)
+    reasons_left_out = (f"{name}: left out, {reason}" for name, reason in left_out.items())
+    tell(args, content, heading, _table(rows), *reasons_left_out)
     return 0
 
 
@@ -99,32 +100,31 @@ def _questions(tokenizer: Any, text: str, n_context: int) -> list[list[int]]:
 
 
 def _judged(
-    tokenizer: Any, expected_calls: Sequence[Any], said: _Said, own: _Said
+    tokenizer: Any, expected_calls: Sequence[Any], replies: _Said, own: _Said
 ) -> dict[str, dict[str, int | None] | None]:
     """Return what a row says of replies, and of tool calls; None where none was tried.
 
     `same` counts those that begin, or call, as `own` do, those of the model's own precision, and
     `found` those that have what was asked for: a hidden number, or the next tool call.
     """
-    n_same, n_facts = [0, 0], len(checks.THINGS)
-    for number, (its, mine) in enumerate(zip(said[0], own[0], strict=True)):
-        is_same = its[: checks.FIRST_TOKENS] == mine[: checks.FIRST_TOKENS]
-        n_same[number < n_facts] += is_same
-    facts = zip(checks.THINGS.values(), said[0], strict=False)
+    first = slice(checks.FIRST_TOKENS)
+    same = [reply[first] == mine[first] for reply, mine in zip(replies[0], own[0], strict=True)]
+    same_facts = same[: len(checks.THINGS)]
+    facts = zip(checks.THINGS.values(), replies[0], strict=False)
     n_found = sum(number in tokenizer.decode(reply).replace(",", "") for number, reply in facts)
     calls, own_calls = (
-        [checks.tool_call_in(tokenizer, tokenizer.decode(reply)) or reply for reply in each[1]]
-        for each in (said, own)
+        [checks.tool_call_in(tokenizer, tokenizer.decode(reply)) or reply for reply in answers[1]]
+        for answers in (replies, own)
     )
     n_right = sum(call == wanted for call, wanted in zip(calls, expected_calls, strict=True))
-    n_as_own = sum(its == mine for its, mine in zip(calls, own_calls, strict=True))
+    n_as_own = sum(reply_ids == mine for reply_ids, mine in zip(calls, own_calls, strict=True))
 
     def counts(n_tried: int, n_found: int | None, n_same: int) -> dict[str, int | None] | None:
         return {"tried": n_tried, "found": n_found, "same": n_same} if n_tried else None
 
     return {
-        "replies": counts(len(said[0]), None, sum(n_same)),
-        "needles": counts(n_facts if said[0] else 0, n_found, n_same[True]),
+        "replies": counts(len(same), None, sum(same)),
+        "needles": counts(len(same_facts), n_found, sum(same_facts)),
         "tool_calls": counts(len(calls), n_right, n_as_own),
     }
 
@@ -156,54 +156,52 @@ def _measured(
     def one_more() -> None:
         on_progress(next(done), total)
 
-    whole = {name: Predictions() for name in makers}
-    for seen, n_context in windows:
-        for name, read in checks.predicted(model, seen, makers).items():
-            whole[name].add(read, n_context - 1)
+    by_name = {name: Predictions() for name in makers}
+    for window, n_context in windows:
+        for name, read in checks.predicted(model, window, makers).items():
+            by_name[name].add(read, n_context - 1)
         one_more()
-    parts = checks.predicted(model, part_ids, makers)
+    passages = checks.predicted(model, part_ids, makers)
     one_more()
-    for by_name in (whole, parts):
-        by_name[REFERENCE] = next(iter(by_name.values())).own
-    said: dict[str, _Said] = {}
+    for predictions in (by_name, passages):
+        predictions[REFERENCE] = next(iter(predictions.values())).own
+    replies: dict[str, _Said] = {}
     ends = set(tokenizer.eos_token_ids)
     for name, make_cache in everyone.items():
         answers = checks.replies_to(model, questions, make_cache, _REPLY_TOKENS, ends)
         one_more()
-        said[name] = answers, checks.replies_to(model, prompts, make_cache, _TOOL_TOKENS, ends)
+        replies[name] = answers, checks.replies_to(model, prompts, make_cache, _TOOL_TOKENS, ends)
         one_more()
     first = next(iter(specs.values()))
     own_bytes = sum(group.full_precision_bytes for group in first.full)
     rows = []
     for name in everyone:
         n_bytes = specs[name].bytes_per_token if name in specs else own_bytes
-        texts = {text_name: whole[name].divergence_nats.value}
-        texts |= part_means(parts[name].divergence, places)
+        texts = {text_name: by_name[name].divergence_nats.value}
+        texts |= part_means(passages[name].divergence, places)
         rows.append(
             {
                 "precision": name,
                 "layout": specs[name].layout if name in specs else "full",
                 "bits_per_number": first.bits_per_number * n_bytes / first.bytes_per_token,
                 "kv_bytes_per_token": float(n_bytes),
-                **{one: asdict(getattr(whole[name], one)) for one in _ESTIMATES},
-                "divergence_p99_nats": whole[name].divergence_p99_nats,
+                **{estimate: asdict(getattr(by_name[name], estimate)) for estimate in _ESTIMATES},
+                "divergence_p99_nats": by_name[name].divergence_p99_nats,
                 "texts": texts,
-                "worst_text": max(texts, key=lambda each: texts[each]),
-                **_judged(tokenizer, expected_calls, said[name], said[REFERENCE]),
+                "worst_text": max(texts, key=lambda text: texts[text]),
+                **_judged(tokenizer, expected_calls, replies[name], replies[REFERENCE]),
             }
         )
     return rows
 
 
 def _specs(
-    args: argparse.Namespace, model: Any, on_progress: Callable[[int, int], None]
+    args: argparse.Namespace, model: Any
 ) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
     """Return the spec of each precision that the model takes, and why it takes no other."""
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
-    names = [name for name in KV_BITS if name != REFERENCE]
-    for n_done, name in enumerate(names):
-        on_progress(n_done, len(names))
+    for name in (name for name in KV_BITS if name != REFERENCE):
         args.kvpersist_kv_bits = name
         try:
             spec = checks.served(model, precision_of(args))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.geometry.architectures import facts_of, spec_of
+from ..cache.geometry.architectures import architecture_of, spec_of
 from ..cache.geometry.precision import PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
@@ -83,7 +83,7 @@ def served(
     They follow the policy unless `attention` names a strategy. Raises ModelNotSupported if nothing
     of the model is kept.
     """
-    facts = facts_of(model)
+    facts = architecture_of(model)
     spec = spec_of(model, choice, facts)
     return plan_attention(model, spec, attention, facts is not None and facts.packed)
 
@@ -111,9 +111,9 @@ def predicted(
     read = {name: Predictions() for name in makers}
     own, caches = make_prompt_cache(model), {name: make() for name, make in makers.items()}
     for start in range(0, len(ids) - 1, AT_ONCE):
-        part = compared(model, ids[start : start + AT_ONCE + 1], own, caches)
-        for name, predictions in part.items():
-            read[name].add(predictions)
+        predictions = compared(model, ids[start : start + AT_ONCE + 1], own, caches)
+        for name, new in predictions.items():
+            read[name].add(new)
         mx.clear_cache()
     return read
 
@@ -140,13 +140,13 @@ def replies_to(
         caches = copy.deepcopy(shared)
         _feed(model, prompt[:-1], caches, n_shared)
         last = prompt[-1]
-        said: list[int] = []
-        while len(said) < max_tokens:
+        reply: list[int] = []
+        while len(reply) < max_tokens:
             last = int(model(mx.array([[last]]), cache=caches)[0, -1].argmax().item())
             if last in ends:
                 break
-            said.append(last)
-        replies.append(said)
+            reply.append(last)
+        replies.append(reply)
     return replies
 
 
@@ -213,7 +213,7 @@ def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
         call = {"name": "get_water_level", "arguments": {"lock": lock, "unit": "metres"}}
         try:
             prompt = _rendered(tokenizer, messages, [TOOL])
-            if prompt in (_rendered(tokenizer, messages, None), *(known for known, _ in chain)):
+            if prompt in (_rendered(tokenizer, messages, None), *(earlier for earlier, _ in chain)):
                 break
         except Exception:
             break  # templates raise exceptions of many classes

@@ -53,12 +53,12 @@ def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:
 def tried(name: str, check: Callable[[], str | None]) -> Finding:
     """Run a check. It returns what it found, None for "works"; an error becomes what was found."""
     try:
-        found = check() or "works"
+        result = check() or "works"
     except KVPersistError as error:
         return Finding(name, False, str(error))
     except Exception as error:
         return Finding(name, False, f"{type(error).__name__}: {error}")
-    return Finding(name, True, found)
+    return Finding(name, True, result)
 
 
 def check_patch(patch: Patch) -> None:

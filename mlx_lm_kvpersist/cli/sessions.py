@@ -30,14 +30,14 @@ def choose(sessions: Sequence[Session], wanted: str) -> Session:
     by_id = [session for session in sessions if session.id == wanted]
     named = [session for session in sessions if session.name == wanted]
     begun = [session for session in sessions if wanted and session.id.startswith(wanted)]
-    found = by_id or named or begun
-    if not found:
+    matches = by_id or named or begun
+    if not matches:
         raise StoreError(f"no session has the id or the name {shown(wanted)}")
-    if len(found) > 1:
+    if len(matches) > 1:
         what = "branches have the name" if named else "ids begin with"
-        ids = ", ".join(session.id for session in found)
-        raise StoreError(f"{len(found)} {what} {shown(wanted)}; say which by id: {ids}")
-    return found[0]
+        ids = ", ".join(session.id for session in matches)
+        raise StoreError(f"{len(matches)} {what} {shown(wanted)}; say which by id: {ids}")
+    return matches[0]
 
 
 def describe(index: Index, session: Session) -> dict[str, Any]:
@@ -76,12 +76,12 @@ def list_all(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     with reading(args) as index:
         session = choose(index.sessions(), args.session)
-        about = describe(index, session)
+        facts = describe(index, session)
         chain = index.chain(session.leaf)
         checkpoints = index.checkpoints([node.key for node, _ in chain])
     text = "".join(node.text for node, _ in chain)
-    about["text_start"] = text[:_EXCERPT_CHARS] if about["text_stored"] else None
-    about["text_end"] = text[-_EXCERPT_CHARS:] if about["text_stored"] else None
+    facts["text_start"] = text[:_EXCERPT_CHARS] if facts["text_stored"] else None
+    facts["text_end"] = text[-_EXCERPT_CHARS:] if facts["text_stored"] else None
     blocks: list[dict[str, Any]] = [
         {
             "key": node.key.hex(),
@@ -101,7 +101,7 @@ def show(args: argparse.Namespace) -> int:
         for block in blocks
     ]
     columns = ("key", "start", "tokens", "bytes", "checkpoints")
-    tell(args, {**about, "chain": blocks}, record(about), "", records(rows, *columns))
+    tell(args, {**facts, "chain": blocks}, record(facts), "", records(rows, *columns))
     return 0
 
 
@@ -134,9 +134,9 @@ def rm(args: argparse.Namespace) -> int:
 def pin(args: argparse.Namespace) -> int:
     with changing(args) as disk, disk.lock.held():
         session = disk.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
-        about = describe(disk.index, session)
+        facts = describe(disk.index, session)
     what = "pinned" if session.pinned else "no longer pinned"
-    tell(args, about, f"{named(session)}  is {what}")
+    tell(args, facts, f"{named(session)}  is {what}")
     return 0
 
 
@@ -147,10 +147,10 @@ def export(args: argparse.Namespace) -> int:
         if target.exists() and not args.force:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
         n_bytes = export_session(index, session, target, on_progress)
-        about = describe(index, session)
-    content = {**about, "file": str(target), "file_bytes": n_bytes}
-    said = f"is now in {target}, {show_bytes(n_bytes)}"
-    tell(args, content, f"{named(session)}  {said}")
+        facts = describe(index, session)
+    content = {**facts, "file": str(target), "file_bytes": n_bytes}
+    line = f"is now in {target}, {show_bytes(n_bytes)}"
+    tell(args, content, f"{named(session)}  {line}")
     return 0
 
 
@@ -161,11 +161,11 @@ def load(args: argparse.Namespace) -> int:
     limits, encryption = limits_of(args, folder), encryption_of(args)
     with closing(source), closing(DiskStore(folder, limits, encryption=encryption)) as disk:
         session, new, is_new = import_session(disk, source)
-        about = describe(disk.index, session)
+        facts = describe(disk.index, session)
     n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)
     written = Totals(len(new) - n_checkpoints, 0, n_checkpoints)
     counts = {"blocks_written": written.n_blocks, "checkpoints_written": n_checkpoints}
     what = "is added" if is_new else "was there"
-    said = f"{named(session)}  {what}; written: {held(written)}"
-    tell(args, {**about, "is_new": is_new, **counts}, said)
+    line = f"{named(session)}  {what}; written: {held(written)}"
+    tell(args, {**facts, "is_new": is_new, **counts}, line)
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.utils import load
 from rich.table import Table
 
-from ..cache.geometry.architectures import facts_of, spec_of
+from ..cache.geometry.architectures import architecture_of, spec_of
 from ..cache.geometry.precision import FULL_BITS, layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.packed import GRID
@@ -42,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
     """
     model, _ = load_named(args.model, args.adapter_path)
     try:
-        spec = spec_of(model, precision_of(args), facts_of(model))
+        spec = spec_of(model, precision_of(args), architecture_of(model))
     except ModelNotSupported as error:
-        said = f"{args.model} is served as stock does, nothing is kept: {error}"
-        tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
+        text = f"{args.model} is served as stock does, nothing is kept: {error}"
+        tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, text)
         return 1
     words = layout_in_words(spec.layout)
     content = {"model": args.model, "kept": True, "precision": words, **spec.describe()}

@@ -52,7 +52,7 @@ class Reply:
         return (self.completion_tokens - 1) / self.decode_s
 
     def said(self, field: str) -> str:
-        """Return a field of the outcome; "" where it has none."""
+        """Return a field of the outcome; "" if it has none."""
         fields = dict(part.strip().partition("=")[::2] for part in self.outcome.split(";"))
         return fields.get(field, "")
 
@@ -60,7 +60,7 @@ class Reply:
 class StartedServer:
     """The stock server with further `options`, for a `with` block; its log is appended to a file.
 
-    Raises KVPersistError where it does not start or answer; the message ends with its log.
+    Raises KVPersistError if it does not start or answer; the message ends with its log.
     """
 
     def __init__(self, model: str, *options: str, log_path: Path) -> None:
@@ -164,7 +164,7 @@ class StartedServer:
 
 
 def _read(response: HTTPResponse, start_s: float) -> Reply:
-    """Return a streamed reply; raises KVPersistError where it ends early."""
+    """Return a streamed reply; raises KVPersistError if it ends early."""
     usage: dict[str, Any] = {}
     text, ttft_s, last_s = "", 0.0, 0.0
     for line in response:

@@ -86,28 +86,28 @@ def verify(args: argparse.Namespace) -> int:
                 left = _problems(folder, disk.index)
             totals = disk.index.totals()
     else:
-        with reading(args, reads_all=True) as index:
+        with reading(args, check_all=True) as index:
             left = problems = _problems(folder, index)
             totals = index.totals()
     if not problems:
-        said = f"{held(totals)}, all good"
+        line = f"{held(totals)}, all good"
     elif left:
         advice = "" if args.fix else "; --fix moves bad files to quarantine"
-        said = f"{counted(len(left), 'problem')}{advice}"
+        line = f"{counted(len(left), 'problem')}{advice}"
     else:
-        said = f"{counted(len(problems), 'problem')} fixed, {held(totals)} left"
-    found = [
+        line = f"{counted(len(problems), 'problem')} fixed, {held(totals)} left"
+    listed = [
         {"fault": problem.fault.value, "subject": problem.subject, "reason": problem.reason}
         for problem in problems
     ]
     counts = {"blocks": totals.n_blocks, "checkpoints": totals.n_checkpoints}
-    report = {"ok": not left, **counts, "problems": found, "left": len(left)}
-    rows = [[shown(value, 200) for value in problem.values()] for problem in found]
+    report = {"ok": not left, **counts, "problems": listed, "left": len(left)}
+    rows = [[shown(value, 200) for value in problem.values()] for problem in listed]
     tell(
         args,
         {"folder": str(folder), **report},
         *([table(["fault", "subject", "reason"], rows)] if rows else []),
-        f"{folder}: {said}",
+        f"{folder}: {line}",
     )
     return 1 if left else 0
 
@@ -125,8 +125,8 @@ def rebuild(args: argparse.Namespace) -> int:
     with reading(args) as index:
         totals, n_sessions = index.totals(), len(index.sessions())
     counts = {"blocks": totals.n_blocks, "checkpoints": totals.n_checkpoints}
-    said = f"{folder}: the index has {held(totals)}, {counted(n_sessions, 'session')}"
-    tell(args, {"folder": str(folder), **counts, "sessions": n_sessions}, said)
+    line = f"{folder}: the index has {held(totals)}, {counted(n_sessions, 'session')}"
+    tell(args, {"folder": str(folder), **counts, "sessions": n_sessions}, line)
     return 0
 
 

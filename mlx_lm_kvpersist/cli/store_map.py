@@ -1,7 +1,8 @@
-"""`mlx-lm-kvpersist store map`: what takes a store's bytes, by session, shared part and age.
+"""`mlx-lm-kvpersist store map`: what takes a store's bytes, by session, shared segment and age.
 
-A part is a run of blocks that the same sessions go through. Parts form a tree: a conversation's own
-part hangs on those that it shares, such as the system prompt.
+A segment is a run of blocks that the same sessions go through. Segments form a tree: a segment that
+sessions share, such as the system prompt, has segments of fewer sessions below it. JSON calls them
+parts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from ..units import show_bytes
 from .opening import folder_of, reading
 from .output import counted, shown, table, tell, utc_time
 
-_MOST_PARTS = 40
-"""The largest ones are drawn."""
+_MOST_DRAWN = 40
+"""The largest segments are drawn."""
 _MOST_CHARS = 60
 _BAR = 20
 _IS_ID = re.compile("[0-9a-f]{8}-?[0-9a-f]{4}|^digest-", re.IGNORECASE)
@@ -36,155 +37,162 @@ _AGES_S = {"1 hour": 3600, "1 day": 86_400, "7 days": 604_800, "30 days": 2_592_
 
 
 @dataclass(eq=False)
-class _Part:
-    """Blocks that `n_sessions` go through; `first` is the key of the first one.
+class Segment:
+    """Blocks that `n_sessions` go through; `first` is the key of the first block.
 
-    `bytes_on` and `used` count the parts that go on from it, too: a use marks the end of a chain
-    only. Seconds are since 1970.
+    `tree_bytes` and `used` (seconds since 1970) count the segments below, too: a use marks the end
+    of a chain only. `ending`: sessions that end in it.
     """
 
     number: int
     root: bytes
-    above: _Part | None
+    parent: Segment | None
     first: bytes
     n_sessions: int
     n_blocks: int = 0
     n_tokens: int = 0
     n_bytes: int = 0
-    bytes_on: int = 0
+    tree_bytes: int = 0
     used: float = 0.0
-    on: list[_Part] = field(default_factory=list)
-    sessions: list[Session] = field(default_factory=list)
-    """Those that end in it."""
+    children: list[Segment] = field(default_factory=list)
+    ending: list[Session] = field(default_factory=list)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Nothing is locked or changed, so a server may use the folder meanwhile."""
-    folder = folder_of(args)
+    folder, now = folder_of(args), time.time()
     with reading(args) as index:
-        parts = _read(index)
-        now, ages = time.time(), dict.fromkeys([*_AGES_S, "longer ago"], 0)
-        for part in parts:
-            older = (age for age, seconds in _AGES_S.items() if now - part.used < seconds)
-            ages[next(older, "longer ago")] += part.n_bytes
-        roots, whole = {root.key: root for root, _ in index.roots()}, sum(ages.values())
+        segments = _segments(index)
+        ages = dict.fromkeys([*_AGES_S, "longer ago"], 0)
+        for segment in segments:
+            older = (age for age, seconds in _AGES_S.items() if now - segment.used < seconds)
+            ages[next(older, "longer ago")] += segment.n_bytes
+        roots, n_bytes = {root.key: root for root, _ in index.roots()}, sum(ages.values())
         if args.json:
-            described = [_described(index, part, roots.get(part.root)) for part in parts]
-            facts = {"bytes": whole, "bytes_by_age": ages, "parts": described}
+            described = [_described(index, segment, roots) for segment in segments]
+            facts = {"bytes": n_bytes, "bytes_by_age": ages, "parts": described}
             tell(args, {"folder": str(folder), **facts})
             return 0
-        n_sessions = sum(len(part.sessions) for part in parts)
-        tell(args, None, f"{folder}: {show_bytes(whole)} in {counted(n_sessions, 'session')}")
-        if parts:
-            rows = [[age, _bar(n, whole), show_bytes(n)] for age, n in ages.items()]
-            tell(args, None, *_drawn(index, parts, roots), "", table(["used within", "", ""], rows))
+        n_sessions = sum(len(segment.ending) for segment in segments)
+        tell(args, None, f"{folder}: {show_bytes(n_bytes)} in {counted(n_sessions, 'session')}")
+        if segments:
+            rows = [[age, _bar(size, n_bytes), show_bytes(size)] for age, size in ages.items()]
+            by_age = table(["used within", "", ""], rows)
+            tell(args, None, *_drawn(index, segments, roots), "", by_age)
     return 0
 
 
-def _read(index: Index) -> list[_Part]:
-    """Return all parts, those above first."""
+def _segments(index: Index) -> list[Segment]:
+    """Return all segments, parents first."""
     rows = sorted(index.sizes(), key=lambda row: row[3])
-    ends: dict[bytes, list[Session]] = defaultdict(list)
+    ending: dict[bytes, list[Session]] = defaultdict(list)
     for session in index.sessions():
-        ends[session.leaf].append(session)
-    n_through = Counter({key: len(found) for key, found in ends.items()})
-    for key, parent, *_ in reversed(rows):
-        n_through[parent] += n_through[key]
-    parts: list[_Part] = []
-    part_of: dict[bytes, _Part] = {}
-    for key, parent, root, _, n_tokens, n_bytes, used in rows:
-        part = above = part_of.get(parent)
-        # Either all sessions of the block before go on here, or another part begins.
-        if part is None or part.n_sessions != n_through[key]:
-            part = _Part(len(parts), root, above, key, n_through[key])
-            parts.append(part)
-            if above is not None:
-                above.on.append(part)
-        part_of[key] = part
-        part.sessions += ends.get(key, ())
-        part.n_blocks, part.n_tokens = part.n_blocks + 1, part.n_tokens + n_tokens
-        part.n_bytes, part.used = part.n_bytes + n_bytes, max(part.used, used)
-    for part in reversed(parts):
-        part.bytes_on += part.n_bytes
-        if part.above is not None:
-            part.above.bytes_on += part.bytes_on
-            part.above.used = max(part.above.used, part.used)
-    return parts
+        ending[session.leaf].append(session)
+    n_through = Counter({key: len(sessions) for key, sessions in ending.items()})
+    for key, parent_key, *_ in reversed(rows):
+        n_through[parent_key] += n_through[key]
+    segments: list[Segment] = []
+    segment_of: dict[bytes, Segment] = {}
+    for key, parent_key, root, _, n_tokens, n_bytes, used in rows:
+        segment = parent = segment_of.get(parent_key)
+        # A segment ends at the block after which its sessions diverge.
+        if segment is None or segment.n_sessions != n_through[key]:
+            segment = Segment(len(segments), root, parent, key, n_through[key])
+            segments.append(segment)
+            if parent is not None:
+                parent.children.append(segment)
+        segment_of[key] = segment
+        segment.ending += ending.get(key, ())
+        segment.n_blocks += 1
+        segment.n_tokens += n_tokens
+        segment.n_bytes += n_bytes
+        segment.used = max(segment.used, used)
+    for segment in reversed(segments):
+        segment.tree_bytes = segment.n_bytes + sum(child.tree_bytes for child in segment.children)
+        segment.used = max([segment.used, *(child.used for child in segment.children)])
+    return segments
 
 
-def _described(index: Index, part: _Part, root: Root | None) -> dict[str, Any]:
+def _described(index: Index, segment: Segment, roots: Mapping[bytes, Root]) -> dict[str, Any]:
+    root = roots.get(segment.root)
     return {
-        "part": part.number,
-        "goes_on_from": None if part.above is None else part.above.number,
+        "part": segment.number,
+        "goes_on_from": None if segment.parent is None else segment.parent.number,
         "model": root.model if root else None,
         "precision": root.layout if root else None,
         "namespace": root.namespace if root else None,
-        "shared_by": part.n_sessions,
+        "shared_by": segment.n_sessions,
         "sessions": [
-            {"id": one.id, "name": one.name, "title": index.state.note(one.id).get("title")}
-            for one in part.sessions
+            {
+                "id": session.id,
+                "name": session.name,
+                "title": index.state.note(session.id).get("title"),
+            }
+            for session in segment.ending
         ],
-        "words": _words(index, part),
-        "blocks": part.n_blocks,
-        "tokens": part.n_tokens,
-        "bytes": part.n_bytes,
-        "used": utc_time(part.used),
+        "words": _words(index, segment),
+        "blocks": segment.n_blocks,
+        "tokens": segment.n_tokens,
+        "bytes": segment.n_bytes,
+        "used": utc_time(segment.used),
     }
 
 
-def _words(index: Index, part: _Part) -> str:
-    """Return the text that a part begins with, "" where none is stored."""
-    found = index.block(part.first)
-    return found[0].text[:_MOST_CHARS] if found else ""
+def _words(index: Index, segment: Segment) -> str:
+    """Return the text that a segment begins with, "" if none is stored."""
+    row = index.block(segment.first)
+    return row[0].text[:_MOST_CHARS] if row else ""
 
 
 def _drawn(
-    index: Index, parts: Sequence[_Part], roots: Mapping[bytes, Root]
+    index: Index, segments: Sequence[Segment], roots: Mapping[bytes, Root]
 ) -> Iterator[str | Table]:
-    """Yield a head and a tree for each model, that with most first; small parts are summed up."""
-    models: dict[tuple[str, str], list[_Part]] = defaultdict(list)
-    for part in parts:
-        if part.above is None and (root := roots.get(part.root)) is not None:
-            models[root.model, root.layout].append(part)
-    # A part is never larger than what it goes on from, so that is among them, too.
-    large = set(heapq.nlargest(_MOST_PARTS, parts, key=lambda part: part.bytes_on))
-    most, now = max(part.n_bytes for part in parts), time.time()
+    """Yield a head and a tree for each model, the largest first; small segments are summed up."""
+    models: dict[tuple[str, str], list[Segment]] = defaultdict(list)
+    for segment in segments:
+        if segment.parent is None and (root := roots.get(segment.root)) is not None:
+            models[root.model, root.layout].append(segment)
+    # No segment is larger than its parent, so the parents of large ones are among them, too.
+    large = set(heapq.nlargest(_MOST_DRAWN, segments, key=lambda segment: segment.tree_bytes))
+    most, now = max(segment.n_bytes for segment in segments), time.time()
 
-    def tree(tops: Sequence[_Part], indent: str, first: str, last: str) -> Iterator[list[str]]:
-        tops = sorted(tops, key=lambda part: part.bytes_on, reverse=True)
-        drawn = [one for one in tops if one in large]
-        rest = [one for one in tops if one not in large]
-        for number, part in enumerate(drawn):
-            is_last = number == len(drawn) - 1 and not rest
-            bar = _bar(part.n_bytes, most, "█" if part.n_sessions == 1 else "▒")
-            label = indent + (last if is_last else first) + _label(index, part)
-            yield [show_bytes(part.n_bytes), bar, _ago(now - part.used), label]
-            yield from tree(part.on, indent + ("  " if is_last else "│ ") * bool(first), "├ ", "└ ")
+    def tree(tops: Sequence[Segment], indent: str, first: str, last: str) -> Iterator[list[str]]:
+        tops = sorted(tops, key=lambda segment: (segment not in large, -segment.tree_bytes))
+        drawn = [segment for segment in tops if segment in large]
+        rest = tops[len(drawn) :]
+        for segment in drawn:
+            is_last = segment is tops[-1]
+            bar = _bar(segment.n_bytes, most, "█" if segment.n_sessions == 1 else "▒")
+            label = indent + (last if is_last else first) + _label(index, segment)
+            yield [show_bytes(segment.n_bytes), bar, _ago(now - segment.used), label]
+            below = indent + ("  " if is_last else "│ ") * bool(first)
+            yield from tree(segment.children, below, "├ ", "└ ")
         if rest:
-            n_bytes, used = sum(one.bytes_on for one in rest), max(one.used for one in rest)
-            n_sessions = sum(one.n_sessions for one in rest)
+            n_bytes = sum(segment.tree_bytes for segment in rest)
+            n_sessions = sum(segment.n_sessions for segment in rest)
             more = counted(n_sessions, "more session") if n_sessions else "more of no session"
-            yield [show_bytes(n_bytes), "", _ago(now - used), f"{indent}{last}… and {more}"]
+            age = _ago(now - max(segment.used for segment in rest))
+            yield [show_bytes(n_bytes), "", age, f"{indent}{last}… and {more}"]
 
-    sizes = {key: sum(part.bytes_on for part in tops) for key, tops in models.items()}
+    sizes = {key: sum(segment.tree_bytes for segment in tops) for key, tops in models.items()}
     for model, layout in sorted(models, key=sizes.__getitem__, reverse=True):
         yield ""
         yield f"{shown(model, 200)}, {layout_in_words(layout)}: {show_bytes(sizes[model, layout])}"
         yield table(["size", "", "used", ""], tree(models[model, layout], "", "", ""), "size used")
 
 
-def _label(index: Index, part: _Part) -> str:
-    """Return what people know a part by."""
-    ended = ""
-    if part.sessions:
-        first, *others = part.sessions
-        ended = _called(index, first) + (f" and {len(others):,} more" if others else "")
-        if len(part.sessions) == part.n_sessions:
-            return ended
-    words = shown(_words(index, part).strip(), _MOST_CHARS)
-    shared = f"shared by {part.n_sessions:,}" if part.n_sessions else "of no session"
-    said = f"{shared}, {part.n_tokens:,} tokens" + (f' "{words}"' if words else "")
-    return said + (f"; end here: {ended}" if ended else "")
+def _label(index: Index, segment: Segment) -> str:
+    """Return what people know a segment by."""
+    sessions = ""
+    if segment.ending:
+        first, n_more = segment.ending[0], len(segment.ending) - 1
+        sessions = _called(index, first) + (f" and {n_more:,} more" if n_more else "")
+        if len(segment.ending) == segment.n_sessions:
+            return sessions
+    words = shown(_words(index, segment).strip(), _MOST_CHARS)
+    shared = f"shared by {segment.n_sessions:,}" if segment.n_sessions else "of no session"
+    label = f"{shared}, {segment.n_tokens:,} tokens" + (f' "{words}"' if words else "")
+    return label + (f"; end here: {sessions}" if sessions else "")
 
 
 def _called(index: Index, session: Session) -> str:
@@ -200,7 +208,7 @@ def _bar(n_bytes: int, most: int, glyph: str = "█") -> str:
 
 
 def _ago(seconds: float) -> str:
-    for unit, its_seconds in _UNITS_S.items():
-        if seconds >= its_seconds:
-            return f"{seconds // its_seconds:.0f} {unit}"
+    for unit, unit_s in _UNITS_S.items():
+        if seconds >= unit_s:
+            return f"{seconds // unit_s:.0f} {unit}"
     return "now"

@@ -8,6 +8,6 @@ OWN_TEXT = Path(__file__).with_name("quality_text.txt")
 
 
 def document(n_chars: int) -> str:
-    """Return the first `n_chars` characters of the story, told again where it is too short."""
+    """Return the first `n_chars` characters of the story, repeated if it is too short."""
     text = OWN_TEXT.read_text(encoding="utf-8")
     return (text * (n_chars // len(text) + 1))[:n_chars]

@@ -12,7 +12,7 @@ _COMPUTED_S = 3600.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises KVPersistError where it is not stored."""
+    """Run the command; return the exit status. Raises KVPersistError if it is not stored."""
     name = args.name or session_name(args.file)
     sent = {"name": name, "request": read_prompt(args.file)}
     done = ask(args.url, WARM_PATH, sent, timeout_s=_COMPUTED_S)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             )
         tell(args, records[0], *_explained(records[0]))
         return 0
-    rows = [[local_time(each["received"]), each["id"], _sentence(each)] for each in records]
+    rows = [[local_time(record["received"]), record["id"], _sentence(record)] for record in records]
     listed = table(["received", "id", "what was reused"], rows)
     none = f"no request yet in {args.url or folder_of(args)}"
     tell(args, records, listed if rows else none, "", *_sums(records, store, stats.get("memory")))
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _sums(records: list[Record], store: Record, memory: Record | None) -> Iterator[str]:
     """Yield what all records say together, and the server or its store, a line each."""
-    known = [record for record in records if record["outcome"] != "STOCK"]
+    looked_up = [record for record in records if record["outcome"] != "STOCK"]
     n_prompt, n_reused, n_restored = (
-        sum(record[f"{which}_tokens"] for record in known)
+        sum(record[f"{which}_tokens"] for record in looked_up)
         for which in ("prompt", "reused", "restored")
     )
     if n_prompt:
@@ -64,8 +64,8 @@ def _sums(records: list[Record], store: Record, memory: Record | None) -> Iterat
             yield f"Evicted from {name} and asked for again: {n_tokens:,} tokens"
     if memory:
         used = {name: n for name, n in memory.items() if n and name not in _NO_PARTS}
-        parts = ", ".join(f"{name} {show_bytes(n)}" for name, n in used.items())
-        yield f"Memory: {show_bytes(sum(used.values()))} of {show_bytes(memory['total'])}: {parts}"
+        areas = ", ".join(f"{name} {show_bytes(n)}" for name, n in used.items())
+        yield f"Memory: {show_bytes(sum(used.values()))} of {show_bytes(memory['total'])}: {areas}"
 
 
 def _sentence(record: Record) -> str:

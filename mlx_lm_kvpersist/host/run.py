@@ -151,21 +151,21 @@ def check_address(host: str, port: int) -> None:
         stop(ConfigError(f"{what}; choose another --port, or a --host of this machine"))
 
 
-_held: list[list[int]] = []
+_deferred: list[list[int]] = []
 """Signals that came while none may interrupt the main thread, a list for each such block."""
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Let a signal that ends the server wait until the end of the block. Main thread."""
-    held: list[int] = []
-    _held.append(held)
+    deferred: list[int] = []
+    _deferred.append(deferred)
     try:
         yield
     finally:
-        _held.pop()
-        if held:
-            raise KeyboardInterrupt(held[0])
+        _deferred.pop()
+        if deferred:
+            raise KeyboardInterrupt(deferred[0])
 
 
 @contextmanager
@@ -193,9 +193,9 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
         clock = threading.Timer(grace_s, end_now, (number, f"not ended after {grace_s:g} s"))
         clock.daemon = True
         clock.start()
-        if not _held:
+        if not _deferred:
             raise KeyboardInterrupt(number)
-        _held[-1].append(number)
+        _deferred[-1].append(number)
 
     previous: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, handler)}
     # A shell starts background jobs with SIGINT ignored; it stays ignored.

@@ -34,14 +34,14 @@ class Runs:
         if len(run) < N_LAST or min(run) < 0:
             return []
         wanted = 0
-        for one in run:
-            wanted = (wanted * _FACTOR + one) & _WORD
+        for token_id in run:
+            wanted = (wanted * _FACTOR + token_id) & _WORD
         place = int(np.searchsorted(self._hashes, np.uint64(wanted), side="right")) - 1
         if place < 0 or self._hashes[place] != wanted:
             return []
         start = int(self._order[place])
-        found: list[int] = self._ids[start : start + N_LAST + n].tolist()
-        if found[:N_LAST] != run:
+        ids: list[int] = self._ids[start : start + N_LAST + n].tolist()
+        if ids[:N_LAST] != run:
             return []
-        first_image = next((i for i, one in enumerate(found) if one < 0), len(found))
-        return found[N_LAST:first_image]
+        first_image = next((place for place, n in enumerate(ids) if n < 0), len(ids))
+        return ids[N_LAST:first_image]

@@ -92,18 +92,18 @@ class TokenText:
 
     def control_places(self, ids: Sequence[int]) -> list[int]:
         """Return where control tokens, tokens of images, and unknown ones stand among ids."""
-        found = set(ids) - self._plain
-        return list(compress(count(), map(found.__contains__, ids))) if found else []
+        controls = set(ids) - self._plain
+        return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
         """Return each such token with the number of characters before it; of an image the first."""
-        found, n_chars, start = [], 0, 0
+        controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
             n_chars, start = n_chars + len(text), place + 1
             if ids[place] != IMAGE_GOES_ON:
-                found.append((n_chars - len(self.decode(ids[place:start])), ids[place]))
-        return found
+                controls.append((n_chars - len(self.decode(ids[place:start])), ids[place]))
+        return controls
 
     def n_bytes_ends(self, ids: Iterable[int]) -> list[int]:
         """Return the byte offset at which each token ends."""
@@ -152,8 +152,8 @@ class TokenText:
 
 def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:
     kinds = {decoder["type"]}
-    for part in decoder.get("decoders", ()):
-        kinds |= _decoder_kinds(part)
+    for inner in decoder.get("decoders", ()):
+        kinds |= _decoder_kinds(inner)
     return kinds
 
 

@@ -81,6 +81,7 @@ def match_prompt(
     prompt: str | bytes,
     tokens: TokenText | None = None,
     packed_ids: bytes = b"",
+    after: Sequence[Block] = (),
 ) -> Match:
     """Find the longest stored prefix of a prompt that ends where a token ends.
 
@@ -89,9 +90,12 @@ def match_prompt(
     The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
     `packed_ids` are the own ids of a text, if `tokens` covers them all: it then covers every block
     that has the same ids. A match then ends before a control token that is spelled on one side.
+
+    after: blocks that the prompt begins with, in text and ids; the last one ends with a character.
+    The walk begins there.
     """
     best, n_best, n_used = None, 0, 0
-    steps = _steps(source, root, prompt, tokens, packed_ids)
+    steps = _steps(source, root, prompt, tokens, packed_ids, after)
     for step in steps:
         # A character that is incomplete in the store may count for one more.
         if step.position + step.n_equal + 1 <= n_best:
@@ -136,8 +140,10 @@ def before_image(ids: Sequence[int], n_tokens: int) -> int:
 def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
     """Return a match that does not end inside an image of the prompt, whose ids these are."""
     stored = match.ids
-    n_images = sum(one < 0 for one in stored)
-    if [one for one in prompt if one < 0][n_images : n_images + 1] != [IMAGE_GOES_ON]:
+    n_images = sum(token_id < 0 for token_id in stored)
+    if [token_id for token_id in prompt if token_id < 0][n_images : n_images + 1] != [
+        IMAGE_GOES_ON
+    ]:
         return match
     n_tokens = before_image([*stored, IMAGE_GOES_ON], len(stored))
     path = tuple(node for node in match.path if node.start < n_tokens)
@@ -166,15 +172,23 @@ def _steps(
     prompt: str | bytes,
     tokens: TokenText | None,
     packed_ids: bytes,
+    after: Sequence[Block],
 ) -> list[_Step]:
     """Return all blocks that agree with the prompt, at least in part, those farthest in first.
 
     The prompt is a text for `tokens`, or packed ids. A damaged index may lie: only blocks that
     stand where they say, and are what their keys say, are followed.
     """
-    steps: list[_Step] = []
+    last: _Step | None = None
+    start = ids_start = 0
+    for node in after:
+        n_equal = len(node.packed_ids if tokens is None else node.text)
+        ids_start += len(node.packed_ids)
+        last = _Step(node, last, b"", start, n_equal, ids_start)
+        start += n_equal
+    steps = [last] if last is not None else []
     own: list[tuple[int, int]] | None = None
-    open_ends: list[tuple[bytes, int, _Step | None]] = [(root, 0, None)]
+    open_ends = [(last.node.key if last is not None else root, start, last)]
     while open_ends:
         parent, position, before = open_ends.pop()
         n_tokens, pending, ids_end = 0, b"", 0
@@ -189,16 +203,18 @@ def _steps(
             if tokens is not None and not is_known:
                 # The text of an unknown token does not tell its id; what is before it counts.
                 content = tokens.known_beginning(node.ids, pending)
-            whole = is_known and prompt.startswith(content, position)
-            n_equal = len(content) if whole else common_prefix(content, prompt, position)
+            is_whole = is_known and prompt.startswith(content, position)
+            n_equal = len(content) if is_whole else common_prefix(content, prompt, position)
             if tokens is not None and packed_ids and n_equal and not has_same_ids:
-                own = tokens.controls(unpack_ids(packed_ids)) if own is None else own
+                if own is None:
+                    own = tokens.controls(unpack_ids(packed_ids[ids_start:]))
+                    own = [(start + n_chars, token_id) for n_chars, token_id in own]
                 n_alike = _n_alike(tokens.controls(node.ids, pending), own, position, n_equal)
-                whole, n_equal = whole and n_alike == n_equal, n_alike
+                is_whole, n_equal = is_whole and n_alike == n_equal, n_alike
             end = ids_end + len(node.packed_ids)
             step = _Step(node, before, pending, position, n_equal, end)
             steps.append(step)
-            if whole:
+            if is_whole:
                 open_ends.append((node.key, position + n_equal, step))
     return sorted(steps, key=lambda step: -step.position - step.n_equal)
 
@@ -212,8 +228,8 @@ def _n_alike(
     `position` in the prompt.
     """
     first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
-    asked = {(start - position, token_id) for start, token_id in own[first:stop]}
-    return min([n_chars, *(start for start, _ in asked.symmetric_difference(stored))])
+    controls = {(start - position, token_id) for start, token_id in own[first:stop]}
+    return min([n_chars, *(start for start, _ in controls.symmetric_difference(stored))])
 
 
 def common_prefix(content: Any, prompt: Any, position: int) -> int:
@@ -241,7 +257,7 @@ def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
     if tokens is None:
         if node.has_text_only:
             return n_equal // 4, n_equal // 4 * 4
-        id_ends = [0, *accumulate(len(pack_ids([one])) for one in node.ids)]
+        id_ends = [0, *accumulate(len(pack_ids([token_id])) for token_id in node.ids)]
         n_tokens = bisect_right(id_ends, n_equal) - 1
         return n_tokens, id_ends[n_tokens]
     if n_equal == len(node.text) and not node.pending:
@@ -314,22 +330,30 @@ def splice(
     `text` is what `prompt` decodes to. A cut in the middle of what is stored moves back to the end
     of a token that the prompt has, too, and the prompt's own ids follow. At the end of what is
     stored, the prompt's own ids follow if a token begins there; if none does, the rest of the text
-    is encoded anew.
+    is encoded again. Whole blocks that the prompt begins with, id by id, are not looked at.
     """
-    stored, ends = match.ids, _ends(prompt, text, tokens)
-    stored_ends = _ends(stored, text, tokens)
+    n_same = n_chars = n_nodes = 0
+    for node in match.path:
+        if node.pending or node.stop >= match.n_tokens:
+            break
+        if pack_ids(prompt[node.start : node.stop]) != node.packed_ids:
+            break
+        n_same, n_chars, n_nodes = node.stop, n_chars + len(node.text), n_nodes + 1
+    own, text = prompt[n_same:], text[n_chars:]
+    stored = unpack_ids(b"".join(node.packed_ids for node in match.path[n_nodes:]))
+    stored = stored[: match.n_tokens - n_same]
+    ends, stored_ends = _ends(own, text, tokens), _ends(stored, text, tokens)
     if match.at_end:
-        tail = list(prompt[bisect_right(ends, ceil(stored_ends[-1])) :])
+        tail = list(own[bisect_right(ends, ceil(stored_ends[-1])) :])
         if tokens.decode(stored + tail) != text:
-            tail = _encode_rest(text[match.n_chars :], tokens, encode)
+            tail = _encode_rest(text[match.n_chars - n_chars :], tokens, encode)
     else:
         # What follows can change how the last word is cut into tokens. Spelled as in the other
         # prompt, the same text would get another reply than it gets alone.
-        n_stored, n_own = _common_boundary(prompt, ends, stored, stored_ends)
-        stored, tail = stored[:n_stored], list(prompt[n_own:])
+        n_stored, n_own = _common_boundary(own, ends, stored, stored_ends)
+        stored, tail = stored[:n_stored], list(own[n_own:])
         stored_ends = stored_ends[:n_stored]
-    spliced = stored + tail
-    if not stored or tokens.decode(spliced) != text:
+    if not (n_same or stored) or tokens.decode(stored + tail) != text:
         return None
     # The boundaries of the tail are aligned with those of the prompt, counting from the end. The
     # stored ids may end within a character.
@@ -337,12 +361,13 @@ def splice(
     n_before = ceil(ends[-1]) - ceil(tail_ends[-1])
     controls = _controls(stored, stored_ends, tokens)
     controls += _controls(tail, [n_before + end for end in tail_ends[1:]], tokens)
-    if controls != _controls(prompt, ends, tokens):
+    if controls != _controls(own, ends, tokens):
         return None
-    first = 0 if float(stored_ends[-1]).is_integer() else 1
-    place = {n_before + tail_ends[i]: len(stored) + i for i in range(first, len(tail_ends))}
-    shared = {i: place[n] for i, n in enumerate([0, *ends]) if n in place and n == int(n)}
-    return Splice(spliced, len(stored), shared)
+    n_stored = n_same + len(stored)
+    first = 0 if not stored or float(stored_ends[-1]).is_integer() else 1
+    place = {n_before + tail_ends[i]: n_stored + i for i in range(first, len(tail_ends))}
+    shared = {n_same + i: place[n] for i, n in enumerate([0, *ends]) if n in place and n == int(n)}
+    return Splice([*prompt[:n_same], *stored, *tail], n_stored, shared)
 
 
 def _controls(

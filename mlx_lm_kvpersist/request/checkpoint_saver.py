@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..block import Block, Checkpoint
 from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, copy_state, first_cached, split
@@ -28,9 +28,7 @@ from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from .outcome import Reason
 from .saver import CheckpointSource, Needed, RestorePoint, Saver
-
-if TYPE_CHECKING:
-    from .serving import RunningSequence
+from .sequence import RunningSequence
 
 STATE = "state"
 """The kind of the record that every checkpoint has: it holds the states of recurrent layers, and of
@@ -217,7 +215,7 @@ class CheckpointSaver(Saver):
         words, loses its checkpoint.
         """
         chain = sequence.chain
-        ends, forks = store.ends(chain, sequence.request.session), store.forks(chain)
+        ends, forks = store.ends(chain, sequence.session), store.forks(chain)
         states = {block.key: state for block in chain if (state := _stored_state(stored, block))}
 
         def is_kept(block: Block) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from ..cache.geometry.architectures import facts_of, spec_of
+from ..cache.geometry.architectures import architecture_of, spec_of
 from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.kinds import GroupKind
 from ..cache.geometry.on_grid import end_on_grid
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModelOptions:
     """The options that decide how a model's prompts are computed and kept.
 
     `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: what a chunk of a
@@ -52,7 +52,7 @@ class Asked:
     with_text: bool
 
 
-def load_model(provider: Any, asked: Asked) -> LoadedModel:
+def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
     """Return what is known of the provider's model, and of its draft model if it has one.
 
     provider: has `model`, `tokenizer` and `model_key`, as mlx-lm's ModelProvider.
@@ -65,12 +65,14 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
     name, adapter = str(model_path), Path(adapter_path) if adapter_path else None
     model: Any = weakref.proxy(provider.model)
     computed, together = model, ranks()
-    facts = facts_of(model)
+    facts = architecture_of(model)
+    if not together.same(repr(facts), "the facts of the architecture"):
+        facts = None
     with _on_all_ranks():
         fingerprint = model_fingerprint(local_path(model_path), adapter)
-        text = TokenText.of(provider.tokenizer) if asked.with_text else None
-        spec = spec_of(model, asked.choice, facts)
-        memory = PrefillMemory.of(model, spec, asked.max_prefill_bytes)
+        text = TokenText.of(provider.tokenizer) if options.with_text else None
+        spec = spec_of(model, options.choice, facts)
+        memory = PrefillMemory.of(model, spec, options.max_prefill_bytes)
     if together.are_several:
         computed = _OneCallAtATime(model)
         if not together.same(fingerprint, "the model's files"):
@@ -81,13 +83,19 @@ def load_model(provider: Any, asked: Asked) -> LoadedModel:
         raise ModelNotSupported(
             "the ranks have layers of different kinds; divide the model evenly, or by tensors"
         )
-    spec = plan_attention(model, spec, asked.attention, facts is not None and facts.packed)
+    spec = plan_attention(
+        model,
+        spec,
+        options.attention,
+        packed=facts is not None and facts.packed,
+        least=lambda n: together.least(n, "how many strategies of attention are right"),
+    )
     end_on_grid(model)
-    draft = _draft_of(provider, draft_path, spec, asked) if draft_path else None
-    if text is None and asked.with_text:
+    draft = _draft_of(provider, draft_path, spec, options) if draft_path else None
+    if text is None and options.with_text:
         logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
     for group in spec.full:
-        if group.precision is None and not asked.choice.is_full_precision:
+        if group.precision is None and not options.choice.is_full_precision:
             logger.warning(
                 "kvpersist: %d of its layers stay in full precision: %s",
                 len(group.slots),
@@ -127,7 +135,7 @@ def _on_all_ranks() -> Iterator[None]:
     raise ModelNotSupported("another rank cannot keep the model; its log says why")
 
 
-def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, asked: Asked) -> LoadedModel:
+def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
     """Return what is known of the draft model. It reads the ids of the other's tokenizer.
 
     `spec` belongs to the model. Raises ModelNotSupported if tokens cannot be taken back from the
@@ -136,9 +144,9 @@ def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, asked: Asked) -> L
     loaded = SimpleNamespace(
         model=provider.draft_model, tokenizer=provider.tokenizer, model_key=(path, None, None)
     )
-    draft = load_model(loaded, replace(asked, with_text=False))
-    for name, its in (("model", spec), ("draft model", draft.spec)):
-        for group in its.groups:
+    draft = load_model(loaded, replace(options, with_text=False))
+    for name, model_spec in (("model", spec), ("draft model", draft.spec)):
+        for group in model_spec.groups:
             if group.kind is not GroupKind.FULL:
                 raise ModelNotSupported(
                     f"a draft model is in use, and layer {group.slots[0]} of the {name} has a "
@@ -198,12 +206,12 @@ def described(spec: ModelCacheSpec) -> str:
     """Return how full layers are stored, batched and attended, for the log."""
     plans = {str(plan) for plan in spec.plans.values()}
     attention = f"attention: {' or '.join(sorted(plans))}" if plans else "attention as in mlx-lm"
-    found = f"{show_bytes(spec.bytes_per_token)} a token, {layout_in_words(spec.layout)}"
+    size = f"{show_bytes(spec.bytes_per_token)} a token, {layout_in_words(spec.layout)}"
     if any(group.precision for group in spec.full):
         own_bytes = sum(group.full_precision_bytes for group in spec.full)
-        found += (
+        size += (
             f" ({spec.bits_per_number:.1f} on average with scales), "
             f"{spec.bytes_per_token / own_bytes:.2f} of full memory"
         )
     served = "replies in batches" if spec.batches else "one request at a time"
-    return f"{found}; {served}, {attention}"
+    return f"{size}; {served}, {attention}"

@@ -82,14 +82,14 @@ def cgroup_bytes(root: Path = Path("/")) -> Iterator[int]:
         else:
             continue
         folder = top / place.lstrip("/")
-        for one in (folder, *folder.parents):
+        for group in (folder, *folder.parents):
             try:
-                most = (one / limit).read_text().strip()
+                most = (group / limit).read_text().strip()
                 if most != "max":
-                    yield max(0, int(most) - _fields(one / "memory.stat").get(used, 0))
+                    yield max(0, int(most) - _fields(group / "memory.stat").get(used, 0))
             except (OSError, ValueError):
                 pass  # in a container the group's own place may not be there, its root is
-            if one == top:
+            if group == top:
                 break
 
 

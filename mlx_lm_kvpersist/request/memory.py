@@ -50,7 +50,7 @@ class Claim:
     """What a request needs to begin: the caches of `n_tokens`.
 
     `order` is its place among all requests. `is_over` says whether it needs nothing any more.
-    `lookup` knows what it restores.
+    `lookup` pins the blocks that it restores.
     """
 
     order: int
@@ -59,7 +59,7 @@ class Claim:
     lookup: Lookup | None = None
     n_passed: int = 0
     has_entered: bool = False
-    seen: int = -1
+    n_changes: int = -1
     """The state of the account in which there was no room for it."""
 
 
@@ -113,8 +113,8 @@ class Memory(BatchMemory):
 
     def _needed(self, more: Sequence[int] = (), room: int = ROOM) -> int:
         """Return what all that runs, and `more` prompts, may need until they reply."""
-        self._claims = [one for one in self._claims if not one.is_over()]
-        prompts = [*self._prompts, *(one.n_tokens for one in self._claims), *more]
+        self._claims = [claim for claim in self._claims if not claim.is_over()]
+        prompts = [*self._prompts, *(claim.n_tokens for claim in self._claims), *more]
         caches = self._takes.caches_bytes(self._replies, prompts, room)
         return caches + self._takes.step_bytes(self._replies, prompts, room)
 
@@ -162,20 +162,21 @@ class Memory(BatchMemory):
         """
         if claim in self._claims:
             return True
-        if claim.seen == self._n_changes:
+        if claim.n_changes == self._n_changes:
             return False
-        claim.seen = self._n_changes
+        claim.n_changes = self._n_changes
         if claim not in self.waiting:
-            self.waiting = [one for one in self.waiting if not one.is_over()]
-            self.waiting = sorted([*self.waiting, claim], key=lambda one: one.order)
+            waiting = [older for older in self.waiting if not older.is_over()]
+            self.waiting = sorted([*waiting, claim], key=lambda claim: claim.order)
         if claim.n_tokens >= self._n_refused:
             return False
-        ahead = [one for one in self.waiting[: self.waiting.index(claim)] if not one.is_over()]
-        is_late = any(one.n_passed >= MOST_PASSED for one in ahead)
+        older = self.waiting[: self.waiting.index(claim)]
+        ahead = [first for first in older if not first.is_over()]
+        is_late = any(first.n_passed >= MOST_PASSED for first in ahead)
         if is_late or not self._makes_room(claim):
             return False
-        for one in ahead:
-            one.n_passed += 1
+        for first in ahead:
+            first.n_passed += 1
         self.enters(claim, has_entered=False)
         return True
 
@@ -186,14 +187,14 @@ class Memory(BatchMemory):
             return False
         if claim.lookup is not None:
             claim.lookup.hold()
-        # What it restores stays in RAM, and so does what others do and what is not written yet.
+        # The blocks that requests restore stay in RAM, and so do those that are not written yet.
         fits = self._store.pool.held_bytes <= left
         if not fits and claim.lookup is not None:
             claim.lookup.let_go()
         return fits
 
     def enters(self, claim: Claim, *, has_entered: bool = True) -> None:
-        """Count a request as begun, whether there is room for it or not: alone it always begins."""
+        """Count a request as begun, also if there is no room for it: alone it always begins."""
         claim.has_entered = has_entered
         if claim in self.waiting:
             self.waiting.remove(claim)
@@ -208,7 +209,7 @@ class Memory(BatchMemory):
             lookup.let_go()  # its caches take the room of its blocks: these are read one by one
 
     def changed(self) -> None:
-        """Give out anew what is left, and let those that wait try again."""
+        """Give the pool the memory that is left; requests that wait ask again."""
         self._n_changes += 1
         self._n_refused = 1 << 62
         self._settle()
@@ -219,7 +220,7 @@ class Memory(BatchMemory):
         if n_bytes is None:
             n_bytes = self._takes.caches_bytes(replies, prompts, 0)
         self._replies, self._prompts, self.live_bytes = tuple(replies), tuple(prompts), n_bytes
-        self._claims = [one for one in self._claims if not one.has_entered]
+        self._claims = [claim for claim in self._claims if not claim.has_entered]
         self.changed()
         return self._needed() + self.pool_bytes <= self._usable_bytes
 
@@ -233,7 +234,7 @@ class Memory(BatchMemory):
 
         "caches" to "unused" are parts of "total", and what they leave of it is free.
         """
-        lookups = [one.lookup for one in list(self._claims) if one.lookup is not None]
+        lookups = [claim.lookup for claim in list(self._claims) if claim.lookup is not None]
         arrays = {
             "caches": self.live_bytes,
             "restored": sum(lookup.restored_bytes for lookup in lookups),
@@ -253,10 +254,10 @@ class Memory(BatchMemory):
         }
 
     def __str__(self) -> str:
-        whole, weights = show_bytes(self.total_bytes), show_bytes(self.weights_bytes)
+        total, weights = show_bytes(self.total_bytes), show_bytes(self.weights_bytes)
         token, chunk = show_bytes(self._takes.token_bytes), show_bytes(self._takes.chunk_bytes)
         return (
-            f"{whole} of memory beside the model's {weights}: {token} for each token of a "
+            f"{total} of memory beside the model's {weights}: {token} for each token of a "
             f"conversation, {chunk} for a chunk of a prompt"
         )
 
@@ -267,14 +268,14 @@ def weights_bytes(*models: Any) -> int:
     return sum(int(array.nbytes) for arrays in weights for _, array in arrays)
 
 
-def total_bytes(asked: int | None, n_weights: int) -> int:
-    """Return the bytes for all but a model's weights: as asked, else what the device leaves.
+def total_bytes(option: int | None, n_weights: int) -> int:
+    """Return the bytes for all but a model's weights: the option, else what the device leaves.
 
-    A part of that is left to others. The least that works is taken, whatever the device says:
-    stock would serve the model, too.
+    Other programs get a part of that. A server has LEAST_BYTES at least, because stock would serve
+    the model, too.
     """
-    if asked is not None:
-        return asked
+    if option is not None:
+        return option
     offered = offered_bytes()
     left = offered - n_weights - min(offered // 8, MOST_RESERVE_BYTES)
     if left < LEAST_BYTES:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ..block import Root
+from ..cache.blocks.cut_join import n_cached_tokens
 from ..cache.geometry.precision import layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.policy import least_rows
 from ..cache.measuring.prefill_memory import PrefillMemory
-from ..host.answers import PrefillLimits
+from ..host.answers import PARKED, REPLY, PrefillLimits
 from ..host.scheduling.pace import Pace
 from ..match.text import TokenText
+from ..store.block_store import BlockStore
 from ..store.tier import DISK, RAM
 from .checkpoint_saver import CheckpointSaver
 from .saver import Saver
+from .sequence import RunningSequence
 
 MIN_RESTORE_BYTES = 4 << 20
 """Smaller restores are mostly overhead, so no rate is learned from them."""
@@ -80,8 +83,8 @@ class Speed:
         """Learn that `n_bytes` of a tier took `seconds`; few bytes are ignored."""
         if n_bytes >= MIN_RESTORE_BYTES and seconds > 0:
             measured = n_bytes / seconds
-            known = self.rates.get(tier, measured)
-            self.rates = {**self.rates, tier: known + _WEIGHT * (measured - known)}
+            average = self.rates.get(tier, measured)
+            self.rates = {**self.rates, tier: average + _WEIGHT * (measured - average)}
 
     def compute_s(self, position: int, n_tokens: int) -> float:
         """Return about how many seconds `n_tokens` after the first `position` take to compute."""
@@ -135,6 +138,27 @@ class LoadedModel:
             return Saver(self.spec, self.text)
         return CheckpointSaver(self.spec, self.text, self.speed.pace)
 
+    def save(
+        self,
+        sequence: RunningSequence,
+        tokens: Sequence[int],
+        caches: list[Any],
+        cache_type: str,
+        store: BlockStore,
+    ) -> int:
+        """Store the prefix that `caches` hold; return how many of the `tokens` that are.
+
+        0 if nothing can be stored.
+        """
+        n_cached = n_cached_tokens(self.spec, caches)
+        n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
+        if not self.spec.any_prefix and n_cached not in (None, n_tokens):
+            return 0  # windows and states cannot be cut back to fewer tokens
+        if n_tokens:
+            cache_type = REPLY if cache_type == PARKED else cache_type
+            self.saver.save(sequence, tokens[:n_tokens], caches, cache_type, store)
+        return n_tokens
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
@@ -142,5 +166,5 @@ class LoadedModel:
     def describe(self) -> dict[str, Any]:
         """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""
         plans = {name: plan.describe() for name, plan in self.spec.plans.items()}
-        said = {"model": self.name, "kept": True, "precision": self.precision}
-        return {**said, **self.spec.describe(), "attention": plans}
+        model = {"model": self.name, "kept": True, "precision": self.precision}
+        return {**model, **self.spec.describe(), "attention": plans}

@@ -109,28 +109,28 @@ class Outcome:
             f"restored={self.n_restored}; restore_ms={self.restore_ms:.1f}{reason}"
         )
 
-    def sentence(self, session: str | None, *, kept: bool = True) -> str:
+    def sentence(self, session: str | None, *, is_kept: bool = True) -> str:
         """Return what happened in one sentence for people; `session` is the conversation's name."""
         why = self.detail or (self.reason.text if self.reason else "")
         if self.kind is Kind.STOCK:
-            parts = [f"served as the stock server does: {why}"]
+            clauses = [f"served as the stock server does: {why}"]
         elif self.n_reused == 0:
-            parts = [f"computed all {self.n_prompt:,} tokens" + (f": {why}" if why else "")]
+            clauses = [f"computed all {self.n_prompt:,} tokens" + (f": {why}" if why else "")]
         else:
             source = "RAM"
             if self.n_restored:
                 is_all = self.n_restored >= self.n_reused
                 source = self.tier if is_all else f"RAM and {self.tier}"
                 source += f" in {self.restore_ms:,.0f} ms"
-            parts = [
+            clauses = [
                 f"reused {self.n_reused:,} of {self.n_prompt:,} tokens from {source}",
                 f"{self.n_prompt - self.n_reused:,} computed" + (f" ({why})" if why else ""),
             ]
-        if not kept:
-            parts.append("not kept")
+        if not is_kept:
+            clauses.append("not kept")
         if session:
-            parts.append(f"session {json.dumps(session[:80], ensure_ascii=False)}")
-        return ", ".join(parts)
+            clauses.append(f"session {json.dumps(session[:80], ensure_ascii=False)}")
+        return ", ".join(clauses)
 
 
 def divergence_at(
@@ -142,10 +142,10 @@ def divergence_at(
     None where the prompt, or what is stored, goes no further.
     """
     n_agreed = nearest.n_agreed
-    asked = text[n_agreed : n_agreed + SHOWN_CHARS]
-    if not asked or not nearest.stored_next:
+    prompt_next = text[n_agreed : n_agreed + SHOWN_CHARS]
+    if not prompt_next or not nearest.stored_next:
         return None
-    texts = nearest.stored_next, asked
+    texts = nearest.stored_next, prompt_next
     position = 0
     for index, message in enumerate(messages):
         content = message.get("content")
@@ -166,37 +166,45 @@ def divergence_at(
 
 
 def why_not_stored(
-    prompt_ids: Sequence[int], text: str | None, match: Match, root: Root, store: BlockStore
+    prompt_ids: Sequence[int],
+    text: str | None,
+    match: Match,
+    root: Root,
+    store: BlockStore,
+    before: tuple[Reason, str] | None = None,
 ) -> tuple[Reason, str]:
-    """Return why what follows a match is not stored: removed, elsewhere, or never saved.
+    """Return why the text after a match is not stored: removed, elsewhere, or never saved.
 
-    With the reason comes a text that says more than the reason's own, or "". The tenant's own
-    blocks are compared first, so that the word in a reply does not depend on other tenants.
+    The second text says more than the reason's own, or is "". The tenant's own blocks are compared
+    first, so that the word in a reply does not depend on other tenants. `before` is an answer for
+    the same prompt: other trees are then not searched again.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
-    whole = [block for block in used if block.n_tokens == BLOCK_TOKENS]
-    start = whole[-1].stop if whole else 0
+    full = [block for block in used if block.n_tokens == BLOCK_TOKENS]
+    start = full[-1].stop if full else 0
     next_ids = prompt_ids[start : start + BLOCK_TOKENS]
     if next_ids:
-        parent = whole[-1].key if whole else root.key
+        parent = full[-1].key if full else root.key
         gone = store.disk.gone.get(block_key(parent, pack_ids(next_ids)))
         if gone is not None:
             return (Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED), ""
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
         return Reason.DIVERGED, ""
+    if before is not None:
+        return before
     if text:
-        own = [one for one, _ in store.view.roots(_MAX_ROOTS, root) if one.with_text]
-        for other in sorted(own, key=lambda one: one.fingerprint != root.fingerprint):
-            if other.key == root.key or not _begins_alike(other, text, store):
+        own = [tree for tree, _ in store.view.roots(_MAX_ROOTS, root) if tree.with_text]
+        for tree in sorted(own, key=lambda tree: tree.fingerprint != root.fingerprint):
+            if tree.key == root.key or not _begins_alike(tree, text, store):
                 continue
-            if other.fingerprint != root.fingerprint:
+            if tree.fingerprint != root.fingerprint:
                 return Reason.OTHER_MODEL, ""
-            stored, live = map(layout_in_words, (other.layout, root.layout))
+            stored, live = map(layout_in_words, (tree.layout, root.layout))
             stored += ", in an older form or other groups" if stored == live else ""
             reason = Reason.OTHER_PRECISION
             return reason, f"{reason.text}: {stored}; now {live}"
-        for other, _ in store.view.roots(_MAX_ROOTS):
-            if not other.shares_tenant(root) and _begins_alike(other, text, store):
+        for tree, _ in store.view.roots(_MAX_ROOTS):
+            if not tree.shares_tenant(root) and _begins_alike(tree, text, store):
                 return Reason.OTHER_NAMESPACE, ""
     return Reason.NOTHING_ALIKE, ""
 

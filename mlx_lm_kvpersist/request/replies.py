@@ -43,7 +43,6 @@ from ..contents import text_of
 from ..host.answers import Prompt
 from ..store.block_store import BlockStore
 from ..store.records import Commit
-from .lookup import with_ids
 from .model import LoadedModel
 
 Message = Mapping[str, Any]
@@ -103,19 +102,19 @@ def remember(
     if not model.text.covers((*prompt, *reply)):
         return ()
     ids = list(reply[:-1] if has_ended else reply)
-    said: Message = {"role": "assistant", **(sent or {})}
-    content, reasoning = said.get("content") or "", said.get("reasoning") or ""
+    message: Message = {"role": "assistant", **(sent or {})}
+    content, reasoning = message.get("content") or "", message.get("reasoning") or ""
     if has_ended:
         text = model.text.decode(ids)
         if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
             return ()
-    *_, (_, key, key_begun) = _replies_among([*messages, said])
+    *_, (_, key, key_begun) = _replies_among([*messages, message])
     keys = [key] if sent is not None else []
     keys += [] if has_ended else [key_begun]
     before = model.text.decode(prompt).encode()
     digest = blake2b(before, digest_size=_DIGEST_BYTES).hexdigest()
-    made = _Reply(ids, has_ended, len(before), digest, sent is not None, content, reasoning)
-    replies = dict.fromkeys(keys, json.dumps(asdict(made)).encode())
+    packed = _Reply(ids, has_ended, len(before), digest, sent is not None, content, reasoning)
+    replies = dict.fromkeys(keys, json.dumps(asdict(packed)).encode())
     store.commit(Commit(root, (), replies=replies, messages=messages), [])
     return keys
 
@@ -180,6 +179,23 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     return with_ids(prompt, ids, boundaries)
 
 
+def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> Prompt:
+    """Return the prompt with other ids, cut where it was cut, as far as a token ends there.
+
+    boundaries: number of tokens before a place in the old ids -> in the new ids.
+    """
+    segments, types = [], []
+    start = end = 0
+    for segment, segment_type in zip(prompt.segments, prompt.segment_types, strict=True):
+        end += len(segment)
+        stop = len(ids) if end == len(prompt.ids) else boundaries.get(end)
+        if stop is not None and stop > start:
+            segments.append(ids[start:stop])
+            types.append(segment_type)
+            start = stop
+    return replace(prompt, ids=ids, segments=segments, segment_types=types)
+
+
 def _n_rendered(
     rendered: Sequence[int], message: Message, reply: _Reply, model: LoadedModel
 ) -> int:
@@ -213,25 +229,25 @@ def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
     assert tokens is not None
     around = (tokenizer.tool_call_start, tokenizer.tool_call_end)
     calls = re.compile(f"({'|'.join(map(re.escape, filter(None, around))) or '(?!)'})")
-    parts, start = [""], 0
+    texts, start = [""], 0
     for place in (*tokens.control_places(ids), len(ids)):
-        text, *more = calls.split(_shown(tokens.decode(ids[start:place])))
-        parts[-1] += text
-        parts += more
+        first, *more = calls.split(_shown(tokens.decode(ids[start:place])))
+        texts[-1] += first
+        texts += more
         control, start = tokens.decode(ids[place : place + 1]), place + 1
         if control.isspace():
-            parts[-1] += f"{_BLANK}{control}{_BLANK}"
+            texts[-1] += f"{_BLANK}{control}{_BLANK}"
         else:
-            parts += [_CONTROL + control, ""]
-    for i, part in enumerate(parts):
-        while part != (inner := part.strip().strip(_BLANK)):
-            part = inner
-        parts[i] = unicodedata.normalize("NFC", part)
-        if i and parts[i - 1].strip(_CONTROL) == around[0]:
+            texts += [_CONTROL + control, ""]
+    for i, text in enumerate(texts):
+        while text != (inner := text.strip().strip(_BLANK)):
+            text = inner
+        texts[i] = unicodedata.normalize("NFC", text)
+        if i and texts[i - 1].strip(_CONTROL) == around[0]:
             with suppress(Exception):  # a call that the server's parser cannot read is text
-                call = tokenizer.tool_parser(part.replace(_BLANK, ""), None)
-                parts[i] = json.dumps(call, sort_keys=True, default=str)
-    return parts
+                call = tokenizer.tool_parser(text.replace(_BLANK, ""), None)
+                texts[i] = json.dumps(call, sort_keys=True, default=str)
+    return texts
 
 
 def _shown(text: str) -> str:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import dropwhile, takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..block import Block, Checkpoint, Record, block_key, pack_ids
-from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, n_cached_tokens, split
+from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, split
 from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes
-from ..host.answers import PARKED, PREFILL, REPLY
+from ..host.answers import PREFILL, REPLY
 from ..match.text import TokenText
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from .outcome import Reason
-
-if TYPE_CHECKING:
-    from .model import LoadedModel
-    from .serving import RunningSequence
+from .sequence import RunningSequence
 
 
 @dataclass(frozen=True)
@@ -57,29 +55,6 @@ class RestorePoint:
 
     n_tokens: int
     needed: list[Needed]
-
-
-def insert(
-    sequence: RunningSequence,
-    tokens: Sequence[int],
-    caches: list[Any],
-    cache_type: str,
-    store: BlockStore,
-    model: LoadedModel,
-) -> None:
-    """Store the prefix that `caches` hold: `tokens`, or the first of them if they hold fewer."""
-    n_cached = n_cached_tokens(model.spec, caches)
-    n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
-    if n_tokens == 0:
-        return
-    if not model.spec.any_prefix and n_cached is not None and n_cached != n_tokens:
-        return  # windows and states cannot be cut back to fewer tokens
-    n_prompt = sequence.n_prompt
-    sequence.is_computed = cache_type in (REPLY, PARKED) or n_tokens >= n_prompt - 1
-    if cache_type == REPLY and n_tokens > n_prompt:
-        sequence.request.produced = tokens[:n_prompt], tokens[n_prompt:n_tokens]
-    cache_type = REPLY if cache_type == PARKED else cache_type
-    model.saver.save(sequence, tokens[:n_tokens], caches, cache_type, store)
 
 
 @dataclass(frozen=True)
@@ -121,8 +96,14 @@ class Saver:
         return RestorePoint(end, needed) if needed else None
 
     def _of_block(self, block: Block, end: int) -> Needed:
-        forms = tuple(self.spec.block_arrays(block.n_tokens))
+        if (forms := self._forms.get(block.n_tokens)) is None:
+            forms = self._forms[block.n_tokens] = tuple(self.spec.block_arrays(block.n_tokens))
         return Needed(block, 0, min(block.stop, end) - block.start, forms)
+
+    @cached_property
+    def _forms(self) -> dict[int, tuple[ArrayForm, ...]]:
+        """The arrays of blocks by their number of tokens."""
+        return {}
 
     def save(
         self,

@@ -1,144 +1,44 @@
 """Requests for the loaded model: looked up, restored, recorded, saved, remembered.
 
-Generation thread, except what counts tokens (`ServedRequest.__init__`), `Serving.finish` and
-`Serving.remember`.
+Generation thread, except `Serving.prepare`, `Serving.finish` and `Serving.remember`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from secrets import token_hex
 from threading import Event
 from typing import Any
 
-from ..block import Block, Root
+from ..block import Root, n_packed, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone, RequestRefused
-from ..host.answers import REPLY, ClientRequest, Prepared, Prompt, TakenRequest
+from ..host.answers import PARKED, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
 from ..ranks import ranks
 from ..store.block_store import BlockStore
-from ..store.records import Leaf
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
 from .lookup import Lookup, Reuse
 from .memory import Claim, Memory
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
 from .replies import remember, retokenize
-from .saver import insert
+from .sequence import RunningSequence
 from .sharing import fetch_ahead
+from .state import RequestState, Stage
 
 _ORDER = count()
-"""Of the requests, as they come."""
+"""The number of each request, as they come."""
 
 LAST_PART_S = 2.0
-"""How long the last part of a reply waits at most until what its client has read is on disk."""
+"""How long the last part of a reply waits at most until its beginning is on disk."""
 MIN_SHARED = 2 * BLOCK_TOKENS
 """Fewer common tokens are computed twice: waiting for them would take as long."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class RequestState:
-    """One request, from its HTTP thread to the generation thread and back.
-
-    `session`, `namespace` and `is_kept` are set once, before the request is queued, and `outcome`
-    before its reply begins.
-    """
-
-    session: str | None = None
-    namespace: str = ""
-    note: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """For people: the `client`, and the first `words` of its user."""
-    is_kept: bool = True
-    """Whether anything of it may be stored, on disk or in RAM."""
-    id: str = field(default_factory=lambda: f"kvp-{token_hex(8)}")
-    """Random: a number that grows would tell how many requests the server gets."""
-    outcome: Outcome | None = None
-    saved_s: float | None = None
-    """How long the tokens that it reused take to compute, where that is known."""
-    n_prompt: int = 0
-    """Tokens of its prompt, where stock serves it."""
-    root: Root | None = None
-    """Of the tree that the request's tenant may see, once its model is loaded."""
-    messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
-    """Those that the prompt was rendered from."""
-    fetched: str = ""
-    """What is to be said of the fetch from the shared tier, if anything."""
-    lookup: Lookup | None = field(default=None, repr=False)
-    """The lookup of a request that has not entered. Generation thread."""
-    sent: dict[str, Any] | None = field(default=None, repr=False)
-    """The reply as the client got it, once it is whole. HTTP thread."""
-    produced: tuple[Sequence[int], Sequence[int]] | None = field(default=None, repr=False)
-    """The ids of the prompt and of the reply, once it has ended. Generation thread."""
-    is_over: bool = False
-    """Whether the reply has ended, or was given up."""
-    is_saved: Event | None = field(default=None, repr=False)
-    """Set when a reply that has ended was handed to the store; None for a prompt not served."""
-    ended: RunningSequence | None = field(default=None, repr=False)
-    """The sequence that was handed to the store, until its client has the reply."""
-    remembered: frozenset[bytes] = field(default=frozenset(), repr=False)
-    """The keys that the ids of the reply are found by."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what other ranks are told."""
-        names = ("session", "namespace", "is_kept")
-        return {name: getattr(self, name) for name in names} | {"note": dict(self.note)}
-
-    def __setstate__(self, told: dict[str, Any]) -> None:
-        self.__init__(**told)  # type: ignore[misc]
-
-    @staticmethod
-    def of(request: Any) -> RequestState:
-        """Return the state of a server's request, made where there is none."""
-        state: RequestState | None = getattr(request, "kvpersist", None)
-        if state is None:
-            state = request.kvpersist = RequestState()
-        return state
-
-
-@dataclass(eq=False)
-class RunningSequence:
-    """The tokens of a taken request while the server computes them. Generation thread.
-
-    Of its `n_prompt` prompt tokens, the `ids`, the first `n_reused` were restored. `chain` holds
-    the blocks of its beginning that are known so far.
-    """
-
-    request: RequestState
-    n_prompt: int
-    n_reused: int = 0
-    chain: list[Block] = field(default_factory=list, repr=False)
-    n_system: int = 0
-    """Tokens of the prompt's system prompt."""
-    ids: Sequence[int] = field(default=(), repr=False)
-    is_computed: bool = False
-    """Whether all of its prompt was computed."""
-    draft: RunningSequence | None = None
-    """The same tokens in the caches of the draft model."""
-    is_draft: bool = False
-
-    @property
-    def n_saved(self) -> int:
-        """How many of its first tokens are in stored blocks."""
-        return self.chain[-1].stop if self.chain else 0
-
-    @property
-    def root(self) -> Root:
-        assert self.request.root is not None
-        return self.request.root
-
-    def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
-        """Return the end of its conversation, whose blocks are `chain`."""
-        end, said = chain[-1], self.request
-        note = {k: text for k, text in said.note.items() if k != "words" or self.root.with_text}
-        moved, is_session = tuple(replaced), not self.is_draft
-        return Leaf(said.session, end.key, end.stop, moved, note, said.messages, is_session)
 
 
 @dataclass
@@ -147,7 +47,7 @@ class Serving:
 
     `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing. A
     waiting request may be worked on for `step_s` between two steps of the replies. `computing` are
-    those whose prompts are being computed, and some that have been.
+    the requests whose prompts are being computed, and some whose prompts have been.
     """
 
     store: BlockStore
@@ -156,7 +56,7 @@ class Serving:
     isolated: bool
     step_s: float
     memory: Memory
-    computing: list[RunningSequence] = field(default_factory=list)
+    computing: list[RequestState] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.memory.serve(self.model)
@@ -168,28 +68,56 @@ class Serving:
         return replace(root, namespace=state.namespace, session=session)
 
     def keeps(self, state: RequestState) -> bool:
-        """Whether what is computed of a request is kept, and another one can find it."""
+        """Whether the tokens of a request are stored, and another request can find them."""
         return state.is_kept and (state.session is not None or not self.isolated)
 
-    def fetch(self, state: RequestState, prompt: Prompt) -> None:
-        """Bring what the shared tier has of a prompt into RAM. HTTP thread, which waits for it."""
+    def prepare(self, state: RequestState, prompt: Prompt) -> None:
+        """Look up a prompt before it is queued. HTTP thread: O(prompt).
+
+        If the shared tier has more of it, the blocks are first brought into RAM.
+        """
         if self.store.shared is not None and self.keeps(state):
             state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
+        with self.store.index.asked_once():  # this thread comes and goes
+            self.look_up(state, prompt)
+
+    def look_up(self, state: RequestState, prompt: Prompt) -> None:
+        """Look up what is stored of a prompt. O(prompt).
+
+        The generation thread calls this only for a prompt that no HTTP thread has prepared: one
+        with images, or for a model that was not loaded then.
+        """
+        state.drop_lookup()
+        state.lookup, state.rendered, state.messages = None, prompt, prompt.messages
+        root = state.root = self.root_of(state)
+        if not ranks().decides:
+            return
+        try:
+            fed = retokenize(prompt, root, self.store, self.model)
+            state.lookup = Lookup(fed, root, self.store, self.model)
+        except Exception:
+            logger.exception("kvpersist: the prompt could not be looked up")
 
     def save(
-        self, sequence: RunningSequence, tokens: Sequence[int], caches: list[Any], cache_type: str
+        self, state: RequestState, tokens: Sequence[int], caches: list[Any], cache_type: str
     ) -> None:
         """Save the computed part of a sequence; a draft model's caches come last in `caches`."""
-        n_layers, parts = len(self.model.spec.template), [(sequence, self.model)]
+        sequence, n_layers = state.sequence, len(self.model.spec.template)
+        assert sequence is not None
+        try:
+            n_saved = self.model.save(sequence, tokens, caches[:n_layers], cache_type, self.store)
+            if cache_type == REPLY and n_saved > sequence.n_prompt:
+                n_prompt = sequence.n_prompt
+                state.produced = tokens[:n_prompt], tokens[n_prompt:n_saved]
+        except Exception:
+            logger.exception("kvpersist: a turn could not be saved")
         if sequence.draft is not None and self.model.draft is not None:
-            parts.append((sequence.draft, self.model.draft))
-        for one, model in parts:
-            its = caches[:n_layers] if model is self.model else caches[n_layers:]
+            draft, draft_caches = self.model.draft, caches[n_layers:]
             try:
-                insert(one, tokens, its, cache_type, self.store, model)
+                draft.save(sequence.draft, tokens, draft_caches, cache_type, self.store)
             except Exception:
-                logger.exception("kvpersist: a turn could not be saved")
-        self.remember(sequence.request)
+                logger.exception("kvpersist: a turn of the draft model could not be saved")
+        self.remember(state)
 
     def finish(self, state: RequestState) -> None:
         """Wait until enough of a turn is on disk; its reply was sent but for the end. HTTP thread.
@@ -201,24 +129,28 @@ class Serving:
             state.is_saved.wait(LAST_PART_S)
         self.remember(state)
         ended, state.ended = state.ended, None
-        parts = [one for one in (ended, ended.draft if ended else None) if one and one.chain]
+        parts = [part for part in (ended, ended.draft if ended else None) if part and part.chain]
 
         def is_safe() -> bool:
             unwritten = self.store.writer.unwritten()
-            return not any(self._is_at_risk(one, unwritten) for one in parts)
+            are_ids_lost = not state.remembered.isdisjoint(unwritten)
+            return not any(self._is_at_risk(part, unwritten, are_ids_lost) for part in parts)
 
         if parts and not is_safe():
             self.store.writer.finish(is_safe, max(0.0, ends_s - time.monotonic()))
 
-    def _is_at_risk(self, sequence: RunningSequence, unwritten: Collection[bytes]) -> bool:
-        """Say whether a kill would lose more of a turn than it may."""
-        chain, n_prompt, are_ids_lost = sequence.chain, sequence.n_prompt, False
-        end = chain[-1]
-        if not sequence.is_draft:  # without its ids a reply is not found
-            are_ids_lost = not sequence.request.remembered.isdisjoint(unwritten)
-        if not self.model.spec.any_prefix:  # without what is at its end none of it is of use
+    def _is_at_risk(
+        self, sequence: RunningSequence, unwritten: Collection[bytes], are_ids_lost: bool
+    ) -> bool:
+        """Say whether a kill would lose more of a turn than it may.
+
+        are_ids_lost: whether it would lose the ids of the reply, without which text alone is found.
+        """
+        chain, n_prompt, end = sequence.chain, sequence.n_prompt, sequence.chain[-1]
+        are_ids_lost = are_ids_lost and not sequence.is_draft
+        if not self.model.spec.any_prefix:  # nothing is of use without the checkpoint at its end
             return are_ids_lost or end.key in unwritten
-        start = next((one.start for one in chain if one.key in unwritten), end.stop)
+        start = next((block.start for block in chain if block.key in unwritten), end.stop)
         start = min(start, n_prompt) if are_ids_lost else start
         n_most = 2 * BLOCK_TOKENS if start < n_prompt else BLOCK_TOKENS
         return n_prompt - start > BLOCK_TOKENS or end.stop - start >= n_most
@@ -236,76 +168,65 @@ class Serving:
 
 
 class ServedRequest(TakenRequest):
-    """One request for the loaded model, from the look-up to the saved reply."""
+    """One request for the loaded model, from the lookup to the saved reply.
+
+    `advance` alone decides whether the request may enter.
+    """
 
     def __init__(self, serving: Serving, request: ClientRequest, prompt: Prompt) -> None:
         super().__init__(prompt)
-        self._serving, self._request, self._rendered = serving, request, prompt
+        self._serving, self._request = serving, request
         self._state = state = RequestState.of(request)
-        if state.lookup is not None:
-            state.lookup.close()  # of a prompt for the model before this one
-            state.lookup = None
-        self._sequence: RunningSequence | None = None
         self._order = next(_ORDER)
-        self._waits: bool | None = None
-        self._has_guessed = False
-        self._n_shared: dict[RunningSequence, int] = {}
-        state.messages = prompt.messages
-        self._root = state.root = serving.root_of(state)
-        self._look_up()
-        self._claim = self._claimed()
+        self._has_asked_runs = False
+        self._n_shared: dict[RequestState, int] = {}
+        lookup = state.lookup
+        is_other_model = lookup is not None and lookup.model is not serving.model
+        if state.rendered is not prompt or is_other_model:
+            serving.look_up(state, prompt)
+        if state.lookup is not None:
+            self.prompt = state.lookup.stored.prompt
+        self._claim = self._new_claim()
 
-    def _look_up(self) -> None:
-        state, store, model = self._state, self._serving.store, self._serving.model
-        if not ranks().decides:
-            return
-        try:
-            fed = retokenize(self._rendered, self._root, store, model)
-            state.lookup = Lookup(fed, self._root, store, model)
-            self.prompt = state.lookup.found.prompt
-        except Exception:
-            logger.exception("kvpersist: the prompt could not be looked up")
-
-    def _common(self, lookup: Lookup | None) -> Lookup | None:
-        """Return the lookup of what rank 0 has found, on each rank its own."""
-        if not (together := ranks()).are_several:
-            return lookup
-        found = together.first(
-            lambda: lookup.agreed() if lookup is not None else None, "what is restored"
-        )
-        if found is None or together.decides:
-            return lookup
-        prompt, n_worth = found
-        model = replace(self._serving.model, text=None)
-        return Lookup(prompt, self._root, self._serving.store, model, n_worth=n_worth)
-
-    def _claimed(self) -> Claim:
+    def _new_claim(self) -> Claim:
         state, request = self._state, self._request
-        n_tokens = len(self.prompt.ids)
-        return Claim(
-            self._order, n_tokens, lambda: state.is_over or request.client_gone, state.lookup
-        )
+
+        def is_over() -> bool:
+            return state.is_over or request.client_gone
+
+        return Claim(self._order, len(self.prompt.ids), is_over, state.lookup)
 
     def advance(self) -> bool:
-        """Wait for memory, then for what is restored. Raises RequestRefused where it must not."""
-        lookup, memory = self._state.lookup, self._serving.memory
-        if not memory.admits(self._claim):
-            if memory.refuses and self._sequence is None:
-                memory.waiting.remove(self._claim)
-                raise RequestRefused("no memory is free for this prompt now; try again soon", 503)
-            return False
-        if lookup is None:
-            return True
-        others = self._serving.computing, self._n_shared
-        if self._waits is None:
-            self._waits = lookup.prefetch() or awaits_another(lookup, *others)
-        if not self._waits:
-            return True
-        is_free = lookup.is_begun or not awaits_another(lookup, *others)
-        return is_free and lookup.advance(self._serving.step_s)
+        """Return whether the request may enter. Called once per step; O(blocks), and some joins.
+
+        First it waits for memory, and then for its blocks, which another request may compute, or
+        the store reads. Raises RequestRefused if it would wait for memory and must not.
+        """
+        state, memory, lookup = self._state, self._serving.memory, self._state.lookup
+        if state.stage in (Stage.NEW, Stage.PARKED):
+            if not memory.admits(self._claim):
+                if memory.refuses and state.stage is Stage.NEW:
+                    memory.waiting.remove(self._claim)
+                    raise RequestRefused(
+                        "no memory is free for this prompt now; try again soon", 503
+                    )
+                return False
+            has_to_wait = lookup is not None and (lookup.prefetch() or self._awaits_another(lookup))
+            state.move(Stage.FETCHING if has_to_wait else Stage.READY)
+        if state.stage is Stage.FETCHING and lookup is not None:
+            is_free = lookup.is_begun or not self._awaits_another(lookup)
+            if is_free and lookup.advance(self._serving.step_s):
+                state.move(Stage.READY)
+        return state.stage is not Stage.FETCHING
+
+    def _awaits_another(self, lookup: Lookup) -> bool:
+        return awaits_another(lookup, self._serving.computing, self._n_shared)
 
     def enter(self) -> Prepared:
-        """Restore what is stored of the prompt, and record the outcome. Raises ClientGone."""
+        """Restore what is stored of the prompt, and record the outcome. Raises ClientGone.
+
+        O(blocks), and the work of MLX on each.
+        """
         state, serving = self._state, self._serving
         lookup, state.lookup = self._common(state.lookup), None
         self._claim.lookup = lookup
@@ -315,48 +236,79 @@ class ServedRequest(TakenRequest):
         if len(set(ranks().all_of(n_restored, "how much was restored"))) > 1:
             reuse = None
         if reuse is None:
-            is_common = ranks().are_several and lookup is not None  # what all of them read
-            fed = lookup.found.prompt if is_common and lookup else self._rendered
-            outcome = Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED)
-            reuse = Reuse(fed, outcome)
+            # All ranks feed the same prompt: as looked up by rank 0.
+            is_common = ranks().are_several and lookup is not None
+            fed = lookup.stored.prompt if is_common and lookup else state.rendered or self.prompt
+            reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             outcome = reuse.outcome
-            said = outcome.detail or (outcome.reason.text if outcome.reason else "")
-            detail = f"{said}; {state.fetched}" if said else state.fetched
+            why = outcome.detail or (outcome.reason.text if outcome.reason else "")
+            detail = f"{why}; {state.fetched}" if why else state.fetched
             reuse.outcome = replace(outcome, detail=detail)
         fed, n_reused = reuse.prompt, reuse.outcome.n_reused
-        if self._sequence is not None:  # it goes on
-            self._sequence.chain, self._sequence.n_reused = reuse.chain, n_reused
+        state.move(Stage.PREFILL)
+        if state.sequence is not None:  # it was parked
+            state.sequence.chain, state.sequence.n_reused = reuse.chain, n_reused
+            state.move(Stage.DECODE)
             return Prepared(fed, reuse.caches, n_reused)
         serving.record(state, reuse.outcome)
         state.is_saved = Event()
-        n_system = len(fed.segments[0]) if fed.segment_types[0] == "system" else 0
-        self._sequence = RunningSequence(
-            state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
-        )
-        draft = self._draft_of(fed, self._sequence)
-        if state.is_kept and ranks().decides:  # which knows their ends
-            running = serving.computing
-            running = [one for one in running if not (one.is_computed or one.request.is_over)]
-            serving.computing = [*running, self._sequence]
+        state.sequence = sequence = self._sequence_of(self._root, reuse)
+        sequence.n_system = len(fed.segments[0]) if fed.segment_types[0] == "system" else 0
+        draft = self._draft_of(fed, sequence)
+        if state.is_kept and ranks().decides:  # rank 0 knows the ends of requests
+            is_as_found = lookup is not None and fed is lookup.stored.prompt
+            packed = lookup.stored.packed_ids if lookup and is_as_found else pack_ids(fed.ids)
+            sequence.packed_ids = packed
+            running = [other for other in serving.computing if other.stage is Stage.PREFILL]
+            serving.computing = [*running, state]
         return Prepared(fed, reuse.caches, n_reused, draft)
+
+    def _common(self, lookup: Lookup | None) -> Lookup | None:
+        """Return the lookup of the tokens that rank 0 has found, on each rank its own."""
+        if not (together := ranks()).are_several:
+            return lookup
+        agreed = together.first(
+            lambda: lookup.agreed() if lookup is not None else None, "what is restored"
+        )
+        if agreed is None or together.decides:
+            return lookup
+        prompt, n_worth = agreed
+        model = replace(self._serving.model, text=None)
+        return Lookup(prompt, self._root, self._serving.store, model, n_worth=n_worth)
+
+    @property
+    def _root(self) -> Root:
+        assert self._state.root is not None
+        return self._state.root
+
+    def _sequence_of(self, root: Root, reuse: Reuse, *, is_draft: bool = False) -> RunningSequence:
+        """Return the tokens of a prompt that enters, in the tree below a root."""
+        state = self._state
+        return RunningSequence(
+            root,
+            len(reuse.prompt.ids),
+            reuse.outcome.n_reused,
+            reuse.chain,
+            session=state.session,
+            note=state.note,
+            messages=state.messages,
+            is_draft=is_draft,
+        )
 
     def _draft_of(self, fed: Prompt, sequence: RunningSequence) -> Prepared | None:
         """Restore what is stored of the same tokens for the draft model, if there is one."""
-        serving, state = self._serving, self._state
-        if (model := serving.model.draft) is None:
+        serving, model = self._serving, self._serving.model.draft
+        if model is None:
             return None
-        root = serving.root_of(state, model)
-        its = replace(state, lookup=None, root=root)
+        root = serving.root_of(self._state, model)
         reuse = self._restored(lambda: Lookup(fed, root, serving.store, model))
         reuse = reuse or Reuse(fed, Outcome(Kind.MISS, len(fed.ids)))
-        n_reused = reuse.outcome.n_reused
-        n_prompt = len(fed.ids)
-        sequence.draft = RunningSequence(its, n_prompt, n_reused, reuse.chain, is_draft=True)
-        return Prepared(fed, reuse.caches, n_reused)
+        sequence.draft = self._sequence_of(root, reuse, is_draft=True)
+        return Prepared(fed, reuse.caches, reuse.outcome.n_reused)
 
     def _restored(self, find: Callable[[], Lookup]) -> Reuse | None:
-        """Restore what a lookup found, None if that fails. Raises ClientGone."""
+        """Restore the tokens that a lookup found, None if that fails. Raises ClientGone."""
         try:
             return find().restore(lambda: self._request.client_gone)
         except ClientGone:
@@ -367,47 +319,55 @@ class ServedRequest(TakenRequest):
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         """Save what the server has computed."""
-        state, serving, sequence = self._state, self._serving, self._sequence
-        if sequence is not None and serving.keeps(state):  # else no other request does
-            serving.save(sequence, tokens, caches, cache_type)
-            state.ended = sequence if cache_type == REPLY else None
-        if cache_type == REPLY and state.is_saved is not None:
+        state, serving = self._state, self._serving
+        has_ended = cache_type == REPLY
+        if (sequence := state.sequence) is not None:
+            if cache_type == PARKED:
+                state.move(Stage.PARKED)
+            elif has_ended or len(tokens) >= sequence.n_prompt - 1:
+                state.move(Stage.DONE if has_ended else Stage.DECODE)
+            if serving.keeps(state):  # else no other request finds it
+                serving.save(state, tokens, caches, cache_type)
+                state.ended = sequence if has_ended else None
+        if has_ended and state.is_saved is not None:
             state.is_saved.set()
 
     def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return what followed in what is stored; the first time that has to be read."""
+        """Return the ids that followed a run in stored text; the first call has it read."""
         root, runs = self._root, self._serving.store.runs
-        self._has_guessed = self._has_guessed or runs.read(root)
+        self._has_asked_runs = self._has_asked_runs or runs.read(root)
         return runs.after(root, run, n)
 
     def resume(self, prompt: Prompt) -> None:
         """Look up what was saved of a sequence: by its ids, which must stay these."""
-        self.prompt = self._rendered = prompt
         state, model = self._state, replace(self._serving.model, text=None)
-        self._waits = None
-        if self._sequence is not None:
-            self._sequence.is_computed = True  # else it would wait for blocks of its own
+        self.prompt = state.rendered = prompt
+        state.move(Stage.PARKED)  # a prompt that failed in a call with others was not
         if ranks().decides:
             state.lookup = Lookup(prompt, self._root, self._serving.store, model)
-        self._claim = self._claimed()
+        self._claim = self._new_claim()
 
 
 def awaits_another(
-    lookup: Lookup, others: Sequence[RunningSequence], known: dict[RunningSequence, int]
+    lookup: Lookup, others: Sequence[RequestState], n_shared: dict[RequestState, int]
 ) -> bool:
     """Tell whether a prompt does better to wait for blocks that another request is computing.
 
-    known: how many of its tokens will be stored for both, as far as they were compared before.
+    n_shared: how many of its tokens will be stored for both, as far as they were compared before.
+    O(requests), and a comparison of ids with each request that is new.
     """
-    for one in others:
-        if one.is_computed or one.request.is_over or one.root != lookup.root:
+    for other in others:
+        sequence = other.sequence
+        if other.stage is not Stage.PREFILL or sequence is None or sequence.root != lookup.root:
             continue
-        if one not in known:
-            n_common = common_prefix(one.ids, lookup.found.prompt.ids, 0)
-            n_shared = n_common - n_common % lookup.model.saver.saves_every
+        if other not in n_shared:
+            n_bytes = common_prefix(sequence.packed_ids, lookup.stored.packed_ids, 0)
+            n_common = n_packed(sequence.packed_ids[: n_bytes - n_bytes % 4])
+            n_whole = n_common - n_common % lookup.model.saver.saves_every
             # A system prompt is stored up to its last token.
-            known[one] = max(n_shared, one.n_system) if one.n_system <= n_common else n_shared
-        is_saved = one.n_saved > known[one] - MIN_TOKENS_BETWEEN
-        if not is_saved and known[one] - lookup.found.n_tokens >= MIN_SHARED:
+            is_system = sequence.n_system <= n_common
+            n_shared[other] = max(n_whole, sequence.n_system) if is_system else n_whole
+        is_saved = sequence.n_saved > n_shared[other] - MIN_TOKENS_BETWEEN
+        if not is_saved and n_shared[other] - lookup.stored.n_tokens >= MIN_SHARED:
             return True
     return False

@@ -52,10 +52,10 @@ def _wanted(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -
     """Return a prompt with replies as the model produced them, and what is stored of it here."""
     spec = model.spec
     with store.index.asked_once():  # this thread comes and goes
-        lookup_result = Lookup(retokenize(prompt, root, store, model), root, store, model).found
-        point = model.saver.find(lookup_result.match.path, lookup_result.n_tokens, store)
+        stored = Lookup(retokenize(prompt, root, store, model), root, store, model).stored
+        point = model.saver.find(stored.match.path, stored.n_tokens, store)
     n_here = point.n_tokens if point else 0
-    is_here = takewhile(lambda block: block.stop <= n_here, lookup_result.match.path)
+    is_here = takewhile(lambda block: block.stop <= n_here, stored.match.path)
     chain = [block for block in is_here if block.n_tokens == BLOCK_TOKENS or not spec.any_prefix]
 
     def learn(replies: Mapping[bytes, bytes]) -> Wanted:
@@ -68,10 +68,10 @@ def _wanted(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -
     arrays_bytes = forms_bytes(spec.block_arrays(BLOCK_TOKENS)) + spec.bytes_per_checkpoint
     wanted = Wanted(
         root,
-        lookup_result.prompt.ids,
+        stored.prompt.ids,
         prompt.messages,
         chain,
-        partial(_plan, lookup_result.prompt, root, n_here, store, model),
+        partial(_plan, stored.prompt, root, n_here, store, model),
         model.speed.compute_s,
         learn,
         2 * arrays_bytes + _MORE_BYTES,

@@ -78,7 +78,7 @@ class BlockStore:
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
-        self.disk = DiskStore(folder, limits, reads_all=False, encryption=encryption)
+        self.disk = DiskStore(folder, limits, check_all=False, encryption=encryption)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)

@@ -62,7 +62,7 @@ class DiskStore:
     """The folder of a store: its index, and its files within limits.
 
     Opening takes the folder into use: it is made, 0700, when missing, and its index is rebuilt
-    when that is missing or damaged; only then is the lock taken. If `reads_all`, damage within it
+    when that is missing or damaged; only then is the lock taken. If `check_all`, damage within it
     is found, which takes longer the more the store holds; else `check_index` finds it. `lock` is
     held while files or index change. Raises StoreError when the folder cannot be used.
     """
@@ -72,7 +72,7 @@ class DiskStore:
         folder: Path,
         limits: StoreLimits,
         *,
-        reads_all: bool = True,
+        check_all: bool = True,
         encryption: Encryption = PLAIN,
     ) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ class DiskStore:
             self.files.take_into_use()
             if not os.access(folder, os.W_OK):  # SQLite would say less
                 raise PermissionError(errno.EACCES, "Permission denied", str(folder))
-            index = partial(Index, folder / "index.sqlite", self.files, reads_all=reads_all)
+            index = partial(Index, folder / "index.sqlite", self.files, check_all=check_all)
             self.index = self._opened(index)
         except (OSError, sqlite3.Error) as error:
             if is_locked(error):

@@ -47,7 +47,7 @@ class Index(Rows):
 
     Opening makes it if it is missing or empty, unless `create` is false: then it raises
     FileNotFoundError. Raises StoreFormatError when another version wrote it and
-    sqlite3.DatabaseError when it is damaged. `reads_all`: see `prepare`. `files` is the
+    sqlite3.DatabaseError when it is damaged. `check_all`: see `prepare`. `files` is the
     store's folder; by default it is not encrypted.
     """
 
@@ -57,7 +57,7 @@ class Index(Rows):
         files: OwnFiles | None = None,
         *,
         create: bool = True,
-        reads_all: bool = True,
+        check_all: bool = True,
     ) -> None:
         self.path = path
         self.files = files or OwnFiles(path.parent)
@@ -65,12 +65,12 @@ class Index(Rows):
         self._hidden: Collection[bytes] = ()
         self.state = SmallState(self)
         try:
-            self.reopen(create=create, reads_all=reads_all)
+            self.reopen(create=create, check_all=check_all)
         except BaseException:
             self.close()
             raise
 
-    def reopen(self, *, create: bool = True, reads_all: bool = True) -> None:
+    def reopen(self, *, create: bool = True, check_all: bool = True) -> None:
         """Use the file that is at the path now. Raises what opening raises."""
         try:
             with self.database.opening:
@@ -80,7 +80,7 @@ class Index(Rows):
                     raise FileNotFoundError(self.path)
                 self.database.reopen()
                 db = self.database.connection
-            if prepare(db, self.path, reads_all=reads_all):
+            if prepare(db, self.path, check_all=check_all):
                 self.database.empty_log()
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.

@@ -168,11 +168,11 @@ _MISCOUNTED = (
 )
 
 
-def prepare(db: sqlite3.Connection, path: Path, *, reads_all: bool) -> bool:
+def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
     """Check the index at `path`, make its tables if it is empty, and convert an older format.
 
     Return whether it was converted: then it has many free pages. All pages are read only if
-    `reads_all` is set, which takes longer the more the index holds. Raises StoreFormatError
+    `check_all` is set, which takes longer the more the index holds. Raises StoreFormatError
     when another version wrote it and sqlite3.DatabaseError when it is damaged.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -187,7 +187,7 @@ def prepare(db: sqlite3.Connection, path: Path, *, reads_all: bool) -> bool:
             f"{version}, expected {INDEX_FORMAT}); choose another folder with --kvpersist-dir, or "
             "remove this one"
         )
-    if reads_all:
+    if check_all:
         (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise IndexDamaged(verdict)

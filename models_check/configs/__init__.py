@@ -48,7 +48,7 @@ def installed_modules() -> list[str]:
     """Return the names of all modules of the installed `mlx_lm.models`."""
     spec = importlib.util.find_spec("mlx_lm.models")
     assert spec is not None and spec.submodule_search_locations is not None
-    return sorted(found.name for found in pkgutil.iter_modules(spec.submodule_search_locations))
+    return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
 
 
 def available() -> list[str]:

@@ -12,15 +12,14 @@ import mlx.core as mx
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import remember
-from mlx_lm_kvpersist.request.saver import insert
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import checksum, metadata_of, read_file
 from tests.support.store_files import block_path
@@ -38,9 +37,7 @@ def load_model(folder: Path, *, seed: int = 0, fingerprint: str = "fingerprint")
     )
     model, tokenizer = load(str(folder))
     end_on_grid(model)  # without a plan its attention reads arrays
-    return LoadedModel(
-        model, tokenizer, ModelCacheSpec.probe(model), fingerprint, TokenText.of(tokenizer)
-    )
+    return LoadedModel(model, tokenizer, probe_model(model), fingerprint, TokenText.of(tokenizer))
 
 
 @dataclass
@@ -104,8 +101,8 @@ class Talk:
         messages: list[Message] | None = None,
     ) -> None:
         """Keep a turn whose prompt were the first `n_prompt` ids, rendered from messages."""
-        state = RequestState(session, root=self.loaded.root)
-        insert(RunningSequence(state, n_prompt), ids, caches, REPLY, self.store, self.loaded)
+        sequence = RunningSequence(self.loaded.root, n_prompt, session=session)
+        self.loaded.save(sequence, ids, caches, REPLY, self.store)
         detokenizer = self.loaded.tokenizer.detokenizer
         for token_id in ids[n_prompt:]:
             detokenizer.add_token(token_id)

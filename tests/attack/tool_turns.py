@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.store.block_store import StoreLimits
 from models_check.build import build
 from models_check.conversation import random_ids
@@ -34,7 +34,7 @@ def model(folder: Path, max_loss_s: float = MAX_LOSS_S) -> StoredModel:
     made = build("qwen3_next")
     end_on_grid(made)
     limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=max_loss_s)
-    stored = StoredModel(made, ModelCacheSpec.probe(made), folder, limits)
+    stored = StoredModel(made, probe_model(made), folder, limits)
     for n_tokens in (512, 1024, 512, 1024):
         stored.loaded.speed.pace.learn(1, n_tokens, n_tokens / TOKENS_PER_S)
     return stored

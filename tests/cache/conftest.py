@@ -12,6 +12,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import deepseek_v2, gemma3_text, llama, qwen3
 
 from mlx_lm_kvpersist.cache.geometry.kinds import kind_of
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import Packed, arrays_of
 
@@ -126,7 +127,7 @@ def llama_model() -> Any:
 
 @pytest.fixture(scope="session")
 def llama_spec(llama_model: Any) -> ModelCacheSpec:
-    return ModelCacheSpec.probe(llama_model)
+    return probe_model(llama_model)
 
 
 def random_kv(

@@ -15,10 +15,11 @@ from mlx_lm_kvpersist.cache.geometry.architectures import Architecture, known
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.live.rows import ArrayRows, PackedRows
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.host.patching import versions
 from models_check.build import build
 from models_check.configs import CONFIGS, module_of
-from models_check.facts import TOLERANCE, Evaluated, combined, evaluated, server_attention
+from models_check.facts import TOLERANCE, Evaluated, combined, evaluated
 
 VOCAB, DIM = 256, 64
 TABLE, KEYS = mx.random.normal((2, VOCAB, DIM), key=mx.random.key(0))

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.request.saver import insert
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.request.model import LoadedModel
 from models_check.__main__ import _in_a_process
 from models_check.build import build
 from models_check.compare import compare
@@ -81,14 +81,16 @@ def test_llama_is_kept_and_reused_up_to_the_block_where_it_is_left() -> None:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_what_other_tokens_left_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def insert_others(
-        sequence: Any, tokens: list[int], caches: Any, cache_type: str, store: Any, loaded: Any
-    ) -> None:
+    save = LoadedModel.save
+
+    def save_others(
+        loaded: LoadedModel, sequence: Any, tokens: Any, caches: Any, cache_type: str, store: Any
+    ) -> int:
         others = loaded.spec.make_cache()
         loaded.model(mx.array([tokens[::-1]]), cache=others)
-        insert(sequence, tokens, others, cache_type, store, loaded)
+        return save(loaded, sequence, tokens, others, cache_type, store)
 
-    monkeypatch.setattr("models_check.stored.insert", insert_others)
+    monkeypatch.setattr(LoadedModel, "save", save_others)
     finding = sweep(name)
     assert finding.result == "WRONG"
     assert "restored: logits" in finding.reason
@@ -141,7 +143,7 @@ def test_a_batch_that_does_not_hide_its_padding_is_found_out(
 
         return make_mask
 
-    cache = ModelCacheSpec.probe(build("llama")).make_cache()[0]
+    cache = probe_model(build("llama")).make_cache()[0]
     batch = type(cache.merge([cache, cache]))
     monkeypatch.setattr(batch, "make_mask", blind(batch.make_mask))
     finding = sweep("llama")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.host import patched_attention
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 
 from .replayer import Replayer
 
@@ -16,7 +16,7 @@ MakeReplayer = Callable[..., Replayer]
 
 @pytest.fixture(autouse=True, scope="package")
 def patched() -> Iterator[None]:
-    with patched_attention():
+    with server_attention():
         yield
 
 

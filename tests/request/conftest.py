@@ -12,16 +12,15 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.loading import Asked, load_model
+from mlx_lm_kvpersist.request.loading import ModelOptions, load_model
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.saver import insert
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support.synthetic import make_tiny_model
 
@@ -41,9 +40,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         whole_characters=False,
     )
     model, tokenizer = load(str(path))
-    return LoadedModel(
-        model, tokenizer, ModelCacheSpec.probe(model), "fingerprint", TokenText.of(tokenizer)
-    )
+    return LoadedModel(model, tokenizer, probe_model(model), "fingerprint", TokenText.of(tokenizer))
 
 
 def provider_of(folder: Path, n_layers: int) -> Any:
@@ -60,7 +57,7 @@ def store_in(folder: Path) -> BlockStore:
 
 def loaded_in(provider: Any, choice: PrecisionChoice) -> LoadedModel:
     """Return a provider's model as the server loads it, in a precision."""
-    return load_model(provider, Asked(choice, "auto", 1 << 30, with_text=True))
+    return load_model(provider, ModelOptions(choice, "auto", 1 << 30, with_text=True))
 
 
 @dataclass
@@ -90,15 +87,14 @@ class Conversations:
         reuse = self.look_up(prompt)
         assert list(reuse.prompt.ids) == prompt
         caches, n_reused = reuse.caches or self.loaded.spec.make_cache(), reuse.outcome.n_reused
-        state = RequestState(session=session, root=self.root)
-        sequence = RunningSequence(state, n_prompt, n_reused, reuse.chain)
+        sequence = RunningSequence(self.root, n_prompt, n_reused, reuse.chain, session=session)
         if len(prompt) - 1 > n_reused:
             self.forward(prompt[n_reused:-1], caches)
-            insert(sequence, prompt[:-1], caches, "user", self.store, self.loaded)
+            self.loaded.save(sequence, prompt[:-1], caches, "user", self.store)
             n_reused = len(prompt) - 1
         self.forward(ids[n_reused:], caches)
         cache_type = REPLY if len(ids) > n_prompt else "user"
-        insert(sequence, ids, caches, cache_type, self.store, self.loaded)
+        self.loaded.save(sequence, ids, caches, cache_type, self.store)
 
     def look_up(self, ids: list[int]) -> Reuse:
         prompt = Prompt(ids, [ids], ["user"])

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.block import Block, Checkpoint, block_key, pack_ids
+from mlx_lm_kvpersist.block import Block, Checkpoint, Root, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import CHECKPOINT_EVERY
@@ -29,7 +30,7 @@ from mlx_lm_kvpersist.request.checkpoint_saver import (
 )
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.request.saver import RestorePoint
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from models_check.build import build
 from models_check.conversation import random_ids
@@ -74,7 +75,7 @@ class Checkpoints:
 
     def superseded(self, chain: list[Block]) -> list[Checkpoint]:
         saver, store = CheckpointSaver(self.spec, None), cast(BlockStore, self)
-        sequence = RunningSequence(RequestState("own"), 0, chain=chain)
+        sequence = RunningSequence(Root("model", "layout"), 0, chain=chain, session="own")
         return saver.superseded(sequence, self.by_block, store)
 
     def add(self, node: Block, kind: str, n_tokens: int = 0) -> Checkpoint:
@@ -229,7 +230,7 @@ if keeps_short_chunks():
 @pytest.fixture(params=FAMILIES)
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
     model = build(request.param)
-    model_with_store = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    model_with_store = StoredModel(model, probe_model(model), tmp_path)
     yield model_with_store
     model_with_store.close()
 
@@ -341,7 +342,7 @@ def test_a_part_that_is_lost_costs_its_point_only(stored: StoredModel) -> None:
 
 def test_a_long_prompt_keeps_the_windows_before_its_points_alone(tmp_path: Path) -> None:
     model = build("gemma3_text")
-    stored = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    stored = StoredModel(model, probe_model(model), tmp_path)
     (window,) = stored.spec.sliding
     reply = alone(model, stored.row([random_ids(1, 40), random_ids(2, 2000)], 6, None))
     stored.store.drain()
@@ -355,7 +356,7 @@ def test_a_long_prompt_keeps_the_windows_before_its_points_alone(tmp_path: Path)
 def test_a_window_of_several_blocks_has_as_many_points(tmp_path: Path) -> None:
     """Ends of blocks between points, which a long window covers, are no points."""
     model = build("gemma3_text", config={"sliding_window": 300})
-    stored = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    stored = StoredModel(model, probe_model(model), tmp_path)
     wholes = hold(stored, 5, n_user=270)
     stored.store.drain()
     for n_back in range(3):
@@ -379,7 +380,7 @@ def postponing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store
     name, _, window = request.param.partition("/")
     model = build(name, config={"sliding_window": int(window)} if window else {})
     limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=MAX_LOSS_S)
-    stored = StoredModel(model, ModelCacheSpec.probe(model), tmp_path, limits)
+    stored = StoredModel(model, probe_model(model), tmp_path, limits)
     for n_tokens in (512, 1024, 512, 1024):
         stored.loaded.speed.pace.learn(1, n_tokens, n_tokens / TOKENS_PER_S)
     yield stored

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.block import Root
-from mlx_lm_kvpersist.host.answers import Prompt
+from mlx_lm_kvpersist.block import Root, pack_ids
 from mlx_lm_kvpersist.request.checkpoint_saver import MIN_TOKENS_BETWEEN, CheckpointSaver
 from mlx_lm_kvpersist.request.saver import Saver
-from mlx_lm_kvpersist.request.serving import (
-    RequestState,
-    RunningSequence,
-    awaits_another,
-)
+from mlx_lm_kvpersist.request.sequence import RunningSequence
+from mlx_lm_kvpersist.request.serving import awaits_another
+from mlx_lm_kvpersist.request.state import RequestState, Stage
 
 ROOT = Root("model", "4b64")
 
@@ -24,26 +21,27 @@ class Waiting:
     """What a lookup knows of a prompt."""
 
     def __init__(self, ids: list[int], n_found: int = 0, *, saver: Any = Saver) -> None:
-        self.found = SimpleNamespace(prompt=Prompt(ids, [ids], ["user"]), n_tokens=n_found)
+        self.stored = SimpleNamespace(packed_ids=pack_ids(ids), n_tokens=n_found)
         self.root, self.model = ROOT, SimpleNamespace(saver=saver)
 
-    def waits(self, *others: RunningSequence) -> bool:
+    def waits(self, *others: RequestState) -> bool:
         lookup: Any = self
-        known: dict[RunningSequence, int] = {}
+        known: dict[RequestState, int] = {}
         waits = awaits_another(lookup, others, known)
         assert awaits_another(lookup, others, known) == waits  # the second time it is known
         return waits
 
 
-def begun(ids: list[int], n_system: int = 0) -> RunningSequence:
+def begun(ids: list[int], n_system: int = 0) -> RequestState:
     """Return a request whose prompt is being computed."""
-    state = RequestState(root=ROOT)
-    return RunningSequence(state, len(ids), n_system=n_system, ids=tuple(ids))
+    sequence = RunningSequence(ROOT, len(ids), n_system=n_system, packed_ids=pack_ids(ids))
+    return RequestState(root=ROOT, stage=Stage.PREFILL, sequence=sequence)
 
 
-def saved(sequence: RunningSequence, n_tokens: int) -> None:
+def saved(state: RequestState, n_tokens: int) -> None:
     block: Any = SimpleNamespace(stop=n_tokens)
-    sequence.chain = [block]
+    assert state.sequence is not None
+    state.sequence.chain = [block]
 
 
 IDS = list(range(3000))
@@ -85,15 +83,12 @@ def test_nobody_waits_for_less_than_two_blocks(found: Waiting) -> None:
     assert not found.waits(taken)
 
 
-@pytest.mark.parametrize("end", ["computed", "over"])
-def test_nobody_waits_for_a_prompt_that_is_computed_no_further(end: str) -> None:
+@pytest.mark.parametrize("stage", [Stage.DECODE, Stage.PARKED, Stage.DONE])
+def test_nobody_waits_for_a_prompt_that_is_computed_no_further(stage: Stage) -> None:
     taken = begun(IDS)
     same = Waiting(IDS)
     assert same.waits(taken)
-    if end == "computed":
-        taken.is_computed = True
-    else:
-        taken.request.is_over = True
+    taken.move(stage)
     assert not same.waits(taken)
 
 
@@ -110,7 +105,7 @@ def test_two_whole_blocks_are_worth_waiting_for(n_common: int, waits: bool) -> N
     taken = begun(IDS)
     same = Waiting([*IDS[:n_common], *range(9000, 9100)])
     assert same.waits(taken) == waits
-    same.found.n_tokens = 1
+    same.stored.n_tokens = 1
     assert not same.waits(taken)
 
 

@@ -15,13 +15,14 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate
-from mlx_lm_kvpersist.request.loading import Asked, load_model
+from mlx_lm_kvpersist.request.loading import ModelOptions, load_model
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
@@ -30,14 +31,13 @@ from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import make_tiny_model, make_zoo_model
 from tests.support.drafts import make_draft
-from tests.support.host import patched_attention
 
 from .conftest import store_in
 
 
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
-    with patched_attention():
+    with server_attention():
         yield
 
 
@@ -76,7 +76,9 @@ class Server:
     def __init__(self, paths: tuple[str, str | None], store: BlockStore, bits: str) -> None:
         self.provider, self.store = provided(*paths), store
         # Not rotated: a number that rounds to another step would change all of its head.
-        asked = Asked(replace(KV_BITS[bits], rotated=False), "dequantize", 1 << 30, with_text=False)
+        asked = ModelOptions(
+            replace(KV_BITS[bits], rotated=False), "dequantize", 1 << 30, with_text=False
+        )
         self.loaded = loaded = load_model(self.provider, asked)
         memory = Memory(1 << 30, 0, store, Pressure())
         self.serving = Serving(store, loaded, lambda *_: None, False, 0.1, memory)
@@ -220,7 +222,7 @@ def test_caches_that_cannot_be_trimmed_are_refused_by_name(
 ) -> None:
     windows = str(make_zoo_model(tmp_path / "windows", "gemma3_text"))
     both = (paths[0], windows) if is_draft else (windows, paths[1])
-    asked = Asked(KV_BITS["16"], "dequantize", 1 << 30, with_text=True)
+    asked = ModelOptions(KV_BITS["16"], "dequantize", 1 << 30, with_text=True)
     named = "layer 0 of the draft model has a RotatingKVCache, from which tokens cannot be taken"
     with pytest.raises(ModelNotSupported, match=named if is_draft else named.replace("draft ", "")):
         load_model(provided(*both), asked)

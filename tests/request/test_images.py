@@ -12,7 +12,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import IMAGE_GOES_ON
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.match.tree import before_image
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Reason
@@ -53,7 +53,7 @@ def talk(
     request: pytest.FixtureRequest, loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shown]:
     choice = PrecisionChoice(16, 16) if request.param == "16" else PrecisionChoice()
-    loaded = replace(loaded, spec=ModelCacheSpec.probe(loaded.model, choice))
+    loaded = replace(loaded, spec=probe_model(loaded.model, choice))
     store = BlockStore(tmp_path_factory.mktemp("images"), StoreLimits(1 << 30, 1 << 30))
     talk = Shown(loaded, store)
     talk.remember(IDS, n_prompt=760)

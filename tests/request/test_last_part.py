@@ -16,12 +16,9 @@ from mlx_lm_kvpersist.block import Checkpoint
 from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
 from mlx_lm_kvpersist.host.answers import REPLY
 from mlx_lm_kvpersist.request import serving as module
-from mlx_lm_kvpersist.request.serving import (
-    RequestState,
-    RunningSequence,
-    ServedRequest,
-    Serving,
-)
+from mlx_lm_kvpersist.request.sequence import RunningSequence
+from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
+from mlx_lm_kvpersist.request.state import RequestState
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.records import Commit
 from tests.store.conftest import ROOT, chain
@@ -78,7 +75,7 @@ class Slow:
         if not self._holds.is_set():
             self.hold_again()
         state = RequestState(root=ROOT, is_saved=threading.Event())
-        sequence = RunningSequence(state, n_prompt, chain=blocks)
+        sequence = RunningSequence(ROOT, n_prompt, chain=blocks)
         self.store.commit(Commit(ROOT, tuple(blocks), sequence.leaf(blocks)), new[n_saved:])
         state.ended = sequence
         assert state.is_saved is not None
@@ -190,7 +187,7 @@ def test_what_is_not_kept_waits_for_nothing(slow: Slow, kept: bool) -> None:
     """The request that ended says what was saved of it, and that it was."""
     serving, state = serving_of(slow.store), slow.saved(0, 600, 610)
     request = object.__new__(ServedRequest)
-    request._state, request._serving, request._sequence = state, serving, state.ended
+    request._state, request._serving, state.sequence = state, serving, state.ended
     state.is_kept, state.ended, state.is_saved = kept, None, threading.Event()
     with mock.patch.object(serving, "save"):
         request.insert([], [], REPLY)

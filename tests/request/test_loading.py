@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cache.geometry import architectures
 from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.ranks import Ranks
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.loading import described
-from tests.support.host import patched_attention
 
 from .conftest import loaded_in, provider_of
 
@@ -35,7 +34,7 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
     """Stock's attention cannot take keys and values of unlike precisions."""
-    with patched_attention():
+    with server_attention():
         yield
 
 
@@ -62,7 +61,7 @@ def test_the_facts_say_what_is_computed_together(
     assert known.is_known and known.spec.batches and known.spec.joins
     assert known.spec.plans["0"].can_take_packed
     apart = Architecture(batches=False, joins=False, packed=False)
-    monkeypatch.setattr(architectures, "architecture_of", lambda model: apart)
+    monkeypatch.setattr(loading, "architecture_of", lambda model: apart)
     spec = loaded_in(provider, DEFAULT).spec
     assert not (spec.batches or spec.joins or spec.plans["0"].can_take_packed)
 
@@ -71,7 +70,7 @@ def test_an_architecture_without_facts_is_kept_and_nothing_is_taken_for_granted(
     provider: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = loaded_in(provider, DEFAULT)
-    monkeypatch.setattr(architectures, "architecture_of", lambda model: None)
+    monkeypatch.setattr(loading, "architecture_of", lambda model: None)
     caplog.set_level(logging.INFO)
     unknown = loaded_in(provider, DEFAULT)
     assert not unknown.is_known and unknown.root == known.root
@@ -84,7 +83,7 @@ def test_a_model_that_keeps_state_outside_its_caches_is_refused(
     provider: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = Architecture(batches=True, joins=True, packed=True, refused="it keeps state outside")
-    monkeypatch.setattr(architectures, "architecture_of", lambda model: outside)
+    monkeypatch.setattr(loading, "architecture_of", lambda model: outside)
     with pytest.raises(ModelNotSupported, match="it keeps state outside"):
         loaded_in(provider, DEFAULT)
 
@@ -120,10 +119,13 @@ class RankOfTwo(Ranks):
     def agree(self, value: bool, what: str) -> bool:
         return value
 
+    def least(self, value: int, what: str) -> int:
+        self.compared[what] = value
+        return value
+
 
 def ranked(provider: Any, monkeypatch: pytest.MonkeyPatch, rank: RankOfTwo) -> Any:
-    for module in (loading, architectures):
-        monkeypatch.setattr(module, "ranks", lambda: rank)
+    monkeypatch.setattr(loading, "ranks", lambda: rank)
     args = SimpleNamespace(pipeline=False)
     return SimpleNamespace(**vars(provider), cli_args=args)
 
@@ -143,6 +145,7 @@ def test_ranks_with_other_facts_take_nothing_for_granted(
 ) -> None:
     rank = RankOfTwo("the facts of the architecture")
     assert not loaded_in(ranked(provider, monkeypatch, rank), DEFAULT).is_known
+    assert rank.compared["how many strategies of attention are right"] == 2
     rank = RankOfTwo("the kinds of layers")
     with pytest.raises(ModelNotSupported, match="layers of different kinds"):
         loaded_in(ranked(provider, monkeypatch, rank), DEFAULT)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mlx_lm_kvpersist import block as block_module
 from mlx_lm_kvpersist.block import Block, block_key
 from mlx_lm_kvpersist.cache.blocks.cut_join import _Buffers
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import lookup
@@ -26,8 +26,7 @@ from mlx_lm_kvpersist.request import saver as saver_module
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel, Speed
 from mlx_lm_kvpersist.request.outcome import Kind, Reason
-from mlx_lm_kvpersist.request.saver import insert
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import read_record
@@ -262,15 +261,15 @@ def test_branches_that_go_one_after_another_are_not_mixed_up(
 def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None:
     """Its canary never ran: the next restore must run one, though all it needs is in RAM."""
     model = selftest_model()
-    spec = ModelCacheSpec.probe(model)
+    spec = probe_model(model)
     loaded = LoadedModel(model, None, spec, "model", None)
     ids = [i * 7 % 61 + 2 for i in range(900)]
     with closing(BlockStore(tmp_path, StoreLimits(1 << 30, 1 << 30))) as store:
         talk = Conversations(loaded, store)
         caches = spec.make_cache()
         mx.eval(selftest_model(seed=99)(mx.array([ids]), cache=caches))
-        sequence = RunningSequence(RequestState(root=talk.root), 10)
-        insert(sequence, ids, caches, REPLY, store, loaded)
+        sequence = RunningSequence(talk.root, 10)
+        loaded.save(sequence, ids, caches, REPLY, store)
         talk.forget_hot_blocks()
         last = max(
             tmp_path.glob("blocks/*/*"), key=lambda x: getattr(read_record(x)[0], "start", 0)

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.request import memory as accounts
@@ -40,7 +40,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def loaded(model: Any) -> Any:
-    spec = ModelCacheSpec.probe(model, PrecisionChoice(6, 4))
+    spec = probe_model(model, PrecisionChoice(6, 4))
     key_bytes = PrefillMemory.of(model, spec, MIB).key_bytes
     speed = SimpleNamespace(memory=PrefillMemory(1000.0, 0.0, key_bytes, 8 * MIB))
     return SimpleNamespace(model=model, spec=spec, speed=speed, draft=None)

@@ -15,7 +15,7 @@ import pytest
 
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.errors import RequestRefused
@@ -27,7 +27,8 @@ from mlx_lm_kvpersist.request import memory as accounts
 from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import ROOM, Memory
 from mlx_lm_kvpersist.request.model import LoadedModel, Speed
-from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving
+from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
+from mlx_lm_kvpersist.request.state import RequestState, Stage
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from models_check.build import build
 from models_check.configs import CONFIGS
@@ -54,7 +55,7 @@ class Server:
 
     def __init__(self, server: ModuleType, family: str, folder: Path, n_fit: int) -> None:
         model: Any = build(family)
-        spec = ModelCacheSpec.probe(model, PrecisionChoice(6, 4))
+        spec = probe_model(model, PrecisionChoice(6, 4))
         end_on_grid(model)
         speed = Speed(PrefillMemory.of(model, spec, MIB))
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))
@@ -129,7 +130,7 @@ class Server:
             client.answer.append(response.token)
             if response.finish_reason is not None:
                 client.taken.insert(response.all_tokens, response.prompt_cache, REPLY)
-                client.state.is_over = True
+                client.state.move(Stage.DONE)
                 del running[response.uid]
         known = self._before + self.generator.prompt_cache_nbytes + self.store.pool.n_bytes
         peak_bytes = max([mx.get_peak_memory(), *FORGOTTEN_PEAKS])

@@ -11,11 +11,10 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cache.blocks.cut_join import split
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.answers import REPLY
 from mlx_lm_kvpersist.request.outcome import Reason
-from mlx_lm_kvpersist.request.saver import insert
-from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.store.block_store import Commit
 from mlx_lm_kvpersist.store.files import read_file, write_block
 from models_check.build import build
@@ -30,7 +29,7 @@ IDS = random_ids(3, 600)
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
     """A model of the class that the test names in front of an empty store."""
     model = build(getattr(request, "param", "llama"))
-    made = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    made = StoredModel(model, probe_model(model), tmp_path)
     yield made
     made.close()
 
@@ -47,9 +46,9 @@ def computed(stored: StoredModel, n_tokens: int) -> tuple[mx.array, list[Any]]:
 
 def keep(stored: StoredModel, n_tokens: int) -> None:
     """Store a turn that ends there, and forget what is in RAM."""
-    sequence = RunningSequence(RequestState("s", root=stored.loaded.root), n_tokens - 5)
+    sequence = RunningSequence(stored.loaded.root, n_tokens - 5, session="s")
     caches = computed(stored, n_tokens)[1]
-    insert(sequence, IDS[:n_tokens], caches, REPLY, stored.store, stored.loaded)
+    stored.loaded.save(sequence, IDS[:n_tokens], caches, REPLY, stored.store)
     stored.restart()
 
 
@@ -159,11 +158,11 @@ def test_an_unfinished_block_that_is_not_right_is_computed_again(
 def test_what_was_cut_back_over_a_blocks_end_is_stored_as_it_was_computed(
     stored: StoredModel,
 ) -> None:
-    sequence = RunningSequence(RequestState("s", root=stored.loaded.root), 200)
+    sequence = RunningSequence(stored.loaded.root, 200, session="s")
     caches = computed(stored, 520)[1]
     for cache in caches:
         cache.trim(20)
-    insert(sequence, IDS[:500], caches, REPLY, stored.store, stored.loaded)
+    stored.loaded.save(sequence, IDS[:500], caches, REPLY, stored.store)
     stored.restart()
     assert [block.stop for block in blocks_of(stored)] == [256, 500]
     assert [one.n_tokens for one in stored.store.index.sessions()] == [500]
@@ -183,10 +182,10 @@ def test_a_commit_has_the_blocks_that_are_new_since_the_one_before(
         commit(new, *args)
 
     monkeypatch.setattr(stored.store, "commit", seen)
-    sequence = RunningSequence(RequestState("s", root=stored.loaded.root), 515)
+    sequence = RunningSequence(stored.loaded.root, 515, session="s")
     for n_tokens, cache_type in ((300, "user"), (520, "user"), (600, REPLY)):
         caches = computed(stored, n_tokens)[1]
-        insert(sequence, IDS[:n_tokens], caches, cache_type, stored.store, stored.loaded)
+        stored.loaded.save(sequence, IDS[:n_tokens], caches, cache_type, stored.store)
     written = [block for commit in commits for block in commit.blocks]
     assert written == sequence.chain and len(commits) == 3
     assert [commit.parent for commit in commits[1:]] == [c.blocks[-1].key for c in commits[:-1]]

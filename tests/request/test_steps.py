@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.answers import Prompt
 from mlx_lm_kvpersist.request import lookup as lookup_module
@@ -40,7 +40,7 @@ def every_restore_is_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
     """A model of the class that the test names, which has answered a prompt."""
     model = build(getattr(request, "param", "llama"))
-    made = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    made = StoredModel(model, probe_model(model), tmp_path)
     made.answer([random_ids(1, N_PROMPT)], 4)
     made.store.drain()
     yield made
@@ -127,7 +127,7 @@ def test_a_close_while_it_restores_lets_go_of_everything(
 
 def test_damage_that_a_prefetch_finds_is_said(stored: StoredModel) -> None:
     lookup = look_up(stored)
-    path = block_path(stored.folder, lookup.found.match.path[2].key)
+    path = block_path(stored.folder, lookup.stored.match.path[2].key)
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
     path.write_bytes(content)
@@ -141,7 +141,7 @@ def test_blocks_that_go_between_two_steps_cost_their_tokens(stored: StoredModel)
     at_once = look_up(stored).restore()
     lookup = look_up(stored)
     assert not lookup.advance(0.0)
-    lost = lookup.found.match.path[2]
+    lost = lookup.stored.match.path[2]
     stored.store.pool.clear()
     block_path(stored.folder, lost.key).unlink()
     reuse, _ = in_steps(lookup)
@@ -252,7 +252,7 @@ def rewrite(stored: StoredModel, block: Block, change: Callable[[str, mx.array],
 
 def test_the_canary_also_runs_between_steps(stored: StoredModel) -> None:
     lookup = look_up(stored)
-    rewrite(stored, lookup.found.match.path[-1], lambda _, x: x * 3)
+    rewrite(stored, lookup.stored.match.path[-1], lambda _, x: x * 3)
     assert lookup.prefetch()
     wait_until(lambda: lookup._prefetch is not None and lookup._prefetch.finished, "the prefetch")
     n_steps = 1
@@ -278,7 +278,7 @@ def test_a_whole_file_of_another_form_costs_its_tokens(
 ) -> None:
     """Its key and its checksum are right, and its arrays would be joined."""
     lookup = look_up(stored)
-    lost = lookup.found.match.path[2]
+    lost = lookup.stored.match.path[2]
     path = rewrite(stored, lost, change)
     outcome = lookup.restore().outcome
     assert (outcome.n_reused, outcome.reason) == (lost.start, Reason.DAMAGED)

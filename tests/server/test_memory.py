@@ -21,7 +21,7 @@ import pytest
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.measuring.sequence_memory import SequenceMemory
 from mlx_lm_kvpersist.request.memory import GROWTH, ROOM
 from models_check.configs import CONFIGS
@@ -89,7 +89,7 @@ class Talks:
         self.model = make_zoo_model(folder / family, family)
         self._bias = {"logit_bias": whole_characters(self.model)}
         model, _ = load(str(self.model))
-        spec = ModelCacheSpec.probe(model, PrecisionChoice(16, 16))
+        spec = probe_model(model, PrecisionChoice(16, 16))
         self.takes = SequenceMemory.of(spec, None)
         self.block_bytes = 256 * spec.bytes_per_token + spec.bytes_per_checkpoint
         self.said: dict[tuple[int, int], str] = {}

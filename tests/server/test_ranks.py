@@ -370,7 +370,7 @@ FAULTS = (
     "mlx_lm_kvpersist.request.lookup:Lookup._joined",
     "mlx_lm_kvpersist.request.lookup:Lookup._outcome",
     "mlx_lm_kvpersist.request.lookup:canary_difference",
-    "mlx_lm_kvpersist.request.serving:insert",
+    "mlx_lm_kvpersist.request.model:LoadedModel.save",
     "mlx_lm_kvpersist.request.serving:ServedRequest.__init__",
     "mlx_lm_kvpersist.request.serving:ServedRequest.advance",
     "mlx_lm_kvpersist.request.serving:ServedRequest.enter",

@@ -19,7 +19,7 @@ import pytest
 
 import mlx_lm_kvpersist
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.patching.patch import PATCH_SET, PatchSet
+from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 
 REPOSITORY = Path(mlx_lm_kvpersist.__file__).parent.parent
@@ -146,15 +146,6 @@ def patched_server(server: ModuleType) -> Iterator[ModuleType]:
     PATCH_SET.apply(PATCHES)
     yield server
     PATCH_SET.undo()
-
-
-@contextmanager
-def patched_attention() -> Iterator[None]:
-    """mlx-lm's attention takes packed keys, as in the server."""
-    applied = PatchSet()
-    applied.apply([patch for patch in PATCHES if patch.name == "attention"])
-    yield
-    applied.undo()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.config import DEFAULT_BITS, DEFAULT_MAX_DISK_BYTES, KV_BITS
@@ -117,7 +118,7 @@ def spec_of(name: str) -> ModelCacheSpec:
     config = {"model_type": architecture, **small, **config}
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    return ModelCacheSpec.probe(model, KV_BITS[DEFAULT_BITS])
+    return probe_model(model, KV_BITS[DEFAULT_BITS])
 
 
 def in_bits(group: LayerGroup, bits: int) -> LayerGroup:

@@ -144,22 +144,22 @@ def split(
         return [*split(groups, caches, head), *split(groups, caches, tail)]
     slots = slots_of(caches)
     first, last = ranges[0][0], ranges[-1][1]
-    whole: dict[str, list[mx.array]] = {}
+    stacked: dict[str, list[mx.array]] = {}
     for group in groups:
         for slot in group.slots:
-            both = kind_of(slots[slot]).tokens(slots[slot], first, last)
-            for part, fields in zip(("k", "v"), both, strict=True):
-                for name, array in zip(group.array_names[part], fields, strict=True):
-                    whole.setdefault(name, []).append(array)
+            sides = kind_of(slots[slot]).tokens(slots[slot], first, last)
+            for side, fields in zip(("k", "v"), sides, strict=True):
+                for name, array in zip(group.array_names[side], fields, strict=True):
+                    stacked.setdefault(name, []).append(array)
     if prefers_few_copies():
-        whole = {name: [concatenated(arrays, axis=0)] for name, arrays in whole.items()}
+        stacked = {name: [concatenated(arrays, axis=0)] for name, arrays in stacked.items()}
     blocks: list[dict[str, mx.array]] = []
     waiting_bytes = 0
     for start, stop in ranges:
         at = slice(start - first, stop - first)
         block = {
             name: concatenated([x[:, :, at] for x in arrays], axis=0)
-            for name, arrays in whole.items()
+            for name, arrays in stacked.items()
         }
         blocks.append(block)
         waiting_bytes += sum(array.nbytes for array in block.values())
@@ -240,7 +240,7 @@ class Joiner:
         for buffers in self._buffers.values():
             for array in chain.from_iterable(buffers.arrays.values()):
                 waiting.append(array)
-                if sum(one.nbytes for one in waiting) >= _ROOM_BYTES:
+                if sum(array.nbytes for array in waiting) >= _ROOM_BYTES:
                     mx.eval(waiting)
                     waiting = []
                     yield
@@ -259,9 +259,9 @@ class Joiner:
         packed: dict[str, mx.array] = {}
         for group in self._spec.full:
             sides = group.precision.sides if group.precision else (None, None)
-            for (part, names), side in zip(group.array_names.items(), sides, strict=True):
-                x = block[f"{group.name}.{part}"]
-                fields = pk.zeros(x, side) if side else (x,)
+            for (side, names), quantization in zip(group.array_names.items(), sides, strict=True):
+                x = block[f"{group.name}.{side}"]
+                fields = pk.zeros(x, quantization) if quantization else (x,)
                 packed.update(zip(names, fields, strict=True))
         self.add(Piece(packed, 0, n_tokens))
         self.add_state(block, n_tokens)
@@ -295,9 +295,9 @@ class Joiner:
                     cache = slots[slot]
                     kind_of(cache).refill(cache, keys, values, start, self._n_tokens)
         for group in self._spec.quantized if self._n_newest else ():
-            both = [self._at_end[f"{group.name}.{part}"] for part in group.shapes]
+            newest = [self._at_end[f"{group.name}.{side}"] for side in group.shapes]
             for place, slot in enumerate(group.slots):
-                own = (x[place : place + 1, :, : self._n_newest] for x in both)
+                own = (x[place : place + 1, :, : self._n_newest] for x in newest)
                 slots[slot].recall(*own)
                 mx.eval(slots[slot].state)
         for group in self._spec.recurrent if self._at_end else ():
@@ -335,11 +335,11 @@ class _Buffers:
                 [piece.arrays[name][:, :, piece.start : piece.stop] for piece in pieces], axis=2
             )
             for place, buffer in enumerate(buffers):
-                part = stacked[place : place + 1]
-                if part.shape == buffer.shape:  # MLX would share the piece's memory here
-                    buffers[place] = copied(part)
+                slot = stacked[place : place + 1]
+                if slot.shape == buffer.shape:  # MLX would share the piece's memory here
+                    buffers[place] = copied(slot)
                 else:
-                    buffer[:, :, start : self.n_added] = part
+                    buffer[:, :, start : self.n_added] = slot
         mx.eval(self.arrays)
 
     def join(self) -> None:
@@ -358,17 +358,17 @@ class _Buffers:
             slot_bytes = max(1, forms_bytes([form]) // n_slots)  # some caches have no values
             while (first := len(buffers)) < n_slots:
                 n_at_once = min(max(1, left // (2 * slot_bytes)), n_slots - first)
-                parts = [piece.arrays[name] for piece in pieces]
+                arrays = [piece.arrays[name] for piece in pieces]
                 if n_at_once < n_slots:
-                    parts = [part[first : first + n_at_once] for part in parts]
+                    arrays = [array[first : first + n_at_once] for array in arrays]
                 for i, piece in enumerate(pieces):
-                    if piece.stop - piece.start < parts[i].shape[2]:
-                        parts[i] = parts[i][:, :, piece.start : piece.stop]
+                    if piece.stop - piece.start < arrays[i].shape[2]:
+                        arrays[i] = arrays[i][:, :, piece.start : piece.stop]
                 spare = mx.zeros((n_at_once, n_heads, self.headroom, dim), dtype)
-                stacked = mx.concatenate([*parts, spare], axis=2)
+                stacked = mx.concatenate([*arrays, spare], axis=2)
                 # Taking a slot copies it; a slice would share the memory of the whole stack.
-                made = [mx.take(slot, only, axis=0) for slot in mx.split(stacked, n_at_once)]
-                mx.eval(made)
-                buffers += made
-                left -= slot_bytes * len(made)
-                del stacked, made  # before the next are stacked
+                slots = [mx.take(slot, only, axis=0) for slot in mx.split(stacked, n_at_once)]
+                mx.eval(slots)
+                buffers += slots
+                left -= slot_bytes * len(slots)
+                del stacked, slots  # before the next are stacked

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KVPersistError, ModelNotSupported
-from ...ranks import ranks
 from .precision import PrecisionChoice
+from .probe import probe_model
 from .spec import ModelCacheSpec
 
 FILE = Path(__file__).with_name("architectures.json")
@@ -30,7 +30,7 @@ class Architecture:
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: their
     prompts may be computed in one call, too. `packed`: a layer that calls attention over its
     packed keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why
-    its conversations cannot be kept, "" if they can. `ModelCacheSpec.probe`, not this, refuses
+    its conversations cannot be kept, "" if they can. `probe_model`, not this, refuses
     models for the classes of their caches.
     """
 
@@ -78,7 +78,7 @@ def known() -> dict[str, dict[str, Architecture]]:
     try:
         content = json.loads(FILE.read_text(encoding="utf-8"))
         newest = _read(content["architectures"])
-        older = {version: newest | _read(its) for version, its in content["older"].items()}
+        older = {version: newest | _read(facts) for version, facts in content["older"].items()}
         return {content["newest"]: newest, **older}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise KVPersistError(
@@ -88,13 +88,7 @@ def known() -> dict[str, dict[str, Architecture]]:
 
 
 def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
-    return {module: Architecture(**its) for module, its in facts.items()}
-
-
-def facts_of(model: Any) -> Architecture | None:
-    """Return the facts about a model's architecture; None if this or another rank has none."""
-    facts = architecture_of(model)
-    return facts if ranks().same(repr(facts), "the facts of the architecture") else None
+    return {module: Architecture(**fields) for module, fields in facts.items()}
 
 
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
@@ -104,5 +98,5 @@ def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> 
 
     Raises ModelNotSupported if the caches cannot be kept.
     """
-    spec = ModelCacheSpec.probe(model, choice)
+    spec = probe_model(model, choice)
     return spec if facts is None else facts.applied_to(spec)

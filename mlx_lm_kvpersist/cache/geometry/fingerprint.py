@@ -44,7 +44,7 @@ def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
     if not weights:
         raise ModelNotSupported(f"no *.safetensors weights in {model_path}")
     config = _config(model_path / "config.json")
-    parts: dict[str, Any] = {
+    content: dict[str, Any] = {
         "config": config,
         "weights": {path.name: content_hash(path) for path in weights},
         "tokenizer": {
@@ -54,20 +54,20 @@ def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
         },
     }
     # A model may bring code of its own, which mlx-lm runs in place of its own class.
-    others = _QUANTIZATION, config.get("model_file") if isinstance(config, dict) else None
-    for name in filter(None, others):
+    more_names = _QUANTIZATION, config.get("model_file") if isinstance(config, dict) else None
+    for name in filter(None, more_names):
         if (path := model_path / name).is_file():
-            parts[name] = content_hash(path)
+            content[name] = content_hash(path)
     if adapter_path is not None:
         # mlx-lm loads this file only; the others in the folder are checkpoints of the training.
         adapter = adapter_path / "adapters.safetensors"
         if not adapter.is_file():
             raise ModelNotSupported(f"no adapters.safetensors in {adapter_path}")
-        parts["adapter"] = {
+        content["adapter"] = {
             "config": _config(adapter_path / "adapter_config.json"),
             "weights": content_hash(adapter),
         }
-    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -93,8 +93,8 @@ def content_hash(path: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    if known := _hash_in_name(path):
-        return known
+    if sha256 := _hash_in_name(path):
+        return sha256
     n_bytes = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         if n_bytes <= _WHOLE_BYTES:

@@ -1,8 +1,7 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
-To support another class, add it to `KINDS`, and to `_most_taken_back` if it can forget its last
-tokens. This module alone knows the internals of mlx-lm's caches. A CacheList is taken apart: its
-leaves, in order, are the slots. Generation thread.
+To support another class, add it to `KINDS`. This module alone knows the internals of mlx-lm's
+caches. A CacheList is taken apart: its leaves, in order, are the slots. Generation thread.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mlx_lm.models.cache import (
 
 from ..live import packed as pk
 from ..live.batch import FullPrecisionBatchKVCache
-from ..live.quantized import PackedCache, SequenceQuantizedKVCache
+from ..live.quantized import BatchQuantizedKVCache, SequenceQuantizedKVCache
 
 Fields = tuple[mx.array, ...]
 """Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""
@@ -45,13 +44,16 @@ class GroupKind(Enum):
 
 @dataclass(frozen=True)
 class CacheKind:
-    """What the plugin knows of a cache class; the defaults are those of KVCache.
+    """What the plugin knows of a cache class; the defaults fit one that holds every token.
 
     A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other holds
     keys and values [1, H, S, ...], also quantized, of the positions from `first` on; `in_order`
     puts an array of them in the order of positions. `window` is how many of its last tokens a
     sliding cache needs to continue. `filled` sets the counters of a cache that got positions
-    [start, stop) and no others. `refusal` says why a cache is not supported.
+    [start, stop) and no others. `refusal` says why a cache is not supported. `can_be_quantized`:
+    whether a SequenceQuantizedKVCache can take its place; else it stays in full precision.
+    `most_taken_back` is how many tokens a call of the model may append so that `trim` can remove
+    any number of them; it is also called with batches of this class, which are of `batches`.
     """
 
     group: GroupKind
@@ -61,6 +63,9 @@ class CacheKind:
     filled: Callable[[Any, int, int], None] = lambda cache, start, stop: None
     states: Callable[[Any], list[Any]] = lambda cache: []
     refusal: Callable[[Any], str] = lambda cache: ""
+    can_be_quantized: bool = False
+    most_taken_back: Callable[[Any], int] = lambda cache: 0
+    batches: tuple[type, ...] = ()
 
     def positions(self, cache: Any) -> tuple[int, int]:
         """Return the positions [start, stop) whose keys and values a cache holds.
@@ -112,9 +117,26 @@ def _refused_ring(cache: Any) -> str:
     return lost if cache.keep else ""
 
 
+def _left_in_block(cache: Any) -> int:
+    # A block is packed when the next block begins.
+    return int(min(pk.GRID - n_tokens % pk.GRID for n_tokens in cache.lengths))
+
+
+def _left_in_ring(cache: Any) -> int:
+    # A full ring drops a token for each new one.
+    return int(cache.max_size - 1 - cache.size())
+
+
 KINDS: dict[type, CacheKind] = {
-    SequenceQuantizedKVCache: CacheKind(GroupKind.FULL),
-    KVCache: CacheKind(GroupKind.FULL),
+    SequenceQuantizedKVCache: CacheKind(
+        GroupKind.FULL, most_taken_back=_left_in_block, batches=(BatchQuantizedKVCache,)
+    ),
+    KVCache: CacheKind(
+        GroupKind.FULL,
+        can_be_quantized=True,
+        most_taken_back=lambda cache: pk.GRID,
+        batches=(BatchKVCache, FullPrecisionBatchKVCache),
+    ),
     RotatingKVCache: CacheKind(
         GroupKind.SLIDING,
         first=_first_of_ring,
@@ -122,6 +144,8 @@ KINDS: dict[type, CacheKind] = {
         window=lambda cache: int(cache.max_size),
         filled=_ring_filled,
         refusal=_refused_ring,
+        most_taken_back=_left_in_ring,
+        batches=(BatchRotatingKVCache,),
     ),
     ChunkedKVCache: CacheKind(
         GroupKind.SLIDING,
@@ -151,12 +175,8 @@ def most_taken_back(caches: Sequence[Any]) -> int:
 
 
 def _most_taken_back(slot: Any) -> int:
-    cls = type(slot)
-    if issubclass(cls, PackedCache):  # a block is packed when the next block begins
-        return int(min(pk.GRID - n % pk.GRID for n in slot.lengths))
-    if cls in (RotatingKVCache, BatchRotatingKVCache):  # a full ring drops a token for each new one
-        return int(slot.max_size - 1 - slot.size())
-    return pk.GRID if cls in (KVCache, BatchKVCache, FullPrecisionBatchKVCache) else 0
+    kinds = (kind for cls, kind in KINDS.items() if type(slot) in (cls, *kind.batches))
+    return next((kind.most_taken_back(slot) for kind in kinds), 0)
 
 
 def kind_of(cache: Any) -> CacheKind:
@@ -183,5 +203,5 @@ def _replaced(cache: Any, rest: Iterator[Any]) -> Any:
     if not isinstance(cache, CacheList):
         return next(rest)
     again = copy.copy(cache)
-    again.caches = tuple(_replaced(part, rest) for part in cache.caches)
+    again.caches = tuple(_replaced(inner, rest) for inner in cache.caches)
     return again

@@ -163,18 +163,19 @@ def layout_in_words(layout: str) -> str:
 
     Older stores have layouts whose first and last layers have other bits: "keys 6 to 8 bits".
     """
-    parts = [part.partition("*")[0] for part in layout.split(",")]
-    names = [part for part in parts if part != "state" and not re.fullmatch(r"[cw]\d+", part)]
+    forms = [form.partition("*")[0] for form in layout.split(",")]
+    names = [form for form in forms if form != "state" and not re.fullmatch(r"[cw]\d+", form)]
     try:
         precisions = [parse_precision(name) for name in names]
     except ValueError:
         return layout
-    quantized = [one for one in precisions if one is not None]
+    quantized = [precision for precision in precisions if precision is not None]
     if not quantized:
         return "full precision" if precisions else "windows and states alone"
-    key_bits = _range([one.keys.bits for one in quantized])
-    words = [f"keys {key_bits} bits", f"values {_range([one.values.bits for one in quantized])}"]
-    if any(one.keys.rotated for one in quantized):
+    key_bits = _range([precision.keys.bits for precision in quantized])
+    value_bits = _range([precision.values.bits for precision in quantized])
+    words = [f"keys {key_bits} bits", f"values {value_bits}"]
+    if any(precision.keys.rotated for precision in quantized):
         words.append("rotated")
     if None in precisions:
         words.append("some layers in full precision")

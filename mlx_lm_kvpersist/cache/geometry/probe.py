@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from ...errors import ModelNotSupported
 from ..live.quantized import SequenceQuantizedKVCache
@@ -29,11 +29,22 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 _SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
-def probe(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
-    """Return the spec of a model for the requested precision: see `ModelCacheSpec.probe`."""
+def probe_model(model: Any, choice: PrecisionChoice | None = None) -> ModelCacheSpec:
+    """Return a model's spec for the requested precision, from shapes; nothing is evaluated.
+
+    Full groups get the precision whose group size needs the least padding, if it saves memory and
+    the model's code accepts it; all other groups stay in full precision. Shapes say nothing about
+    batches: `batches` and `joins` have their defaults (`architectures.py` has the facts).
+
+    Raises:
+        ModelNotSupported: a layer's cache is of a class that is not supported, or has another form
+            than its class should have; or the model fails on a few tokens.
+        ValueError: MLX cannot quantize to these bits, or in groups of this size.
+    """
+    choice = choice or PrecisionChoice()
     choice.candidates()  # its ValueError is about the choice, not about the model
     try:
-        return _probe(model, choice)
+        return _probed(model, choice)
     except ModelNotSupported:
         raise
     except Exception as error:
@@ -41,7 +52,7 @@ def probe(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
         raise ModelNotSupported(f"the model cannot be probed: {error!r}") from error
 
 
-def _probe(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
+def _probed(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
     caches = make_prompt_cache(model)
     _check_classes(caches)
     _forward(model, caches)
@@ -63,7 +74,6 @@ def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
     for group in groups:
         if group.precision is not None:
             for number in group.slots:
-                assert type(slots[number]) is KVCache
                 slots[number] = SequenceQuantizedKVCache(group.precision)
     return ModelCacheSpec(tuple(groups), replaced(caches, slots))
 
@@ -101,11 +111,11 @@ def _forward(model: Any, caches: list[Any]) -> None:
 def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
     """Group the slots of a filled prompt cache by their form; those left empty are in no group."""
     slots_by_form: dict[tuple[int, type, Any], list[int]] = {}
-    part_of = [part for cache in caches for part in range(len(slots_of([cache])))]
+    places = [place for cache in caches for place in range(len(slots_of([cache])))]
     for number, slot in enumerate(slots_of(caches)):
         form = _form(number, slot)
         if form is not None:
-            slots_by_form.setdefault((part_of[number], type(slot), form), []).append(number)
+            slots_by_form.setdefault((places[number], type(slot), form), []).append(number)
     groups = []
     for number, ((_, cls, form), slots) in enumerate(slots_by_form.items()):
         kind, name, cache = KINDS[cls].group, str(number), cls.__name__
@@ -115,6 +125,8 @@ def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
         keys, values, window = form
         precision, why = None, "windows stay in full precision"
         if kind is GroupKind.FULL:
+            why = f"no quantized cache can take the place of a {cache}"
+        if KINDS[cls].can_be_quantized:
             precision, why = _fitting(keys, values, choice)
         group = LayerGroup(name, kind, cache, tuple(slots), keys, values, precision, why, window)
         if precision and group.bytes_per_token >= group.full_precision_bytes:
@@ -165,7 +177,7 @@ def _fitting(
     if 0 in (keys.dim, values.dim):
         return None, "keys without values are an index, which decides what is seen"
     fitted = [precision.fitted(keys.dim, values.dim) for precision in choice.candidates()]
-    return min(fitted, key=lambda one: one.keys.padding + one.values.padding), ""
+    return min(fitted, key=lambda fit: fit.keys.padding + fit.values.padding), ""
 
 
 def _why_not(model: Any, spec: ModelCacheSpec) -> str | None:

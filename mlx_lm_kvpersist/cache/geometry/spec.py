@@ -19,7 +19,7 @@ import mlx.core as mx
 from ..live.packed import GRID, scale_dtype
 from ..live.policy import AttentionPlan
 from .kinds import GroupKind
-from .precision import KVPrecision, PrecisionChoice
+from .precision import KVPrecision
 
 _FIELDS = ("weights", "scales", "biases")
 """The arrays of quantized keys or values; in full precision they are one array."""
@@ -82,13 +82,13 @@ class LayerGroup:
     def array_names(self) -> dict[str, list[str]]:
         """The names of the arrays of the keys ("k") and values ("v") of this group."""
         fields = [f".{field}" for field in _FIELDS] if self.precision else [""]
-        return {part: [f"{self.name}.{part}{field}" for field in fields] for part in self.shapes}
+        return {side: [f"{self.name}.{side}{field}" for field in fields] for side in self.shapes}
 
     @cached_property
     def shapes(self) -> dict[str, TensorShape]:
         """The shapes of keys ("k") and values ("v"); empty for a recurrent group."""
-        both = {"k": self.keys, "v": self.values}
-        return {part: shape for part, shape in both.items() if shape is not None}
+        shapes = {"k": self.keys, "v": self.values}
+        return {side: shape for side, shape in shapes.items() if shape is not None}
 
     def describe(self) -> dict[str, Any]:
         """Return the group as JSON values."""
@@ -128,23 +128,6 @@ class ModelCacheSpec:
     joins: bool = field(default=False, compare=False)
     plans: Mapping[str, AttentionPlan] = field(default_factory=dict, compare=False)
 
-    @classmethod
-    def probe(cls, model: Any, choice: PrecisionChoice | None = None) -> ModelCacheSpec:
-        """Find a model's spec for the requested precision from shapes; nothing is evaluated.
-
-        Full groups get the precision whose group size needs the least padding, if it saves memory
-        and the model's code accepts it; all other groups stay in full precision. Shapes say nothing
-        about batches: `batches` and `joins` have their defaults (`architectures.py` has the facts).
-
-        Raises:
-            ModelNotSupported: a layer's cache is of a class that is not supported, or has another
-                form than its class should have; or the model fails on a few tokens.
-            ValueError: MLX cannot quantize to these bits, or in groups of this size.
-        """
-        from .probe import probe  # which imports this module
-
-        return probe(model, choice or PrecisionChoice())
-
     @cached_property
     def full(self) -> tuple[LayerGroup, ...]:
         """Groups that hold every token; block files have these."""
@@ -153,8 +136,8 @@ class ModelCacheSpec:
     @cached_property
     def precisions(self) -> dict[int, KVPrecision | None]:
         """The precision of each slot of the full groups, in the order of the slots."""
-        found = {slot: group.precision for group in self.full for slot in group.slots}
-        return dict(sorted(found.items()))
+        precisions = {slot: group.precision for group in self.full for slot in group.slots}
+        return dict(sorted(precisions.items()))
 
     @cached_property
     def quantized(self) -> tuple[LayerGroup, ...]:
@@ -208,10 +191,10 @@ class ModelCacheSpec:
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]
-        parts = [form if len(runs) == 1 else f"{form}*{length}" for form, length in runs]
+        words = [form if len(runs) == 1 else f"{form}*{length}" for form, length in runs]
         windows = [f"w{window}" for window in self.sliding]
         grid = [f"c{GRID}"] * bool(self.quantized)
-        return ",".join([*parts, *grid, *windows, *["state"] * bool(self.recurrent)])
+        return ",".join([*words, *grid, *windows, *["state"] * bool(self.recurrent)])
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -239,7 +222,7 @@ class ModelCacheSpec:
     def make_cache(self) -> list[Any]:
         """Return an empty prompt cache; replaces the model's `make_cache`."""
         shared = [*self.plans.values(), *(group.precision for group in self.groups)]
-        return copy.deepcopy(list(self.template), {id(one): one for one in shared})
+        return copy.deepcopy(list(self.template), {id(value): value for value in shared})
 
     @property
     def batching(self) -> str:
@@ -265,16 +248,16 @@ def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayF
     """
     for group in groups if n_tokens else ():
         sides = group.precision.sides if group.precision else (None, None)
-        for (part, shape), quantization in zip(group.shapes.items(), sides, strict=False):
-            name, *others = group.array_names[part]
+        for (side, shape), quantization in zip(group.shapes.items(), sides, strict=False):
+            name, *scale_names = group.array_names[side]
             lead, dtype = (len(group.slots), shape.n_heads, n_tokens), shape.mx_dtype
             if quantization is None:
                 yield name, (*lead, shape.dim), dtype
                 continue
             width = shape.dim + quantization.padding
             yield name, (*lead, width * quantization.bits // 32), mx.uint32
-            for other in others:
-                yield other, (*lead, width // quantization.group_size), scale_dtype(dtype)
+            for scale_name in scale_names:
+                yield scale_name, (*lead, width // quantization.group_size), scale_dtype(dtype)
 
 
 def as_computed(groups: Iterable[LayerGroup]) -> list[LayerGroup]:
@@ -299,11 +282,11 @@ def arrays_fit(forms: Iterable[ArrayForm], arrays: Mapping[str, mx.array]) -> st
     if extra := sorted(arrays.keys() - expected.keys()):
         return f"unknown array {extra[0]}"
     for name, (shape, dtype) in expected.items():
-        found = arrays[name]
-        if tuple(found.shape) != shape:
-            return f"{name} has shape {tuple(found.shape)}, expected {shape}"
-        if found.dtype != dtype:
-            return f"{name} is {dtype_name(found.dtype)}, expected {dtype_name(dtype)}"
+        array = arrays[name]
+        if tuple(array.shape) != shape:
+            return f"{name} has shape {tuple(array.shape)}, expected {shape}"
+        if array.dtype != dtype:
+            return f"{name} is {dtype_name(array.dtype)}, expected {dtype_name(dtype)}"
     return None
 
 

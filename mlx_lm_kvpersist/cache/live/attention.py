@@ -87,18 +87,18 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         n_own: int = 0,
     ) -> PackedKV:
         """Return the first `n_tokens` of `buffers`, which are keys or values quantized so."""
-        made = cls(buffers)
-        made.quantization, made.n_tokens = quantization, n_tokens
-        made.strategy, made.tile_bytes = strategy, tile_bytes
-        made.newest, made.n_own = newest, n_own
-        return made
+        packed = cls(buffers)
+        packed.quantization, packed.n_tokens = quantization, n_tokens
+        packed.strategy, packed.tile_bytes = strategy, tile_bytes
+        packed.newest, packed.n_own = newest, n_own
+        return packed
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         """Return the attention of `queries` over these keys and `values`."""
-        if self.strategy == "tiled":
-            return tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
-        attention = packed_attention if self.strategy == "packed" else dequantized_attention
-        return attention(queries, self, values, scale, mask)
+        if self.strategy == "packed":
+            return packed_attention(queries, self, values, scale, mask)
+        tile_bytes = self.tile_bytes if self.strategy == "tiled" else None
+        return dequantized_attention(queries, self, values, scale, mask, tile_bytes)
 
     def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
         """Cut the queries where the grid does."""
@@ -116,11 +116,11 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         self, rows: slice, heads: slice, tokens: slice, after: mx.array | None, dtype: mx.Dtype
     ) -> mx.array:
         """Dequantize a part, `prepared` as it is, but not before `after` is computed."""
-        weights, *others = (x[rows, heads, tokens] for x in self)
+        weights, *scales_and_biases = (x[rows, heads, tokens] for x in self)
         if after is not None:
             # Without this MLX may dequantize all tiles first and then use them.
             (weights,) = mx.depends([weights], [after])
-        return pk.dequantize((weights, *others), self.quantization, dtype)
+        return pk.dequantize((weights, *scales_and_biases), self.quantization, dtype)
 
     def computed(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
         """Return tokens [first, last) as they were computed."""
@@ -144,12 +144,38 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
 
 
 def dequantized_attention(
-    queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
+    queries: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    scale: float,
+    mask: Mask,
+    tile_bytes: int | None = None,
 ) -> mx.array:
-    """Dequantize everything and run the fused kernel, as mlx-lm does with full precision."""
-    every, queries = slice(None), pk.prepared(queries, keys.quantization)
-    out = _fused(queries, keys, values, (every, every), scale, mask, None)
-    return pk.as_it_came(out, values.quantization)
+    """Dequantize and run the fused kernel, as mlx-lm does with full precision.
+
+    With `tile_bytes`, at most this number of bytes are dequantized together. Heads are independent,
+    so a tile is some heads, or some rows. It has one head of one row at least.
+    """
+    n_rows, n_heads = queries.shape[:2]
+    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
+    n_repeats, n_at_once = n_heads // n_kv_heads, n_rows * n_kv_heads
+    if tile_bytes is not None:
+        # Numbers of one token's dequantized key and value of one head.
+        n_numbers = sum(x[1].shape[3] * x.quantization.group_size for x in (keys, values))
+        n_at_once = tile_bytes // max(1, n_keys * n_numbers * queries.dtype.size)
+    queries = pk.prepared(queries, keys.quantization)
+    last: mx.array | None = None
+    rows_out: list[mx.array] = []
+    for rows in _slices(0, n_rows, max(1, n_at_once // n_kv_heads)):
+        heads_out: list[mx.array] = []
+        for heads in _slices(0, n_kv_heads, max(1, n_at_once)):
+            query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
+            tile_mask = _part_of(mask, rows, query_heads)
+            block = queries[rows, query_heads]
+            last = _fused(block, keys, values, (rows, heads), scale, tile_mask, last)
+            heads_out.append(last)
+        rows_out.append(mx.concatenate(heads_out, axis=1))
+    return pk.as_it_came(mx.concatenate(rows_out, axis=0), values.quantization)
 
 
 def _fused(
@@ -170,7 +196,7 @@ def _fused(
     first, last = spans[0].first, keys.n_tokens
     is_padded = queries.shape[2] > 1 and mask == "causal" and builds_for_each_length()
     n_more = -last % PADDED_TOKENS if is_padded else 0
-    both, rounded = [], []
+    keys_and_values, rounded = [], []
     for x in (keys, values):
         array = x.dequantized(*where, slice(last), after, queries.dtype)
         if n_more:
@@ -180,25 +206,25 @@ def _fused(
         if first < last:
             own = x.prepared(*where, first, last)
             array[:, :, first:last] = x.joined(array[:, :, first:last], own, spans)
-        both.append(array)
+        keys_and_values.append(array)
     out: list[mx.array] = []
     for done, span in zip([None, *spans], spans, strict=False):
         if done is not None:
-            both = mx.depends(both, out[-1:])
-            its = slice(done.first - first, done.last - first)
-            for array, older in zip(both, rounded, strict=True):
-                array[:, :, done.first : done.last] = older[:, :, its]
-        seen, n_seen = mask, last + n_more if is_padded else span.last
+            keys_and_values = mx.depends(keys_and_values, out[-1:])
+            done_tokens = slice(done.first - first, done.last - first)
+            for array, older in zip(keys_and_values, rounded, strict=True):
+                array[:, :, done.first : done.last] = older[:, :, done_tokens]
+        span_mask, n_seen = mask, last + n_more if is_padded else span.last
         if is_padded:
-            seen = _causal(span, n_seen, queries.dtype)
+            span_mask = _causal(span, n_seen, queries.dtype)
         elif len(spans) > 1 and isinstance(mask, mx.array):
-            seen = _cut(_cut(_with_axes(mask), 2, span.queries), 3, slice(span.last))
+            span_mask = _cut(_cut(_with_axes(mask), 2, span.queries), 3, slice(span.last))
         out.append(
             mx.fast.scaled_dot_product_attention(
                 queries[:, :, span.queries],
-                *(array[:, :, :n_seen] for array in both),
+                *(array[:, :, :n_seen] for array in keys_and_values),
                 scale=scale,
-                mask=seen,
+                mask=span_mask,
             )
         )
     return mx.concatenate(out, axis=2)
@@ -252,13 +278,13 @@ def packed_attention(
     all_keys, all_values = (pk.with_scales(x, queries.dtype) for x in (all_keys, all_values))
     queries = queries * scale
     step = max(1, max_score_bytes // (n_rows * n_heads * capacity * queries.dtype.size))
-    parts: list[mx.array] = []
+    results: list[mx.array] = []
     spans = keys.spans(n_queries, mask)
     cut = ((span, at) for span in spans for at in _slices(span.start, span.stop, step))
     for span, at in cut:
         block = queries[:, :, at]
-        if parts:
-            (block,) = mx.depends([block], parts[-1:])
+        if results:
+            (block,) = mx.depends([block], results[-1:])
         n = block.shape[2]
         packable = pk.prepared(block, keys.quantization)
         block, packable = (x.reshape(n_rows, n_kv_heads, -1, x.shape[3]) for x in (block, packable))
@@ -280,42 +306,8 @@ def packed_attention(
         out = pk.as_it_came(out, values.quantization)
         if first < last:
             out += own @ values.computed(every, every, first, last)
-        parts.append(out.reshape(n_rows, n_heads, n, -1))
-    return mx.concatenate(parts, axis=2).astype(queries.dtype)
-
-
-def tiled_attention(
-    queries: mx.array,
-    keys: PackedKV,
-    values: PackedKV,
-    scale: float,
-    mask: Mask,
-    tile_bytes: int = MAX_DEQUANTIZED_BYTES,
-) -> mx.array:
-    """Attend tile by tile, with at most `tile_bytes` of keys and values dequantized together.
-
-    Heads are independent, so tiles of whole heads, or whole rows, run the fused kernel. A tile has
-    one head of one row at least.
-    """
-    n_rows, n_heads = queries.shape[:2]
-    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
-    n_repeats = n_heads // n_kv_heads
-    # Numbers of one token's dequantized key and value of one head.
-    n_numbers = sum(x[1].shape[3] * x.quantization.group_size for x in (keys, values))
-    n_at_once = tile_bytes // max(1, n_keys * n_numbers * queries.dtype.size)
-    queries = pk.prepared(queries, keys.quantization)
-    last: mx.array | None = None
-    rows_out: list[mx.array] = []
-    for rows in _slices(0, n_rows, max(1, n_at_once // n_kv_heads)):
-        heads_out: list[mx.array] = []
-        for heads in _slices(0, n_kv_heads, max(1, n_at_once)):
-            query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
-            block = queries[rows, query_heads]
-            seen = _part_of(mask, rows, query_heads)
-            last = _fused(block, keys, values, (rows, heads), scale, seen, last)
-            heads_out.append(last)
-        rows_out.append(mx.concatenate(heads_out, axis=1))
-    return pk.as_it_came(mx.concatenate(rows_out, axis=0), values.quantization)
+        results.append(out.reshape(n_rows, n_heads, n, -1))
+    return mx.concatenate(results, axis=2).astype(queries.dtype)
 
 
 def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: slice) -> mx.array:
@@ -333,24 +325,24 @@ def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: 
     if mask is not None:
         rows, heads, *rest = _with_axes(mask).shape
         groups = (1, 1) if heads == 1 else (scores.shape[1], heads // scores.shape[1])
-        part = _cut(mask.reshape(rows, *groups, *rest), 3, queries)
-        if n_spare and part.shape[4] > 1:
-            part = mx.pad(part, [(0, 0)] * 4 + [(0, n_spare)])
-        if part.dtype == mx.bool_:
-            scores = mx.where(part, scores, lowest)
+        visible = _cut(mask.reshape(rows, *groups, *rest), 3, queries)
+        if n_spare and visible.shape[4] > 1:
+            visible = mx.pad(visible, [(0, 0)] * 4 + [(0, n_spare)])
+        if visible.dtype == mx.bool_:
+            scores = mx.where(visible, scores, lowest)
         else:
             # -inf everywhere would end in NaN.
-            scores = mx.maximum(scores + part.astype(scores.dtype), lowest)
+            scores = mx.maximum(scores + visible.astype(scores.dtype), lowest)
     if n_spare:
         scores[..., n_keys:] = lowest
     return scores
 
 
-def _cut(x: mx.array, axis: int, part: slice) -> mx.array:
+def _cut(x: mx.array, axis: int, kept_slice: slice) -> mx.array:
     """Return a part of an axis; one of length 1 stands for any length."""
     if x.shape[axis] == 1:
         return x
-    place = (*(slice(None),) * axis, part)
+    place = (*(slice(None),) * axis, kept_slice)
     return x[place]
 
 

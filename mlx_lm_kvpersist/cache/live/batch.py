@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -20,7 +20,8 @@ from mlx_lm.models.cache import KVCache, _BaseCache
 
 from . import packed as pk
 
-KeysAndValues = tuple[Any, Any]
+Batch = TypeVar("Batch", bound="PaddedBatch")
+KeysAndValues = tuple[Any, ...]
 """Arrays, or `Packed`, of some rows [B, H, n, ...]."""
 
 
@@ -99,6 +100,22 @@ class PaddedBatch(Buffers):
         )
         return mask
 
+    @classmethod
+    def _of_one(cls: type[Batch], cache: Any) -> Batch:
+        """Return a batch of one sequence's cache, which is not copied."""
+        raise NotImplementedError
+
+    @classmethod
+    def merge(cls: type[Batch], caches: Sequence[Any]) -> Batch:
+        """Return one batch for the caches of several sequences, in their order.
+
+        A single cache is not copied. Raises TypeError for a cache of another class, and ValueError
+        if caches differ in precision.
+        """
+        batch, *rows = map(cls._of_one, caches)
+        batch.extend(*rows)
+        return batch
+
     def filter(self, batch_indices: Sequence[int]) -> None:
         """Keep the rows of these indices, in this order. Keeping all as they are copies nothing."""
         keep = ints(batch_indices)
@@ -114,17 +131,17 @@ class PaddedBatch(Buffers):
             rows = mx.array(keep, mx.int32)
             # take copies, also a single row: a slice would keep the whole batch in memory.
             self.keys, self.values = (
-                pk.each(lambda x: mx.take(x[:, :, surplus:], rows, axis=0), held)
-                for held in (self.keys, self.values)
+                pk.each(lambda x: mx.take(x[:, :, surplus:], rows, axis=0), buffers)
+                for buffers in (self.keys, self.values)
             )
         self._place([n - surplus for n in padding], self._idx - surplus)
 
-    def extend(self, *others: Any) -> None:
+    def extend(self, *batches: Any) -> None:
         """Add the rows of others, batches of this class, behind our own, in one copy.
 
         Any may be empty. What joins an empty batch by itself is not copied.
         """
-        sides = [side for side in (self, *others) if side._padding]
+        sides = [side for side in (self, *batches) if side._padding]
         if len(sides) < 2:
             for side in sides:
                 if side.keys is not None:
@@ -134,7 +151,7 @@ class PaddedBatch(Buffers):
         idx = max(side._idx for side in sides)
         padding = [n + idx - side._idx for side in sides for n in side._padding]
         firsts = accumulate((len(side._padding) for side in sides), initial=0)
-        parts = [
+        views = [
             (first, pk.view(side.keys, 0, side._idx), pk.view(side.values, 0, side._idx))
             for first, side in zip(firsts, sides, strict=False)
             if side.keys is not None
@@ -143,14 +160,14 @@ class PaddedBatch(Buffers):
         def joined(*arrays: mx.array) -> mx.array:
             _, n_heads, _, dim = arrays[0].shape
             buffer = mx.zeros((len(padding), n_heads, self._capacity(idx), dim), arrays[0].dtype)
-            for (first, *_), x in zip(parts, arrays, strict=True):
+            for (first, *_), x in zip(views, arrays, strict=True):
                 buffer[first : first + x.shape[0], :, idx - x.shape[2] : idx] = x
             return buffer
 
         self._place(padding, idx)
-        if parts:
-            self.keys = pk.each(joined, *(keys for _, keys, _ in parts))
-            self.values = pk.each(joined, *(values for *_, values in parts))
+        if views:
+            self.keys = pk.each(joined, *(keys for _, keys, _ in views))
+            self.values = pk.each(joined, *(values for *_, values in views))
 
     def _row(self, idx: int) -> KeysAndValues | None:
         """Return lazy views of one row without its padding, or None where it is empty.
@@ -164,8 +181,7 @@ class PaddedBatch(Buffers):
         if self._padding == [0]:
             return pk.share(self.keys), pk.share(self.values)
         row, at = slice(idx, idx + 1), slice(padding, self._idx)
-        keys, values = (pk.each(lambda x: x[row, :, at], held) for held in (self.keys, self.values))
-        return keys, values
+        return tuple(pk.each(lambda x: x[row, :, at], side) for side in (self.keys, self.values))
 
     @property
     def lengths(self) -> list[int]:
@@ -203,19 +219,12 @@ class FullPrecisionBatchKVCache(PaddedBatch):
         self._place(ints(left_padding), 0)
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> FullPrecisionBatchKVCache:
-        """Return one batch for the caches of several sequences; a single one is not copied.
-
-        Raises TypeError where one is of another class than KVCache.
-        """
-        for cache in caches:
-            if not isinstance(cache, KVCache):
-                raise TypeError(f"cannot merge a {type(cache).__name__} into a batch of KVCache")
-        batch, rows = cls([]), [cls([]) for _ in caches]
-        for row, cache in zip(rows, caches, strict=True):
-            row._adopt(cache)
-        batch.extend(*rows)
-        return batch
+    def _of_one(cls, cache: Any) -> FullPrecisionBatchKVCache:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cannot merge a {type(cache).__name__} into a batch of KVCache")
+        row = cls([])
+        row._adopt(cache)
+        return row
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all, padding in front."""

@@ -23,11 +23,11 @@ class Newest(PaddedBatch):
 
     def extract(self, idx: int) -> Newest:
         """Return row `idx`."""
-        row, one = self._row(idx), Newest(1)
+        row, newest = self._row(idx), Newest(1)
         if row is not None:
-            one.keys, one.values = row
-            one._idx = self.lengths[idx]
-        return one
+            newest.keys, newest.values = row
+            newest._idx = self.lengths[idx]
+        return newest
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add the next tokens [B, H, n, W]."""
@@ -39,23 +39,23 @@ class Newest(PaddedBatch):
 
     def keep(self, n_tokens: Sequence[int]) -> None:
         """Forget all but so many tokens of each row."""
-        kept = list(map(min, n_tokens, self.lengths))
-        if kept == self.lengths:
+        n_kept = list(map(min, n_tokens, self.lengths))
+        if n_kept == self.lengths:
             return
-        both, width = self.only(kept), max(kept)
-        self._place([width - n for n in kept], width)
+        sides, width = self.only(n_kept), max(n_kept)
+        self._place([width - n for n in n_kept], width)
         room = self._capacity(width) - width
-        self.keys, self.values = (pk.append(None, 0, x, room) if width else None for x in both)
+        self.keys, self.values = (pk.append(None, 0, x, room) if width else None for x in sides)
 
     def only(self, n_tokens: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Return so many of the last tokens of each row, behind zeros, [B, H, most of these, D]."""
         width = max(n_tokens)
-        both = self.last(width)
+        keys_and_values = self.last(width)
         if min(n_tokens) == width:
-            return both
+            return keys_and_values
         padding = mx.array([width - n for n in n_tokens])
         is_kept = (mx.arange(width) >= padding[:, None])[:, None, :, None]
-        keys, values = (mx.where(is_kept, x, mx.zeros((), x.dtype)) for x in both)
+        keys, values = (mx.where(is_kept, x, mx.zeros((), x.dtype)) for x in keys_and_values)
         return keys, values
 
     def trim(self, n: int) -> int:

@@ -27,11 +27,11 @@ Packed = tuple[mx.array, mx.array, mx.array]
 Held = TypeVar("Held", mx.array, Packed)
 
 
-def each(function: Callable[..., mx.array], held: Held, *others: Held) -> Held:
+def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
     """Apply `function` to the array, or to each of the three arrays."""
-    if isinstance(held, mx.array):
-        return function(held, *others)
-    weights, scales, biases = map(function, held, *others)
+    if isinstance(stored, mx.array):
+        return function(stored, *more)
+    weights, scales, biases = map(function, stored, *more)
     return weights, scales, biases
 
 
@@ -112,9 +112,9 @@ def quantize(x: mx.array, quantization: Quantization) -> Packed:
     return with_scales(packed, scale_dtype(x.dtype))
 
 
-def arrays_of(held: Packed | mx.array) -> tuple[mx.array, ...]:
+def arrays_of(stored: Packed | mx.array) -> tuple[mx.array, ...]:
     """Return the array, or the three arrays, as a tuple."""
-    return (held,) if isinstance(held, mx.array) else held
+    return (stored,) if isinstance(stored, mx.array) else stored
 
 
 def held_of(arrays: tuple[mx.array, ...]) -> Packed | mx.array:
@@ -153,19 +153,19 @@ def zeros(x: mx.array, quantization: Quantization) -> Packed:
     return weights, scales, mx.zeros_like(scales)
 
 
-def view(held: Held, start: int, stop: int) -> Held:
+def view(stored: Held, start: int, stop: int) -> Held:
     """Return tokens [start, stop) as lazy views; a later write to `held` does not change them."""
     return each(
-        lambda x: copy.copy(x) if (start, stop) == (0, x.shape[2]) else x[:, :, start:stop], held
+        lambda x: copy.copy(x) if (start, stop) == (0, x.shape[2]) else x[:, :, start:stop], stored
     )
 
 
-def share(held: Held) -> Held:
+def share(stored: Held) -> Held:
     """Return the same buffers as new arrays; a write to one does not change the other."""
-    return each(copy.copy, held)
+    return each(copy.copy, stored)
 
 
-def append(held: Held | None, start: int, new: Held, room: int | None = None) -> Held:
+def append(stored: Held | None, start: int, new: Held, room: int | None = None) -> Held:
     """Write `new` behind the first `start` tokens of `held` and return the result.
 
     Buffers are written in place while they have room and nothing else refers to them; otherwise
@@ -173,13 +173,13 @@ def append(held: Held | None, start: int, new: Held, room: int | None = None) ->
     Tokens from `start` on are lost.
     """
 
-    def grown(parts: list[mx.array]) -> mx.array:
-        n_rows, n_heads, n_new, dim = parts[-1].shape
+    def grown(arrays: list[mx.array]) -> mx.array:
+        n_rows, n_heads, n_new, dim = arrays[-1].shape
         n_more = headroom(n_new) if room is None else room
-        spare = mx.zeros((n_rows, n_heads, n_more, dim), parts[-1].dtype)
-        return mx.concatenate([*parts, spare], axis=2)
+        spare = mx.zeros((n_rows, n_heads, n_more, dim), arrays[-1].dtype)
+        return mx.concatenate([*arrays, spare], axis=2)
 
-    if held is None:
+    if stored is None:
         return each(lambda x: grown([x]), new)
 
     def appended(buffer: mx.array, x: mx.array) -> mx.array:
@@ -190,15 +190,9 @@ def append(held: Held | None, start: int, new: Held, room: int | None = None) ->
         # astype: concatenate would promote, and scales of a wider dtype widen the activations.
         return grown([buffer[:, :, :start], x.astype(buffer.dtype)] if start else [x])
 
-    return each(appended, held, new)
+    return each(appended, stored, new)
 
 
-def write(held: Packed, rows: slice, tokens: slice, new: Packed) -> None:
-    """Write `new` over these tokens of some rows, in place where nothing else refers to `held`."""
-    for buffer, x in zip(held, new, strict=True):
-        buffer[rows, :, tokens] = x
-
-
-def n_bytes(held: Packed | mx.array | None) -> int:
+def n_bytes(stored: Packed | mx.array | None) -> int:
     """Bytes of the buffers, spare room included."""
-    return 0 if held is None else sum(int(x.nbytes) for x in arrays_of(held))
+    return 0 if stored is None else sum(int(x.nbytes) for x in arrays_of(stored))

@@ -45,10 +45,6 @@ class Rule:
     most_queries: int = 1 << 30
     least_rows: int = 1
 
-    def applies(self, n_queries: int, n_rows: int) -> bool:
-        """Say whether a call of this size takes the strategy."""
-        return n_queries <= self.most_queries and n_rows >= self.least_rows
-
 
 def _fast_on_metal(shape: AttentionShape, keys: Quantization) -> bool:
     width = shape.k_dim + keys.padding
@@ -140,7 +136,7 @@ class AttentionPlan:
         `token_bytes` is the size of a token's key and value, dequantized, all heads of one layer.
         """
         for rule in self.rules:
-            if rule.applies(n_queries, n_rows):
+            if n_queries <= rule.most_queries and n_rows >= rule.least_rows:
                 return rule.strategy
         limit = self.max_dequantized_bytes if self.can_take_packed else None
         is_tiled = limit is not None and n_rows * n_keys * token_bytes > limit

@@ -95,9 +95,9 @@ class PackedCache(Buffers):
         n_own = [n % pk.GRID for n in self.lengths]
         n_held = self.newest.lengths
         if any(map(gt, n_held, n_own)):
-            kept = list(map(min, n_own, n_held))
-            self._pack(self.n_packed, list(map(sub, self.lengths, kept)))
-            self.newest.keep(kept)
+            n_kept = list(map(min, n_own, n_held))
+            self._pack(self.n_packed, list(map(sub, self.lengths, n_kept)))
+            self.newest.keep(n_kept)
         return n_own
 
     @property
@@ -120,9 +120,11 @@ class PackedCache(Buffers):
             rows, ranges = [slice(None)], ranges[:1]
         for row, (start, stop) in zip(rows, ranges, strict=True):
             if start > stop:
-                at, its = (slice(x.size() - start, x.size() - stop) for x in (self, self.newest))
+                at, own = (slice(x.size() - start, x.size() - stop) for x in (self, self.newest))
                 for packed, computed, quantization in self._sides:
-                    pk.write(packed, row, at, pk.quantize(computed[row, :, its], quantization))
+                    new = pk.quantize(computed[row, :, own], quantization)
+                    for buffer, x in zip(packed, new, strict=True):
+                        buffer[row, :, at] = x
 
     def _make_room(self, *new: mx.array) -> None:
         """Make the buffers long enough, with zeros, for all tokens; the `new` ones are the last."""
@@ -289,40 +291,31 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         self.newest = Newest(len(self._padding))
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
-        """Return one batch for the caches of several sequences, in their order.
-
-        A single cache is not copied. The batch takes the first plan that one has. Raises TypeError
-        for a cache of another class, and ValueError where they differ in precision.
-        """
-        batch, rows = cls([], caches[0].precision), []
-        for cache in caches:
-            if not isinstance(cache, SequenceQuantizedKVCache):
-                raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
-            row = cls([], cache.precision, cache.plan)
-            row._adopt(cache)
-            row.newest = cache.newest
-            rows.append(row)
-        batch.extend(*rows)
-        return batch
+    def _of_one(cls, cache: Any) -> BatchQuantizedKVCache:
+        if not isinstance(cache, SequenceQuantizedKVCache):
+            raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
+        row = cls([], cache.precision, cache.plan)
+        row._adopt(cache)
+        row.newest.extend(cache.newest)
+        return row
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         super().filter(batch_indices)
         self.newest.filter(batch_indices)
 
-    def extend(self, *others: Any) -> None:
+    def extend(self, *batches: Any) -> None:
         """Add the rows of others behind our own, in one copy. Any batch may be empty.
 
         Raises TypeError for another class, and ValueError for another precision.
         """
-        for other in others:
-            if not isinstance(other, BatchQuantizedKVCache):
-                raise TypeError(f"cannot extend a quantized batch by a {type(other).__name__}")
-            if other.precision != self.precision:
-                raise ValueError(f"cannot extend a batch of {self.precision} by {other.precision}")
-            self.plan = self.plan or other.plan
-        super().extend(*others)
-        self.newest.extend(*(other.newest for other in others))
+        for batch in batches:
+            if not isinstance(batch, BatchQuantizedKVCache):
+                raise TypeError(f"cannot extend a quantized batch by a {type(batch).__name__}")
+            if batch.precision != self.precision:
+                raise ValueError(f"cannot extend a batch of {self.precision} by {batch.precision}")
+            self.plan = self.plan or batch.plan
+        super().extend(*batches)
+        self.newest.extend(*(batch.newest for batch in batches))
 
     def extract(self, idx: int) -> SequenceQuantizedKVCache:
         """Return row `idx` as a cache of its own (see `_row`)."""

@@ -101,8 +101,8 @@ class RowsKV:
         out = []
         for i, n in enumerate(self.n_tokens):
             row = queries[i : i + 1, :, :n]
-            found = self.rows[i].attend(row, values.rows[i], scale, masks[i])
-            out.append(mx.pad(found, [(0, 0), (0, 0), (0, queries.shape[2] - n), (0, 0)]))
+            result = self.rows[i].attend(row, values.rows[i], scale, masks[i])
+            out.append(mx.pad(result, [(0, 0), (0, 0), (0, queries.shape[2] - n), (0, 0)]))
         return mx.concatenate(out)
 
 
@@ -133,12 +133,12 @@ class ArrayRows(_Rows):
         n_new, lengths = keys.shape[2], self._lengths
         start = max(lengths)
         rows = [
-            [mx.pad(x, [(0, 0), (0, 0), (start - n_old, n_new - n), (0, 0)]) for x in both]
-            for both, n_old, n in zip(
+            [mx.pad(x, [(0, 0), (0, 0), (start - n_old, n_new - n), (0, 0)]) for x in fetched]
+            for fetched, n_old, n in zip(
                 self._fetched(keys, values), lengths, self._n_tokens, strict=True
             )
         ]
-        all_keys, all_values = (mx.concatenate(list(one)) for one in zip(*rows, strict=True))
+        all_keys, all_values = (mx.concatenate(list(side)) for side in zip(*rows, strict=True))
         return all_keys, all_values
 
 

@@ -9,7 +9,7 @@ numbers at which MLX takes another kernel. The probe takes milliseconds: nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -18,7 +18,6 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from ...errors import ModelNotSupported
-from ...ranks import ranks
 from ..geometry.kinds import replaced, slots_of
 from ..geometry.precision import KVPrecision, Quantization
 from ..geometry.spec import ModelCacheSpec
@@ -53,6 +52,8 @@ _METAL_CASES: _Cases = {
 """On Metal MLX 0.32 takes other kernels from 1,024 keys on, beyond 32,767, from 4 rows of a product
 on, and from 6 to 33, which depends on the device."""
 
+_MANY_KEYS = 1 << 15
+
 _N_COMPUTED = 40
 """Keys in full precision: the keys of the queries, and some before them."""
 
@@ -65,13 +66,15 @@ def plan_attention(
     spec: ModelCacheSpec,
     choice: Strategy | Literal["auto"] = "auto",
     packed: bool = True,
+    least: Callable[[int], int] = int,
 ) -> ModelCacheSpec:
     """Plan every quantized group: by the policy, or always `choice`, as far as that is right here.
 
     `packed` says whether the architecture's attention accepts packed keys. Tracing the model shows
     the shapes. A group whose layers do not attend to packed keys, or attend in several shapes,
     dequantizes. Groups that are alike are probed once. If packed attention is wrong for any group,
-    or on any rank, all groups dequantize.
+    or in another process of the model, all groups dequantize: each process calls `least` with how
+    many strategies are right there, and `least` returns the least of these numbers.
 
     Raises ModelNotSupported if dequantizing is wrong, which no other strategy could replace.
     """
@@ -86,8 +89,8 @@ def plan_attention(
     for group in spec.quantized:
         assert group.precision is not None and group.keys is not None and group.values is not None
         plan = AttentionPlan()
-        shape, *others = {shapes[slot] for slot in group.slots}
-        if shape is None or others:
+        shape, *more_shapes = {shapes[slot] for slot in group.slots}
+        if shape is None or more_shapes:
             n_heads = group.keys.n_heads
             shape = AttentionShape(n_heads, n_heads, group.keys.dim, group.values.dim)
         elif choice == "auto":
@@ -100,8 +103,7 @@ def plan_attention(
             logger.warning("kvpersist: attention over quantized keys fails: %r", error)
             wrong.add("dequantize")
         plans[group.name] = plan
-    n_right = 0 if "dequantize" in wrong else 1 if "packed" in wrong else 2
-    n_right = ranks().least(n_right, "how many strategies of attention are right")
+    n_right = least(0 if "dequantize" in wrong else 1 if "packed" in wrong else 2)
     keys = " and ".join(dict.fromkeys(str(group.precision) for group in spec.quantized))
     device = _device()
     if n_right == 0:
@@ -165,7 +167,7 @@ def _cases(plan: AttentionPlan) -> _Cases:
 class _Layer:
     """Random keys and values of one layer [1, H, n_keys, D], packed and in full precision.
 
-    Key heads are alike, so two are enough.
+    Key heads are alike, so two are enough. Many keys have one head, to spare memory.
     """
 
     def __init__(
@@ -176,23 +178,25 @@ class _Layer:
         n_keys: int,
         n_spare: int,
     ) -> None:
-        self.n_heads, self.n_keys, self.dtype = min(2, shape.n_kv_heads), n_keys, dtype
+        self.n_heads = 1 if n_keys >= _MANY_KEYS else min(2, shape.n_kv_heads)
+        self.n_keys, self.dtype = n_keys, dtype
         self.n_repeats, self.k_dim = shape.n_q_heads // shape.n_kv_heads, shape.k_dim
         self.scale = 2 * shape.k_dim**-0.5  # a peaked softmax, so that errors do not average out
         self.sides: list[tuple[Quantization, mx.array, pk.Packed]] = []
-        self.plain: list[tuple[mx.array, mx.array]] = []
-        """Keys and values [1, H, 1, n_keys, D] in float32, as computed and dequantized."""
+        self.plain: list[mx.array] = []
+        """Keys and values [1, H, 1, n_keys, D] in float32, as a query sees them."""
         # As in a live cache, buffers have zeros for the tokens of the last block, and spare room.
         n_packed = n_keys - _N_COMPUTED
         spare = [(0, 0), (0, 0), (0, _N_COMPUTED + n_spare), (0, 0)]
         for dim, side in ((shape.k_dim, precision.keys), (shape.v_dim, precision.values)):
             computed = self._random((1, self.n_heads, n_keys, dim))
             packed = pk.quantize(computed[:, :, :n_packed], side)
+            newest = mx.contiguous(computed[:, :, n_packed:])
+            older = pk.read(packed, side, mx.float32)
+            self.plain.append(mx.concatenate([older, newest], axis=2)[:, :, None])
             packed = pk.each(lambda x: mx.pad(x, spare), packed)
-            self.sides.append((side, computed, packed))
-            old = pk.read(pk.view(packed, 0, n_keys), side, mx.float32)
-            self.plain.append((computed.astype(mx.float32)[:, :, None], old[:, :, None]))
-        mx.eval(self.sides, self.plain)
+            self.sides.append((side, newest, packed))
+            mx.eval(self.sides, self.plain)
 
     def _random(self, shape: tuple[int, ...]) -> mx.array:
         # With a key of its own, because a check must not change what the server samples.
@@ -221,29 +225,24 @@ class _Layer:
                     side,
                     self.n_keys,
                     strategy,
-                    newest=computed[:, :, -_N_COMPUTED:] * factor,
+                    newest=newest * factor,
                     n_own=_N_COMPUTED - n_queries,
                 )
-                for side, computed, (weights, scales, biases) in self.sides
+                for side, newest, (weights, scales, biases) in self.sides
             )
-            given = queries * factor
-            mx.eval(given, keys, values, keys.newest, values.newest)
+            scaled = queries * factor
+            mx.eval(scaled, keys, values, keys.newest, values.newest)
             mask = "causal" if n_queries > 1 else None
-            result = keys.attend(given, values, self.scale, mask).astype(mx.float32)
+            result = keys.attend(scaled, values, self.scale, mask).astype(mx.float32)
             mx.eval(result)
         return result
 
     def _plain(self, queries: mx.array) -> mx.array:
-        """Attend in float32, written out: scores, softmax, weighted sum.
-
-        A query sees the newest keys as computed, and older keys dequantized.
-        """
+        """Attend in float32, written out: scores, softmax, weighted sum."""
         n_queries = queries.shape[2]
         queries = queries.reshape(1, self.n_heads, self.n_repeats, n_queries, self.k_dim)
-        at, keys = mx.arange(self.n_keys - n_queries, self.n_keys)[:, None], mx.arange(self.n_keys)
-        is_own = keys >= self.n_keys - _N_COMPUTED
-        (own_keys, old_keys), (own_values, old_values) = self.plain
-        scores = mx.where(is_own, queries @ own_keys.mT, queries @ old_keys.mT)
-        weights = mx.softmax(mx.where(keys <= at, scores, -mx.inf), axis=-1)
-        out = mx.where(is_own, weights, 0) @ own_values + mx.where(is_own, 0, weights) @ old_values
-        return out.reshape(1, self.n_heads * self.n_repeats, n_queries, -1)
+        keys, values = self.plain
+        last_seen = mx.arange(self.n_keys - n_queries, self.n_keys)[:, None]
+        is_seen = mx.arange(self.n_keys) <= last_seen
+        weights = mx.softmax(mx.where(is_seen, queries @ keys.mT, -mx.inf), axis=-1)
+        return (weights @ values).reshape(1, self.n_heads * self.n_repeats, n_queries, -1)

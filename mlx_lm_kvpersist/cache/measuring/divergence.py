@@ -45,15 +45,15 @@ class Predictions:
     divergence: list[float] = field(default_factory=list)
     same: list[bool] = field(default_factory=list)
 
-    def add(self, other: Predictions, start: int = 0) -> None:
+    def add(self, more: Predictions, start: int = 0) -> None:
         """Append the predictions of `other` from the one at `start` on."""
         for name, values in vars(self).items():
-            values += getattr(other, name)[start:]
+            values += getattr(more, name)[start:]
 
     @property
     def own(self) -> Predictions:
         """Those of the model's own precision."""
-        nll = [its - above for its, above in zip(self.nll, self.above, strict=True)]
+        nll = [nll - above for nll, above in zip(self.nll, self.above, strict=True)]
         return Predictions(nll, [0.0] * len(nll), [0.0] * len(nll), [True] * len(nll))
 
     @property
@@ -91,25 +91,27 @@ def compared(
     precision. Evaluates MLX.
     """
     fed, followed = mx.array([list(ids[:-1])]), mx.array(list(ids[1:]))
-    found = {name: Predictions() for name in caches}
+    predictions = {name: Predictions() for name in caches}
     own = model(fed, cache=own_caches)[0]
     n_rows = max(1, _MOST_BYTES // (mx.float32.size * own.shape[-1]))
     for name, its_caches in caches.items():
-        its = model(fed, cache=its_caches)[0]
-        mx.eval(own, its)
+        logits = model(fed, cache=its_caches)[0]
+        mx.eval(own, logits)
         for start in range(0, len(own), n_rows):
             rows = slice(start, start + n_rows)
-            found[name].add(_predictions(own[rows], its[rows], followed[rows]))
-    return found
+            predictions[name].add(_predictions(own[rows], logits[rows], followed[rows]))
+    return predictions
 
 
 def _predictions(own_logits: mx.array, its_logits: mx.array, targets: mx.array) -> Predictions:
     """Compare logits [n, vocabulary]; `targets` [n] are what followed."""
-    own, its = map(_log_probabilities, (own_logits, its_logits))
-    mx.eval(own, its)
-    own_nll, nll = (-mx.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in (own, its))
-    divergence = mx.maximum((mx.exp(own) * (own - its)).sum(axis=-1), 0)  # but for rounding
-    same = own.argmax(axis=-1) == its.argmax(axis=-1)
+    own, quantized = map(_log_probabilities, (own_logits, its_logits))
+    mx.eval(own, quantized)
+    own_nll, nll = (
+        -mx.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in (own, quantized)
+    )
+    divergence = mx.maximum((mx.exp(own) * (own - quantized)).sum(axis=-1), 0)  # but for rounding
+    same = own.argmax(axis=-1) == quantized.argmax(axis=-1)
     numbers: list[Any] = [x.tolist() for x in (nll, nll - own_nll, divergence, same)]
     return Predictions(*numbers)
 
@@ -136,7 +138,7 @@ def part_means(nats: Sequence[float], places: Mapping[str, range]) -> dict[str, 
 def _mean(values: Iterable[float]) -> Estimate:
     numbers = list(values)
     mean = math.fsum(numbers) / len(numbers)
-    variance = math.fsum((one - mean) ** 2 for one in numbers) / len(numbers)
+    variance = math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)
     return Estimate(mean, math.sqrt(variance / len(numbers)))
 
 

@@ -59,22 +59,22 @@ def packed_shapes(
     does not call attention over its packed keys, and for all slots of a model that raises.
     """
     caches = list(make_caches())
-    held = slots_of(caches)
-    tried = {i: held[i] for i in slots if isinstance(held[i], SequenceQuantizedKVCache)}
+    all_slots = slots_of(caches)
+    tried = {i: all_slots[i] for i in slots if isinstance(all_slots[i], SequenceQuantizedKVCache)}
     for cache in tried.values():
         cache.plan = forced_plan("packed")
-    shapes: list[AttentionShape | None] = [None] * len(held)
+    shapes: list[AttentionShape | None] = [None] * len(all_slots)
     try:
         for n, tokens in enumerate(_PROMPT):
             with observed_attention() as calls:
                 model(mx.array([tokens]), cache=caches)
             # A model in parts replaces the keys of its last layer.
-            found = {id(values[0]): shape for shape, values in calls}
+            traced = {id(values[0]): shape for shape, values in calls}
             for i, cache in tried.items():
-                shape = found.get(id(cache.values[0]))
+                shape = traced.get(id(cache.values[0]))
                 shapes[i] = shape if n == 0 or shape == shapes[i] else None
     except Exception as error:
         # A model may raise anything when it gets keys that it does not expect.
         logger.debug("the model does not take packed keys: %r", error)
-        return [None] * len(held)
+        return [None] * len(all_slots)
     return shapes

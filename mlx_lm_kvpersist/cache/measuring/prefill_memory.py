@@ -119,12 +119,12 @@ class PrefillMemory:
         mostly overhead: it never lowers predictions, and raises them only if it took more than
         longer chunks should.
         """
-        told = self._formula(n_tokens, position)
+        predicted = self._formula(n_tokens, position)
         place, before = position.bit_length(), self._factor(position)
-        is_short = n_tokens < _LEAST_LEARNED and 2 * before * told < self.limit_bytes
+        is_short = n_tokens < _LEAST_LEARNED and 2 * before * predicted < self.limit_bytes
         if is_short:
-            told = self._formula(_LEAST_LEARNED, position)
-        factor = max(_LEAST_FACTOR, _MARGIN * n_bytes / max(told, 1.0))
+            predicted = self._formula(_LEAST_LEARNED, position)
+        factor = max(_LEAST_FACTOR, _MARGIN * n_bytes / max(predicted, 1.0))
         if factor < before:
             if is_short:
                 return
@@ -205,12 +205,12 @@ def _score_bytes(group: LayerGroup, n_heads: int, itemsize: int) -> int:
 def _arguments(model: Any, name: str) -> Iterator[int]:
     """Yield the numbers among a model's arguments whose whole name is like the pattern `name`."""
     left: list[Any] = [getattr(model, "args", None), getattr(model, "config", None)]
-    seen = list[Any]()
+    visited = list[Any]()
     while left:
         arguments = left.pop()
-        if any(arguments is one for one in seen):
+        if any(arguments is known_arguments for known_arguments in visited):
             continue
-        seen.append(arguments)
+        visited.append(arguments)
         if not isinstance(arguments, dict):
             arguments = getattr(arguments, "__dict__", {})  # an own model may have any object
         for key, value in arguments.items():

@@ -19,12 +19,12 @@ _TEXTS = Path(__file__).with_name("texts.json")
 
 def all_parts() -> dict[str, str]:
     """Return the context, then the parts in the order in which they are read, by name."""
-    parts: dict[str, str] = json.loads(_TEXTS.read_text(encoding="utf-8"))
-    return parts
+    texts: dict[str, str] = json.loads(_TEXTS.read_text(encoding="utf-8"))
+    return texts
 
 
 def placed(
-    tokenizer: Any, parts: Mapping[str, str] | None = None
+    tokenizer: Any, texts: Mapping[str, str] | None = None
 ) -> tuple[list[int], dict[str, range]]:
     """Return the ids of all parts as one text, and where each but the context lies in them.
 
@@ -32,12 +32,12 @@ def placed(
     context is at least `GRID` tokens long: it is repeated where it is shorter. There are 800 to
     1,050 ids in all, and some hundreds more where a vocabulary knows few languages.
     """
-    (_, context), *others = (all_parts() if parts is None else parts).items()
+    (_, context), *passages = (all_parts() if texts is None else texts).items()
     ids, again = encode(tokenizer, context)
     while len(ids) < GRID:
         ids += again
     places: dict[str, range] = {}
-    for name, text in others:
+    for name, text in passages:
         start = len(ids)
         ids += encode(tokenizer, text)[1]
         places[name] = range(start, len(ids))

@@ -40,15 +40,20 @@ class Overrides:
             stock = look_up(module, name := f"{self.name}.{method}")
             theirs = inspect.signature(stock).parameters
             own = inspect.signature(getattr(self.by, method))
-            named = [one.name for one in own.parameters.values() if one.kind not in _REST]
-            added = [one for one in theirs.values() if one.name not in named]
+            named = [
+                parameter.name
+                for parameter in own.parameters.values()
+                if parameter.kind not in _REST
+            ]
+            added = [parameter for parameter in theirs.values() if parameter.name not in named]
             takes_rest = len(named) < len(own.parameters)
             if (
-                [one for one in theirs if one in named] != named
-                or any(theirs[one].default != own.parameters[one].default for one in named)
+                [name for name in theirs if name in named] != named
+                or any(theirs[name].default != own.parameters[name].default for name in named)
                 or not all(
-                    one.kind in _REST or (takes_rest and one.default is not one.empty)
-                    for one in added
+                    parameter.kind in _REST
+                    or (takes_rest and parameter.default is not parameter.empty)
+                    for parameter in added
                 )
             ):
                 raise SignatureChanged(
@@ -69,8 +74,8 @@ class Uses:
     uses: str
 
     def check(self, module: ModuleType) -> None:
-        found = look_up(module, self.name)
-        functions = vars(found).values() if isinstance(found, type) else [inspect.unwrap(found)]
+        target = look_up(module, self.name)
+        functions = vars(target).values() if isinstance(target, type) else [inspect.unwrap(target)]
         codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
         if not any(self.uses in names_in(code) for code in codes):
             raise SignatureChanged(
@@ -158,16 +163,16 @@ PATCH_SET = PatchSet()
 
 
 def look_up(module: ModuleType, name: str) -> Any:
-    """Return `module.name` for a dotted name; raises TargetMissing where a part is missing."""
-    found: Any = module
-    for part in name.split("."):
+    """Return `module.name` for a dotted name; raises TargetMissing if a name of it is missing."""
+    value: Any = module
+    for step in name.split("."):
         try:
-            found = getattr(found, part)
+            value = getattr(value, step)
         except AttributeError:
             raise TargetMissing(
                 f"{module.__name__}:{name} is missing in this mlx-lm; {_ADVICE}"
             ) from None
-    return found
+    return value
 
 
 def names_in(code: Any) -> set[str]:

@@ -192,10 +192,10 @@ def probing() -> Iterator[ProbePlugin]:
         logging.disable(logging_was_disabled)
 
 
-def expect(what: str, found: Any, expected: Any) -> None:
+def expect(what: str, actual: Any, expected: Any) -> None:
     """Raise PatchNotEffective unless the probe saw what it expected."""
-    if found != expected:
-        raise PatchNotEffective(f"{what}: found {found!r}, expected {expected!r}")
+    if actual != expected:
+        raise PatchNotEffective(f"{what}: found {actual!r}, expected {expected!r}")
 
 
 def options_reach_plugins(server: ModuleType) -> None:
@@ -203,8 +203,8 @@ def options_reach_plugins(server: ModuleType) -> None:
     with probing():
         parser = server.argparse.ArgumentParser(description="probe")
         parser.add_argument("--stock", type=int)
-        given = "--stock 1 --plugin a --plugin=b --probe-option 2"
-        args, unknown = parser.parse_known_args(given.split())
+        line = "--stock 1 --plugin a --plugin=b --probe-option 2"
+        args, unknown = parser.parse_known_args(line.split())
     expect("unknown options", unknown, [])
     expect("options", (args.stock, args.plugin, args.probe_option), (1, ["a", "b"], 2))
 
@@ -269,37 +269,45 @@ def requests_pass_plugins(server: ModuleType) -> None:
         generator.join()
         chat = [{"role": "user", "content": "x"}]
         request = server.CompletionRequest("chat", "", chat, None, {"user": ""})
-        other = server.CompletionRequest("text", "p", [], None, None)
-        for one in (request, other):
-            generator.requests.put((Queue(), one, GENERATION_ARGS))
+        text_request = server.CompletionRequest("text", "p", [], None, None)
+        for client_request in (request, text_request):
+            generator.requests.put((Queue(), client_request, GENERATION_ARGS))
         _, request, args = generator._next_request(0.1)
         joined, none = generator._next_request(), generator._next_request()
         ids, segments, types, *_ = generator._tokenize(TOKENIZER, request, args)
     prompt = [ord("x"), ord("!")]
     expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
     expect("plugin that took the request", ids[:].taken.plugin, "probe")
-    expect("the one that joins, and the next", (joined and joined[1], none), (other, None))
-    asked = ["serving_changed True", "take_request text p", "take_request chat "]
-    expect("hooks asked", plugin.asked, asked)
+    expect(
+        "requests that join",
+        (joined and joined[1], none),
+        (text_request, None),
+    )
+    hooks = ["serving_changed True", "take_request text p", "take_request chat "]
+    expect("hooks asked", plugin.asked, hooks)
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:
     """The cache that `run` makes gives out what a plugin took, and lets it insert."""
-    made: list[Any] = []
+    prompt_caches: list[Any] = []
     with (
         probing() as plugin,
-        replaced(server, "ResponseGenerator", lambda provider, cache: made.append(cache)),
+        replaced(server, "ResponseGenerator", lambda provider, cache: prompt_caches.append(cache)),
         replaced(server, "_run_http_server", lambda *args, **kwargs: None),
     ):
         request = SimpleNamespace(request_type="text", prompt="p", messages=[])
-        taken = take_request(answers.ClientRequest(request), answers.Prompt([1], [[1]], ["user"]))
-        assert taken is not None
-        taken.enter()
+        plugin_request = take_request(
+            answers.ClientRequest(request), answers.Prompt([1], [[1]], ["user"])
+        )
+        assert plugin_request is not None
+        plugin_request.enter()
         inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
-        (cache,) = made
-        found, rest = cache.fetch_nearest_cache("model", TakenTokens([1, 2], taken))
-        cache.insert_cache("model", TakenTokens([1], taken), [ProbeCache()], cache_type="user")
-    expect("fetched", ([type(c) for c in found or []], rest), ([ProbeCache], [2]))
+        (cache,) = prompt_caches
+        fetched, rest = cache.fetch_nearest_cache("model", TakenTokens([1, 2], plugin_request))
+        cache.insert_cache(
+            "model", TakenTokens([1], plugin_request), [ProbeCache()], cache_type="user"
+        )
+    expect("fetched", ([type(c) for c in fetched or []], rest), ([ProbeCache], [2]))
     expect("hooks asked", plugin.asked, ["take_request text p", "insert [1] user"])
     expect("sequences kept by stock", len(cache), 0)
 
@@ -311,14 +319,14 @@ def single_prompts_are_saved(server: ModuleType) -> None:
         model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
         request = SimpleNamespace(request_type="text", prompt="p", messages=[])
         prompt = answers.Prompt([1, 2], [[1, 2]], ["user"])
-        taken = take_request(answers.ClientRequest(request), prompt)
-        assert taken is not None
-        taken.prompt = prompt
+        plugin_request = take_request(answers.ClientRequest(request), prompt)
+        assert plugin_request is not None
+        plugin_request.prompt = prompt
         plugin.asked.clear()
         replies = server.stream_generate(
             model=model,
             tokenizer=None,
-            prompt=TakenTokens([1, 2], taken),
+            prompt=TakenTokens([1, 2], plugin_request),
             prompt_cache=[],
             prompt_progress_callback=lambda n_done, n_tokens: None,
             prefill_step_size=8,
@@ -382,25 +390,25 @@ def packed_keys_attend_themselves(base: ModuleType) -> None:
     packed = mx.quantize(mx.ones((1, 1, 3, 32)), group_size=32, bits=4)
     cache = SimpleNamespace(bits=4, group_size=32)
 
-    given = base.scaled_dot_product_attention(
+    attended = base.scaled_dot_product_attention(
         queries, ProbeKeys(packed), packed, cache=cache, scale=0.5, mask="causal"
     )
-    expect("attention of keys that bring their own", type(given), tuple)
-    expect("what it was given", given == (queries, packed, 0.5, "causal"), True)
+    expect("attention of keys that bring their own", type(attended), tuple)
+    expect("what it was given", attended == (queries, packed, 0.5, "causal"), True)
 
 
 class ProbeKeys(tuple[Any, ...]):
     """Packed keys that bring an attention of their own: it returns what it is given."""
 
-    def attend(self, *given: Any) -> tuple[Any, ...]:
-        return given
+    def attend(self, *arguments: Any) -> tuple[Any, ...]:
+        return arguments
 
 
 def wired_memory_is_chosen(mlx: ModuleType) -> None:
     """The server's start, a batch and a stream set limits; MLX gets one when it is chosen."""
     server, generate = map(importlib.import_module, ("mlx_lm.server", "mlx_lm.generate"))
     expect("function that sets the limit", type(mlx.set_wired_limit), WiredLimit)
-    asked: list[int] = []
+    limits: list[int] = []
     passed_on: list[int] = []
     info = {"max_recommended_working_set_size": 8, "memory_size": 9}
     with (
@@ -414,18 +422,18 @@ def wired_memory_is_chosen(mlx: ModuleType) -> None:
         replaced(sys, "argv", ["probe"]),
     ):
         inspect.unwrap(server.main)()
-        asked.append(limit(1))
+        limits.append(limit(1))
         batch = generate.BatchGenerator(ProbeModel())
-        asked.append(limit.asked_bytes)
+        limits.append(limit.asked_bytes)
         batch.close()
-        asked.append(limit(2))
+        limits.append(limit(2))
         with generate.wired_limit(ProbeModel(), []):
-            asked.append(limit.asked_bytes)
-        asked.append(limit.asked_bytes)
+            limits.append(limit.asked_bytes)
+        limits.append(limit.asked_bytes)
         expect("limits that MLX gets before one is chosen", passed_on, [])
         for chosen in (1, None):
             limit.choose(chosen)
-    expect("limits by start, batch, its end, stream, its end", asked, [8, 8, 1, 8, 2])
+    expect("limits by start, batch, its end, stream, its end", limits, [8, 8, 1, 8, 2])
     expect("limits that MLX gets afterwards", passed_on, [1, 2])
 
 

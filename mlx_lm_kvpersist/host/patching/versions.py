@@ -82,10 +82,10 @@ def check_pair(mlx_lm: str, mlx: str) -> None:
 def found_and_known() -> str:
     """Return the versions that are installed and those that are known to work, in one line."""
     try:
-        found = f"mlx-lm {installed('mlx-lm')} with mlx {installed('mlx')}"
+        pair = f"mlx-lm {installed('mlx-lm')} with mlx {installed('mlx')}"
     except UnsupportedVersion as error:
-        found = str(error)
-    return f"found {found}; known to work: {', '.join(map(str, PAIRS))}"
+        pair = str(error)
+    return f"found {pair}; known to work: {', '.join(map(str, PAIRS))}"
 
 
 def is_known(mlx_lm: str, mlx: str) -> bool:

@@ -25,7 +25,6 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ClientGone
-from ...ranks import ranks
 from ..answers import PARKED, PREFILL, REPLY, Prompt
 from ..manager import TakenTokens
 from .model_provider import PluginCaches
@@ -90,9 +89,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
-        self._ranks = ranks()
         self._looks_first = LOOKS_FIRST.get()
         self._caches: PluginCaches = model.make_cache
+        self._ranks = self._caches.ranks
         self._limits = self._caches.limits
         self.queue: deque[Prefill] = deque()
         self.prefills = Prefills(model, self._caches, self.prefill_step_size)
@@ -142,19 +141,19 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[Any, Any]]:
         """Return the caches and the tokens of sequences, by uid."""
-        found: dict[int, tuple[Any, Any]] = {
+        sequences: dict[int, tuple[Any, Any]] = {
             waiting.uid: (waiting.caches, waiting.tokens)
             for waiting in chain(self.queue, self.parked)
         }
-        found |= {
+        sequences |= {
             prefill.uid: (prefill.batch.extract_cache(0), prefill.tokens)
             for prefill in self.prefills.all
             if prefill.uid in uids
         }
         for place, (uid, tokens) in enumerate(self._rows()):
             if uid in uids:
-                found[uid] = self.replies.extract_cache(place), tokens
-        return {uid: found[uid] for uid in uids if uid in found}
+                sequences[uid] = self.replies.extract_cache(place), tokens
+        return {uid: sequences[uid] for uid in uids if uid in sequences}
 
     def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
         """Forget sequences. A plugin saves a reply as it saves replies that have ended."""
@@ -294,7 +293,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             setattr(row, name, getattr(batch, name)[place : place + 1])
         ids = [*tokens, row._next_tokens.item()]
         tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
-        batch.filter([other for other in range(len(batch)) if other != place])
+        batch.filter([row_place for row_place in range(len(batch)) if row_place != place])
         self._copy_rows()
         parked = Prefill(
             row.uids[0],
@@ -312,25 +311,25 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def _wait_again(self, prompt: Prefill, ids: list[int]) -> None:
         """Let a sequence enter once more, by its ids, when its plugin has room for it."""
-        taken = prompt.tokens.taken
-        taken.resume(Prompt(ids, [ids], ["assistant"]))
-        self.parked.append(prompt.again([ids], TakenTokens([], taken), []))
+        request = prompt.tokens.taken
+        request.resume(Prompt(ids, [ids], ["assistant"]))
+        self.parked.append(prompt.again([ids], TakenTokens([], request), []))
 
     def _return(self, parked: Prefill) -> None:
         """Let a parked sequence make its caches again."""
         self.parked.remove(parked)
-        (ids,), taken = parked.segments, parked.tokens.taken
+        (ids,), request = parked.segments, parked.tokens.taken
         try:
-            prompt, caches, n_cached = taken.enter(), taken.caches, taken.n_cached
+            prompt, caches, n_cached = request.enter(), request.caches, request.n_cached
         except ClientGone as error:
             self._end(parked.uid, parked.tokens, error)
             return
-        taken.caches = None
+        request.caches = None
         if prompt is None or list(prompt.ids) != ids or caches is None:
             caches, n_cached = make_prompt_cache(self.model), 0
         segments = [ids[n_cached:-1], ids[-1:]] if ids[n_cached:-1] else [ids[-1:]]
-        held = TakenTokens(ids[:n_cached], taken)
-        self.queue.appendleft(parked.again(segments, held, list(caches)))
+        tokens = TakenTokens(ids[:n_cached], request)
+        self.queue.appendleft(parked.again(segments, tokens, list(caches)))
 
     def _admit(self) -> None:
         """Let prompts begin, as many at a time as the server's options allow."""
@@ -474,9 +473,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def _fail(self, prompt: Prefill, error: Exception) -> None:
         """End the request of a prompt that is not a reply yet."""
-        for held in (self.queue, self.prefills.all, self.parked):
-            if prompt in held:
-                held.remove(prompt)
+        for sequences in (self.queue, self.prefills.all, self.parked):
+            if prompt in sequences:
+                sequences.remove(prompt)
         self._end(prompt.uid, prompt.tokens, error)
 
     def _fail_replies(self, rows: list[tuple[int, Any]], error: Exception) -> None:

@@ -26,10 +26,10 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
         self, model: Any, tokens: list[int], *args: Any, **kwargs: Any
     ) -> tuple[Any, list[int]]:
         if isinstance(tokens, TakenTokens):
-            taken = tokens.taken
+            request = tokens.taken
             # They are returned only once, because the server changes them from here on.
-            caches, taken.caches = taken.caches, None
-            return (None, tokens) if caches is None else (list(caches), tokens[taken.n_cached :])
+            caches, request.caches = request.caches, None
+            return (None, tokens) if caches is None else (list(caches), tokens[request.n_cached :])
         cache, rest = super().fetch_nearest_cache(model, tokens, *args, **kwargs)
         if len(rest) > 0:
             return cache, rest

@@ -78,5 +78,5 @@ def check_length(n_tokens: int, most: int | None) -> None:
     their conversation.
     """
     if most is not None and n_tokens > most:
-        said = f"prompt is too long: {n_tokens} tokens > {most} maximum"
-        raise RequestRefused(said, code="context_length_exceeded")
+        message = f"prompt is too long: {n_tokens} tokens > {most} maximum"
+        raise RequestRefused(message, code="context_length_exceeded")

@@ -19,10 +19,10 @@ class Continuing:
         return getattr(self._tokenizer, name)
 
     def apply_chat_template(
-        self, messages: Any, *, add_generation_prompt: bool, **given: Any
+        self, messages: Any, *, add_generation_prompt: bool, **options: Any
     ) -> Any:
         return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=False, continue_final_message=True, **given
+            messages, add_generation_prompt=False, continue_final_message=True, **options
         )
 
 

@@ -35,7 +35,7 @@ def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
     the processor: another format or place of the same pixels is the same image.
     """
     keys = zip(prompt, vision.cache_key, strict=True)
-    ids = [GOES_ON if key < 0 else one for one, key in keys]
+    ids = [GOES_ON if key < 0 else token for token, key in keys]
     for start, pixels in zip(vision.starts, vision.pixel_values, strict=True):
         ids[start] = _image_id(pixels)
     return ids
@@ -57,18 +57,18 @@ def named(messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> list[Map
 
     The same conversation then has the same messages, however its images come.
     """
-    names = (f"{-one:x}" for one in ids if one < GOES_ON)
-    found = []
+    names = (f"{-token:x}" for token in ids if token < GOES_ON)
+    renamed = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            parts = [
-                {"type": "image", "image": next(names)} if part["type"] in IMAGE_KINDS else part
-                for part in content
+            content_parts = [
+                {"type": "image", "image": next(names)} if item["type"] in IMAGE_KINDS else item
+                for item in content
             ]
-            message = {**message, "content": parts}
-        found.append(message)
-    return found
+            message = {**message, "content": content_parts}
+        renamed.append(message)
+    return renamed
 
 
 def fed_images(fed: Sequence[int], prompt: Sequence[int], vision: Any) -> tuple[list[int], Any]:

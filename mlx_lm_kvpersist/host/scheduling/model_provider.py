@@ -80,9 +80,9 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             answers = list(manager.ask_each("model_loaded", provider=self))
             if answers:
                 plugin, support = answers[0]
-                made = PluginCaches(self.model, plugin, support)
-                self.model.make_cache = made
-                can_merge = all(hasattr(cache, "merge") for cache in made.make(raised=Exception))
+                caches = PluginCaches(self.model, plugin, support)
+                self.model.make_cache = caches
+                can_merge = all(hasattr(cache, "merge") for cache in caches.make(raised=Exception))
                 self.is_batchable = self.draft_model is None and can_merge and support.batches
                 if self.draft_model is not None and support.draft is not None:
                     draft = PluginCaches(self.draft_model, plugin, support.draft)
@@ -164,8 +164,10 @@ def loaded_name(provider: Any) -> str | None:
 
 def caches_of(model: Any) -> PluginCaches:
     """Return what makes the caches of a loaded model: a plugin, else stock."""
-    made = getattr(model, "make_cache", None)
-    return made if isinstance(made, PluginCaches) else PluginCaches(model, "", ModelSupport(list))
+    caches = getattr(model, "make_cache", None)
+    return (
+        caches if isinstance(caches, PluginCaches) else PluginCaches(model, "", ModelSupport(list))
+    )
 
 
 class PluginCaches:
@@ -180,6 +182,7 @@ class PluginCaches:
         # The model must not hold itself, or its weights would stay until a garbage collection.
         self._model: Any = weakref.ref(model)
         self._plugin, self._support = plugin, support
+        self.ranks = ranks()
         self._n_layers: int | None = None
         self.limits = support.limits or PrefillLimits(math.inf, lambda position: sys.maxsize)
         self.failures = StepFailures()

@@ -61,23 +61,23 @@ class Pace:
         self._sums = {**self._sums, place: sums}
 
     def tokens(self, position: int, seconds: float) -> int:
-        """Return how many tokens can be computed in `seconds`; 0 while nothing is known.
+        """Return how many tokens can be computed in `seconds`; 0 while no chunk was measured.
 
         The result is at most four times the length of recent chunks. If overhead alone takes that
         time, the result takes as long as the overhead: fewer tokens would hardly be quicker. An
-        unknown place counts as twice as slow as the last known one before it.
+        unknown place counts as twice as slow as the last measured one before it.
         """
         place = position.bit_length()
         if not self._sums:
             return 0
-        known = _nearest(place, self._sums)
-        n, s, overhead_s, token_s, is_told_apart = self._line(known)
+        nearest = _nearest(place, self._sums)
+        n, s, overhead_s, token_s, is_told_apart = self._line(nearest)
         if not is_told_apart and n <= _SHORT and s > seconds:
             return int(2 * n)  # perhaps all overhead: one longer chunk will tell
         worth_it = (
             min(overhead_s / token_s, _MOST_FOR_OVERHEAD) if overhead_s > 0.75 * seconds else 0.0
         )
-        if known < place:
+        if nearest < place:
             s, token_s = 2 * s, 2 * token_s
         return int(max(worth_it, min(n + (seconds - s) / token_s, 4 * n)))
 
@@ -85,16 +85,16 @@ class Pace:
         """Return how long tokens after `position` cached ones take if nothing else is computed.
 
         They are computed in chunks of the usual length, whatever the length of those measured.
-        None while nothing is known; short chunks, which may be nothing but overhead, tell nothing.
+        None while nothing was measured; short chunks may be nothing but overhead and tell nothing.
         """
         lines = {place: self._line(place) for place in self._sums}
-        known = [place for place, line in lines.items() if line.is_told_apart or line.n > _SHORT]
-        if not known:
+        places = [place for place, line in lines.items() if line.is_told_apart or line.n > _SHORT]
+        if not places:
             return None
         total_s, stop = 0.0, position + n_tokens
         while position < stop:
             place = position.bit_length()
-            line, end = lines[_nearest(place, known)], min(stop, 1 << place)
+            line, end = lines[_nearest(place, places)], min(stop, 1 << place)
             total_s += (end - position) * (line.token_s + line.overhead_s / _USUAL_CHUNK)
             position = end
         return total_s
@@ -106,7 +106,7 @@ class Pace:
 
     def _line(self, place: int) -> _Line:
         weight, *sums = self._sums[place]
-        n, s, n_squared, n_s = (one / weight for one in sums)
+        n, s, n_squared, n_s = (total / weight for total in sums)
         token_s, variance = max(s, _LEAST_S) / n, n_squared - n * n
         is_told_apart = variance > (n / 16) ** 2
         if is_told_apart:
@@ -114,6 +114,6 @@ class Pace:
         return _Line(n, s, s - n * token_s, token_s, is_told_apart)
 
 
-def _nearest(place: int, known: Collection[int]) -> int:
-    """Return the last known place up to `place`, else the first."""
-    return max((one for one in known if one <= place), default=min(known))
+def _nearest(place: int, places: Collection[int]) -> int:
+    """Return the last of `places` up to `place`, else the first."""
+    return max((candidate for candidate in places if candidate <= place), default=min(places))

@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...ranks import ranks
 from ..answers import PrefillLimits
 from .model_provider import PluginCaches
 
@@ -241,7 +240,7 @@ class Prefills:
             # A model makes one mask for all layers of a kind: their caches have to agree about it.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
-            if ranks().agree(is_one_mask, "whether prompts join"):
+            if self._caches.ranks.agree(is_one_mask, "whether prompts join"):
                 return caches, width
             for prefill in list(chunk)[1:]:
                 del chunk[prefill]
@@ -305,16 +304,16 @@ def compute_chunk(
     position: int,
     *,
     beside: bool,
-    **given: Any,
+    **options: Any,
 ) -> float:
     """Compute one chunk; let the plugin learn its time and its memory.
 
     inputs: ids, [B, N]. states: the caches that are evaluated. beside: whether a step of replies
-    may run on the device, and cause the peak. given: more arguments of the model. Returns how long
-    the device was busy with that step before, in seconds.
+    may run on the device, and cause the peak. options: more arguments of the model. Returns how
+    long the device was busy with that step before, in seconds.
     """
     started, peak = time.perf_counter(), PeakMemory()
-    model(mx.array(inputs), cache=caches, **given)
+    model(mx.array(inputs), cache=caches, **options)
     built = time.perf_counter()
     mx.synchronize()  # a step of the replies may still run, and is no part of the pace
     begun = time.perf_counter()

@@ -131,8 +131,8 @@ class PromptLookup:
         """Return up to `n` ids that may follow the last ids, by the conversation, or a plugin."""
         assert self._occurrences is not None
         ids = self._occurrences.after(last[-N_LAST:], n)
-        taken = getattr(self._occurrences.ids, "taken", None)
-        return ids if ids or taken is None else list(taken.guess(last[-N_SHOWN:], n))
+        request = getattr(self._occurrences.ids, "taken", None)
+        return ids if ids or request is None else list(request.guess(last[-N_SHOWN:], n))
 
 
 def checked(batch: Any, ids: list[int]) -> list[Any]:

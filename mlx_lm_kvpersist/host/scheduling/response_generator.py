@@ -323,12 +323,12 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         try:
             is_loaded = self.model_provider.is_loaded(args.model.model)
             if is_loaded and has_text_only(request.messages):
-                made = self._render(self.model_provider.tokenizer, request, args)
+                rendered = self._render(self.model_provider.tokenizer, request, args)
                 ARRIVING.pop(threading.get_ident(), None)  # plugins may wait
-                manager.ask("prompt_rendered", request=made.request, prompt=made.prompt)
+                manager.ask("prompt_rendered", request=rendered.request, prompt=rendered.prompt)
                 ARRIVING[threading.get_ident()] = time.perf_counter()
         except Exception:
-            logger.debug("a prompt could not be made ahead", exc_info=True)
+            logger.debug("a prompt could not be rendered ahead", exc_info=True)
 
     def reads_images(self, model: str) -> bool | None:
         """Tell whether a model reads images; None while it is not loaded. Any thread."""
@@ -361,23 +361,25 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         rendered = self._rendered_once(tokenizer, request, args, waiting)
         request.rendered = None  # stock changes what it is given
         if waiting is not None and waiting.rendered is rendered:
-            taken = waiting.taken
+            plugin_request = waiting.taken
         else:
-            taken = rendered.take()
-        prompt = taken.enter() if taken is not None else None
-        n_cached = taken.n_cached if taken is not None and prompt is not None else -1
+            plugin_request = rendered.take()
+        prompt = plugin_request.enter() if plugin_request is not None else None
+        n_cached = (
+            plugin_request.n_cached if plugin_request is not None and prompt is not None else -1
+        )
         is_alike = len(set(self._ranks.all_of(n_cached, "how a request enters"))) == 1
-        if taken is None or prompt is None or not is_alike:
+        if plugin_request is None or prompt is None or not is_alike:
             return rendered.stock
-        taken.reply = waiting.reply if waiting is not None else None
-        fed = TakenTokens(prompt.ids, taken)
+        plugin_request.reply = waiting.reply if waiting is not None else None
+        fed = TakenTokens(prompt.ids, plugin_request)
         # Stock changes these lists.
         segments, types = [list(ids) for ids in prompt.segments], list(prompt.segment_types)
         vision = vision_of(rendered.stock)
         if vision is None:
             return fed, segments, types, *rendered.stock[3:]
-        taken.images, fed_vision = fed_images(fed, rendered.stock[0], vision)
-        read = TakenTokens(taken.images, taken)
+        plugin_request.images, fed_vision = fed_images(fed, rendered.stock[0], vision)
+        read = TakenTokens(plugin_request.images, plugin_request)
         return read, segments, types, rendered.stock[3], fed_vision
 
     def _rendered_once(
@@ -395,16 +397,16 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
         if not self._ranks.are_several:
             return rendered()
-        made: list[Rendered] = []
+        renderings: list[Rendered] = []
 
         def shareable() -> tuple[Any, Prompt] | None:
-            made.append(rendered())
-            stock, prompt = made[0].stock, made[0].prompt
+            renderings.append(rendered())
+            stock, prompt = renderings[0].stock, renderings[0].prompt
             return None if vision_of(stock) is not None else (stock, replace(prompt, messages=()))
 
         shared = self._ranks.first(shareable, "what a request reads")
-        if made:
-            return made[0]
+        if renderings:
+            return renderings[0]
         if shared is None:
             return self._rendered(tokenizer, request, args)
         return Rendered(ClientRequest.of(request), tokenizer, *shared)
@@ -424,13 +426,15 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if not provider.is_ready or provider.is_loading or loaded is None:
             raise RequestRefused("no model is loaded yet, try again in a moment", 503)
         if not provider.is_loaded(args.model.model):
-            asked = args.model.model
-            raise RequestRefused(f"{asked} is not loaded, expected {loaded}, the model that is")
+            name = args.model.model
+            raise RequestRefused(f"{name} is not loaded, expected {loaded}, the model that is")
         if not has_text_only(request.messages):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")
         rendered = self._render(provider.tokenizer, request, args)
-        taken = rendered.take()
-        return len(taken.request.prompt.ids if taken is not None else rendered.stock[0])
+        plugin_request = rendered.take()
+        return len(
+            plugin_request.request.prompt.ids if plugin_request is not None else rendered.stock[0]
+        )
 
     def _rendered(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
         """Return what was made of a request with this tokenizer, else make it. Generation thread.
@@ -452,9 +456,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
         Rendering changes messages, and mlx-lm 0.31.3 fails where they are rendered again.
         """
-        given = request.messages, request.tools
-        messages, tools = copy.deepcopy(given)
-        seen, template = ClientRequest.of(request), None
+        original = request.messages, request.tools
+        messages, tools = copy.deepcopy(original)
+        client_request, template = ClientRequest.of(request), None
         if request.request_type == "chat":
             messages = [{**message, PLACE: i} for i, message in enumerate(messages)]
             messages = fit_attachments(messages, self.model_provider.reads_images)
@@ -465,19 +469,24 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         sent = messages
         try:
             if template is not None:
-                messages = template.fit(sent, tools, continues=seen.continues)
+                messages = template.fit(sent, tools, continues=client_request.continues)
             messages = [without(message, PLACE) for message in messages]
             request.messages, request.tools = messages, tools
-            source = Continuing(tokenizer) if seen.continues else tokenizer
+            source = Continuing(tokenizer) if client_request.continues else tokenizer
             stock = super()._tokenize(source, request, args)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            place = template.refused(sent, tools, continues=seen.continues) if template else None
+            place = (
+                template.refused(sent, tools, continues=client_request.continues)
+                if template
+                else None
+            )
             if place is not None:
-                reason += f"); {seen.place(place)} cannot be rendered (change it, or leave it out"
+                name = client_request.place(place)
+                reason += f"); {name} cannot be rendered (change it, or leave it out"
             raise RequestRefused(f"no prompt can be made of this request ({reason})") from error
         finally:
-            request.messages, request.tools = given
+            request.messages, request.tools = original
         check_prompt_ids(stock[0])
         ids, segments, segment_types, *_ = stock
         if (vision := vision_of(stock)) is not None:
@@ -485,8 +494,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             segments, segment_types = [ids], ["user"]
             messages = named(messages, ids)
         prompt = Prompt(ids, segments, segment_types, frozen(messages or []))
-        request.rendered = made = Rendered(ClientRequest.of(request), tokenizer, stock, prompt)
-        return made
+        request.rendered = rendered = Rendered(ClientRequest.of(request), tokenizer, stock, prompt)
+        return rendered
 
     def _log_cache_stats(self) -> None:
         """Log stock's lines on its own prompt cache, unless plugins take the requests from it.
@@ -578,19 +587,19 @@ class Look:
 
 def _waiting_of(shared: tuple[Any, Any, dict[str, Any]]) -> Waiting:
     """Return a request of rank 0 as it waits on another rank."""
-    request, args, known = shared
-    vars(ClientRequest.of(request)).update(known)
+    request, args, attributes = shared
+    vars(ClientRequest.of(request)).update(attributes)
     return Waiting.of((Queue(), request, args))
 
 
 def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Return a request as it came, its arguments, and what plugins know of it by attribute."""
     _, request, args = queued
-    known = dict(vars(ClientRequest.of(request)))
+    attributes = dict(vars(ClientRequest.of(request)))
     for name in ("kind", "prompt", "messages", "client_gone"):
-        known.pop(name, None)
-    own = {one.name: getattr(request, one.name) for one in fields(request)}
-    return type(request)(**own), args, known
+        attributes.pop(name, None)
+    own = {field.name: getattr(request, field.name) for field in fields(request)}
+    return type(request)(**own), args, attributes
 
 
 def _checked(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:

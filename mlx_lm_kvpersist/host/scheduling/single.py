@@ -18,7 +18,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ClientGone
-from ...ranks import ranks
 from ..answers import PREFILL, PrefillLimits
 from ..manager import Taken
 from .model_provider import caches_of
@@ -34,30 +33,30 @@ def plugin_stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(stock)
     def stream_generate(*args: Any, **options: Any) -> Any:
-        taken = getattr(options.get("prompt"), "taken", None)
-        return stock(*args, **options) if taken is None else _reply(stock, taken, options)
+        request = getattr(options.get("prompt"), "taken", None)
+        return stock(*args, **options) if request is None else _reply(stock, request, options)
 
     return stream_generate
 
 
-def _reply(stock: Callable[..., Any], taken: Taken, options: dict[str, Any]) -> Iterator[Any]:
-    """Yield stock's responses to a prompt that a plugin has taken."""
+def _reply(stock: Callable[..., Any], request: Taken, options: dict[str, Any]) -> Iterator[Any]:
+    """Yield stock's responses to the prompt of a plugin's request."""
     caches, n_tokens = caches_of(options["model"]), 0
     error: Exception | None = None
-    several = ranks() if ranks().are_several else None
-    if several is not None and taken.reply is not None:
+    several = caches.ranks if caches.ranks.are_several else None
+    if several is not None and request.reply is not None:
         # Stock would end the reply on rank 0 alone, and the other ranks would wait for it.
-        taken.reply.stops_stock = False
+        request.reply.stops_stock = False
     try:
-        n_prompt = _compute_prompt(taken, options)
+        n_prompt = _compute_prompt(request, options)
         for response in stock(**options):
             if n_tokens % WEIGH_EVERY == 0:
                 caches.weigh((), (n_prompt + n_tokens,), None)
             n_tokens += 1
             yield response
             if several is not None and n_tokens % ASK_EVERY == 0:
-                if several.first(partial(_is_stopped, taken), "whether a client has left"):
-                    taken.reply.fail(ClientGone())
+                if several.first(partial(_is_stopped, request), "whether a client has left"):
+                    request.reply.fail(ClientGone())
                     return
     except Exception as failure:
         error = failure
@@ -68,9 +67,9 @@ def _reply(stock: Callable[..., Any], taken: Taken, options: dict[str, Any]) -> 
             caches.failures.succeeded("reply")
 
 
-def _is_stopped(taken: Taken) -> bool:
+def _is_stopped(request: Taken) -> bool:
     """Tell whether the client of a reply has left."""
-    return bool(taken.reply is not None and taken.reply.is_stopped)
+    return bool(request.reply is not None and request.reply.is_stopped)
 
 
 @dataclass
@@ -96,53 +95,54 @@ class ComputedModel:
         embeddings: the rows [N, D] that stand for `ids` if the prompt has images.
         """
         position, limits = self.n_tokens, self.limits
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if embeddings is not None:
-            given["input_embeddings"] = embeddings[None, : len(ids)]
+            options["input_embeddings"] = embeddings[None, : len(ids)]
         caches = self.caches
-        compute_chunk(self.model, [ids], caches, caches, limits, position, beside=False, **given)
+        compute_chunk(self.model, [ids], caches, caches, limits, position, beside=False, **options)
         if mx.get_cache_memory() > limits.max_unused_bytes:
             mx.clear_cache()
         self.n_tokens += len(ids)
 
 
-def _compute_prompt(taken: Taken, options: dict[str, Any]) -> int:
+def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
     """Compute a prompt but for its last token, and leave that token to stock in `options`.
 
     Returns the number of the prompt's tokens. Raises ClientGone if nobody waits any more.
     """
-    assert taken.prompt is not None
-    keys, n_cached, draft, taken.draft = taken.prompt.ids, taken.n_cached, taken.draft, None
+    assert request.prompt is not None
+    keys, n_cached, draft, request.draft = request.prompt.ids, request.n_cached, request.draft, None
     model, draft_model = options["model"], options.get("draft_model")
     rest, caches = options["prompt"], options["prompt_cache"]
     step_size: int = options["prefill_step_size"]
-    held = list(caches) if n_cached else make_prompt_cache(model)
-    models = [ComputedModel(model, held, n_cached)]
+    ranks = caches_of(model).ranks
+    model_caches = list(caches) if n_cached else make_prompt_cache(model)
+    models = [ComputedModel(model, model_caches, n_cached)]
     if draft_model is not None:
-        held = list((draft.caches if draft else None) or make_prompt_cache(draft_model))
-        models.append(ComputedModel(draft_model, held, draft.n_cached if draft else 0))
+        model_caches = list((draft.caches if draft else None) or make_prompt_cache(draft_model))
+        models.append(ComputedModel(draft_model, model_caches, draft.n_cached if draft else 0))
         options["num_draft_tokens"] = min(options["num_draft_tokens"], MOST_DRAFTED)
-    caches[:] = [cache for part in models for cache in part.caches]
+    caches[:] = [cache for computed in models for cache in computed.caches]
     # With images the model reads other ids than the keys.
-    read = list(keys if taken.images is None else taken.images)
+    read = list(keys if request.images is None else request.images)
     embeddings = options.get("input_embeddings")
-    stop = max(len(keys) - 1, *(part.n_tokens for part in models))
-    ends = [min(end, stop) for end in accumulate(map(len, taken.prompt.segments))]
-    while (behind := min(models, key=lambda part: part.n_tokens)).n_tokens < stop:
+    stop = max(len(keys) - 1, *(computed.n_tokens for computed in models))
+    ends = [min(end, stop) for end in accumulate(map(len, request.prompt.segments))]
+    while (behind := min(models, key=lambda computed: computed.n_tokens)).n_tokens < stop:
         position = behind.n_tokens
         options["prompt_progress_callback"](max(0, position - n_cached), len(rest))
-        size = ranks().first(partial(_next_size, taken, behind, step_size), "a chunk")
+        size = ranks.first(partial(_next_size, request, behind, step_size), "a chunk")
         if not size:
             raise ClientGone
         segment = bisect_right(ends, position)
         # Models that are apart first come to one place.
-        further = (part.n_tokens for part in models if part.n_tokens > position)
+        further = (computed.n_tokens for computed in models if computed.n_tokens > position)
         end = min([ends[segment], *further, position + size])
         rows = None if embeddings is None else embeddings[position - n_cached : end - n_cached]
         behind.compute(read[position:end], rows)
-        is_end = all(part.n_tokens == ends[segment] for part in models)
-        cache_type = taken.prompt.segment_types[segment] if is_end else PREFILL
-        taken.insert(keys[: models[0].n_tokens], caches, cache_type)
+        is_end = all(computed.n_tokens == ends[segment] for computed in models)
+        cache_type = request.prompt.segment_types[segment] if is_end else PREFILL
+        request.insert(keys[: models[0].n_tokens], caches, cache_type)
     models[0].limits.stepped(1, None)  # a reply runs from here on
     before = mx.array(read[:stop], mx.uint32)
     processors = options.get("logits_processors") or []
@@ -153,13 +153,13 @@ def _compute_prompt(taken: Taken, options: dict[str, Any]) -> int:
     return len(keys)
 
 
-def _next_size(taken: Taken, part: ComputedModel, step_size: int) -> int:
+def _next_size(request: Taken, computed: ComputedModel, step_size: int) -> int:
     """Return how many tokens to compute now, 0 if the client has left."""
-    return 0 if _is_stopped(taken) else part.size(step_size)
+    return 0 if _is_stopped(request) else computed.size(step_size)
 
 
 def _shown_all(before: mx.array, processor: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a logits processor that also sees the ids `before` those it is given, [N].
+    """Return a logits processor that also sees the ids `before` its own, [N].
 
     A draft model's loop shows its processors the last token of the prompt, and the reply.
     """

@@ -13,6 +13,7 @@ from mlx_lm_kvpersist.cache.blocks import canary
 from mlx_lm_kvpersist.cache.blocks.canary import CANARY_TOLERANCE, canary_difference
 from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import arrays_of
 from mlx_lm_kvpersist.round_trip import tiny_model
@@ -34,7 +35,7 @@ def stored(
     model: Any, ids: list[int], choice: PrecisionChoice | None = None
 ) -> tuple[ModelCacheSpec, Pieces]:
     """Return the blocks of ids, and the newest of them as they were computed."""
-    spec = ModelCacheSpec.probe(model, choice)
+    spec = probe_model(model, choice)
     caches = spec.make_cache()
     for start in range(0, len(ids), 256):
         mx.eval(model(mx.array([ids[start : start + 256]]), cache=caches))

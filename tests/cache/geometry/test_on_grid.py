@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.cache.geometry import on_grid
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from models_check.build import build
 from models_check.conversation import random_ids
@@ -29,7 +29,7 @@ IDS = random_ids(5, 700)
 def model(request: pytest.FixtureRequest) -> Any:
     """One that stock serves one request at a time, and one that it serves so with a seed."""
     model = build(request.param)
-    spec = ModelCacheSpec.probe(model)
+    spec = probe_model(model)
     assert not any(hasattr(slot, "bits") for slot in slots_of(spec.make_cache()))
     end_on_grid(model)
     return model
@@ -45,7 +45,7 @@ def logprobs(model: Any, ids: Sequence[int], caches: list[Any], step: int) -> mx
 
 
 def test_the_cut_does_not_matter(model: Any) -> None:
-    spec = ModelCacheSpec.probe(model)
+    spec = probe_model(model)
     expected = logprobs(model, IDS, spec.make_cache(), 256)
     for step in (2048, 300, 100):
         found = logprobs(model, IDS, spec.make_cache(), step)
@@ -89,7 +89,7 @@ def test_a_short_piece_is_computed_token_by_token_if_kernels_are_compiled_for_fe
 
 @pytest.mark.parametrize("n_restored", [256, 300, 511])
 def test_what_is_restored_goes_on_as_it_was_computed(model: Any, n_restored: int) -> None:
-    spec = ModelCacheSpec.probe(model)
+    spec = probe_model(model)
     expected = logprobs(model, IDS, spec.make_cache(), 2048)
     filled = spec.make_cache()
     model(mx.array([IDS[:n_restored]]), cache=filled)

@@ -13,9 +13,9 @@ from mlx_lm_kvpersist.cache.geometry.precision import (
     layout_in_words,
     parse_precision,
 )
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import (
     LayerGroup,
-    ModelCacheSpec,
     TensorShape,
     token_arrays,
 )
@@ -222,5 +222,5 @@ def test_the_layouts_of_specs_are_understood() -> None:
         (PrecisionChoice(4, 4, rotated=False), "keys 4 bits, values 4"),
         (PrecisionChoice(), "keys 8 bits, values 4, rotated"),
     ):
-        spec = ModelCacheSpec.probe(model, choice)
+        spec = probe_model(model, choice)
         assert layout_in_words(spec.layout).startswith(said)

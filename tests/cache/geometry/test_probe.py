@@ -16,8 +16,8 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
-from mlx_lm_kvpersist.cache.geometry.probe import position_limit, spec_with
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.cache.geometry.probe import position_limit, probe_model, spec_with
+from mlx_lm_kvpersist.cache.geometry.spec import TensorShape
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
@@ -73,7 +73,7 @@ def test_states_are_grouped_by_their_shapes_and_places() -> None:
 
     two = lambda: ArraysCache(2)  # noqa: E731
     model = Leaves(leave, lambda: CacheList(ArraysCache(2), KVCache()), two, two, two)
-    spec = ModelCacheSpec.probe(model)
+    spec = probe_model(model)
     found = [(group.kind, group.slots, group.states) for group in spec.groups]
     assert found == [
         (GroupKind.RECURRENT, (0, 2), (((3, 8), "float32"), None)),
@@ -126,7 +126,7 @@ SHAPE = r"expected \(1, heads, tokens, dim\)"
 )
 def test_a_cache_of_another_form_is_refused(model: Leaves, reason: str) -> None:
     with pytest.raises(ModelNotSupported, match=reason):
-        ModelCacheSpec.probe(model)
+        probe_model(model)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_positions_end_with_the_shortest_table(args: dict[str, Any], limit: int 
 
 def test_other_groups_have_live_caches_of_their_precision() -> None:
     model = tiny_llama()
-    (group,) = ModelCacheSpec.probe(model).groups
+    (group,) = probe_model(model).groups
     groups = [replace(group, slots=(0,), precision=None), replace(group, name="1", slots=(1,))]
     made = spec_with(model, groups)
     assert list(made.groups) == groups
@@ -167,7 +167,7 @@ def test_nothing_is_evaluated(tmp_path: Path) -> None:
             logits: mx.array = super().__call__(inputs, cache) + weights
             return logits
 
-    (group,) = ModelCacheSpec.probe(Absent()).groups
+    (group,) = probe_model(Absent()).groups
     assert group.keys == TensorShape(1, DIM, "float32") and group.precision is not None
     with pytest.raises(RuntimeError, match="read"):
         mx.eval(weights)
@@ -180,7 +180,7 @@ def test_what_does_not_take_our_caches_stays_in_full_precision() -> None:
                 raise TypeError("an array, please")
             return super().__call__(inputs, cache)
 
-    (group,) = ModelCacheSpec.probe(Reads()).groups
+    (group,) = probe_model(Reads()).groups
     assert group.precision is None and "does not take it: TypeError: an array" in group.why
 
 
@@ -190,4 +190,4 @@ def test_a_model_that_fails_is_refused() -> None:
             raise RuntimeError("out of luck")
 
     with pytest.raises(ModelNotSupported, match=r"cannot be probed.*out of luck"):
-        ModelCacheSpec.probe(Fails())
+        probe_model(Fails())

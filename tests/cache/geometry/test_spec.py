@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
 
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import (
     LayerGroup,
     ModelCacheSpec,
@@ -78,7 +79,7 @@ def with_caches(*caches: Any) -> Any:
 
 
 def test_llama_is_one_group() -> None:
-    spec = ModelCacheSpec.probe(tiny_llama(n_layers=3))
+    spec = probe_model(tiny_llama(n_layers=3))
     shape = TensorShape(2, 64, "float32")
     assert spec.groups == (
         LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, DEFAULT),
@@ -91,13 +92,13 @@ def test_llama_is_one_group() -> None:
 def test_the_dtype_is_that_of_the_weights() -> None:
     model = tiny_llama()
     model.set_dtype(mx.bfloat16)
-    spec = ModelCacheSpec.probe(model)
+    spec = probe_model(model)
     assert spec.groups[0].keys == spec.groups[0].values == TensorShape(2, 64, "bfloat16")
     assert spec.bytes_per_token == 2 * 2 * (64 + 64 // 2 + 2 * 2 * 2)
 
 
 def test_keys_and_values_may_differ() -> None:
-    spec = ModelCacheSpec.probe(tiny_deepseek_v2())
+    spec = probe_model(tiny_deepseek_v2())
     (group,) = spec.groups
     assert group.keys and group.values and (group.keys.dim, group.values.dim) == (64, 32)
     assert spec.layout == "k8rv4rb32,c256"
@@ -105,7 +106,7 @@ def test_keys_and_values_may_differ() -> None:
 
 def test_layers_of_equal_geometry_are_a_group() -> None:
     shapes = [(2, 64, 64), (4, 128, 64), (2, 64, 64)]
-    spec = ModelCacheSpec.probe(OddLayers(shapes))
+    spec = probe_model(OddLayers(shapes))
     assert [group.slots for group in spec.groups] == [(0, 2), (1,)]
     assert [group.name for group in spec.groups] == ["0", "1"]
 
@@ -120,11 +121,11 @@ def test_layers_of_equal_geometry_are_a_group() -> None:
 )
 def test_the_group_size_with_the_least_padding_is_taken(head_dim: int, form: str) -> None:
     """The first of several; sizes without padding have the names of stored conversations."""
-    assert ModelCacheSpec.probe(tiny_qwen3(head_dim=head_dim)).layout == f"{form},c256"
+    assert probe_model(tiny_qwen3(head_dim=head_dim)).layout == f"{form},c256"
 
 
 def test_keys_and_values_are_padded_each_for_itself() -> None:
-    (group,) = ModelCacheSpec.probe(OddLayers([(2, 80, 64)]), PrecisionChoice(6, 4)).groups
+    (group,) = probe_model(OddLayers([(2, 80, 64)]), PrecisionChoice(6, 4)).groups
     assert str(group.precision) == "k6rp16v4rb32"
     assert {name: shape for name, shape, _ in token_arrays([group], 10)} == {
         "0.k.weights": (1, 2, 10, 18),
@@ -139,15 +140,15 @@ def test_keys_and_values_are_padded_each_for_itself() -> None:
 
 
 def test_a_group_size_can_be_asked_for() -> None:
-    assert ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8rb32,c256"
-    wide = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=128))
+    assert probe_model(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8rb32,c256"
+    wide = probe_model(tiny_llama(), PrecisionChoice(group_size=128))
     assert wide.layout == "k8rp64v4rp64b128,c256"
     with pytest.raises(ValueError, match="group size is 48"):
-        ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=48))
+        probe_model(tiny_llama(), PrecisionChoice(group_size=48))
 
 
 def test_keys_may_have_more_bits_than_values() -> None:
-    spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 4, rotated=False))
+    spec = probe_model(tiny_llama(), PrecisionChoice(8, 4, rotated=False))
     assert spec.layout == "k8v4b64,c256"
     arrays = {name: shape for name, shape, _ in token_arrays(spec.full, 10)}
     assert arrays["0.k.weights"] == (2, 2, 10, 16) and arrays["0.v.weights"] == (2, 2, 10, 8)
@@ -165,11 +166,11 @@ def test_keys_may_have_more_bits_than_values() -> None:
 def test_the_layout_counts_layers_only_if_they_differ(
     shapes: list[tuple[int, int, int]], layout: str
 ) -> None:
-    assert ModelCacheSpec.probe(OddLayers(shapes)).layout == layout
+    assert probe_model(OddLayers(shapes)).layout == layout
 
 
 def test_nothing_is_quantized_unless_asked_for() -> None:
-    spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(16, 16))
+    spec = probe_model(tiny_llama(), PrecisionChoice(16, 16))
     assert spec.layout == "full" and spec.groups[0].why == "full precision is requested"
     assert [type(cache) for cache in spec.make_cache()] == [KVCache, KVCache]
     assert [name for name, _, _ in token_arrays(spec.full, 10)] == ["0.k", "0.v"]
@@ -188,24 +189,24 @@ def test_nothing_is_quantized_unless_asked_for() -> None:
 def test_what_cannot_be_quantized_stays_in_its_own_precision(
     make_model: Callable[[], Any], why: str
 ) -> None:
-    (group,) = ModelCacheSpec.probe(make_model()).groups
+    (group,) = probe_model(make_model()).groups
     assert group.precision is None and group.why.startswith(why)
 
 
 def test_only_the_group_that_the_model_cannot_take_stays_plain() -> None:
-    spec = ModelCacheSpec.probe(ReadsItsCache([(2, 64, 64), (1, 128, 128)], reads=1))
+    spec = probe_model(ReadsItsCache([(2, 64, 64), (1, 128, 128)], reads=1))
     assert [str(group.precision) for group in spec.groups] == ["k8rv4rb64", "None"]
     assert [type(cache) for cache in spec.make_cache()] == [SequenceQuantizedKVCache, KVCache]
 
 
 def test_a_layer_that_keeps_nothing_is_in_no_group() -> None:
-    spec = ModelCacheSpec.probe(OddLayers([(2, 64, 64)], n_unused=1))
+    spec = probe_model(OddLayers([(2, 64, 64)], n_unused=1))
     assert [group.slots for group in spec.groups] == [(0,)]
     assert [type(cache) for cache in spec.make_cache()] == [SequenceQuantizedKVCache, KVCache]
 
 
 def test_windows_are_a_group_of_their_own() -> None:
-    spec = ModelCacheSpec.probe(tiny_gemma3())
+    spec = probe_model(tiny_gemma3())
     sliding, full = spec.groups
     assert (sliding.kind, sliding.window, sliding.slots) == (GroupKind.SLIDING, 16, (0,))
     assert sliding.precision is None and full.precision == DEFAULT
@@ -236,7 +237,7 @@ def test_what_cannot_be_kept_is_refused_by_reason(
     make_model: Callable[[], Any], reason: str
 ) -> None:
     with pytest.raises(ModelNotSupported, match=reason):
-        ModelCacheSpec.probe(make_model())
+        probe_model(make_model())
 
 
 def test_a_subclass_of_a_known_cache_is_not_a_known_cache() -> None:
@@ -246,7 +247,7 @@ def test_a_subclass_of_a_known_cache_is_not_a_known_cache() -> None:
     model = tiny_llama()
     model.make_cache = lambda: [Special(), Special()]
     with pytest.raises(ModelNotSupported, match="Special"):
-        ModelCacheSpec.probe(model)
+        probe_model(model)
 
 
 def test_makes_a_cache_for_every_layer(llama_spec: ModelCacheSpec) -> None:
@@ -259,11 +260,11 @@ def test_the_description_is_json(llama_spec: ModelCacheSpec) -> None:
     described = llama_spec.describe()
     assert json.loads(json.dumps(described)) == described
     assert described["layout"] == "k8rv4rb64,c256"
-    assert described != ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8)).describe()
+    assert described != probe_model(tiny_llama(), PrecisionChoice(8, 8)).describe()
 
 
 def test_block_arrays_add_up_to_the_bytes_of_their_tokens() -> None:
-    spec = ModelCacheSpec.probe(tiny_deepseek_v2())
+    spec = probe_model(tiny_deepseek_v2())
     arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, 10)}
     assert arrays_fit(token_arrays(spec.full, 10), arrays) is None
     assert n_bytes(arrays) == 10 * spec.bytes_per_token

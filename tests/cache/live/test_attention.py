@@ -24,14 +24,13 @@ from mlx_lm_kvpersist.cache.live.attention import (
     Strategy,
     dequantized_attention,
     packed_attention,
-    tiled_attention,
 )
 from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
 )
-from tests.support.host import patched_attention
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 
 from ..conftest import N_HEADS, address, random_kv, same_bits
 
@@ -86,7 +85,7 @@ class Case:
 
     def ways(self) -> dict[str, Callable[..., mx.array]]:
         def tiled(tile_bytes: int) -> Callable[..., mx.array]:
-            return partial(tiled_attention, tile_bytes=tile_bytes)
+            return partial(dequantized_attention, tile_bytes=tile_bytes)
 
         query_bytes = 4 * self.n_rows * self.n_heads * (self.n_keys + self.n_spare)
         a_third = max(1, self.n_queries // 3)
@@ -382,7 +381,7 @@ def test_tiles_bound_what_is_plain_at_once() -> None:
     mx.eval(queries, keys, values)
     tile_bytes = case.head_bytes()
     whole = peak_bytes(lambda: dequantized_attention(queries, keys, values, 0.1, None))
-    tiled = peak_bytes(lambda: tiled_attention(queries, keys, values, 0.1, None, tile_bytes))
+    tiled = peak_bytes(lambda: dequantized_attention(queries, keys, values, 0.1, None, tile_bytes))
     assert whole > 8 * case.head_bytes()
     # MLX's attention on the CPU copies what it reads; tiles that do not wait for each other
     # would need 12 times a head.
@@ -462,7 +461,7 @@ def test_a_plan_goes_where_its_tokens_go() -> None:
 
 @pytest.fixture
 def patched() -> Iterator[None]:
-    with patched_attention():
+    with server_attention():
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, parse_precision
-from mlx_lm_kvpersist.cache.geometry.probe import spec_with
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model, spec_with
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, arrays_fit, token_arrays
 from tests.support.joined import Pieces, join
 
@@ -27,7 +27,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def spec(model: Any) -> ModelCacheSpec:
-    return ModelCacheSpec.probe(model)
+    return probe_model(model)
 
 
 def on_grid(model: Any, ids: list[int], caches: list[Any]) -> mx.array:

@@ -27,8 +27,8 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     PackedCache,
     SequenceQuantizedKVCache,
 )
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.host.scheduling.single import MOST_DRAFTED
-from tests.support.host import patched_attention
 
 from ..conftest import K_DIM, N_HEADS, V_DIM, random_kv, rounded
 
@@ -50,7 +50,7 @@ PLANS: dict[str, AttentionPlan | None] = {
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[None]:
-    with patched_attention():
+    with server_attention():
         yield
 
 

@@ -21,8 +21,8 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     batch_of,
 )
 from mlx_lm_kvpersist.cache.live.rows import rows_of
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from models_check.build import build
-from tests.support.host import patched_attention
 
 from ..conftest import K_DIM, N_HEADS, random_kv
 
@@ -35,7 +35,7 @@ PRECISION = KVPrecision.of(4, 32, 4, rotated=True)
 @pytest.fixture(autouse=True)
 def small_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pk, "GRID", GRID)
-    with patched_attention():
+    with server_attention():
         yield
 
 

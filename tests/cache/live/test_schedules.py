@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     SequenceQuantizedKVCache,
 )
 from mlx_lm_kvpersist.cache.measuring.observe import observed_attention
-from tests.support.host import patched_attention
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 
 from ..conftest import ARCHITECTURES, VOCAB, tiny_gemma3
 
@@ -177,7 +177,7 @@ def test_sequences_in_a_batch_give_what_they_give_alone(setup: Setup, n_schedule
 
 @pytest.fixture
 def patched() -> Iterator[None]:
-    with patched_attention():
+    with server_attention():
         yield
 
 

@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live import attention, policy
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import Strategy
@@ -61,7 +61,7 @@ def planned(
 ) -> AttentionPlan:
     """Return the plan of a model whose layers are one group."""
     model = model or Layers(4, 4)
-    spec = plan_attention(model, ModelCacheSpec.probe(model, KEPT), choice, packed)
+    spec = plan_attention(model, probe_model(model, KEPT), choice, packed)
     assert [slot.plan for slot in spec.make_cache()] == [spec.plans["0"]] * 2
     return spec.plans["0"]
 
@@ -222,7 +222,7 @@ def test_cuda_computes_no_packed_product_unless_it_is_asked_for(
 ) -> None:
     """Each kernel is compiled when it is first used, which takes seconds."""
     model = Layers(4, 4)
-    spec = ModelCacheSpec.probe(model, KEPT)
+    spec = probe_model(model, KEPT)
     attend, product = mx.fast.scaled_dot_product_attention, pk.matmul
     queries_of: dict[str, list[int]] = {"fused": [], "packed": []}
 
@@ -269,7 +269,7 @@ def test_a_probe_leaves_the_random_numbers_of_others_alone() -> None:
 
 def test_groups_that_are_alike_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers(4, 4, 2)
-    spec = ModelCacheSpec.probe(model, KEPT)
+    spec = probe_model(model, KEPT)
     (group,) = spec.groups
     parts = [replace(group, name=str(slot), slots=(slot,)) for slot in group.slots]
     probed = []
@@ -285,30 +285,25 @@ def test_groups_that_are_alike_are_probed_once(monkeypatch: pytest.MonkeyPatch) 
     assert probed == [SHAPE, AttentionShape(2, 1, 64, 64)]
 
 
-class OtherRank:
-    """Two ranks; the other rank finds that `n_right` strategies are right."""
+def test_the_processes_of_a_model_agree_once_and_plan_alike() -> None:
+    model = Layers(4, 4)
+    spec = probe_model(model, KEPT)
+    for n_right_elsewhere, expected in ((2, by_policy()), (1, DEQUANTIZES)):
+        numbers: list[int] = []
 
-    def __init__(self, n_right: int) -> None:
-        self.n_right, self.n_asked = n_right, 0
+        def least(n_right: int, others: int = n_right_elsewhere, sent: list[int] = numbers) -> int:
+            sent.append(n_right)
+            return min(n_right, others)
 
-    def least(self, value: int, what: str) -> int:
-        self.n_asked += 1
-        return min(value, self.n_right)
-
-
-def test_the_ranks_agree_once_and_plan_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    for n_right, expected in ((2, by_policy()), (1, DEQUANTIZES)):
-        other = OtherRank(n_right)
-        monkeypatch.setattr(attention_check, "ranks", lambda other=other: other)
-        assert planned() == expected and other.n_asked == 1
-    monkeypatch.setattr(attention_check, "ranks", lambda: OtherRank(0))
+        assert plan_attention(model, spec, least=least).plans == {"0": expected}
+        assert numbers == [2]
     with pytest.raises(ModelNotSupported):
-        planned()
+        plan_attention(model, spec, least=lambda n_right: 0)
 
 
 def test_every_quantized_group_has_the_plan_of_its_shape() -> None:
     model = tiny_gemma3()
-    spec = ModelCacheSpec.probe(model, PrecisionChoice(8, 4))
+    spec = probe_model(model, PrecisionChoice(8, 4))
     found = plan_attention(model, spec)
     rules = rules_for(AttentionShape(2, 1, 64, 64), KVPrecision.of(8, 64, 4).keys)
     assert found == spec and found.plans == {"1": AttentionPlan(rules, can_take_packed=True)}
@@ -340,6 +335,6 @@ def test_a_strategy_that_is_asked_for_overrides_the_policy(choice: Strategy) -> 
 
 def test_layers_in_full_precision_have_no_plan() -> None:
     model = Layers(4, 4)
-    found = plan_attention(model, ModelCacheSpec.probe(model, PrecisionChoice(16, 16)))
+    found = plan_attention(model, probe_model(model, PrecisionChoice(16, 16)))
     assert found.plans == {}
     assert [type(slot) for slot in found.make_cache()] == [KVCache, KVCache]

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.measuring import divergence as divergence_of
 from mlx_lm_kvpersist.cache.measuring.divergence import (
@@ -32,12 +33,12 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def spec(model: Any) -> ModelCacheSpec:
-    return ModelCacheSpec.probe(model)
+    return probe_model(model)
 
 
 @pytest.fixture(scope="module")
 def own(model: Any) -> ModelCacheSpec:
-    return ModelCacheSpec.probe(model, PrecisionChoice(FULL_BITS, FULL_BITS))
+    return probe_model(model, PrecisionChoice(FULL_BITS, FULL_BITS))
 
 
 def read(model: Any, own: list[Any], other: list[Any], ids: list[int] = IDS) -> Predictions:

@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.policy import AttentionShape, forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cache.measuring.observe import observed_attention, packed_shapes
-from tests.support.host import patched_attention
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 
 from ..conftest import ARCHITECTURES, random_kv, tiny_gemma3
 
@@ -32,7 +32,7 @@ def quantized() -> list[Any]:
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-@pytest.mark.parametrize("patch", [nullcontext, patched_attention], ids=["stock", "patched"])
+@pytest.mark.parametrize("patch", [nullcontext, server_attention], ids=["stock", "patched"])
 def test_shapes_of_models_that_attend_over_packed_keys(
     architecture: str, patch: Callable[[], AbstractContextManager[None]]
 ) -> None:

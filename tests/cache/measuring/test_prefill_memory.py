@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.measuring import prefill_memory
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import (
@@ -53,7 +54,7 @@ def computed(model: Any, caches: list[Any], n_tokens: int) -> int:
 
 
 def told(model: Any, limit_bytes: int = 64 * MIB) -> tuple[PrefillMemory, ModelCacheSpec]:
-    spec = ModelCacheSpec.probe(model)
+    spec = probe_model(model)
     return PrefillMemory.of(model, spec, limit_bytes), spec
 
 

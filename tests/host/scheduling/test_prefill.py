@@ -16,11 +16,11 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import spec_with
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model, spec_with
 from mlx_lm_kvpersist.cache.live.policy import forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
 from mlx_lm_kvpersist.host.answers import (
     ClientRequest,
@@ -35,7 +35,7 @@ from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
 from mlx_lm_kvpersist.host.scheduling.step_failures import MOST_IN_A_ROW
 from mlx_lm_kvpersist.round_trip import _Generator, tiny_model
-from tests.support.host import patched_attention, plugged
+from tests.support.host import plugged
 
 VOCABULARY = 1 << 14
 POISON = VOCABULARY - 1
@@ -265,7 +265,7 @@ def test_a_prompt_at_the_end_of_the_positions_joins_no_longer_one(
 def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_precision: int) -> None:
     """The model makes one mask for all layers, and quantized rows have another than padded ones."""
     model = tiny_model(n_layers=3)
-    spec = ModelCacheSpec.probe(model, PrecisionChoice())
+    spec = probe_model(model, PrecisionChoice())
     (group,) = spec.groups
     groups = [replace(group, slots=(0, 2)), replace(group, name="1", slots=(1,))]
     groups[full_precision] = replace(groups[full_precision], precision=None)
@@ -279,7 +279,7 @@ def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_preci
     prompts = [[i * (7 + row) % 61 + 2 for i in range(n)] for row, n in enumerate((24, 30, 61))]
     begun, caches = (0, 21, 50), [model.make_cache() for _ in prompts]
     found: dict[int, mx.array] = {}
-    with patched_attention():
+    with server_attention():
         for prompt, cache, n in list(zip(prompts, caches, begun, strict=True))[1:]:
             model(mx.array([prompt[:n]]), cache=cache)
         generator = _Generator(model, stream=mx.default_stream(mx.default_device()))

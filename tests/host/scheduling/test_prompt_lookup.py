@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_kvpersist.cache.geometry.kinds import most_taken_back
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache, batch_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits, TakenRequest
@@ -197,7 +197,7 @@ def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) 
     model = build(family)
     end_on_grid(model)
     with server_attention():
-        spec = ModelCacheSpec.probe(model, choice)
+        spec = probe_model(model, choice)
         rng = random.Random(3)
         prompt = [rng.randrange(1, 60) for _ in range(200)]
         plain = all_of(batch_of_one(model, prompt, spec.make_cache(), 400), lambda one: one.next())

@@ -1,0 +1,193 @@
+"""A prompt is looked up once, on its HTTP thread; blocks that come or go later are seen by key."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.request.lookup import MAX_MATCHED_TOKENS, Lookup
+from mlx_lm_kvpersist.request.machine import Pressure
+from mlx_lm_kvpersist.request.memory import Memory
+from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
+from mlx_lm_kvpersist.request.state import RequestState, Stage
+from tests.support.store_files import block_path
+
+from .conftest import Conversations
+from .test_lookup import respelled, sampled_turn
+
+pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+
+LONG = MAX_MATCHED_TOKENS + 1300
+
+
+def asked(talk: Conversations, ids: list[int]) -> Lookup:
+    return Lookup(Prompt(ids, [ids], ["user"]), talk.root, talk.store, talk.loaded)
+
+
+@contextmanager
+def decoded_tokens() -> Iterator[list[int]]:
+    """Count the tokens whose text this thread reads."""
+    counts, own = [0], threading.get_ident()
+
+    def counting(method: Any) -> Any:
+        def counted(self: TokenText, ids: Any, *more: Any) -> Any:
+            ids = list(ids)
+            counts[0] += len(ids) if threading.get_ident() == own else 0
+            return method(self, ids, *more)
+
+        return counted
+
+    names = ("to_bytes", "feed", "ends", "n_bytes_ends", "covers", "control_places")
+    patches = {name: counting(getattr(TokenText, name)) for name in names}
+    with mock.patch.multiple(TokenText, **patches):
+        yield counts
+
+
+@pytest.fixture
+def serving(talk: Conversations) -> Iterator[Serving]:
+    memory = Memory(1 << 34, 0, talk.store, Pressure())
+    yield Serving(talk.store, talk.loaded, lambda *_: None, False, 0.1, memory)
+    memory.close()
+
+
+def prepared(serving: Serving, ids: list[int]) -> tuple[ClientRequest, Prompt]:
+    """Return a request whose HTTP thread has looked its prompt up."""
+    request = ClientRequest(SimpleNamespace(request_type="text", prompt="", messages=[]))
+    prompt = Prompt(ids, [ids], ["user"])
+    thread = threading.Thread(target=serving.prepare, args=(RequestState.of(request), prompt))
+    thread.start()
+    thread.join(60)
+    return request, prompt
+
+
+@pytest.mark.parametrize("comes", ["nothing", "another conversation"])
+def test_the_generation_thread_reads_no_text_of_a_stored_prompt(
+    talk: Conversations, serving: Serving, comes: str
+) -> None:
+    ids = sampled_turn(talk.loaded, LONG)
+    talk.remember(ids, n_prompt=LONG - 10)
+    spelled = respelled(talk.loaded, ids, LONG - 200)
+    request, prompt = prepared(serving, [*spelled, 5, 6])
+    if comes != "nothing":
+        talk.remember(sampled_turn(talk.loaded, 600, seed=8)[::-1], n_prompt=300)
+    with decoded_tokens() as counts:
+        served = ServedRequest(serving, request, prompt)
+        assert served.advance()
+        entered = served.enter()
+    assert entered.n_cached > LONG - 400 and len(entered.prompt.ids) < len(spelled) + 2
+    assert counts[0] <= (0 if comes == "nothing" else MAX_MATCHED_TOKENS)
+
+
+def test_stages_follow_each_other_and_done_is_the_last(
+    talk: Conversations, serving: Serving
+) -> None:
+    request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
+    state, served = RequestState.of(request), ServedRequest(serving, request, prompt)
+    stages = [state.stage]
+    assert served.advance()
+    stages.append(state.stage)
+    served.enter()
+    stages.append(state.stage)
+    caches = talk.loaded.spec.make_cache()
+    talk.forward(list(prompt.ids), caches)
+    served.insert(prompt.ids, caches, "user")
+    stages.append(state.stage)
+    talk.forward([7], caches)
+    served.insert([*prompt.ids, 7], caches, "assistant")
+    stages.append(state.stage)
+    state.move(Stage.DECODE)
+    assert [*stages, state.stage] == [
+        Stage.NEW,
+        Stage.READY,
+        Stage.PREFILL,
+        Stage.DECODE,
+        Stage.DONE,
+        Stage.DONE,
+    ]
+
+
+def test_a_lookup_for_another_model_is_not_used(talk: Conversations, serving: Serving) -> None:
+    request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
+    before = RequestState.of(request).lookup
+    assert before is not None
+    serving.model = replace(talk.loaded, fingerprint="another")
+    ServedRequest(serving, request, prompt)
+    after = RequestState.of(request).lookup
+    assert after is not before and after is not None
+    assert after.root.fingerprint == "another"
+
+
+@pytest.mark.parametrize("n_prompt", [900, LONG])
+@pytest.mark.parametrize("n_stored", [0, 500])
+def test_blocks_that_come_after_the_lookup_are_used(
+    talk: Conversations, n_prompt: int, n_stored: int
+) -> None:
+    """As if two requests of one conversation come at once."""
+    ids = sampled_turn(talk.loaded, n_prompt)
+    if n_stored:
+        talk.remember(ids[:n_stored], n_prompt=n_stored - 5)
+    lookup = asked(talk, [*ids, 5, 6])
+    assert lookup.stored.n_tokens == n_stored
+    talk.remember(ids, n_prompt=n_prompt - 5)
+    with decoded_tokens() as counts:
+        assert lookup.restore().outcome.n_reused == n_prompt
+    assert n_prompt < LONG or counts[0] <= MAX_MATCHED_TOKENS
+
+
+@pytest.mark.parametrize("n_stored", [300, LONG])
+def test_a_reply_with_other_ids_that_comes_after_the_lookup_is_used(
+    talk: Conversations, n_stored: int
+) -> None:
+    """The next turn is queued before the turn before it is stored."""
+    ids = sampled_turn(talk.loaded, n_stored)
+    talk.remember(ids, n_prompt=n_stored - 5)
+    reply = talk.loaded.encode("What the model has answered to this, at some length.")
+    lookup = asked(talk, [*ids, *reply, *talk.loaded.encode(" Next"), 6])
+    turn = [*ids, *respelled(talk.loaded, reply, 2)]
+    assert len(turn) > len(ids) + len(reply)
+    talk.remember(turn, n_prompt=n_stored)
+    reuse = lookup.restore()
+    assert reuse.outcome.n_reused >= len(turn) - 1
+    assert list(reuse.prompt.ids[: len(turn) - 1]) == turn[:-1]
+
+
+@pytest.mark.parametrize("n_left", [0, 1, 5])
+def test_a_long_prompt_is_cut_at_the_block_that_went(talk: Conversations, n_left: int) -> None:
+    """No text is read for that."""
+    ids = sampled_turn(talk.loaded, LONG)
+    talk.remember(ids, n_prompt=LONG - 10)
+    talk.forget_hot_blocks()
+    lookup = asked(talk, [*ids, 5, 6])
+    assert lookup.stored.n_tokens == LONG
+    gone: Path = block_path(talk.store.folder, lookup.stored.match.path[n_left].key)
+    gone.unlink()
+    with decoded_tokens() as counts:
+        outcome = lookup.restore().outcome
+    assert outcome.n_reused == n_left * 256
+    assert outcome.reason is not None and counts[0] <= MAX_MATCHED_TOKENS
+
+
+def test_the_same_prompt_twice_at_once_computes_its_beginning_once(
+    talk: Conversations, serving: Serving
+) -> None:
+    ids = sampled_turn(talk.loaded, LONG)
+    requests = [prepared(serving, ids) for _ in range(2)]
+    first, second = (ServedRequest(serving, *request) for request in requests)
+    assert first.advance() and first.enter().n_cached == 0
+    assert not second.advance()
+    caches = talk.loaded.spec.make_cache()
+    talk.forward(ids[:-1], caches)
+    first.insert(ids[:-1], caches, "user")
+    while not second.advance():
+        pass
+    assert second.enter().n_cached == LONG - 1

@@ -1,0 +1,121 @@
+"""`python -m tools.lookup_cost`: the generation thread's time to look up a long stored prompt.
+
+A conversation is stored in RAM. Its prompt spells one word of it with other tokens, so stored ids
+are spliced in front of the rest. Printed are milliseconds of this thread's CPU time, the median of
+some requests: in the hook `prompt_rendered`, which runs on an HTTP thread, and on the generation
+thread until the restore begins, without and with a commit of another conversation in between. The
+restore itself is MLX's work on each block, and is printed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_lm_kvpersist.block import BLOCK_TOKENS, Block, block_key, pack_ids
+from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.request.machine import Pressure
+from mlx_lm_kvpersist.request.memory import Memory
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
+from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.round_trip import tiny_model
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+
+N_WORDS = 900
+"""Ids of words; the ids after them are the letters that spell them."""
+
+
+class Words:
+    """A tokenizer of numbered words, and of the letters that they are made of."""
+
+    eos_token_ids = frozenset[int]()
+
+    def __init__(self) -> None:
+        self.words = [f"{n:04} " for n in range(N_WORDS)]
+        self.letters = {letter: N_WORDS + n for n, letter in enumerate("0123456789 ")}
+        pieces = {n: word.encode() for n, word in enumerate(self.words)}
+        self.text = TokenText(pieces | {n: c.encode() for c, n in self.letters.items()})
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [int(text[n : n + 5]) for n in range(0, len(text), 5)]
+
+    def spelled(self, ids: list[int], place: int) -> list[int]:
+        """Return the same text, with one word in letters."""
+        return [*ids[:place], *map(self.letters.__getitem__, self.words[ids[place]]), *ids[place:]]
+
+
+def stored_chain(store: BlockStore, model: LoadedModel, ids: list[int]) -> None:
+    """Store a conversation."""
+    assert model.text is not None
+    parent, entries = model.root.key, []
+    for start in range(0, len(ids), BLOCK_TOKENS):
+        block_ids = ids[start : start + BLOCK_TOKENS]
+        packed = pack_ids(block_ids)
+        block = Block(
+            block_key(parent, packed), parent, start, packed, model.text.decode(block_ids)
+        )
+        forms = model.spec.block_arrays(len(block_ids))
+        entries.append((block, {name: mx.zeros(shape, dtype) for name, shape, dtype in forms}))
+        parent = block.key
+    mx.eval([arrays for _, arrays in entries])
+    blocks = tuple(block for block, _ in entries)
+    store.commit(Commit(model.root, blocks), entries)
+    store.drain()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=131_072, help="of the stored conversation")
+    parser.add_argument("--requests", type=int, default=5)
+    asked = parser.parse_args()
+    words = Words()
+    computed: Any = tiny_model()
+    spec = probe_model(computed)
+    model = LoadedModel(computed, words, spec, "lookup-cost", words.text)
+    ids = [n * 37 % N_WORDS for n in range(asked.tokens)]
+    spelled = words.spelled(ids, asked.tokens // 2)[: asked.tokens // 2 + 5]
+    prompt_ids = [*spelled, *ids[asked.tokens // 2 + 1 :], 1, 2, 3]
+    times: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        store = BlockStore(Path(folder), StoreLimits(1 << 32, 1 << 34))
+        with closing(store):
+            stored_chain(store, model, ids)
+            memory = Memory(1 << 36, 0, store, Pressure())
+            serving = Serving(store, model, lambda *_: None, False, 0.1, memory)
+            for number in range(2 * asked.requests):
+                sent = SimpleNamespace(request_type="text", prompt="", messages=[])
+                request, prompt = ClientRequest(sent), Prompt(prompt_ids, [prompt_ids], ["user"])
+                started = time.thread_time()
+                serving.prepare(RequestState.of(request), prompt)
+                ahead = time.thread_time()
+                served = ServedRequest(serving, request, prompt)
+                served.advance()
+                taken = time.thread_time()
+                is_changed = number % 2 > 0
+                if is_changed:
+                    stored_chain(store, model, [n % N_WORDS for n in range(number, number + 300)])
+                begun = time.thread_time()
+                prepared = served.enter()
+                ended = time.thread_time()
+                assert prepared.n_cached == asked.tokens, prepared.n_cached
+                name = "after another commit" if is_changed else "unchanged"
+                times.setdefault("HTTP thread", []).append(ahead - started)
+                times.setdefault(f"taken and admitted, {name}", []).append(taken - ahead)
+                times.setdefault(f"entered with the restore, {name}", []).append(ended - begun)
+    for name, seconds in times.items():
+        print(f"{name}: {median(seconds) * 1e3:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
