@@ -304,16 +304,14 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     )
 
 
-def from_args(args: Namespace) -> Config:
+def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
     """Read the parsed command line. Raises ConfigError if options contradict each other.
 
     The stock server's own `--kv-bits` and `--kv-group-size` choose the precision, too. Stock's own
-    quantizing turns batching off, so it is switched off for models that the plugin keeps.
+    quantizing turns batching off, so it is switched off for models that the plugin keeps. `rank` is
+    the number of this process among the `n_ranks` that compute the model.
     """
-    from .ranks import ranks
-
-    together = ranks()
-    if together.are_several and args.kvpersist_shared is not None:
+    if n_ranks > 1 and args.kvpersist_shared is not None:
         raise ConfigError(
             "--kvpersist-shared keeps whole models' conversations, and each process of mlx.launch "
             "has a part of one; leave it out, or serve from one process"
@@ -330,8 +328,8 @@ def from_args(args: Namespace) -> Config:
             "--kvpersist-served-name NAME is a name of --model; give both, or neither"
         )
     folder = args.kvpersist_dir or default_folder()
-    if together.are_several:
-        folder /= f"rank-{together.rank}-of-{together.size}"
+    if n_ranks > 1:
+        folder /= f"rank-{rank}-of-{n_ranks}"
     ram, memory = args.kvpersist_ram, args.kvpersist_memory
     if memory is not None and memory < LEAST_BYTES:
         shown_memory, least = show_bytes(memory), show_bytes(LEAST_BYTES)
@@ -360,7 +358,7 @@ def from_args(args: Namespace) -> Config:
         precision=precision,
         stock_kv_bits=stock_kv_bits,
         attention=args.kvpersist_attention,
-        guesses=args.kvpersist_draft == "auto" and not together.are_several,
+        guesses=args.kvpersist_draft == "auto" and n_ranks == 1,
         max_stall_s=stall_ms / 1e3,
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
         memory_bytes=memory,

@@ -208,6 +208,8 @@ class Ranks:
         end("the process that started this rank has ended")
 
 
+ALONE = Ranks(1, 0)
+"""This process alone."""
 _current: Ranks | None = None
 
 
@@ -224,7 +226,7 @@ def ranks() -> Ranks:
 def alone() -> Iterator[None]:
     """Let all think inside the block that this process is alone. Not for a server that serves."""
     global _current
-    previous, _current = ranks(), Ranks(1, 0)
+    previous, _current = ranks(), ALONE
     init = mx.distributed.init
     mx.distributed.init = lambda *args, **kwargs: _Alone()  # type: ignore[assignment]
     try:

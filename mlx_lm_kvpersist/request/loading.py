@@ -11,10 +11,11 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,34 +23,18 @@ from ..cache.geometry.architectures import architecture_of, spec_of
 from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.kinds import GroupKind
 from ..cache.geometry.on_grid import end_on_grid
-from ..cache.geometry.precision import PrecisionChoice, layout_in_words
+from ..cache.geometry.precision import layout_in_words
 from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.live.attention import Strategy
 from ..cache.measuring.attention_check import plan_attention
 from ..cache.measuring.prefill_memory import PrefillMemory
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
-from ..ranks import Ranks, ranks
 from ..store.block_store import BlockStore
 from ..units import show_bytes
-from .model import LoadedModel, Speed
+from .model import LoadedModel, ModelOptions, Speed
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """The options that decide how a model's prompts are computed and kept.
-
-    `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: what a chunk of a
-    prompt may take beside model and caches.
-    """
-
-    choice: PrecisionChoice
-    attention: Strategy | Literal["auto"]
-    max_prefill_bytes: int
-    with_text: bool
 
 
 def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
@@ -64,11 +49,11 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
     model_path, adapter_path, draft_path = provider.model_key
     name, adapter = str(model_path), Path(adapter_path) if adapter_path else None
     model: Any = weakref.proxy(provider.model)
-    computed, together = model, ranks()
+    computed, together = model, options.ranks
     facts = architecture_of(model)
     if not together.same(repr(facts), "the facts of the architecture"):
         facts = None
-    with _on_all_ranks():
+    with _on_all_ranks(options):
         fingerprint = model_fingerprint(local_path(model_path), adapter)
         text = TokenText.of(provider.tokenizer) if options.with_text else None
         spec = spec_of(model, options.choice, facts)
@@ -77,19 +62,15 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
         computed = _OneCallAtATime(model)
         if not together.same(fingerprint, "the model's files"):
             raise ModelNotSupported("the ranks have different files of the model")
-        fingerprint += f" {part_of_model(provider, together)}"
+        fingerprint += f" {part_of_model(provider, together.rank, together.size)}"
     kinds = [(group.kind.name, group.precision is not None) for group in spec.groups]
     if not together.same(kinds, "the kinds of layers"):
         raise ModelNotSupported(
             "the ranks have layers of different kinds; divide the model evenly, or by tensors"
         )
-    spec = plan_attention(
-        model,
-        spec,
-        options.attention,
-        packed=facts is not None and facts.packed,
-        least=lambda n: together.least(n, "how many strategies of attention are right"),
-    )
+    least = partial(together.least, what="how many strategies of attention are right")
+    is_packed = facts is not None and facts.packed
+    spec = plan_attention(model, spec, options.attention, is_packed, least)
     end_on_grid(model)
     draft = _draft_of(provider, draft_path, spec, options) if draft_path else None
     if text is None and options.with_text:
@@ -109,13 +90,12 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
         )
     n_positions = position_limit(model) or math.inf
     is_known, speed = facts is not None, Speed(memory, n_positions=n_positions)
-    return LoadedModel(
-        computed, provider.tokenizer, spec, fingerprint, text, name, is_known, speed, draft
-    )
+    loaded = computed, provider.tokenizer, spec, fingerprint, text, name, is_known, speed
+    return LoadedModel(*loaded, draft, together)
 
 
 @contextmanager
-def _on_all_ranks() -> Iterator[None]:
+def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
     """Work that each rank does alone, without a message: if it fails on one, it fails on all.
 
     Otherwise the other ranks would wait for the next message of the one that failed. Raises
@@ -126,7 +106,7 @@ def _on_all_ranks() -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    if ranks().agree(error is None, "whether the model can be kept"):
+    if options.ranks.agree(error is None, "whether the model can be kept"):
         return
     if isinstance(error, ModelNotSupported | OSError):
         raise error
@@ -162,7 +142,7 @@ def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOpti
 
 
 class _OneCallAtATime:
-    """A model that several ranks compute; its calls are evaluated one by one.
+    """A model that several ranks compute; each call is evaluated before the next.
 
     Where two are evaluated together, ranks may compute parts of them in another order.
     """
@@ -188,12 +168,12 @@ class _OneCallAtATime:
         return vars(self._model)
 
 
-def part_of_model(provider: Any, together: Ranks) -> str:
+def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:
     """Return which part of a model a rank computes, in words that no other part has."""
     kind = "pipeline" if provider.cli_args.pipeline else "tensor"
     inner = getattr(provider.model, "model", provider.model)
     layers = getattr(inner, "start_idx", None), getattr(inner, "end_idx", None)
-    return f"{kind} {together.rank} of {together.size}, layers {layers[0]}-{layers[1]}"
+    return f"{kind} {rank} of {n_ranks}, layers {layers[0]}-{layers[1]}"
 
 
 def places(store: BlockStore) -> str:

@@ -1,4 +1,4 @@
-"""What is known of the model that the server has loaded, and how quick it is."""
+"""The model that the server has loaded: its caches, its text, and its speed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from ..block import Root
 from ..cache.blocks.cut_join import n_cached_tokens
-from ..cache.geometry.precision import layout_in_words
+from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.live.attention import Strategy
 from ..cache.live.policy import least_rows
 from ..cache.measuring.prefill_memory import PrefillMemory
 from ..host.answers import PARKED, REPLY, PrefillLimits
 from ..host.scheduling.pace import Pace
 from ..match.text import TokenText
+from ..ranks import ALONE, Ranks
 from ..store.block_store import BlockStore
 from ..store.tier import DISK, RAM
 from .checkpoint_saver import CheckpointSaver
@@ -27,7 +29,7 @@ MIN_RESTORE_BYTES = 4 << 20
 """Smaller restores are mostly overhead, so no rate is learned from them."""
 
 _WEIGHT = 0.2
-"""Of the newest measurement in a running average: a handful of requests settle it."""
+"""The weight of the newest measurement in a running average: a few requests settle it."""
 
 _SUPPOSED_TOKEN_S = 1e-3
 """Seconds to compute a token, for as long as no chunk told the pace."""
@@ -61,7 +63,7 @@ class Speed:
         max_stall_s: float,
         stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None,
     ) -> PrefillLimits | None:
-        """Return how prompts are computed beside replies that wait `max_stall_s` at most.
+        """Return how prompts are computed while replies wait `max_stall_s` at most.
 
         `stepped` is told of the steps of the replies.
         """
@@ -98,6 +100,21 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class ModelOptions:
+    """The options that decide how a model's prompts are computed and kept.
+
+    `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: what a chunk of a
+    prompt may take beside model and caches. `ranks`: the processes that compute the model.
+    """
+
+    choice: PrecisionChoice
+    attention: Strategy | Literal["auto"]
+    max_prefill_bytes: int
+    with_text: bool
+    ranks: Ranks = ALONE
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A model whose conversations are kept.
 
@@ -112,12 +129,14 @@ class LoadedModel:
     text: TokenText | None
     """None when prompts are matched by ids: text is not to be stored, or not understood."""
     name: str = ""
-    """What people call the model."""
+    """The name for people."""
     is_known: bool = True
     """Whether facts about its architecture ship with the package."""
     speed: Speed = field(default_factory=Speed, compare=False)
     draft: LoadedModel | None = field(default=None, compare=False)
     """The draft model, whose caches are kept below a root of its own."""
+    ranks: Ranks = field(default=ALONE, compare=False)
+    """The processes that compute the model."""
 
     @property
     def precision(self) -> str:
@@ -133,7 +152,7 @@ class LoadedModel:
 
     @cached_property
     def saver(self) -> Saver:
-        """What saves this model's caches, and finds what can be restored."""
+        """Saves this model's caches, and finds the records of a restore."""
         if self.spec.any_prefix:
             return Saver(self.spec, self.text)
         return CheckpointSaver(self.spec, self.text, self.speed.pace)

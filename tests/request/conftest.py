@@ -16,9 +16,10 @@ from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.loading import ModelOptions, load_model
+from mlx_lm_kvpersist.ranks import ALONE, Ranks
+from mlx_lm_kvpersist.request.loading import load_model
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
-from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
@@ -55,9 +56,9 @@ def store_in(folder: Path) -> BlockStore:
     return BlockStore(folder, StoreLimits(1 << 30, 1 << 30, min_free_bytes=0))
 
 
-def loaded_in(provider: Any, choice: PrecisionChoice) -> LoadedModel:
+def loaded_in(provider: Any, choice: PrecisionChoice, ranks: Ranks = ALONE) -> LoadedModel:
     """Return a provider's model as the server loads it, in a precision."""
-    return load_model(provider, ModelOptions(choice, "auto", 1 << 30, with_text=True))
+    return load_model(provider, ModelOptions(choice, "auto", 1 << 30, True, ranks))
 
 
 @dataclass

@@ -120,35 +120,27 @@ class RankOfTwo(Ranks):
         return value
 
     def least(self, value: int, what: str) -> int:
-        self.compared[what] = value
         return value
 
 
-def ranked(provider: Any, monkeypatch: pytest.MonkeyPatch, rank: RankOfTwo) -> Any:
-    monkeypatch.setattr(loading, "ranks", lambda: rank)
-    args = SimpleNamespace(pipeline=False)
-    return SimpleNamespace(**vars(provider), cli_args=args)
+def ranked(provider: Any) -> Any:
+    return SimpleNamespace(**vars(provider), cli_args=SimpleNamespace(pipeline=False))
 
 
-def test_ranks_with_other_files_of_the_model_are_refused(
-    provider: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_with_other_files_of_the_model_are_refused(provider: Any) -> None:
     rank = RankOfTwo("the model's files")
     with pytest.raises(ModelNotSupported, match="different files of the model"):
-        loaded_in(ranked(provider, monkeypatch, rank), DEFAULT)
+        loaded_in(ranked(provider), DEFAULT, rank)
     own = model_fingerprint(Path(provider.model_key[0]), None)
     assert rank.compared["the model's files"] == own
 
 
-def test_ranks_with_other_facts_take_nothing_for_granted(
-    provider: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_with_other_facts_take_nothing_for_granted(provider: Any) -> None:
     rank = RankOfTwo("the facts of the architecture")
-    assert not loaded_in(ranked(provider, monkeypatch, rank), DEFAULT).is_known
-    assert rank.compared["how many strategies of attention are right"] == 2
+    assert not loaded_in(ranked(provider), DEFAULT, rank).is_known
     rank = RankOfTwo("the kinds of layers")
     with pytest.raises(ModelNotSupported, match="layers of different kinds"):
-        loaded_in(ranked(provider, monkeypatch, rank), DEFAULT)
+        loaded_in(ranked(provider), DEFAULT, rank)
 
 
 class RankThatIsLeft(RankOfTwo):
@@ -158,11 +150,9 @@ class RankThatIsLeft(RankOfTwo):
         return value and what != "whether the model can be kept"
 
 
-def test_what_fails_on_one_rank_fails_on_all(
-    provider: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_on_one_rank_fails_on_all(provider: Any) -> None:
     with pytest.raises(ModelNotSupported, match="another rank cannot keep the model"):
-        loaded_in(ranked(provider, monkeypatch, RankThatIsLeft()), DEFAULT)
+        loaded_in(ranked(provider), DEFAULT, RankThatIsLeft())
 
 
 def test_whatever_a_model_raises_stock_may_serve_it(

@@ -74,6 +74,8 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     tile_bytes: int
     newest: mx.array | None
     n_own: int
+    is_computed: bool = False
+    """Whether `newest` are all tokens: in the first block of the grid nothing is read packed."""
 
     @classmethod
     def of(
@@ -95,6 +97,11 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         """Return the attention of `queries` over these keys and `values`."""
+        if self.is_computed and (queries.shape[2] == 1 or not builds_for_each_length()):
+            assert self.newest is not None and values.newest is not None
+            return mx.fast.scaled_dot_product_attention(
+                queries, self.newest, values.newest, scale=scale, mask=mask
+            )
         if self.strategy == "packed":
             return packed_attention(queries, self, values, scale, mask)
         tile_bytes = self.tile_bytes if self.strategy == "tiled" else None

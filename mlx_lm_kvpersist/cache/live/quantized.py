@@ -64,6 +64,8 @@ class PackedCache(Buffers):
             PackedKV.of(packed, side, self.size(), strategy, plan.tile_bytes, newest, max(n_own))
             for (packed, _, side), newest in zip(self._sides, self.newest.view(), strict=True)
         )
+        if self.newest.lengths == self.lengths and self.newest.size() == self.size() <= pk.GRID:
+            fetched_keys.is_computed = True
         if n_new > pk.GRID:
             self.forget()
         return fetched_keys, fetched_values

@@ -330,6 +330,24 @@ def test_what_is_not_packed_is_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     assert n_packed() == cache.offset == 2 * GRID - 1
 
 
+def test_nothing_packed_is_read_in_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    stock = attention.packed_attention
+
+    def counted(queries: mx.array, keys: Any, *args: Any) -> mx.array:
+        calls.append(keys.n_tokens)
+        return stock(queries, keys, *args)
+
+    monkeypatch.setattr(attention, "packed_attention", counted)
+    cache = SequenceQuantizedKVCache(COARSE)
+    cache.plan = forced_plan("packed")
+    for step in range(GRID + 2):
+        keys, values = cache.update_and_fetch(*random_kv(step, 1))
+        queries = mx.random.normal((1, N_HEADS, 1, K_DIM))
+        scaled_dot_product_attention(queries, keys, values, cache, SCALE, None)
+    assert calls == [GRID + 1, GRID + 2]
+
+
 def test_the_buffer_is_one_block_long() -> None:
     cache = SequenceQuantizedKVCache(COARSE, PLANS["packed"])
     for n in (3, 40, 1, 1, 100):

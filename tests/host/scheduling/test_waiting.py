@@ -636,6 +636,13 @@ def test_between_two_steps_is_asked_once(generator: Any, monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
+def test_a_batch_that_no_request_can_join_makes_steps(generator: Any) -> None:
+    """Stock does not look for requests then, and the queued request stays."""
+    assert take(generator) is None
+    put(generator, "a", seed=1)
+    assert [generator._looks_first() for _ in range(6)] == [False, True] * 3
+
+
 def test_plugins_know_when_requests_are_served(generator: Any, fetches: Fetches) -> None:
     take(generator)
     take(generator)
