@@ -41,7 +41,7 @@ from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.store import files as store_files
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.records import Leaf
 from tests.support.joined import Pieces, join, n_bytes
 
 from .models import SYNTHETIC, find_model
@@ -262,7 +262,7 @@ class _Bench:
         store.drain()
         took = time.perf_counter() - started
         assert store.turns_saved == 1, "the turn was not saved"
-        self.disk_bytes = store.disk.files.used_bytes()
+        self.disk_bytes = store.disk.used_bytes()
         store.close()
         return took
 

@@ -18,10 +18,9 @@ import platformdirs
 from .api.admin import KEY_VARIABLE
 from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionChoice
 from .errors import ConfigError
-from .store.database import sqlcipher
+from .store.encryption import PLAIN, Encryption, read_key, sqlcipher
 from .store.objects import Objects
 from .store.records import StoreLimits
-from .store.seal import PLAIN, Sealing, read_key
 from .units import parse_folder, parse_size, show_bytes
 
 if TYPE_CHECKING:
@@ -76,10 +75,10 @@ class Config:
     """For all but the model's weights; None: what the device leaves."""
     refuses: bool = False
     """Whether a request that memory does not suffice for is refused, and does not wait."""
-    sealing: Sealing = PLAIN
-    """How all in the folder is sealed that tells of conversations."""
-    shared: tuple[Objects, Sealing, int | None] | None = None
-    """The store that other servers use, too, how its objects are sealed, and their most bytes."""
+    encryption: Encryption = PLAIN
+    """That of the store's folder."""
+    shared: tuple[Objects, Encryption, int | None] | None = None
+    """The store that other servers use, too, its encryption, and the most bytes of its objects."""
 
 
 _METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
@@ -364,12 +363,12 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
         memory_bytes=memory,
         refuses=args.kvpersist_memory_policy == "refuse",
-        sealing=sealing_of(args),
+        encryption=encryption_of(args),
         shared=_shared(args),
     )
 
 
-def _shared(args: Namespace) -> tuple[Objects, Sealing, int | None] | None:
+def _shared(args: Namespace) -> tuple[Objects, Encryption, int | None] | None:
     url, key = args.kvpersist_shared, args.kvpersist_shared_key
     max_bytes = args.kvpersist_shared_size
     if url is None:
@@ -385,8 +384,8 @@ def _shared(args: Namespace) -> tuple[Objects, Sealing, int | None] | None:
     return Objects(url), PLAIN if key == PLAIN_KEY else read_key(key), max_bytes
 
 
-def sealing_of(args: Namespace) -> Sealing:
-    """Return how the folder that the options name is sealed: not at all without a key file."""
+def encryption_of(args: Namespace) -> Encryption:
+    """Return the encryption of the folder that the options name: none without a key file."""
     if (key := args.kvpersist_encrypt) is None:
         return PLAIN
     sqlcipher()  # it is missed before a folder is made

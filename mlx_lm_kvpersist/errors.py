@@ -21,7 +21,7 @@ KVPersistError
     ├── StoreFormatError        the store was written by another version
     ├── PoolFull                what must stay in RAM leaves no room for more
     └── BlockCorrupt            the file of a block is not what its name promises
-        └── SealBroken          what is encrypted was altered, moved, or has another key
+        └── DecryptionFailed          what is encrypted was altered, moved, or has another key
 """
 
 import sqlite3
@@ -123,5 +123,5 @@ class BlockCorrupt(StoreError):
     """The file of a block or checkpoint is not what its name and metadata promise."""
 
 
-class SealBroken(BlockCorrupt):
+class DecryptionFailed(BlockCorrupt):
     """What is encrypted was altered, cut off or moved, or was encrypted with another key."""

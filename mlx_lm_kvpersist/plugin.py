@@ -95,7 +95,7 @@ class KVPersistPlugin:
         self._config = config.from_args(args, ranks().rank, ranks().size)
         self._log = RequestLog(with_text=self._config.store_text)
         self._store = BlockStore(
-            self._config.folder, self._config.limits, sealing=self._config.sealing
+            self._config.folder, self._config.limits, encryption=self._config.encryption
         )
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
@@ -161,7 +161,9 @@ class KVPersistPlugin:
             batch_of,
             rows_of if spec.joins else lambda caches, n_tokens: None,
             spec.batches,
-            model.speed.limits(options.max_stall_s, store.writer.stepped),
+            model.speed.limits(
+                options.max_stall_s, lambda n_replies, step_s: store.writer.set_n_replies(n_replies)
+            ),
             memory,
             draft,
             lambda caches: most_taken_back(caches) if options.guesses else 0,
@@ -199,7 +201,7 @@ class KVPersistPlugin:
     @hookimpl
     def serving_changed(self, serving: bool) -> None:
         if not serving and self._store is not None:
-            self._store.writer.stepped(0)
+            self._store.writer.set_n_replies(0)
         if not serving and self._serving is not None:
             self._serving.memory.weigh((), (), 0)  # nothing runs any more
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlx_lm_kvpersist.block import BLOCK_TOKENS, Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.records import Leaf
 
 ROOT = Root("commit-cost", "layout")
 LENGTHS = (8, 256)

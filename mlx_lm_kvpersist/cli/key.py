@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..store.seal import new_key
+from ..store.encryption import new_key
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from ..config import default_folder, sealing_of
+from ..config import default_folder, encryption_of
 from ..errors import StoreError
 from ..store.database import is_empty
 from ..store.disk import DiskStore
-from ..store.folder import RANK_FOLDER, check_store
+from ..store.folder import RANK_FOLDER, OwnFiles
 from ..store.index import Index
 from ..store.index_schema import is_damage
 from ..store.records import StoreLimits
-from ..store.seal import Sealing
 
 
 def folder_of(args: argparse.Namespace) -> Path:
@@ -36,17 +35,18 @@ def folders_of(args: argparse.Namespace) -> list[Path]:
     return [*([folder] if has_own else []), *of_ranks]
 
 
-def existing(args: argparse.Namespace) -> tuple[Path, Sealing]:
-    """Return the folder that the options name, and how it is sealed.
+def existing(args: argparse.Namespace) -> OwnFiles:
+    """Return the files of the folder that the options name.
 
     Raises StoreError unless it holds a store of this key, with an index or without. Nothing is
     touched, whatever it holds.
     """
-    folder, sealing = folder_of(args), sealing_of(args)
+    folder = folder_of(args)
+    files = OwnFiles(folder, encryption_of(args))
     if not folder.is_dir():
         raise StoreError(f"there is no store at {folder}; choose another with --kvpersist-dir")
-    check_store(folder, sealing)
-    return folder, sealing
+    files.check_store()
+    return files
 
 
 @contextmanager
@@ -57,7 +57,8 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
     half a minute for 10,000 sessions. SQLite writes beside an index even to read it. Raises
     PermissionError if it may not.
     """
-    folder, sealing = existing(args)
+    files = existing(args)
+    folder = files.folder
     path = folder / "index.sqlite"
     advice = "mlx-lm-kvpersist store rebuild makes it anew from the files"
     if is_empty(path):
@@ -65,7 +66,7 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
     if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
-        with closing(Index(path, whole=check_all, sealing=sealing)) as index:
+        with closing(Index(path, files, check_all=check_all)) as index:
             yield index
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
@@ -80,6 +81,7 @@ def changing(args: argparse.Namespace, limits: StoreLimits | None = None) -> Ite
 
     Each change takes the store's lock; opening it does not.
     """
-    folder, sealing = existing(args)
-    with closing(DiskStore(folder, limits or StoreLimits(0, 1 << 62), sealing=sealing)) as disk:
+    limits = limits or StoreLimits(0, 1 << 62)
+    folder, encryption = existing(args).folder, encryption_of(args)
+    with closing(DiskStore(folder, limits, encryption=encryption)) as disk:
         yield disk

@@ -8,11 +8,11 @@ from contextlib import closing
 from typing import Any
 
 from ..block import Checkpoint
-from ..config import limits_of, sealing_of
+from ..config import encryption_of, limits_of
 from ..errors import StoreError
 from ..store.disk import DiskStore
-from ..store.index import Index, Session
-from ..store.records import Totals
+from ..store.index import Index
+from ..store.records import Session, Totals
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
 from .opening import changing, folder_of, reading
@@ -117,7 +117,7 @@ def rm(args: argparse.Namespace) -> int:
         chosen = list(dict.fromkeys(chosen))
         before = disk.index.totals()
         for session in chosen:
-            disk.files.remove_session(session)
+            disk.remove_session(session)
         disk.index.state.forget_requests(None if args.all else [one.name for one in chosen])
         freed = before - disk.index.totals()
     removed = [{"id": session.id, "name": session.name} for session in chosen]
@@ -132,7 +132,7 @@ def rm(args: argparse.Namespace) -> int:
 
 def pin(args: argparse.Namespace) -> int:
     with changing(args) as disk, disk.lock.held():
-        session = disk.files.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
+        session = disk.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
         facts = describe(disk.index, session)
     what = "pinned" if session.pinned else "no longer pinned"
     tell(args, facts, f"{named(session)}  is {what}")
@@ -156,8 +156,8 @@ def load(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     with progress("check") as on_progress:
         source = SessionFile(args.file, on_progress)
-    limits, sealing = limits_of(args, folder), sealing_of(args)
-    with closing(source), closing(DiskStore(folder, limits, sealing=sealing)) as disk:
+    limits, encryption = limits_of(args, folder), encryption_of(args)
+    with closing(source), closing(DiskStore(folder, limits, encryption=encryption)) as disk:
         session, new, is_new = import_session(disk, source)
         facts = describe(disk.index, session)
     n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)

@@ -9,13 +9,11 @@ from typing import Any
 
 from ..config import limits_of
 from ..errors import StoreError
-from ..store.folder import INDEX_FILES, own_bytes
+from ..store.folder import INDEX_FILES, StoreLock
 from ..store.index import Index
 from ..store.index_schema import INDEX_FORMAT
-from ..store.lock import StoreLock
 from ..store.rebuild import rebuild_index
 from ..store.records import StoreLimits
-from ..store.seal import PLAIN
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes
 from .opening import changing, existing, folder_of, reading
@@ -38,10 +36,10 @@ def stats(args: argparse.Namespace) -> int:
             }
             for root, totals in index.roots()
         ]
-        totals, is_encrypted = index.totals(), index.sealing is not PLAIN
-        n_bytes = {"index": own_bytes(folder, *INDEX_FILES)}
+        totals, is_encrypted = index.totals(), index.files.is_encrypted
+        n_bytes = {"index": index.files.n_bytes(*INDEX_FILES)}
     for kind in ("blocks", "checkpoints", "sessions", "quarantine"):
-        n_bytes[kind] = own_bytes(folder, kind)
+        n_bytes[kind] = index.files.n_bytes(kind)
     n_bytes["all"] = sum(n_bytes.values())
     limits = limits_of(args, folder)
     facts = {
@@ -117,9 +115,10 @@ def _problems(folder: Path, index: Index) -> list[Problem]:
 
 
 def rebuild(args: argparse.Namespace) -> int:
-    folder, sealing = existing(args)
+    files = existing(args)
+    folder = files.folder
     with StoreLock(folder / "lock").held(), progress("rebuild") as on_progress:
-        rebuild_index(folder, sealing, on_progress)
+        rebuild_index(files, on_progress)
     with reading(args) as index:
         totals, n_sessions = index.totals(), len(index.sessions())
     line = f"{folder}: the index has {amount(totals)}, {counted(n_sessions, 'session')}"
@@ -132,9 +131,9 @@ def gc(args: argparse.Namespace) -> int:
     limits = limits_of(args, folder)
     with changing(args, limits) as disk, disk.lock.held():
         sessions = disk.index.sessions()
-        before, n_bytes = disk.index.totals(), disk.files.used_bytes()
-        fits = disk.files.make_room(0)
-        went, used_bytes = before - disk.index.totals(), disk.files.used_bytes()
+        before, n_bytes = disk.index.totals(), disk.used_bytes()
+        fits = disk.make_room(0)
+        went, used_bytes = before - disk.index.totals(), disk.used_bytes()
         left = {session.id for session in disk.index.sessions()}
     removed = [session for session in sessions if session.id not in left]
     content: dict[str, Any] = {

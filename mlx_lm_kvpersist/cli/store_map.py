@@ -20,7 +20,8 @@ from rich.table import Table
 
 from ..block import Root
 from ..cache.geometry.precision import layout_in_words
-from ..store.index import Index, Session
+from ..store.index import Index
+from ..store.records import Session
 from ..units import show_bytes
 from .opening import folder_of, reading
 from .output import counted, shown, table, tell, utc_time

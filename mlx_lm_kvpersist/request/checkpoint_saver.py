@@ -78,17 +78,20 @@ class CheckpointSaver(Saver):
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
         """Return the last checkpoint of a chain, up to `n_tokens`, that is stored whole."""
-        path = list(takewhile(lambda one: one.key not in lost and one.start < n_tokens, path))
+        path = list(takewhile(lambda block: block.key not in lost and block.start < n_tokens, path))
         if not path:
             return None
         n_tokens = min(n_tokens, path[-1].stop)
         stored = store.checkpoints([block.key for block in path])
-        stored = {key: [one for one in all_ if one.key not in lost] for key, all_ in stored.items()}
+        stored = {
+            key: [checkpoint for checkpoint in all_ if checkpoint.key not in lost]
+            for key, all_ in stored.items()
+        }
         for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
             if (needed := self._needed_at(path, end, stored)) is not None:
                 # Windows and state are read first: without them the blocks are of no use.
                 blocks = path[: bisect_left(path, end, key=attrgetter("start"))]
-                full = [self._of_block(one, end) for one in blocks] if self.spec.full else []
+                full = [self._of_block(block, end) for block in blocks] if self.spec.full else []
                 return RestorePoint(end, [*needed, *full])
         return None
 
@@ -127,8 +130,12 @@ class CheckpointSaver(Saver):
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
-        kept, gone, added = tuple(needed.values()), tuple(superseded), tuple(new or chain[-1:])
-        commit = Commit(sequence.root, added, leaf, {}, kept, gone)
+        checkpoints_kept, gone, added = (
+            tuple(needed.values()),
+            tuple(superseded),
+            tuple(new or chain[-1:]),
+        )
+        commit = Commit(sequence.root, added, leaf, {}, checkpoints_kept, gone)
         store.commit(commit, [*blocks, *checkpoints], loss_s)
 
     def _loss_s(
@@ -169,10 +176,10 @@ class CheckpointSaver(Saver):
         new: list[tuple[Checkpoint, Arrays]] = []
 
         def has(block: Block, window: int, n_needed: int) -> bool:
-            found = _stored_window(stored.get(block.key, ()), window, n_needed)
-            if found is None or found.n_tokens == n_needed:
-                return found is not None
-            return not at_once or store.is_safe(found.key)
+            stored_window = _stored_window(stored.get(block.key, ()), window, n_needed)
+            if stored_window is None or stored_window.n_tokens == n_needed:
+                return stored_window is not None
+            return not at_once or store.is_safe(stored_window.key)
 
         for window in self.spec.sliding:
             first = first_cached(self.spec, window, caches)
@@ -215,26 +222,37 @@ class CheckpointSaver(Saver):
             is_of_use = not _is_temporary(block) or block is chain[-1] or block.key in ends | forks
             return block.key in states and is_of_use
 
-        kept = list(filter(is_kept, chain))
-        safe = [one for one in kept if one is not chain[-1] and store.is_safe(states[one.key].key)]
+        useful = list(filter(is_kept, chain))
+        safe = [
+            block
+            for block in useful
+            if block is not chain[-1] and store.is_safe(states[block.key].key)
+        ]
 
         def last_up_to(stop: int) -> set[bytes]:
-            of_each = ([one.key for one in found if one.stop <= stop] for found in (kept, safe))
-            return {key for found in of_each for key in found[-1:]}
+            of_each = (
+                [block.key for block in blocks if block.stop <= stop] for blocks in (useful, safe)
+            )
+            return {key for keys in of_each for key in keys[-1:]}
 
-        newest = [*kept[:1], *kept[-MAX_CHECKPOINTS:], *safe[-N_SAFE:]]
+        newest = [*useful[:1], *useful[-MAX_CHECKPOINTS:], *safe[-N_SAFE:]]
         stay = {block.key for block in newest}
         stay.update(*(last_up_to(block.stop) for block in chain if block.key in ends))
         older = (last_up_to(block.stop) for block in chain if block.key in forks)
-        stay.update(*[found for found in older if not found <= stay][-MAX_BRANCHES:])
+        stay.update(*[keys for keys in older if not keys <= stay][-MAX_BRANCHES:])
         needed = {states[key].key for key in stay}
         for block in chain:
             if block.key in stay:
                 at_end = self._needed_at(chain, block.stop, stored) or ()
-                needed.update(one.record.key for one in at_end)
-        held = [one for found in stored.values() for one in found if one.key not in needed]
+                needed.update(need.record.key for need in at_end)
+        unneeded = [
+            checkpoint
+            for at_block in stored.values()
+            for checkpoint in at_block
+            if checkpoint.key not in needed
+        ]
         left = _replies_left(chain, sequence.n_reused, store)
-        return list({one.key: one for one in [*held, *left]}.values())
+        return list({checkpoint.key: checkpoint for checkpoint in [*unneeded, *left]}.values())
 
     def _needed_at(
         self, path: Sequence[Block], n_tokens: int, stored: Stored
@@ -258,12 +276,16 @@ class CheckpointSaver(Saver):
                 if block.start >= n_tokens:
                     break
                 first, last = max(block.start, start), min(block.stop, n_tokens)
-                found = _stored_window(stored.get(block.key, ()), window, block.stop - first)
-                if found is None:
+                stored_window = _stored_window(
+                    stored.get(block.key, ()), window, block.stop - first
+                )
+                if stored_window is None:
                     return None
-                found_start = block.stop - found.n_tokens
-                forms = tuple(token_arrays(groups, found.n_tokens))
-                needed.append(Needed(found, first - found_start, last - found_start, forms, window))
+                found_start = block.stop - stored_window.n_tokens
+                forms = tuple(token_arrays(groups, stored_window.n_tokens))
+                needed.append(
+                    Needed(stored_window, first - found_start, last - found_start, forms, window)
+                )
         return needed + at_end
 
 
@@ -274,14 +296,20 @@ def _is_temporary(block: Block) -> bool:
 
 def _stored_state(stored: Stored, block: Block) -> Checkpoint | None:
     """Return the state at the end of a block; it says that a checkpoint was made there."""
-    return next((one for one in stored.get(block.key, ()) if one.kind == STATE), None)
+    return next(
+        (checkpoint for checkpoint in stored.get(block.key, ()) if checkpoint.kind == STATE), None
+    )
 
 
 def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> Checkpoint | None:
     """Return the smallest stored window that covers a block's last `n_tokens`."""
     kind = window_kind(window)
-    fitting = [one for one in stored if one.kind == kind and one.n_tokens >= n_tokens]
-    return min(fitting, key=lambda one: one.n_tokens, default=None)
+    fitting = [
+        checkpoint
+        for checkpoint in stored
+        if checkpoint.kind == kind and checkpoint.n_tokens >= n_tokens
+    ]
+    return min(fitting, key=lambda checkpoint: checkpoint.n_tokens, default=None)
 
 
 def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> list[Checkpoint]:
@@ -304,8 +332,8 @@ def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> l
             branch += following
             following = store.children(branch[-1].key, limit=2)
         stored = store.checkpoints([block.key for block in branch])
-        found = [one for at_block in stored.values() for one in at_block]
-        is_reply = sum(one.kind == STATE for one in found) == 1
+        checkpoints = [checkpoint for at_block in stored.values() for checkpoint in at_block]
+        is_reply = sum(checkpoint.kind == STATE for checkpoint in checkpoints) == 1
         if branch and not following and is_reply:
-            left += found
+            left += checkpoints
     return left

@@ -179,7 +179,7 @@ def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:
 def places(store: BlockStore) -> str:
     """Return where conversations are kept and how much space they take, for the log."""
     ram = show_bytes(store.limits.max_ram_bytes)
-    return f"conversations in {store.disk.files}, and up to {ram} of RAM"
+    return f"conversations in {store.disk}, and up to {ram} of RAM"
 
 
 def described(spec: ModelCacheSpec) -> str:

@@ -504,7 +504,7 @@ class Lookup:
             kind = Kind.DIVERGE
         reason, detail = stored.reason, stored.detail
         has_damage = self._store.blocks_quarantined > self._n_quarantined
-        gone = self._store.disk.files.gone
+        gone = self._store.disk.gone
         if has_damage and any(gone.get(key) is Gone.QUARANTINED for key in self._needed):
             reason, detail = Reason.DAMAGED, ""
         elif n_reused // granule < before_image(ids, n_wanted // granule * granule) // granule:

@@ -185,7 +185,7 @@ def why_not_stored(
     next_ids = prompt_ids[start : start + BLOCK_TOKENS]
     if next_ids:
         parent = full[-1].key if full else root.key
-        gone = store.disk.files.gone.get(block_key(parent, pack_ids(next_ids)))
+        gone = store.disk.gone.get(block_key(parent, pack_ids(next_ids)))
         if gone is not None:
             return (Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED), ""
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:

@@ -24,11 +24,11 @@ _MORE_BYTES = 1 << 20
 class _Source:
     """A conversation's blocks and checkpoints, as a source of a match and of a restore point."""
 
-    def __init__(self, found: Conversation) -> None:
-        self._children = {block.parent: [block] for block in found.chain}
+    def __init__(self, conversation: Conversation) -> None:
+        self._children = {block.parent: [block] for block in conversation.chain}
         self._checkpoints: dict[bytes, list[Checkpoint]] = {}
-        for one in found.checkpoints:
-            self._checkpoints.setdefault(one.block, []).append(one)
+        for checkpoint in conversation.checkpoints:
+            self._checkpoints.setdefault(checkpoint.block, []).append(checkpoint)
 
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
@@ -52,15 +52,15 @@ def _wanted(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -
     """Return a prompt with replies as the model produced them, and what is stored of it here."""
     spec = model.spec
     with store.index.asked_once():  # this thread comes and goes
-        found = Lookup(retokenize(prompt, root, store, model), root, store, model).stored
-        point = model.saver.find(found.match.path, found.n_tokens, store)
+        stored = Lookup(retokenize(prompt, root, store, model), root, store, model).stored
+        point = model.saver.find(stored.match.path, stored.n_tokens, store)
     n_here = point.n_tokens if point else 0
-    is_here = takewhile(lambda one: one.stop <= n_here, found.match.path)
-    chain = [one for one in is_here if one.n_tokens == BLOCK_TOKENS or not spec.any_prefix]
+    is_here = takewhile(lambda block: block.stop <= n_here, stored.match.path)
+    chain = [block for block in is_here if block.n_tokens == BLOCK_TOKENS or not spec.any_prefix]
 
     def learn(replies: Mapping[bytes, bytes]) -> Wanted:
-        known = store.replies(root.key, list(replies))
-        if new := {digest: ids for digest, ids in replies.items() if digest not in known}:
+        remembered = store.replies(root.key, list(replies))
+        if new := {digest: ids for digest, ids in replies.items() if digest not in remembered}:
             store.commit(Commit(root, (), replies=new), [])
             return _wanted(prompt, root, store, model)
         return wanted
@@ -68,10 +68,10 @@ def _wanted(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -
     arrays_bytes = forms_bytes(spec.block_arrays(BLOCK_TOKENS)) + spec.bytes_per_checkpoint
     wanted = Wanted(
         root,
-        found.prompt.ids,
+        stored.prompt.ids,
         prompt.messages,
         chain,
-        partial(_plan, found.prompt, root, n_here, store, model),
+        partial(_plan, stored.prompt, root, n_here, store, model),
         model.speed.compute_s,
         learn,
         2 * arrays_bytes + _MORE_BYTES,
@@ -86,10 +86,10 @@ def _plan(
     n_here: int,
     store: BlockStore,
     model: LoadedModel,
-    found: Conversation,
+    conversation: Conversation,
 ) -> Plan:
     """Return what a prompt, of which `n_here` tokens are here, needs of a conversation."""
-    source, packed, tokens = _Source(found), pack_ids(prompt.ids), model.text
+    source, packed, tokens = _Source(conversation), pack_ids(prompt.ids), model.text
     text = tokens.known_text(prompt.ids) if tokens else None
     if tokens is None or text is None:
         matched = match_prompt(source, root.key, packed)
@@ -100,9 +100,9 @@ def _plan(
     if point is None or point.n_tokens <= n_here:
         return Plan()
     if model.spec.any_prefix:
-        path = [one for one in path if one.start < point.n_tokens]
+        path = [block for block in path if block.start < point.n_tokens]
     # Else what follows the checkpoint is fetched as well: it tells how the model spelled its reply.
     needed: list[tuple[Record, int]]
-    needed = [(one, forms_bytes(model.spec.block_arrays(one.n_tokens))) for one in path]
-    needed += [(one.record, one.n_bytes) for one in point.needed if one.record not in path]
-    return Plan(path, [one for one in needed if one[0].key not in store], point.n_tokens)
+    needed = [(block, forms_bytes(model.spec.block_arrays(block.n_tokens))) for block in path]
+    needed += [(need.record, need.n_bytes) for need in point.needed if need.record not in path]
+    return Plan(path, [item for item in needed if item[0].key not in store], point.n_tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,21 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..block import Block, Checkpoint, Record, Root
-from ..errors import BlockCorrupt, StoreError
+from ..block import Block, Checkpoint, Record
+from ..errors import StoreError
 from ..failures import Failures
 from ..match.tree import AHEAD
 from ..units import show_bytes
 from .disk import DiskStore
-from .files import Arrays, read_file
+from .disk_tier import DiskTier
+from .encryption import PLAIN, Encryption
+from .files import Arrays
 from .index import Index
 from .objects import Objects
-from .pool import BlockPool, KVBlock
+from .pool import BlockPool
 from .reading import Prefetch, Reader
-from .records import Commit, Gone, NewFile, Saved, StoreLimits
-from .seal import PLAIN, Sealing
+from .records import Commit, Gone, KVBlock, Saved, StoreLimits
 from .stored_runs import StoredRuns
-from .tier import DISK, LowerTier, ReadTier, SearchedTier
+from .tier import LowerTier, ReadTier, SearchedTier
 from .writer import Task, Writer
 
 if TYPE_CHECKING:
@@ -52,135 +52,18 @@ class RamFirst:
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        found = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
-        return list(found) or self.store.children(parent, ahead, limit)  # evicted since
-
-
-class DiskTier:
-    """A store's folder below RAM. `failed` is called with what could not be done, and why."""
-
-    name = DISK
-
-    def __init__(
-        self, disk: DiskStore, writer: Writer, failed: Callable[[str, Exception], None]
-    ) -> None:
-        self.disk = disk
-        self._lost: set[bytes] = set()
-        """Keys of what is damaged or may be missing, until it is removed or written anew. What
-        could not be read for another reason is not among them."""
-        self.view = disk.index.view(failed, self._lost)
-        self.children, self.branches = self.view.children, self.view.branches
-        self._writer = writer
-        self._failed = failed
-
-    def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
-        return [one for one, _ in self.view.checkpoints(blocks)]
-
-    def chain(self, leaf: bytes) -> list[Block]:
-        """Return the blocks from the root to a leaf; none if a block is missing."""
-        return [block for block, _ in self.view.chain(leaf)]
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self.view
-
-    def load(self, block: Record, root: Root) -> Arrays:
-        path = self.disk.files.path_of(block.key, block.folder)
-        found, its_root, arrays = read_file(path, self.disk.sealing)
-        if found != block:
-            raise BlockCorrupt(f"{path.name}: file and index disagree")
-        if its_root.key != root.key:
-            raise BlockCorrupt(f"{block} belongs to another model")
-        return arrays
-
-    def store(
-        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
-    ) -> list[Saved | Exception | None]:
-        lost = self._lost.copy()
-        # Postponed checkpoints come without blocks. If their blocks go, they are not written.
-        waiting = (commit for commit in self._writer.commits() if commit.blocks)
-        keep = {key for commit in waiting for key in commit.keys()}
-
-        def file_of(root: Root, record: Record) -> NewFile | None:
-            entry = entry_of(record.key)
-            return self.disk.new_file(root, record, entry.arrays) if entry else None
-
-        def block_of(key: bytes) -> Block | None:
-            entry = entry_of(key)
-            return entry.block if entry and isinstance(entry.block, Block) else None
-
-        planned = [partial(lambda commit: commit, commit) for commit in commits]
-        results = self.disk.save(planned, file_of, block_of, keep, self._writer.rest, lost)
-        for saved in results:
-            if isinstance(saved, Saved):
-                # A record that was lost since then may not have been written again.
-                self._lost.difference_update(lost & {record.key for record in saved.commit.records})
-        return results
-
-    def remove(self, key: bytes, reason: str | None = None) -> None:
-        self._lost.add(key)
-        self._writer.submit(partial(self._remove, key, reason))
-
-    def _remove(self, key: bytes, reason: str | None) -> None:
-        if key not in self._lost:
-            return  # written again since
-        files = self.disk.files
-        if reason is None:
-            remove = partial(files.forget_missing, key)
-        else:
-            remove = partial(files.quarantine, key, reason)
-        if self.change("take a block out of the store", remove) or reason is None:
-            self._lost.discard(key)  # else the file stays, and is damaged
-
-    def change(self, what: str, change: Callable[[], object]) -> bool:
-        """Change files or index under the lock. Return False if that fails. Writer thread.
-
-        `what` it does is said in the log if it fails.
-        """
-        try:
-            with self.disk.lock.held():
-                self.disk.follow_folder()
-                change()
-        except (OSError, StoreError, sqlite3.Error) as error:
-            self._failed(what, error)
-            return False
-        return True
-
-    def sweep(self) -> None:
-        """Remove what an interrupted run left, by an index that is whole. Writer thread."""
-        try:
-            self.disk.check_index()
-            with self.disk.lock.held():
-                self.disk.follow_folder()  # or files that only a newer index knows would be removed
-                n_swept = self.disk.files.sweep()
-        except (OSError, StoreError, sqlite3.Error) as error:
-            return self._failed("check what is stored", error)
-        if n_swept:
-            logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
-
-    def stats(self) -> dict[str, Any]:
-        """Return what `Tier.stats` does, by the index: no folder is looked at."""
-        with self.disk.index.asked_once() as index:
-            totals = index.totals()
-        return {
-            "blocks": totals.n_blocks,
-            "checkpoints": totals.n_checkpoints,
-            "bytes": totals.n_bytes,
-            "checkpoint_bytes": totals.checkpoint_bytes,
-            "evicted": self.disk.files.n_evicted,
-            "asked_again_tokens": self.disk.files.asked_again_tokens,
-            "max_bytes": self.disk.limits.max_disk_bytes,
-            "written_bytes": self.disk.n_written_bytes,
-        }
+        children = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
+        return list(children) or self.store.children(parent, ahead, limit)  # evicted since
 
 
 class BlockStore:
     """Blocks by key, and their checkpoints, in whichever tier they are.
 
     The generation thread reads and submits; a thread of the store's own changes the tiers below
-    RAM. `sealing` is the folder's.
+    RAM. `encryption` belongs to the folder.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits, sealing: Sealing = PLAIN) -> None:
+    def __init__(self, folder: Path, limits: StoreLimits, encryption: Encryption = PLAIN) -> None:
         self.folder = folder
         self.limits = limits
         self.turns_saved = self.turns_not_saved = 0
@@ -195,15 +78,15 @@ class BlockStore:
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
-        self.disk = DiskStore(folder, limits, whole=False, sealing=sealing)
+        self.disk = DiskStore(folder, limits, check_all=False, encryption=encryption)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
-        """What is on disk: for those who want to know what fails, and for serving threads."""
+        """The index: with errors, and for serving threads without."""
         self.runs = StoredRuns(lambda: self.index)
         self.pool = BlockPool(limits.max_ram_bytes)
-        self.disk.files.forgotten = partial(self.pool.set_stored, is_stored=False)
+        self.disk.forgotten = partial(self.pool.set_stored, is_stored=False)
         self.below: list[ReadTier] = [self.disk_tier]
         """The tiers below RAM that lookups ask, the quickest first."""
         self.lower: list[LowerTier] = [self.disk_tier]
@@ -225,7 +108,7 @@ class BlockStore:
     def share(
         self,
         objects: Objects,
-        sealing: Sealing,
+        encryption: Encryption,
         max_bytes: int | None = None,
         replies_of: RepliesOf = lambda root, messages: {},
     ) -> None:
@@ -233,13 +116,13 @@ class BlockStore:
 
         All servers put at most `max_bytes` there; for `replies_of` see `Putting`.
         """
-        from .sealed_objects import SealedObjects  # most servers share nothing and start sooner
         from .shared import SharedTier
+        from .shared_objects import SharedObjects  # most servers share nothing and start sooner
 
-        disk = self.disk_tier
-        above = self.disk.content_of, disk.chain, disk.checkpoints, self._land, self.pool
-        own = SealedObjects(objects, sealing, self.failures)
-        self.shared = SharedTier(own, *above, replies_of, max_bytes)
+        checked = SharedObjects(objects, encryption, self.failures)
+        self.shared = SharedTier(
+            checked, self.disk_tier, self._land, self.pool, replies_of, max_bytes
+        )
         self.lower.append(self.shared)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
@@ -262,7 +145,7 @@ class BlockStore:
         """Return a source of the same blocks that asks the tiers below RAM less often.
 
         Where the pool has all that they have to continue the prompt (a text, or packed ids), they
-        are not asked again. One query of each tells that of a whole conversation.
+        are not asked again. One query of each tier answers that for a whole conversation.
         """
         path: dict[bytes, bytes] = {}
         parent: bytes | None = root
@@ -312,7 +195,7 @@ class BlockStore:
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
         if reason is not None:
             self.failures.add("%s goes to quarantine: %s", block, reason)
-            self.disk.files.gone[block.key] = Gone.QUARANTINED
+            self.disk.gone[block.key] = Gone.QUARANTINED
             self.blocks_quarantined += 1
             self.pool.remove(block.key)
         self.n_changes += 1
@@ -332,7 +215,7 @@ class BlockStore:
     ) -> None:
         """Put a commit's new blocks and checkpoints into RAM and have it saved in the background.
 
-        Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
+        Until then, its blocks and checkpoints that are not on disk stay in RAM.
         Its checkpoints are postponed if they take no more than a limit to compute again: `loss_s`.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
@@ -346,10 +229,10 @@ class BlockStore:
             blocks=(*unwritten, *commit.blocks),
             checkpoints=() if later else commit.checkpoints,
         )
-        task, later_task = (self._task(made, entries) for made in (commit, postponed))
+        task, later_task = (self._task(part_commit, entries) for part_commit in (commit, postponed))
         self.pool.touch(keys)
         self.n_changes += 1
-        self.writer.withdraw([*goes_on, *(one.block for one in commit.superseded)])
+        self.writer.withdraw([*goes_on, *(checkpoint.block for checkpoint in commit.superseded)])
         self.turns_not_saved += self.writer.submit_commit(task)
         if later:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
@@ -361,7 +244,7 @@ class BlockStore:
         return Task(commit=commit, let_go=partial(self.pool.unpin, pinned), sizes=sizes)
 
     def _pinned(self, records: Iterable[Record], new: Mapping[bytes, KVBlock]) -> list[KVBlock]:
-        """Pin records in RAM, those that are new put there; return them."""
+        """Pin records in RAM, and put new records there; return the entries."""
         keys = [record.key for record in records]
         pinned = self.pool.pin(key for key in keys if key not in new)
         for entry in [new[key] for key in keys if key in new]:
@@ -379,16 +262,17 @@ class BlockStore:
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
         """Return the keys of a chain's blocks in which sessions of other names end.
 
-        Also those that are known from turns alone that wait to be written.
+        Sessions of turns that wait to be written count.
         """
         keys = [block.key for block in chain]
-        others = [one.leaf for one in self.view.sessions_at(*keys) if one.name != session]
+        stored = self.view.sessions_at(*keys)
+        leaf_keys = [ending.leaf for ending in stored if ending.name != session]
         leaves = (commit.leaf for commit in self.writer.commits() if commit.leaf)
-        others += [leaf.key for leaf in leaves if leaf.name != session]
-        return set(keys).intersection(others)
+        leaf_keys += [leaf.key for leaf in leaves if leaf.name != session]
+        return set(keys).intersection(leaf_keys)
 
     def forks(self, chain: Sequence[Block]) -> set[bytes]:
-        """Return the keys of a chain's blocks after which another conversation goes on, too."""
+        """Return the keys of a chain's blocks that another conversation continues, too."""
         path = {block.parent: block.key for block in chain[1:]}
         forks = self._branches(path)
         for parent, child in path.items():
@@ -397,14 +281,14 @@ class BlockStore:
         return forks
 
     def resize(self, max_ram_bytes: int) -> None:
-        """Let the pool, and in it what waits to be written, have so many bytes. Any thread."""
+        """Change the budget of the pool, commits that wait in it included. Any thread."""
         self.writer.resize(_queue_bytes(max_ram_bytes))
         self.pool.resize(max_ram_bytes)
         if self.pool.n_bytes > max_ram_bytes:
             self.writer.write_postponed()  # once they are written they may go
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the packed ids of those of these replies that are remembered, by digest."""
+        """Return the packed ids of remembered replies, by digest."""
         waiting = {
             digest: packed_ids
             for commit in self.writer.commits()
@@ -414,14 +298,14 @@ class BlockStore:
         return {**self.view.state.replies(root, digests), **waiting}
 
     def change_index(self, what: str, change: Callable[[Index], None]) -> None:
-        """Have the writer change the index; `what` it does is said where it fails."""
+        """Have the writer change the index; `what` names the change in the log if it fails."""
         run = partial(self.disk_tier.change, what, lambda: change(self.index))
         self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
         """Mark a chain, given by the keys of its blocks, and these checkpoints as used.
 
-        What was read of them has proven right. The checkpoints are evicted before the chain: they
+        The restore has proven them right. The checkpoints are evicted before the chain: they
         are of no use without it.
         """
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
@@ -439,19 +323,19 @@ class BlockStore:
         knows them, and no folder is looked at. "written_last_hour_bytes" are those of all
         processes, before this one, too; "written_turn_bytes" is the mean of this one's turns.
         """
-        found: dict[str, dict[str, Any]]
-        found = {
+        tiers: dict[str, dict[str, Any]]
+        tiers = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
             for tier in (self.pool, *self.lower)
         }
         with self.index.asked_once() as index:
             last_hour_bytes = index.state.written_last_hour()
             if all_files:
-                found["disk"]["bytes"] = self.disk.files.used_bytes()
+                tiers["disk"]["bytes"] = self.disk.used_bytes()
         n_turns = self.turns_saved
         return {
             "folder": str(self.folder),
-            "tiers": found,
+            "tiers": tiers,
             "written_last_hour_bytes": last_hour_bytes,
             "written_turn_bytes": self.disk.n_written_bytes // n_turns if n_turns else None,
             "queue": {
@@ -520,8 +404,8 @@ class BlockStore:
         # A full disk fails here with one error and there with another.
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
         self._failures.add(kind)
-        said = "cannot %s: %s; serving goes on from memory"
-        self.failures.add(said, what, error, kind=kind, level=logging.ERROR)
+        message = "cannot %s: %s; serving goes on from memory"
+        self.failures.add(message, what, error, kind=kind, level=logging.ERROR)
 
 
 def _queue_bytes(max_ram_bytes: int) -> int:

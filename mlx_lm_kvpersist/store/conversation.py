@@ -42,7 +42,9 @@ class Conversation:
         replies = list(self.replies.items())[-_MAX_REPLIES:]
         content = {
             "format": _FORMAT,
-            "blocks": [[one.packed_ids.hex(), one.text, one.pending.hex()] for one in self.chain],
+            "blocks": [
+                [block.packed_ids.hex(), block.text, block.pending.hex()] for block in self.chain
+            ],
             "checkpoints": [[place[o.block], o.kind, o.n_tokens] for o in self.checkpoints],
             "replies": [[digest.hex(), ids.hex()] for digest, ids in replies],
         }
@@ -64,7 +66,7 @@ class Conversation:
             parent, start = key, chain[-1].stop
         at = [(chain[place].key, kind, n) for place, kind, n in content["checkpoints"]]
         replies = {bytes.fromhex(digest): bytes.fromhex(ids) for digest, ids in content["replies"]}
-        return cls(tuple(chain), tuple(Checkpoint.at(*one) for one in at), replies)
+        return cls(tuple(chain), tuple(Checkpoint.at(*place) for place in at), replies)
 
 
 def opening_of(messages: Sequence[Any], packed_ids: bytes = b"") -> bytes:
@@ -72,7 +74,7 @@ def opening_of(messages: Sequence[Any], packed_ids: bytes = b"") -> bytes:
 
     Where it has no messages, of the ids that it begins with.
     """
-    first = list(takewhile(lambda one: one.get("role") != "assistant", messages))
+    first = list(takewhile(lambda message: message.get("role") != "assistant", messages))
     encoded = json.dumps(first, sort_keys=True, default=str).encode() if first else b""
     return blake2b(encoded or packed_ids[: 4 * OPENING_TOKENS], digest_size=KEY_BYTES).digest()
 

@@ -3,27 +3,26 @@
 The file is in WAL mode. A thread's connection is closed by that thread: when the thread ends, when
 it closes the database, or when it next asks after another thread has closed or reopened it. SQLite
 would crash under a thread whose connection another thread closes.
-
-An encrypted file is SQLCipher's: every page, also in the log, is encrypted with AES-256 and
-authenticated (https://www.zetetic.net/sqlcipher/design). Temporary tables stay in memory.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from .seal import PLAIN, Sealing
+from .folder import OwnFiles
 
-_OPEN_S, _WAIT_S = 5.0, 30.0
-"""How long a file that another connection has locked is waited for: to open it, to change it."""
+_WAIT_S = 30.0
+"""How long a change waits for another connection that has the file locked."""
 INCREMENTAL = 2
 """The file gives free pages back when it is asked to, so that it shrinks with the store."""
+_MOST_AT_ONCE = 400
+"""Rows that are given to one statement. SQLite bounds its variables, at 999 or more."""
 
 
 class _ThreadConnection:
@@ -49,36 +48,6 @@ def _text(raw: bytes) -> str | bytes:
         return raw
 
 
-def sqlcipher() -> Any:
-    """Return the driver of encrypted files. Raises ConfigError where it is not installed."""
-    try:
-        from sqlcipher3 import dbapi2
-    except ImportError as error:
-        raise ConfigError(
-            "an encrypted store needs the package sqlcipher3: "
-            "pip install 'mlx-lm-kvpersist[encrypt]'"
-        ) from error
-    # Code that catches an error of sqlite3 catches the same error of SQLCipher.
-    for name, kind in vars(dbapi2).items():
-        if isinstance(kind, type) and issubclass(kind, dbapi2.Error) and kind is not dbapi2.Error:
-            if not issubclass(kind, same := getattr(sqlite3, name)):
-                kind.__bases__ = (*kind.__bases__, same)
-    return dbapi2
-
-
-def connect(path: Path, sealing: Sealing) -> sqlite3.Connection:
-    """Connect to a file that is there. Damage and locks are found by the first question."""
-    driver = sqlcipher() if sealing.index_key else sqlite3
-    # A reader must not make the file anew where somebody removed it.
-    uri = f"{path.absolute().as_uri()}?mode=rw"
-    # Another thread closes it only when nobody has it any more.
-    db: sqlite3.Connection = driver.connect(uri, uri=True, timeout=_OPEN_S, check_same_thread=False)
-    if sealing.index_key:
-        db.execute("PRAGMA cipher_log_level = NONE")  # it would write to stderr by itself
-        db.execute(f'PRAGMA key = "{sealing.index_key}"')
-    return db
-
-
 def is_empty(path: Path) -> bool:
     """Say whether SQLite would take a file for a new database. It ignores a single byte."""
     return not path.exists() or path.stat().st_size <= 1
@@ -90,18 +59,18 @@ def is_locked(error: BaseException) -> bool:
 
 
 class Database:
-    """An SQLite file that is there; `reopen` before the first use."""
+    """An SQLite file that exists; `files` opens it. Call `reopen` before the first use."""
 
-    def __init__(self, path: Path, sealing: Sealing = PLAIN) -> None:
+    def __init__(self, path: Path, files: OwnFiles) -> None:
         self.path = path
-        self.sealing = sealing
+        self.files = files
         self._local = threading.local()
         self._is_closed = False
         self._n_opened = 0
         self._inode = 0
         self.opening = threading.RLock()
-        """Held while a thread opens the file, or makes it anew. SQLite finds the files beside it by
-        name: a connection to a file that was removed would truncate the new one's shared memory,
+        """Held while a thread opens the file, or makes it again. SQLite finds the files beside it
+        by name: a connection to a file that was removed would truncate the new one's shared memory,
         which others have mapped, and the process would end with SIGBUS."""
 
     def reopen(self) -> None:
@@ -129,7 +98,7 @@ class Database:
         return own.db
 
     def _connect(self) -> sqlite3.Connection:
-        db = connect(self.path, self.sealing)
+        db = self.files.connect(self.path)
         try:
             db.text_factory = _text
             if is_empty(self.path):  # else this would write
@@ -196,3 +165,49 @@ class Database:
         """Give back the pages that are free, and empty the log, as far as other readers allow."""
         # A script runs to its end; execute() would stop after one page.
         self.connection.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
+
+
+class Rows:
+    """Questions to a database. Any thread.
+
+    `failed` is called with an action and an error if a question fails, and the answer is that
+    nothing is stored; without `failed`, the error is raised.
+    """
+
+    def __init__(
+        self, database: Database, failed: Callable[[str, Exception], None] | None = None
+    ) -> None:
+        self.database = database
+        self._failed = failed
+
+    def ask(self, sql: str, *values: Any, types: Sequence[Any] = ()) -> list[Any]:
+        """Return the rows that answer a question; with `types`, only rows of values of these types.
+
+        A damaged index may hold anything.
+        """
+        try:
+            rows = self.database.connection.execute(sql, values).fetchall()
+        except (OSError, sqlite3.Error) as error:
+            self.report("read the index", error)
+            return []
+        return [row for row in rows if all(map(isinstance, row, types))]
+
+    def ask_in(
+        self, sql: str, keys: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Return the rows that answer a question about any number of `given` rows.
+
+        `sql` takes the `values` first, and then `VALUES {}`.
+        """
+        answers: list[Any] = []
+        left = iter(keys)
+        while some := list(islice(left, _MOST_AT_ONCE)):
+            rows = ", ".join(f"({', '.join('?' * len(row))})" for row in some)
+            answers += self.ask(sql.format(rows), *values, *chain.from_iterable(some), types=types)
+        return answers
+
+    def report(self, action: str, error: Exception) -> None:
+        """Raise an error, or report which action failed."""
+        if self._failed is None:
+            raise error
+        self._failed(action, error)

@@ -1,4 +1,4 @@
-"""The store on disk: files first, then the index, within the budgets, one process at a time.
+"""The store on disk: files and their index, within the budgets, one process at a time.
 
     index.sqlite      what the files say, quick to ask; can be rebuilt from them
     blocks/ab/        a safetensors file for each block whose key begins with ab
@@ -15,15 +15,17 @@ Everything here is synchronous; the writer thread and the command line call it.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import secrets
+import shutil
 import sqlite3
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,71 +33,69 @@ from ..block import Block, Checkpoint, Record, Root
 from ..errors import StoreError
 from ..units import show_bytes
 from .database import is_empty, is_locked
-from .files import Arrays, content_of, file_bytes, metadata_of, write_block
-from .folder import move, remove, take_into_use
-from .index import Index, Session
+from .encryption import PLAIN, Encryption
+from .files import FOLDERS, Arrays, file_bytes, metadata_of, write_block
+from .folder import INDEX_FILES, OwnFiles, StoreLock, staged_bytes, sweep_staged
+from .index import Index
 from .index_schema import is_damage
-from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
-from .records import Commit, Gone, NewFile, Saved, StoreLimits, sidecar_path
-from .seal import PLAIN, Sealing
-from .stored_files import StoredFiles
+from .records import (
+    Commit,
+    Forgotten,
+    Gone,
+    NewFile,
+    Session,
+    StoreLimits,
+    sidecar_path,
+    write_sidecar,
+)
 
 logger = logging.getLogger(__name__)
 
 Opened = TypeVar("Opened")
 
-_PAGE_BYTES = 4096
-
-
-@dataclass(eq=False)
-class _Job:
-    """A commit on its way to the disk."""
-
-    make: Callable[[], Commit]
-    """Returns the commit to be planned."""
-    result: Saved | Exception | None = None
-    commit: Commit = field(init=False)
-    """As it was planned last, and the `files` that were missing then."""
-    files: list[NewFile] = field(default_factory=list)
-    needed_bytes: int = 0
-    """Room that was made for the files that are written now."""
-    reserved_bytes: int = 0
-    """Room that was made for all files."""
-    paths: dict[bytes, Path] = field(default_factory=dict)
-    """Where files were moved, by key."""
-    session: Session | None = None
-    removed: Collection[bytes] = ()
-    """Keys of superseded checkpoints, whose rows are gone."""
-
-    def todo(self, staging: Staging) -> list[NewFile]:
-        """Return the missing files that are not written yet."""
-        return [file for file in self.files if file.block.key not in staging.sizes]
+_MAX_REMEMBERED = 10_000
+_INDEX_RESERVE_BYTES = 768 << 10
 
 
 class DiskStore:
     """The folder of a store: its index, and its files within limits.
 
     Opening takes the folder into use: it is made, 0700, when missing, and its index is rebuilt
-    when that is missing or damaged; only then is the lock taken. Damage within it is found if the
-    `whole` is read, which takes longer the more the store holds; else by `check_index`. All that
-    tells of conversations is sealed. Raises StoreError when the folder cannot be used.
+    when that is missing or damaged; only then is the lock taken. If `check_all`, damage within it
+    is found, which takes longer the more the store holds; else `check_index` finds it. `lock` is
+    held while files or index change. Raises StoreError when the folder cannot be used.
     """
 
     def __init__(
-        self, folder: Path, limits: StoreLimits, *, whole: bool = True, sealing: Sealing = PLAIN
+        self,
+        folder: Path,
+        limits: StoreLimits,
+        *,
+        check_all: bool = True,
+        encryption: Encryption = PLAIN,
     ) -> None:
         self.folder = folder
-        self.sealing = sealing
+        self.files = OwnFiles(folder, encryption)
         self.limits = limits
         self.lock = StoreLock(folder / "lock")
         self.n_written_bytes = 0
         """Bytes of files that this process wrote."""
+        self.n_evicted = 0
+        """Blocks and checkpoints that this process removed to make room."""
+        self.asked_again_tokens = 0
+        """Tokens of evicted blocks that were written again."""
+        self.forgotten: Callable[[Collection[bytes]], None] = lambda keys: None
+        """Called with the keys of blocks and checkpoints that are no longer on disk."""
+        self._whole: OrderedDict[bytes, int] = OrderedDict()
+        """Blocks whose chain was found whole, with the version of the index then."""
+        self.gone: OrderedDict[bytes, Gone] = OrderedDict()
+        """Why blocks and checkpoints went that this process removed lately. Any thread."""
         try:
-            take_into_use(folder, sealing)
+            self.files.take_into_use()
             if not os.access(folder, os.W_OK):  # SQLite would say less
                 raise PermissionError(errno.EACCES, "Permission denied", str(folder))
-            index = partial(Index, folder / "index.sqlite", whole=whole, sealing=sealing)
+            index = partial(Index, folder / "index.sqlite", self.files, check_all=check_all)
             self.index = self._opened(index)
         except (OSError, sqlite3.Error) as error:
             if is_locked(error):
@@ -104,7 +104,6 @@ class DiskStore:
                 f"the store {folder} cannot be used: {error}. "
                 "Choose a writable folder with --kvpersist-dir."
             ) from error
-        self.files = StoredFiles(folder, self.index, self.lock, limits)
 
     def close(self) -> None:
         self.index.close()
@@ -124,248 +123,257 @@ class DiskStore:
         with self.lock.held():
             # An empty file counts as missing: by an empty index, a sweep would remove all blocks.
             if is_empty(path) and (self.folder / "blocks").exists():
-                rebuild_index(self.folder, self.sealing)
+                rebuild_index(self.files)
             try:
                 return open_index()
             except sqlite3.Error as error:
                 if not is_damage(error):
                     raise
                 logger.warning("the index of the store is damaged (%s); it is rebuilt", error)
-                rebuild_index(self.folder, self.sealing)
+                rebuild_index(self.files)
                 return open_index()
 
-    def save(
-        self,
-        commits: Sequence[Callable[[], Commit]],
-        file_of: Callable[[Root, Record], NewFile | None],
-        block_of: Callable[[bytes], Block | None] = lambda key: None,
-        keep: Collection[bytes] = (),
-        before_file: Callable[[], None] = lambda: None,
-        damaged: Collection[bytes] = (),
-    ) -> list[Saved | Exception | None]:
-        """Write the missing files of commits, and commit each of them: whole or not at all.
+    def follow_folder(self) -> None:
+        """Use the index that is in the folder now, and a folder that was removed under us."""
+        if self.index.database.is_current():
+            return
+        logger.warning("the index of %s was removed or replaced; it is opened again", self.folder)
+        self._whole.clear()
+        self.files.take_into_use()
+        self._opened(self.index.reopen)
 
-        The commits share one transaction. If one of them fails, the rest is saved.
-
-        The lock is held to plan, make room and commit, and not while files are written. The plan is
-        then made again: another process may have changed something, or blocks were evicted to make
-        room.
-
-        `commits` return the commits; they are called under the lock, before each plan. `file_of`
-        returns the file of a record that is in RAM, and `block_of` a block that is in RAM: the
-        blocks that a commit continues are written again if they are no longer on disk. `keep` is
-        not evicted: later commits are built on these keys. Files of `damaged` blocks and
-        checkpoints are replaced. `before_file` may take its time.
-
-        Return the result of each commit. Checkpoints that are gone, or whose block is not on disk,
-        are left out, and then the commit supersedes nothing. The result is None, with a line in the
-        log, if a block was on disk only and has been removed. It is a StoreError if the commit is
-        too big for the limits, and another exception if the disk refuses.
-        """
-        jobs = [_Job(make) for make in commits]
-        left, plan = jobs, partial(self._plan, file_of, block_of, damaged)
-        with closing(Staging(self.folder, self.sealing)) as staging:
-            while left:
-                try:
-                    with self.lock.held():
-                        self.follow_folder()
-                        left = self._commit_written(left, plan, staging)
-                        self._make_room(left, keep, staging)
-                        left = [job for job in left if job.result is None]
-                        if not left:
-                            staging.close()  # under the lock: no room is made for files in place
-                except Exception as error:  # the lock or the whole transaction has failed
-                    for job in left:
-                        job.result = error
-                for job in left:
-                    if job.result is None:
-                        self._write_files(job, staging, before_file)
-                left = [job for job in left if job.result is None]
-        return [job.result for job in jobs]
-
-    def _commit_written(
-        self,
-        jobs: Sequence[_Job],
-        plan: Callable[[Commit], tuple[Commit, list[NewFile]] | None],
-        staging: Staging,
-    ) -> list[_Job]:
-        """Plan commits, and commit up to the first that lacks files; return the jobs that are left.
-
-        Raises an exception, and changes nothing, if the transaction fails as a whole.
-        """
-        left: list[_Job] = []
-        done: list[_Job] = []
-        try:
-            with self.index.database.transaction() as db:
-                for job in jobs:
-                    job.paths.clear()
-                    try:
-                        planned = plan(job.make())
-                        if planned is None:
-                            continue
-                        job.commit, job.files = planned
-                        if left or job.todo(staging):  # in order: a turn may replace blocks
-                            left.append(job)
-                        else:
-                            self._move_in(job, staging)
-                            done.append(job)
-                    except Exception as error:
-                        self._move_out(job, staging)
-                        job.result = error
-                        if not db.in_transaction:  # SQLite has rolled back the transaction
-                            raise
-        except BaseException:
-            for job in done:
-                self._move_out(job, staging)
-            raise
-        for job in done:
-            self._clean_up(job)
-            staging.announce(-job.reserved_bytes)
-            job.result = Saved(job.commit, [file.block for file in job.files])
-        return left
-
-    def _make_room(self, jobs: Sequence[_Job], keep: Collection[bytes], staging: Staging) -> None:
-        """Make room for the files that commits lack. If that fails, it is the job's result."""
-        kept = {*keep, *chain.from_iterable(job.commit.keys() for job in jobs)}
-        counted, n_bytes = set[bytes](), 0
-        for job in jobs:
-            # A block that several of the commits need is written once.
-            todo = [file for file in job.todo(staging) if file.block.key not in counted]
-            counted.update(file.block.key for file in todo)
-            # The rows of a long commit take more than what is reserved for them.
-            rows = max(0, sum(_row_bytes(file.block) for file in todo) - self.files.reserve_bytes)
-            job.needed_bytes = sum(file.n_bytes for file in todo) + rows
-            try:
-                self._reserve(job.needed_bytes, kept, job.commit.root)
-                staging.announce(job.needed_bytes)
-                job.reserved_bytes += job.needed_bytes
-                n_bytes += job.needed_bytes
-            except Exception as error:
-                job.result = error
-        if n_bytes:
-            self.index.state.count_write(n_bytes)
-
-    def _write_files(self, job: _Job, staging: Staging, before_file: Callable[[], None]) -> None:
-        """Write the files that a commit lacks. If that fails, it is the job's result."""
-        n_before = self.n_written_bytes
-        try:
-            for file in job.todo(staging):
-                before_file()
-                self.n_written_bytes += staging.write(file.block.key, file.write)
-        except BaseException as error:
-            with suppress(OSError, sqlite3.Error), self.lock.held():
-                # Bytes that were not written do not count for this hour.
-                n_written = self.n_written_bytes - n_before
-                self.index.state.count_write(n_written - job.needed_bytes)
-            if not isinstance(error, Exception):
-                raise
-            job.result = error
-
-    def _plan(
-        self,
-        file_of: Callable[[Root, Record], NewFile | None],
-        block_of: Callable[[bytes], Block | None],
-        damaged: Collection[bytes],
-        commit: Commit,
-    ) -> tuple[Commit, list[NewFile]] | None:
-        """Return what can be committed now, and the files that it lacks."""
-        files: list[NewFile] = []
-
-        def has(record: Record) -> bool:
-            if record.key not in damaged and self._is_there(record.key, record.folder):
-                return True
-            if (file := file_of(commit.root, record)) is not None:
-                files.append(file)
-            return file is not None
-
-        blocks, parent = list(commit.blocks), commit.parent
-        while parent != commit.root.key and (parent in damaged or not self._is_there(parent)):
-            if (block := block_of(parent)) is None:
-                self._report_missing(parent)
-                return None
-            blocks.insert(0, block)
-            parent = block.parent
-        for block in blocks:
-            if not has(block):
-                self._report_missing(block.key)
-                return None
-        own = {block.key for block in blocks}
-        checkpoints = tuple(
-            checkpoint
-            for checkpoint in commit.checkpoints
-            if (checkpoint.block in own or self._is_there(checkpoint.block)) and has(checkpoint)
-        )
-        superseded = commit.superseded if len(checkpoints) == len(commit.checkpoints) else ()
-        whole = replace(
-            commit, blocks=tuple(blocks), checkpoints=checkpoints, superseded=superseded
-        )
-        return whole, files
-
-    def _report_missing(self, key: bytes) -> None:
-        """Log that a turn is not saved, because a block is missing."""
-        gone = self.files.gone.get(key)
-        why = (
-            f"was {gone.value} meanwhile"
-            if gone
-            else "was removed by another process, or with its session"
-        )
-        logger.warning("a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why)
+    # Files and rows.
 
     def new_file(self, root: Root, block: Record, arrays: Arrays) -> NewFile:
         """Return the file of a block or checkpoint."""
-        write = partial(write_block, block=block, root=root, arrays=arrays, sealing=self.sealing)
+        write = partial(write_block, block=block, root=root, arrays=arrays, files=self.files)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
-    def _reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
+    def has(self, key: bytes, name: str = Block.folder) -> bool:
+        """Say whether a block or a checkpoint has its row and its file, neither alone."""
+        return key in self.index and self.files.path_of(key, name).exists()
+
+    def gap(self, leaf: bytes, root: Root) -> bytes | None:
+        """Return the last missing block on the way from a root to `leaf`; None if there is none.
+
+        Another process may quarantine a block that has children. The chain is walked only if
+        another process has changed the index since this end was committed or found whole.
+        """
+        if leaf == root.key or self._whole.get(leaf) == self.index.version():
+            return None
+        gap = self.index.gap(leaf, root.key)
+        if gap is None:
+            self.set_whole(leaf)
+        return gap
+
+    def set_whole(self, *chain: bytes) -> None:
+        """Remember that the chains to these blocks are whole."""
+        version = self.index.version()
+        for key in chain:
+            self._whole[key] = version
+            self._whole.move_to_end(key)
+        while len(self._whole) > _MAX_REMEMBERED:
+            self._whole.popitem(last=False)
+
+    def forget(self, key: bytes, why: Gone | None = None) -> Forgotten:
+        """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
+        with self.lock.held():
+            went = self.index.forget(key)
+            for session_id in went.sessions:
+                self.remove_sidecar(session_id)
+            self.files.remove(self.files.path_of(key, Block.folder))
+            keys = {key, *went.checkpoints}
+            self.forgotten(keys)
+            for removed_key in keys:
+                self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
+                if why is not None:
+                    self.gone[removed_key] = why
+            while len(self.gone) > _MAX_REMEMBERED:
+                self.gone.popitem(last=False)
+            return went
+
+    def forget_missing(self, key: bytes) -> None:
+        """Forget a block or checkpoint, unless its file is there after all."""
+        with self.lock.held():
+            if not any(self.files.path_of(key, name).exists() for name in FOLDERS):
+                self.forget(key)
+
+    def quarantine(self, key: bytes, reason: str) -> None:
+        """Move what failed a check aside. Blocks that follow it are no longer reached."""
+        with self.lock.held():
+            for name in FOLDERS:
+                self._set_aside(self.files.path_of(key, name), key, reason)
+            self.forget(key, Gone.QUARANTINED)
+
+    def _set_aside(self, path: Path, key: bytes, reason: str) -> None:
+        """Move the file of a block or checkpoint to quarantine, with a sidecar, if it exists."""
+        if not path.exists():
+            return
+        target = self.folder / "quarantine" / f"{path.stem}-{time.time_ns()}.safetensors"
+        sidecar = target.with_suffix(".json")
+        try:
+            note = {"key": key.hex(), "reason": reason, "time": time.time()}
+            self.files.write(sidecar, json.dumps(note).encode())
+            self.files.move(path, target)
+        except (OSError, StoreError) as error:
+            # A file that cannot be kept is removed: it must not stand in the way of a whole one.
+            logger.warning("%s is not kept aside: %s", path.name, error)
+            self.files.remove(sidecar)
+            self.files.remove(path)
+
+    def sweep(self) -> int:
+        """Bring files and index in line after a crash; return how many of either were removed.
+
+        A file without a row was moved by a turn that was never committed; a row without a file
+        lost it; a block without its parent, or a checkpoint without its block, is never reached.
+        """
+        with self.lock.held():
+            n_swept = sweep_staged(self.files)
+            if self.index.faults():
+                # Or what its rows do not tell would be removed.
+                rebuild_index(self.files)
+            for name in FOLDERS:
+                indexed, present = self.index.keys(name), set[bytes]()
+                for path in self.files.paths(name):
+                    if (key := self.files.key_of(path)) in indexed:
+                        present.add(key)
+                    else:
+                        n_swept += self.files.remove(path)
+                for key in indexed - present:
+                    self.forget(key)
+                    n_swept += 1
+            for key in self.index.unreachable():
+                self.forget(key)
+                n_swept += 1
+            self.index.state.forget_lost_notes()
+            sessions = {f"{session.id}.json" for session in self.index.sessions()}
+            for path in self.files.paths("sessions"):
+                if path.name not in sessions:
+                    n_swept += self.files.remove(path)
+            return n_swept
+
+    # Room.
+
+    def used_bytes(self) -> int:
+        """Return the size of the store's files, announced files included."""
+        totals = self.index.totals()
+        other_bytes = self.files.n_bytes(*INDEX_FILES, "quarantine")
+        return totals.n_bytes + totals.sidecar_bytes + other_bytes + staged_bytes(self.files)[0]
+
+    def free_bytes(self) -> int:
+        """Return the free space of the volume, less what is announced and not yet written."""
+        announced, written = staged_bytes(self.files)
+        return shutil.disk_usage(self.folder).free - (announced - written)
+
+    def __str__(self) -> str:
+        free, limits = self.free_bytes(), self.limits
+        used = f"{show_bytes(self.used_bytes())} of {show_bytes(limits.max_disk_bytes)}"
+        text = f"{self.folder} ({used}, {show_bytes(free)} free"
+        if free < limits.min_free_bytes:
+            floor = show_bytes(limits.min_free_bytes)
+            text += f"; less than the {floor} of --kvpersist-min-free, so nothing new is stored"
+        return f"{text})"
+
+    def reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
         """Make room for what is to be written. Raises StoreError when it is too much."""
-        if not self.files.make_room(n_bytes, keep, root):
+        if not self.make_room(n_bytes, keep, root):
             raise StoreError(
                 f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
                 f"({show_bytes(self.limits.max_disk_bytes)}) and --kvpersist-min-free "
                 f"({show_bytes(self.limits.min_free_bytes)})"
             )
 
-    def _is_there(self, key: bytes, name: str = Block.folder) -> bool:
-        """Say whether a block or a checkpoint has its row and its file, neither alone."""
-        return key in self.index and self.files.path_of(key, name).exists()
+    @property
+    def reserve_bytes(self) -> int:
+        """Room for the index and its log to grow by while a turn is saved."""
+        return min(_INDEX_RESERVE_BYTES, self.limits.max_disk_bytes // 4)
 
-    def content_of(self, record: Record) -> bytes:
-        """Return what the file of a block or checkpoint holds. Raises BlockCorrupt and OSError."""
-        return content_of(self.files.path_of(record.key, record.folder), self.sealing)
+    def make_room(
+        self, n_bytes: int, keep: Collection[bytes] = (), root: Root | None = None
+    ) -> bool:
+        """Evict until `n_bytes` more, of a root, fit; return False if they cannot.
 
-    def _move_in(self, job: _Job, staging: Staging) -> None:
-        """Move the files of a commit into place, then change the index."""
-        for file in job.files:
-            path = self.files.path_of(file.block.key, file.block.folder)
-            move(self.folder, staging.path(file.block.key), path)
-            job.paths[file.block.key] = path
-        job.session = self._session_of(job.commit)
-        sizes = [(file.block, staging.sizes[file.block.key]) for file in job.files]
-        job.removed = self.index.commit(job.commit, sizes, job.session)
+        Quarantined files go first, then the least recently used leaves and checkpoints. A model
+        that has more than its share loses its own. Pinned sessions and the keys in `keep` stay.
+        """
+        n_bytes += self.reserve_bytes if n_bytes else 0
+        if n_bytes > self.limits.max_disk_bytes:
+            return False
+        with self.lock.held():
+            too_much = self._excess(n_bytes)
+            if too_much > 0:
+                for path in self.files.paths("quarantine"):
+                    self.files.remove(path)
+                self.index.database.empty_log()
+                too_much = self._excess(n_bytes)
+            if too_much <= 0:
+                return True
+            pinned = self.index.pinned_blocks()
+            model, over_share = self._over_share(n_bytes, root, too_much)
+            first = {
+                fingerprint: self._first(fingerprint, keep, pinned)
+                for fingerprint in self.index.models()
+            }
+            while too_much > 0:
+                victims = {
+                    fingerprint: victim
+                    for fingerprint, victim in first.items()
+                    if victim is not None
+                }
+                if not victims:
+                    self.index.database.empty_log()  # the rows of what went take room no longer
+                    return self._excess(n_bytes) <= 0
+                has_own = over_share > 0 and model in victims
+                of = model if has_own else min(victims, key=victims.__getitem__)
+                *_, key, _ = victims[of]
+                went = self.forget(key, Gone.EVICTED)
+                first[of] = self._first(of, keep, pinned)
+                self.n_evicted += len({key, *went.checkpoints})
+                too_much -= went.n_bytes
+                over_share -= went.n_bytes
+                if too_much <= 0:
+                    # Removing rows makes the index's log longer.
+                    self.index.database.empty_log()
+                    too_much = self._excess(n_bytes)
+        return True
 
-    def _move_out(self, job: _Job, staging: Staging) -> None:
-        """Remove the files of a commit that the index has not taken."""
-        for key, path in job.paths.items():
-            remove(self.folder, path)
-            del staging.sizes[key]
-        if (session := job.session) is not None:
-            before = self.index.session(session.id)
-            self.files.write_sidecar(before) if before else self.files.remove_sidecar(session.id)
+    def _over_share(self, n_bytes: int, root: Root | None, too_much: int) -> tuple[str, float]:
+        """Return the model that has most, and what it has above its share, in bytes.
 
-    def _clean_up(self, job: _Job) -> None:
-        """Remove files that a commit has superseded or replaced."""
-        for key in job.removed:
-            remove(self.folder, self.files.path_of(key, Checkpoint.folder))
-        for file in job.files:
-            was_evicted = self.files.gone.pop(file.block.key, None) is Gone.EVICTED
-            if was_evicted and isinstance(file.block, Block):
-                self.files.asked_again_tokens += file.block.n_tokens
-        for replaced, successor in job.commit.leaf.replaced if job.commit.leaf else ():
-            self.files.forget(replaced)
-            for moved in self.index.sessions_at(successor):
-                self.files.write_sidecar(moved)
+        The share is one of what the store can have: other files may have filled the volume.
+        """
+        sizes = Counter({root.fingerprint: n_bytes} if root is not None else {})
+        for own_root, totals in self.index.roots():
+            sizes[own_root.fingerprint] += totals.n_bytes
+        if len(sizes) < 2:
+            return "", 0
+        ((model, most),) = sizes.most_common(1)
+        room = self.used_bytes() + n_bytes - too_much
+        return model, most - self.limits.model_share * room
 
-    def _session_of(self, commit: Commit) -> Session | None:
+    def _first(
+        self, model: str, keep: Collection[bytes], pinned: Collection[bytes]
+    ) -> tuple[float, bool, int, bytes, bytes] | None:
+        """Return what of a model goes first, as `Index.unused` does.
+
+        One at a time: when a leaf goes, its parent may be the next.
+        """
+        for victim in self.index.unused(model):
+            _, is_checkpoint, _, key, block = victim
+            if key not in keep and not (is_checkpoint and block in pinned):
+                return victim
+        return None
+
+    def _excess(self, n_bytes: int) -> int:
+        """Return how many bytes must go before `n_bytes` more may come."""
+        over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
+        if not self.limits.min_free_bytes:
+            return over_budget
+        return max(over_budget, self.limits.min_free_bytes + n_bytes - self.free_bytes())
+
+    # Sessions.
+
+    def session_of(self, commit: Commit) -> Session | None:
         if commit.leaf is None or not commit.leaf.is_session:
             return None
         now, leaf = self.index.now(), commit.leaf
@@ -373,9 +381,7 @@ class DiskStore:
         if session is None:
             session_id = self._free_id()
             session = Session(session_id, commit.root.key, leaf.name, leaf.key, 0, False, now, now)
-        session = replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
-        self.files.write_sidecar(session)
-        return session
+        return replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
 
     def _free_id(self) -> str:
         """Draw an id of 64 bits that no other session's row or sidecar has. Under the lock."""
@@ -386,23 +392,57 @@ class DiskStore:
                 return drawn
         raise StoreError("a hundred ids were drawn for a session, and other sessions have them all")
 
-    def follow_folder(self) -> None:
-        """Use the index that is in the folder now, and a folder that was removed under us."""
-        if self.index.database.is_current():
-            return
-        logger.warning("the index of %s was removed or replaced; it is opened anew", self.folder)
-        take_into_use(self.folder, self.sealing)
-        self._opened(self.index.reopen)
+    def remove_session(self, session: Session) -> list[bytes]:
+        """Forget a session and the blocks that no other session needs; return their keys.
 
+        The blocks of a draft model with the same tokens go, too.
+        """
+        removed = []
+        with self.lock.held():
+            chain = [block for block, _ in self.index.chain(session.leaf)]
+            roots = {root.key: root for root, _ in self.index.roots()}
+            own = roots.pop(session.root, None)
+            other_roots = [root for root in roots.values() if own and own.shares_tenant(root)]
+            self.index.remove_session(session.id)
+            self.remove_sidecar(session.id)
+            for blocks in (chain, *(self._same_tokens(chain, root) for root in other_roots)):
+                for block in reversed(blocks):
+                    key = block.key
+                    if self.index.sessions_at(key) or self.index.children(key, limit=1):
+                        break
+                    self.forget(key)
+                    removed.append(key)
+            self.index.database.empty_log()
+        return removed
 
-def _row_bytes(block: Record) -> int:
-    """Return the most that a row adds to the index and its log, in bytes.
+    def _same_tokens(self, chain: Sequence[Block], root: Root) -> list[Block]:
+        """Return the blocks below another root of a chain's tokens, or of the first of them."""
+        same: list[Block] = []
+        for block in chain:
+            parent = same[-1].key if same else root.key
+            children = self.index.children(parent, block.packed_ids)
+            beginnings = [
+                child for child in children if block.packed_ids.startswith(child.packed_ids)
+            ]
+            if not beginnings:
+                break
+            same.append(max(beginnings, key=lambda block: block.n_tokens))
+        return same
 
-    A block's ids and text stand in the table and in an order each. What does not fit beside others
-    begins a page of its own. The log has every page once more.
-    """
-    n_ids = n_text = 0
-    if isinstance(block, Block):
-        n_ids, n_text = len(block.packed_ids), len(block.text.encode())
-    entries = (n_ids, n_text, n_ids + n_text)
-    return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in entries)
+    def remove_sidecar(self, session_id: str) -> None:
+        self.files.remove(sidecar_path(self.folder, session_id))
+
+    def set_pinned(self, session: Session, pinned: bool) -> Session:
+        """Pin a session, so that it is never removed to make room, or let it go again.
+
+        Raises StoreError if it was removed in between.
+        """
+        with self.lock.held():
+            current = self.index.session(session.id)  # another process may have moved its leaf
+            if current is None:
+                raise StoreError(f"session {session.id} was removed meanwhile")
+            changed = replace(current, pinned=pinned)
+            self.index.put_session(changed, write_sidecar(changed, self.files))
+            if not pinned and changed.name is None:
+                self.remove_sidecar(changed.id)
+            return changed

@@ -17,9 +17,8 @@ from typing import Any
 
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, block_key, pack_ids
 from .conversation import OPENING_TOKENS, Conversation, opening_of
-from .pool import KVBlock
-from .records import Commit
-from .sealed_objects import SealedObjects
+from .records import Commit, KVBlock
+from .shared_objects import SharedObjects
 from .threads import Threads
 
 N_AHEAD = 6
@@ -33,10 +32,10 @@ LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a conversation: the blocks that begin as a prompt does, and what is `missing` here.
+    """The blocks of a conversation that begin as a prompt does, and the `missing` records.
 
-    That are blocks and checkpoints with about as many bytes as each has, in the order of use. With
-    all of it a prompt goes on after `n_tokens`.
+    The missing blocks and checkpoints come with their approximate bytes, in the order of use. With
+    them a prompt continues after `n_tokens`.
     """
 
     path: Sequence[Block] = ()
@@ -46,7 +45,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A prompt, of which the blocks `chain` are here: what else is there of it?
+    """A prompt whose blocks `chain` are here, and what is asked of the shared store.
 
     `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute some
     tokens after others. `learn` takes replies of the conversation, and returns the prompt with
@@ -92,14 +91,14 @@ class Wanted:
 
 
 class Fetching:
-    """One prompt's way from a shared store into RAM; at most `max_bytes` of it.
+    """Brings the blocks of a prompt from a shared store into RAM, at most `max_bytes`.
 
     `land` takes what has come: blocks and checkpoints, and the commit that they are of.
     """
 
     def __init__(
         self,
-        store: SealedObjects,
+        store: SharedObjects,
         threads: Threads,
         land: Callable[[Commit, list[KVBlock]], None],
         max_bytes: int,
@@ -112,12 +111,12 @@ class Fetching:
         self._coming: dict[bytes, Future[KVBlock | None]] = {}
         self._got: dict[bytes, KVBlock] = {}
         self._n_tokens = self._n_bytes = 0
-        """Of the blocks that have come, and of all that has."""
+        """Tokens of the blocks that have come, and bytes of all records that have come."""
 
     def run(self) -> str:
         """Fetch; return what is to be said. What has come is used, whatever this raises.
 
-        Raises TooLate where it took longer than it saved, and OSError or RuntimeError.
+        Raises TooLate if it took longer than it saved, and OSError or RuntimeError.
         """
         wanted = self._wanted
         ask = partial(self._store.conversation, wanted.root, wanted.opening)
@@ -125,12 +124,12 @@ class Fetching:
         self._ask(wanted.keys()[:1])
         beyond: list[bytes] = []
         try:
-            found, note = coming.result(self._left_s())
-            if found.replies:
-                wanted = self._wanted = wanted.learn(found.replies)
-            self._plan = wanted.plan(found)
+            conversation, note = coming.result(self._left_s())
+            if conversation.replies:
+                wanted = self._wanted = wanted.learn(conversation.replies)
+            self._plan = wanted.plan(conversation)
             beyond = self._beyond()
-            self._fetch([*(one.key for one, _ in self._plan.missing), *beyond])
+            self._fetch([*(record.key for record, _ in self._plan.missing), *beyond])
             return note
         finally:
             self._land(beyond)
@@ -144,13 +143,13 @@ class Fetching:
         begin alike the newest one is found.
         """
         wanted = self._wanted
-        own = [*(one.key for one in wanted.chain), *wanted.keys()]
-        path = [one.key for one in self._full_path]
+        own = [*(block.key for block in wanted.chain), *wanted.keys()]
+        path = [block.key for block in self._full_path]
         return own[max(len(path), len(wanted.chain)) :] if own[: len(path)] == path else []
 
     @property
     def _full_path(self) -> list[Block]:
-        return [one for one in self._plan.path if one.n_tokens == BLOCK_TOKENS]
+        return [block for block in self._plan.path if block.n_tokens == BLOCK_TOKENS]
 
     def _fetch(self, keys: Sequence[bytes]) -> None:
         """Fetch in order, up to the first that is not there."""
@@ -187,15 +186,17 @@ class Fetching:
 
     def _land(self, beyond: Sequence[bytes]) -> None:
         """Put what has come into RAM, as far as it is one chain with what is here."""
-        missing, got = {one.key for one, _ in self._plan.missing}, self._got
-        is_here = takewhile(lambda one: one.key in got or one.key not in missing, self._plan.path)
+        missing, got = {record.key for record, _ in self._plan.missing}, self._got
+        is_here = takewhile(
+            lambda block: block.key in got or block.key not in missing, self._plan.path
+        )
         chain = list(is_here)
         more = [got[key].block for key in takewhile(got.__contains__, beyond)]
         if more:
             before = max(self._wanted.chain, self._full_path, key=len)
-            chain = [*before, *(one for one in more if isinstance(one, Block))]
-        ends = {one.key for one in chain}
-        entries = [one for one in got.values() if _block_of(one.block) in ends]
+            chain = [*before, *(block for block in more if isinstance(block, Block))]
+        ends = {block.key for block in chain}
+        entries = [entry for entry in got.values() if _block_of(entry.block) in ends]
         read_s = (time.monotonic() - self._started_s) / max(1, len(got))
         for entry in entries:
             entry.read_s = read_s

@@ -6,7 +6,7 @@ rest of the metadata; it is verified on every read. A block whose model keeps no
 token has no arrays, and a file of metadata alone. Checkpoints have a folder of their own:
 they can be evicted while their block stays.
 
-What a file's header claims is compared with what the file has, and bounded. Source of the format:
+The claims of a file's header are compared with the file, and bounded. Source of the format:
 https://github.com/huggingface/safetensors (8 bytes of length, JSON, arrays).
 """
 
@@ -16,7 +16,6 @@ import errno
 import json
 import math
 import os
-import stat
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -28,14 +27,13 @@ import xxhash
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreFormatError
-from .folder import new_file
-from .seal import PLAIN, SEAL_MAGIC, Sealing
+from .folder import OwnFiles
 
 FORMAT = 1
 """Written into every file of a block or checkpoint; a reader refuses what is newer."""
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library reads (huggingface/safetensors, MAX_HEADER_SIZE)."""
+"""The limit of the safetensors library (huggingface/safetensors, MAX_HEADER_SIZE)."""
 _NUMPY = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
     "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
@@ -44,44 +42,18 @@ _NUMPY = {
 _DTYPE_BYTES = {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors that a malformed header raises when it is read."""
-_IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""The error numbers of opening a link or a socket, the last two on macOS."""
-
 Arrays = Mapping[str, mx.array]
 FOLDERS = (Block.folder, Checkpoint.folder)
 
 
-def block_path(
-    folder: Path, key: bytes, name: str = Block.folder, sealing: Sealing = PLAIN
-) -> Path:
-    """Return where the block of this key is kept; for another `name` of a folder, what is there."""
-    file_name = sealing.file_name(key)
-    return folder / name / file_name[:2] / f"{file_name}.safetensors"
-
-
-def checkpoint_path(folder: Path, key: bytes, sealing: Sealing = PLAIN) -> Path:
-    return block_path(folder, key, Checkpoint.folder, sealing)
-
-
-def write_content(path: Path, content: bytes, key: bytes, sealing: Sealing) -> int:
-    """Write what the file of a block or checkpoint holds, a new one; return its size in bytes."""
-    with new_file(path) as file:
-        return file.write(sealing.seal(content, key))
-
-
-def content_of(path: Path, sealing: Sealing) -> bytes:
-    """Return what the file of a block or checkpoint holds. Raises BlockCorrupt and OSError."""
-    with open_regular(path) as file:
-        return sealing.open(file.read(), sealing.key_of(path.stem))
-
-
 def write_block(
-    path: Path, block: Record, root: Root, arrays: Arrays, sealing: Sealing = PLAIN
+    path: Path, block: Record, root: Root, arrays: Arrays, files: OwnFiles | None = None
 ) -> int:
-    """Write the file of a block or a checkpoint, a new one; return its size in bytes.
+    """Write the new file of a block or a checkpoint; return its size in bytes.
 
-    The arrays must have been evaluated. The name must end in .safetensors. Raises FileExistsError
-    when there is such a file, and OSError or RuntimeError when the disk refuses.
+    `files` is the store's folder; by default it is not encrypted. The arrays must have been
+    evaluated. The name must end in .safetensors. Raises FileExistsError if the file exists, and
+    OSError or RuntimeError when the disk refuses.
     """
     metadata = metadata_of(block, root)
     # mlx 0.31 cannot write arrays without elements, such as the values of an indexer.
@@ -97,17 +69,17 @@ def write_block(
         written = {name: mx.take(x, mx.arange(len(x)), axis=0) for name, x in written.items()}
         mx.eval(written)
     metadata["checksum"] = checksum({**written, **empty}, metadata)
-    if sealing is PLAIN:
-        new_file(path).close()
-        mx.save_safetensors(str(path), written, metadata)
-        return path.stat().st_size
-    content: Any = BytesIO()
-    mx.save_safetensors(content, written, metadata)
-    return write_content(path, content.getvalue(), block.key, sealing)
+    return _files_of(path, files).save(
+        path, lambda target: mx.save_safetensors(target, written, metadata)
+    )
+
+
+def _files_of(path: Path, files: OwnFiles | None) -> OwnFiles:
+    return files or OwnFiles(path.parents[2])
 
 
 def metadata_of(block: Record, root: Root) -> dict[str, str]:
-    """Return what the file of a block or a checkpoint says of it, but for the checksum."""
+    """Return the metadata of a block's or a checkpoint's file, without the checksum."""
     named = {"format": str(FORMAT), "key": block.key.hex()}
     if isinstance(block, Checkpoint):
         return {
@@ -137,22 +109,26 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
     return n_bytes + sum(a.nbytes + 2 * len(name) + 192 for name, a in arrays.items()) + 1024
 
 
-def read_file(path: Path, sealing: Sealing = PLAIN) -> tuple[Record, Root, Arrays]:
+def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
-    Raises what `read_record` does, BlockCorrupt when the arrays are damaged, and OSError or
-    MemoryError when they cannot be read now.
+    `files` is the store's folder; by default it is not encrypted. Raises what `read_record`
+    does, BlockCorrupt when the arrays are damaged, and OSError or MemoryError when they cannot be
+    read now.
     """
-    if sealing is not PLAIN:
-        found = read_content(content_of(path, sealing), path.name)
-        _check_place(path, found[0], sealing)
-        return found
-    record, root, metadata = read_record(path)
+    files = _files_of(path, files)
+    with files.open(path) as file:
+        if isinstance(file, BytesIO):
+            content = read_content(file.getvalue(), path.name)
+            _check_place(path, content[0], files)
+            return content
+        record, root, metadata = record_in(file, path.name)
+    _check_place(path, record, files)
     try:
         arrays: Any = mx.load(str(path))
         mx.eval(arrays)
     except (RuntimeError, ValueError) as error:
-        # Its header is sound and its size right: it is the machine that cannot read it now.
+        # Its header is sound and its size right: the machine cannot read it now.
         if not path.exists():  # another process made room
             raise FileNotFoundError(path) from error
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
@@ -162,8 +138,7 @@ def read_file(path: Path, sealing: Sealing = PLAIN) -> tuple[Record, Root, Array
 def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
     """Return what `read_file` does of a file's bytes. They are copied.
 
-    Raises BlockCorrupt where they are damaged, and StoreFormatError where a newer version wrote
-    them.
+    Raises BlockCorrupt if they are damaged, and StoreFormatError if a newer version wrote them.
     """
     record, root, metadata = record_in(BytesIO(content), name)
     first = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
@@ -185,7 +160,7 @@ def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
 
 
 def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str) -> Arrays:
-    """Return a file's arrays with those that are empty. Raises BlockCorrupt by the checksum."""
+    """Return a file's arrays, with empty arrays added. Raises BlockCorrupt by the checksum."""
     try:
         for empty, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
             if math.prod(shape):  # before there is a checksum, no memory is taken
@@ -199,23 +174,25 @@ def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str
     return arrays
 
 
-def read_record(path: Path, sealing: Sealing = PLAIN) -> tuple[Record, Root, Mapping[str, str]]:
+def read_record(
+    path: Path, files: OwnFiles | None = None
+) -> tuple[Record, Root, Mapping[str, str]]:
     """Return what a file says of itself: its block or checkpoint, its root, all of its metadata.
 
     Raises BlockCorrupt when the file is not whole or stands in another's place, StoreFormatError
-    when a newer version wrote it, FileNotFoundError when there is no such file, and OSError when it
+    when a newer version wrote it, FileNotFoundError if the file is missing, and OSError when it
     cannot be read now, which says nothing about it.
     """
-    is_plain = sealing is PLAIN  # then its header is enough
-    with open_regular(path) if is_plain else BytesIO(content_of(path, sealing)) as file:
+    files = _files_of(path, files)
+    with files.open(path) as file:
         record, root, metadata = record_in(file, path.name)
-    _check_place(path, record, sealing)
+    _check_place(path, record, files)
     return record, root, metadata
 
 
-def _check_place(path: Path, record: Record, sealing: Sealing) -> None:
-    """Raise BlockCorrupt unless the file of a block or checkpoint is where it belongs."""
-    if path != block_path(path.parents[2], record.key, record.folder, sealing):
+def _check_place(path: Path, record: Record, files: OwnFiles) -> None:
+    """Raise BlockCorrupt unless the file of a block or checkpoint has its own path."""
+    if path != files.path_of(record.key, record.folder):
         raise BlockCorrupt(f"{path.name}: holds {record}")
 
 
@@ -250,7 +227,7 @@ def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, s
                 raise ValueError("it holds no whole tokens")
         text.encode()  # else SQLite does not take it
         texts = (root.fingerprint, root.layout, root.namespace, root.session, root.model)
-        if not all(isinstance(one, str) for one in texts) or type(root.with_text) is not bool:
+        if not all(isinstance(value, str) for value in texts) or type(root.with_text) is not bool:
             raise TypeError("its root has the wrong types")
         if not record.is_genuine:
             raise ValueError(f"what {record} says of itself does not hash to its key")
@@ -282,13 +259,11 @@ def read_header(source: BinaryIO) -> Mapping[str, str]:
     """Return the metadata of an open safetensors file.
 
     Raises one of MALFORMED unless its header describes arrays that lie one after the other and fill
-    the rest of the file, and StoreFormatError where it is sealed.
+    the rest of the file.
     """
     n_file_bytes = source.seek(0, os.SEEK_END)
     source.seek(0)
     length = source.read(LENGTH_BYTES)
-    if length == SEAL_MAGIC[:LENGTH_BYTES]:
-        raise StoreFormatError("it is encrypted; give its key with --kvpersist-encrypt KEYFILE")
     n_bytes = int.from_bytes(length, "little")
     if n_bytes > min(n_file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise ValueError("it is cut off")
@@ -311,21 +286,3 @@ def read_header(source: BinaryIO) -> Mapping[str, str]:
     if (expected := LENGTH_BYTES + n_bytes + end) != n_file_bytes:
         raise ValueError(f"the file has {n_file_bytes} bytes and should have {expected}")
     return metadata
-
-
-def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open a file to read it. A pipe is not waited for, and a device not woken.
-
-    Raises BlockCorrupt where it is no regular file, or a link that is not to be followed.
-    """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        if error.errno in _IRREGULAR:
-            raise BlockCorrupt(f"{path.name}: is no regular file") from error
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise BlockCorrupt(f"{path.name}: is no regular file")
-    return os.fdopen(descriptor, "rb")

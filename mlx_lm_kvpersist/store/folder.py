@@ -1,32 +1,50 @@
-"""The folder of a store, and the only module that moves or removes files.
+"""The plugin's own files in a folder: the only module that opens, moves or removes them.
 
-`_own` decides which files these are, in a store's folder and in a shared folder. A file is the
-plugin's own if its name has exactly a form that the plugin gives, if it is a regular file, and if
-no link leads to it from the folder. All other files are neither moved, removed nor counted. The
+`OwnFiles._own` decides which files these are, in a store's folder and in a shared folder. A file is
+the plugin's own if its name has exactly a form that the plugin gives, if it is a regular file, and
+if no link leads to it from the folder. All other files are neither moved, removed nor counted. The
 folder itself may be reached through a link. A file with several hard links is a regular file: its
 content stays under its other names.
+
+`StoreLock` is the lock of a store. Files on their way into a store are written without the lock,
+and moved under it:
+
+    lock                                locked (flock) by the process that changes the store, and
+                                        says which process that is, and since when
+    writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes may come
+    writing/1a2b3c4d-KEY.safetensors    a block or checkpoint of that turn
+
+Announced bytes count as used from then on, so that no other process takes the room. A
+lock goes with its process, however that ends; then the next sweep removes the files.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
+import sqlite3
 import stat
+import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from io import BytesIO
+from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO
+from threading import RLock
+from typing import Any, BinaryIO
 
-from ..errors import StoreError
-from .seal import PLAIN, Sealing
+from ..errors import BlockCorrupt, StoreError
+from .encryption import MAGIC, PLAIN, Encryption
 
 logger = logging.getLogger(__name__)
 
 MARKER = "kvpersist-store"
-"""A file that says: this folder is a store. Of its content only the key's mark counts."""
+"""A file that says: this folder is a store. Only the mark of a key in it counts."""
 _ENCRYPTED = "It is encrypted; the mark of its key is"
 INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 OBJECTS = "kvpersist"
@@ -45,6 +63,8 @@ _FORMS = re.compile(
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
 """The error numbers of opening a link, or another file, as a folder."""
+_IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""The error numbers of opening a link or a socket, the last two on macOS."""
 _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"} | {
     ".TemporaryItems",
     "lost+found",
@@ -53,65 +73,256 @@ _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotl
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
 """The stores of several ranks of one model stand in a folder, which may be another store."""
 _LEFT_BEHIND = {"lock", "writing"}
-"""What a running server may leave in a store's folder after somebody removed the folder."""
+"""A running server may leave these in a store's folder after somebody removed the folder."""
+_WAIT_S = 2.0
+_LOOK_AGAIN_S = 0.005
+_STAGED = "writing"
 
 
-def take_into_use(folder: Path, sealing: Sealing = PLAIN) -> None:
-    """Make a store's folder where there is none, or check that it is one, and mark it.
+class OwnFiles:
+    """The plugin's own files in a folder, which may be encrypted. Any thread.
 
-    Raises StoreError, before anything is touched, where it holds something else or has another key.
+    A name of `_FOLDERS` stands for the files in it, as `kind` does.
     """
-    make_private(folder)
-    found = {name for name in os.listdir(folder) if not RANK_FOLDER.fullmatch(name)}
-    if found - _LEFT_BY_SYSTEMS - _LEFT_BEHIND:
-        check_store(folder, sealing)
-    about = "This folder is a store of mlx-lm-kvpersist, which removes its own files.\n"
-    try:
-        with new_file(folder / MARKER) as file:
-            file.write(f"{about}{_mark_line(sealing)}".encode())
-    except FileExistsError:
-        check_store(folder, sealing)  # where it was empty, another process was quicker
-    mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & 0o077:
-        logger.warning("others may look into the store %s (mode %o): chmod 700 it", folder, mode)
 
+    def __init__(self, folder: Path, encryption: Encryption = PLAIN) -> None:
+        self.folder = folder
+        self._encryption = encryption
 
-def check_store(folder: Path, sealing: Sealing = PLAIN) -> None:
-    """Raise StoreError unless a folder is marked as a store, and as one of this key."""
-    for name in (*_FOLDERS, *INDEX_FILES, MARKER, "lock"):
-        if (folder / name).is_symlink():
-            raise StoreError(
-                f"{folder / name} is a link, and a store follows none; put there what it leads to"
+    @property
+    def is_encrypted(self) -> bool:
+        return self._encryption is not PLAIN
+
+    # The folder of a store.
+
+    def take_into_use(self) -> None:
+        """Make a store's folder if it is missing, or check that it is a store, and mark it.
+
+        Raises StoreError, before anything is touched, if it holds something else or has another
+        key.
+        """
+        folder = self.folder
+        make_private(folder)
+        names = {name for name in os.listdir(folder) if not RANK_FOLDER.fullmatch(name)}
+        if names - _LEFT_BY_SYSTEMS - _LEFT_BEHIND:
+            self.check_store()
+        title = "This folder is a store of mlx-lm-kvpersist, which removes its own files.\n"
+        try:
+            with new_file(folder / MARKER) as file:
+                file.write(f"{title}{self._mark_line}".encode())
+        except FileExistsError:
+            self.check_store()  # the folder was empty, and another process was quicker
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if mode & 0o077:
+            logger.warning(
+                "others may look into the store %s (mode %o): chmod 700 it", folder, mode
             )
-    if not (folder / MARKER).is_file():
-        line = f" and write into it: {_mark_line(sealing)}" if sealing.mark else ""
-        raise StoreError(
-            f"{folder} holds no store: it has no file {MARKER}; choose a store or an empty folder "
-            "with --kvpersist-dir, or, if this is a store, make an empty file of that name in it"
-            f"{line}"
-        )
-    said = (folder / MARKER).read_text(encoding="ascii", errors="replace")
-    mark = said.partition(_ENCRYPTED)[2].strip()
-    if mark == sealing.mark:
-        return
-    if not sealing.mark:
-        raise StoreError(
-            f"the store {folder} is encrypted; give the key file that it was made with: "
-            "--kvpersist-encrypt KEYFILE"
-        )
-    if mark:
-        raise StoreError(
-            f"the store {folder} is encrypted with another key; give the key file that it was made "
-            "with, or choose an empty folder with --kvpersist-dir"
-        )
-    raise StoreError(
-        f"the store {folder} is not encrypted; leave out --kvpersist-encrypt, or choose an empty "
-        "folder with --kvpersist-dir: sessions export and import bring conversations there"
-    )
 
+    def check_store(self) -> None:
+        """Raise StoreError unless the folder is marked as a store, and as a store of this key."""
+        folder = self.folder
+        for name in (*_FOLDERS, *INDEX_FILES, MARKER, "lock"):
+            if (folder / name).is_symlink():
+                raise StoreError(
+                    f"{folder / name} is a link, and a store follows none; put there what it leads "
+                    "to"
+                )
+        own_mark = self._encryption.mark
+        if not (folder / MARKER).is_file():
+            line = f" and write into it: {self._mark_line}" if own_mark else ""
+            raise StoreError(
+                f"{folder} holds no store: it has no file {MARKER}; choose a store or an empty "
+                "folder with --kvpersist-dir, or, if this is a store, make an empty file of that "
+                f"name in it{line}"
+            )
+        content = (folder / MARKER).read_text(encoding="ascii", errors="replace")
+        mark = content.partition(_ENCRYPTED)[2].strip()
+        if mark == own_mark:
+            return
+        if not own_mark:
+            raise StoreError(
+                f"the store {folder} is encrypted; give the key file that it was made with: "
+                "--kvpersist-encrypt KEYFILE"
+            )
+        if mark:
+            raise StoreError(
+                f"the store {folder} is encrypted with another key; give the key file that it was "
+                "made with, or choose an empty folder with --kvpersist-dir"
+            )
+        raise StoreError(
+            f"the store {folder} is not encrypted; leave out --kvpersist-encrypt, or choose an "
+            "empty folder with --kvpersist-dir: sessions export and import bring conversations "
+            "there"
+        )
 
-def _mark_line(sealing: Sealing) -> str:
-    return f"{_ENCRYPTED} {sealing.mark}" if sealing.mark else ""
+    @property
+    def _mark_line(self) -> str:
+        mark = self._encryption.mark
+        return f"{_ENCRYPTED} {mark}" if mark else ""
+
+    # Names.
+
+    def path_of(self, key: bytes, kind: str) -> Path:
+        """Return the path of the block or checkpoint of this key; `kind` is the record's folder."""
+        name = self._encryption.file_name(key)
+        return self.folder / kind / name[:2] / f"{name}.safetensors"
+
+    def staged_path(self, prefix: str, key: bytes) -> Path:
+        """Return the path of a block or checkpoint until it is committed."""
+        return self.folder / "writing" / f"{prefix}-{self._encryption.file_name(key)}.safetensors"
+
+    def key_of(self, path: Path) -> bytes:
+        """Return the key of the block or checkpoint whose file has this path."""
+        return self._encryption.key_of(path.stem)
+
+    def _name_of(self, path: Path) -> bytes:
+        """Return the name under which a file is encrypted: a record's key, or a session's id."""
+        match = re.search("[0-9a-f]{32}", path.stem)
+        return self._encryption.key_of(match[0]) if match else path.stem.encode()
+
+    def paths(self, kind: str) -> Iterator[Path]:
+        """Yield the own files in a folder of the store, in no order.
+
+        Raises OSError if an existing folder cannot be read: no file may seem to be missing.
+        """
+        if (self.folder / kind).is_symlink():
+            return
+        try:
+            entries = list(os.scandir(self.folder / kind))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            if "/" not in kind and re.fullmatch("[0-9a-f]{2}", entry.name):
+                if entry.is_dir(follow_symlinks=False):
+                    yield from self.paths(f"{kind}/{entry.name}")
+            elif has_own_name(f"{kind}/{entry.name}") and entry.is_file(follow_symlinks=False):
+                yield Path(entry.path)
+
+    def n_bytes(self, *names: str) -> int:
+        """Return the size of the own files in some folders of the store, or of these files."""
+        total = 0
+        for name in names:
+            paths = self.paths(name) if name in _FOLDERS else iter([self.folder / name])
+            for path in paths:
+                with suppress(FileNotFoundError):  # removed since
+                    total += path.lstat().st_size
+        return total
+
+    # Content.
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open the content of a file to read it.
+
+        Raises BlockCorrupt, OSError, and StoreFormatError if the file is encrypted and this folder
+        is not.
+        """
+        file = open_regular(path)
+        if not self.is_encrypted:
+            try:
+                self._encryption.decrypt(file.read(len(MAGIC)), b"")
+                file.seek(0)
+            except BaseException:
+                file.close()
+                raise
+            return file
+        with file:
+            return BytesIO(self._encryption.decrypt(file.read(), self._name_of(path)))
+
+    def read(self, path: Path) -> bytes:
+        """Return the content of a file. Raises BlockCorrupt and OSError."""
+        with self.open(path) as file:
+            return file.read()
+
+    def save(self, path: Path, save: Callable[[Any], object]) -> int:
+        """Have `save` write a new file, by its path or into memory; return its size in bytes."""
+        if not self.is_encrypted:
+            new_file(path).close()
+            save(str(path))
+            return path.stat().st_size
+        content = BytesIO()
+        save(content)
+        return self.write(path, content.getvalue())
+
+    def write(self, path: Path, content: bytes) -> int:
+        """Write a new file; return its size in bytes."""
+        with new_file(path) as file:
+            return file.write(self._encryption.encrypt(content, self._name_of(path)))
+
+    def replace(self, path: Path, content: bytes) -> int:
+        """Write a file, in place of an own file at its path; return its size in bytes."""
+        make_private(path.parent)
+        self.check_place(path)
+        with whole_file(path) as file:
+            return file.write(self._encryption.encrypt(content, self._name_of(path)))
+
+    def most_bytes(self, n_bytes: int) -> int:
+        """Return the size of a file that holds this number of bytes."""
+        return n_bytes + self._encryption.n_added_bytes
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Connect to a database that exists. Damage and locks are found by the first question."""
+        return self._encryption.connect(path)
+
+    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
+        """Attach another database of this folder to a connection."""
+        self._encryption.attach(db, path, schema)
+
+    # Removing and moving.
+
+    def remove(self, path: Path) -> bool:
+        """Remove a file; return whether it existed and was the plugin's own."""
+        try:
+            with self._own(path) as parent:
+                os.unlink(path.name, dir_fd=parent)
+        except (FileNotFoundError, StoreError):
+            return False
+        return True
+
+    def move(self, source: Path, target: Path) -> None:
+        """Move an own file to the place of an own file, and replace that file.
+
+        Raises FileNotFoundError if the file is missing, and StoreError if either is not the
+        plugin's own.
+        """
+        with self._own(source) as from_folder:
+            make_private(target.parent)
+            with self._own(target, may_be_missing=True) as to_folder:
+                os.replace(source.name, target.name, src_dir_fd=from_folder, dst_dir_fd=to_folder)
+
+    def check_place(self, path: Path) -> None:
+        """Raise StoreError unless an own file is at `path`, or an own file may be put there."""
+        with suppress(FileNotFoundError), self._own(path, may_be_missing=True):
+            pass
+
+    @contextmanager
+    def _own(self, path: Path, *, may_be_missing: bool = False) -> Iterator[int]:
+        """Open the folder that an own file is in, and yield its descriptor.
+
+        Each folder on the way is opened in the folder before it, so a link that appears afterwards
+        is not followed. Raises StoreError if the file is not the plugin's own, and
+        FileNotFoundError if a folder is missing, or the file and it may not be.
+        """
+        is_below = path.is_relative_to(self.folder)
+        relative = path.relative_to(self.folder) if is_below else Path()
+        not_own = StoreError(f"{path} is behind a link or is no file of the store's; move it away")
+        if not has_own_name(relative.as_posix()):
+            raise not_own
+        parent, mode = os.open(self.folder, _FOLDER), 0
+        try:
+            for name in relative.parts[:-1]:
+                above, parent = parent, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+                os.close(above)
+            with suppress(FileNotFoundError) if may_be_missing else nullcontext():
+                mode = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode
+            if mode and not stat.S_ISREG(mode):
+                raise not_own
+            yield parent
+        except OSError as error:
+            if error.errno in _LINKS:
+                raise not_own from error
+            raise
+        finally:
+            os.close(parent)
 
 
 def has_own_name(name: str) -> bool:
@@ -119,93 +330,22 @@ def has_own_name(name: str) -> bool:
     return _FORMS.fullmatch(name) is not None
 
 
-def own_files(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the plugin's own files in one of its folders, in no order.
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a file to read it. A pipe is not waited for, and a device not woken.
 
-    Raises OSError where a folder that is there cannot be read: no file may seem to be missing.
+    Raises BlockCorrupt if it is not a regular file, or a link and not `follow`.
     """
-    if (folder / name).is_symlink():
-        return
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        entries = list(os.scandir(folder / name))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for entry in entries:
-        if "/" not in name and re.fullmatch("[0-9a-f]{2}", entry.name):
-            if entry.is_dir(follow_symlinks=False):
-                yield from own_files(folder, f"{name}/{entry.name}")
-        elif has_own_name(f"{name}/{entry.name}") and entry.is_file(follow_symlinks=False):
-            yield Path(entry.path)
-
-
-def own_bytes(folder: Path, *names: str) -> int:
-    """Return the size of the store's own files in some of its folders, or of these files."""
-    total = 0
-    for name in names:
-        paths = own_files(folder, name) if name in _FOLDERS else iter([folder / name])
-        for path in paths:
-            try:
-                total += path.lstat().st_size
-            except FileNotFoundError:  # removed since
-                continue
-    return total
-
-
-def remove(folder: Path, path: Path) -> bool:
-    """Remove a file of the plugin's own; say whether it was one, and there."""
-    try:
-        with _own(folder, path) as parent:
-            os.unlink(path.name, dir_fd=parent)
-    except (FileNotFoundError, StoreError):
-        return False
-    return True
-
-
-def move(folder: Path, source: Path, target: Path) -> None:
-    """Move a file of the store's own to where it may stand, in place of what is there.
-
-    Raises FileNotFoundError where it is not there, and StoreError where either is not the store's.
-    """
-    with _own(folder, source) as here:
-        make_private(target.parent)
-        with _own(folder, target, may_be_missing=True) as there:
-            os.replace(source.name, target.name, src_dir_fd=here, dst_dir_fd=there)
-
-
-def check_place(folder: Path, path: Path) -> None:
-    """Raise StoreError unless an own file is at `path`, or nothing is and one may be put there."""
-    with suppress(FileNotFoundError), _own(folder, path, may_be_missing=True):
-        pass
-
-
-@contextmanager
-def _own(folder: Path, path: Path, *, may_be_missing: bool = False) -> Iterator[int]:
-    """Open the folder that a file of the plugin's own is in, and yield its descriptor.
-
-    Each folder on the way is opened in the one before it, so a link that appears afterwards is not
-    followed. Raises StoreError if the file is not the plugin's own, and FileNotFoundError if a
-    folder is missing, or the file and it may not be.
-    """
-    relative = path.relative_to(folder) if path.is_relative_to(folder) else Path()
-    not_own = StoreError(f"{path} is behind a link or is no file of the store's; move it away")
-    if not has_own_name(relative.as_posix()):
-        raise not_own
-    parent, mode = os.open(folder, _FOLDER), 0
-    try:
-        for name in relative.parts[:-1]:
-            above, parent = parent, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
-            os.close(above)
-        with suppress(FileNotFoundError) if may_be_missing else nullcontext():
-            mode = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode
-        if mode and not stat.S_ISREG(mode):
-            raise not_own
-        yield parent
+        descriptor = os.open(path, flags)
     except OSError as error:
-        if error.errno in _LINKS:
-            raise not_own from error
+        if error.errno in _IRREGULAR:
+            raise BlockCorrupt(f"{path.name}: is no regular file") from error
         raise
-    finally:
-        os.close(parent)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BlockCorrupt(f"{path.name}: is no regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 # Making files.
@@ -223,7 +363,7 @@ def make_private(folder: Path) -> None:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Make a file and its folder, for their owner alone; raises FileExistsError if it is there."""
+    """Make a file and its folder, for their owner alone; raises FileExistsError if it exists."""
     make_private(path.parent)
     return _created(path)
 
@@ -234,7 +374,7 @@ def _created(path: Path) -> BinaryIO:
 
 @contextmanager
 def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
-    """Open a file that appears at `path` when all of it has been written; else nothing is left."""
+    """Open a file that appears at `path` when it is complete; else nothing is left."""
     temporary = path.with_name(f"{path.stem[:100]}.{uuid.uuid4().hex[:8]}.tmp")
     with _created(temporary) as file:
         try:
@@ -246,3 +386,152 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+# The lock, and files that are being written.
+
+
+class StoreLock:
+    """An exclusive lock between processes (flock), and between the threads of this one.
+
+    Readers need none: block files are published whole, and SQLite guards the index. The file says
+    who holds the lock. A process that is killed leaves that text behind, and the lock free.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.is_patient = False
+        """Whether to wait as long as another process holds the lock; otherwise at most 2 s."""
+        self._path = path
+        self._threads = RLock()
+        self._depth = 0
+        self._descriptor = -1
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait for the lock and hold it. May be nested.
+
+        After 2 s the holder is named: in the log where this lock is patient, else in a StoreError.
+        """
+        with self._threads:
+            if self._depth == 0:
+                make_private(self._path.parent)
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                try:
+                    self._wait(descriptor)
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, _this_process().encode(errors="replace"), 0)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                self._descriptor = descriptor
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    os.close(self._descriptor)
+
+    def _wait(self, descriptor: int) -> None:
+        deadline_s, folder = time.monotonic() + _WAIT_S, self._path.parent
+        while time.monotonic() < deadline_s:
+            try:
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOOK_AGAIN_S)
+            except OSError as error:
+                raise StoreError(
+                    f"the volume of {folder} cannot lock files ({error.strerror}); choose a folder "
+                    "on another one, such as this machine's own disk, with --kvpersist-dir"
+                ) from error
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
+        if not self.is_patient:
+            raise StoreError(
+                f"the store {folder} is being changed by {holder}; try again when that has ended"
+            )
+        logger.warning(
+            "the store %s is being changed by %s; turns stay in memory until that has ended",
+            folder,
+            holder,
+        )
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _this_process() -> str:
+    """Return how messages name this process, without its options: they may be secret."""
+    program, *words = sys.argv or ["python"]
+    command = [Path(program).name, *takewhile(lambda word: word[:1] != "-", words[:2])]
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} ({' '.join(command)}) since {now}"
+
+
+class Staging:
+    """The files of one turn, by key, until they are committed or `close` is called."""
+
+    def __init__(self, files: OwnFiles) -> None:
+        self._files = files
+        self._name = uuid.uuid4().hex[:8]
+        self._lock: BinaryIO | None = None
+        self._n_bytes = 0
+        self.sizes: dict[bytes, int] = {}
+        """Sizes of the files that have been written, in bytes."""
+
+    def close(self) -> None:
+        """Remove files that were not moved, and the announcement. Any number of times."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with lock:
+                for path in self._files.paths(_STAGED):
+                    if path.name.startswith(self._name):
+                        self._files.remove(path)
+
+    def write(self, key: bytes, write: Callable[[Path], int]) -> int:
+        """Have the file of a block or checkpoint written; return its size in bytes."""
+        self.sizes[key] = write(self.path(key))
+        return self.sizes[key]
+
+    def path(self, key: bytes) -> Path:
+        """Return the path of the file of a block or checkpoint until it is committed."""
+        return self._files.staged_path(self._name, key)
+
+    def announce(self, n_bytes: int) -> None:
+        """Let `n_bytes` more count as used. The caller holds the store's lock and made room."""
+        self._n_bytes += n_bytes
+        if self._lock is None:
+            self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock.seek(0)
+        self._lock.write(b"%d" % self._n_bytes)
+        self._lock.flush()
+
+
+def staged_bytes(files: OwnFiles) -> tuple[int, int]:
+    """Return how many bytes were announced, and how many of them are on disk. Under the lock."""
+    announced = written = 0
+    for path in files.paths(_STAGED):
+        try:
+            if path.suffix == ".lock":
+                announced += int(path.read_bytes() or 0)
+            else:
+                written += path.stat().st_size
+        except FileNotFoundError:  # just moved into place, or given up
+            continue
+    return max(announced, written), written
+
+
+def sweep_staged(files: OwnFiles) -> int:
+    """Remove what processes that ended left behind; return how many files. Under the lock."""
+    paths = list(files.paths(_STAGED))
+    alive = {path.stem for path in paths if path.suffix == ".lock" and _is_locked(path)}
+    return sum(files.remove(path) for path in paths if path.stem[:8] not in alive)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False

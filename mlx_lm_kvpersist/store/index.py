@@ -14,66 +14,63 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import astuple
-from itertools import chain, islice
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import IndexDamaged
 from ..match.tree import FEW, MAX_ALIKE, nearest
-from .database import Database, is_empty
+from .database import Database, Rows, is_empty
+from .folder import OwnFiles
 from .index_schema import faults, prepare
 from .records import (
     SESSION_COLUMNS,
     Commit,
     Forgotten,
-    Leaf,
     Session,
     Totals,
     read_root,
     read_sessions,
-    sidecar,
 )
-from .seal import PLAIN, Sealing
 from .small_state import SmallState
-
-__all__ = ["Forgotten", "Index", "Leaf", "Session"]
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
-_MOST_AT_ONCE = 400
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
 
 
-class Index:
-    """What is on disk, in rows.
+class Index(Rows):
+    """The rows of a store: blocks, checkpoints, sessions, roots.
 
-    Opening makes it where it is missing or empty, unless `create` is false: then it raises
+    Opening makes it if it is missing or empty, unless `create` is false: then it raises
     FileNotFoundError. Raises StoreFormatError when another version wrote it and
-    sqlite3.DatabaseError when it is damaged. `whole`: see `prepare`.
+    sqlite3.DatabaseError when it is damaged. `check_all`: see `prepare`. `files` is the
+    store's folder; by default it is not encrypted.
     """
 
     def __init__(
-        self, path: Path, *, create: bool = True, whole: bool = True, sealing: Sealing = PLAIN
+        self,
+        path: Path,
+        files: OwnFiles | None = None,
+        *,
+        create: bool = True,
+        check_all: bool = True,
     ) -> None:
         self.path = path
-        self.sealing = sealing
-        self.database = Database(path, sealing)
-        self._seldom = Lock()
-        self._failed: Callable[[str, Exception], None] | None = None
+        self.files = files or OwnFiles(path.parent)
+        super().__init__(Database(path, self.files))
         self._hidden: Collection[bytes] = ()
         self.state = SmallState(self)
         try:
-            self.reopen(create=create, whole=whole)
+            self.reopen(create=create, check_all=check_all)
         except BaseException:
             self.close()
             raise
 
-    def reopen(self, *, create: bool = True, whole: bool = True) -> None:
+    def reopen(self, *, create: bool = True, check_all: bool = True) -> None:
         """Use the file that is at the path now. Raises what opening raises."""
         try:
             with self.database.opening:
@@ -83,7 +80,7 @@ class Index:
                     raise FileNotFoundError(self.path)
                 self.database.reopen()
                 db = self.database.connection
-            if prepare(db, self.path, whole=whole):
+            if prepare(db, self.path, check_all=check_all):
                 self.database.empty_log()
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
@@ -96,45 +93,12 @@ class Index:
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
         """Return the index as serving threads see it: without the blocks and checkpoints `hidden`.
 
-        Its questions never raise: `failed` is called, and the answer is that nothing is there.
+        Its questions never raise: `failed` is called, and the answer is empty.
         """
         view = copy(self)
         view._failed, view._hidden = failed, hidden
         view.state = SmallState(view)
         return view
-
-    def ask(self, sql: str, *values: Any, types: Sequence[Any] = ()) -> list[Any]:
-        """Return the rows that answer a question; with `types`, only rows of values of these types.
-
-        A damaged index may hold anything.
-        """
-        try:
-            rows = self.database.connection.execute(sql, values).fetchall()
-        except (OSError, sqlite3.Error) as error:
-            self.report("read the index", error)
-            return []
-        return [row for row in rows if all(map(isinstance, row, types))]
-
-    def ask_in(
-        self, sql: str, given: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
-    ) -> list[Any]:
-        """Return the rows that answer a question about any number of `given` rows.
-
-        `sql` takes the `values` first, and then `VALUES {}`. SQLite bounds the variables of a
-        statement, at 999 or more.
-        """
-        found: list[Any] = []
-        left = iter(given)
-        while some := list(islice(left, _MOST_AT_ONCE)):
-            rows = ", ".join(f"({', '.join('?' * len(row))})" for row in some)
-            found += self.ask(sql.format(rows), *values, *chain.from_iterable(some), types=types)
-        return found
-
-    def report(self, doing: str, error: Exception) -> None:
-        """Raise an error, or say in a view what cannot be done."""
-        if self._failed is None:
-            raise error
-        self._failed(doing, error)
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
@@ -142,7 +106,7 @@ class Index:
 
         SQLite keeps as many descriptors as connections were ever open at the same time.
         """
-        with self._seldom:
+        with self.database.opening:
             try:
                 yield self
             finally:
@@ -155,9 +119,9 @@ class Index:
     ) -> list[Block]:
         """Return the blocks that continue `parent`, at most `limit`.
 
-        With the text or the packed ids that lie ahead, and where there are many, only the nearest
-        to them are returned. A damaged index may lie; the walk of the tree checks those blocks
-        that it means to use.
+        With the text or the packed ids that lie ahead, and if there are many blocks, only the
+        nearest to them are returned. A damaged index may lie; the walk of the tree checks those
+        blocks that it means to use.
         """
         hidden = set(self._hidden)  # before the rows are read: those go first
         most = FEW + 1 if ahead is not None else -1 if limit is None else limit
@@ -184,7 +148,7 @@ class Index:
         return self._nodes(where, 8 * limit, root.key, limit)
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
-        """Return, of these parents and a child of each, the parents that have another child."""
+        """Return the parents of a path, from parent to child, that have another child."""
         rows = self.ask_in(
             "WITH step(parent, child) AS (VALUES {}) "
             "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
@@ -217,8 +181,8 @@ class Index:
         """Return the blocks from the root to `leaf` with their sizes; empty if one is missing."""
         chain: list[tuple[Block, int]] = []
         key = leaf
-        while (found := self.block(key)) is not None:
-            node, root, n_bytes = found
+        while (row := self.block(key)) is not None:
+            node, root, n_bytes = row
             if chain and node.start >= chain[-1][0].start:
                 break  # a damaged index may go round in circles
             chain.append((node, n_bytes))
@@ -227,10 +191,26 @@ class Index:
             key = node.parent
         return []
 
+    def gap(self, leaf: bytes, root: bytes) -> bytes | None:
+        """Return the last missing block on the way from a root to `leaf`; None if there is none."""
+        rows = self.ask(
+            "WITH RECURSIVE up(key) AS (VALUES (?) "
+            "UNION SELECT parent FROM up JOIN blocks USING (key)) "
+            "SELECT key FROM up WHERE key != ? AND key NOT IN (SELECT key FROM blocks)",
+            leaf,
+            root,
+            types=(bytes,),
+        )
+        return next((key for (key,) in rows), None)
+
+    def version(self) -> int:
+        """Return a number that changes when another thread or process has changed the index."""
+        return sum(version for (version,) in self.ask("PRAGMA data_version"))
+
     def outline(self, leaves: Sequence[bytes]) -> list[tuple[bytes, bytes, int, int]]:
         """Return all blocks on the way to these leaves, parents before children.
 
-        Of each: its key, its parent's key, its bytes with its checkpoints', how many these are.
+        A row has its key, its parent's key, its bytes with its checkpoints', and their number.
         `leaves` are at most 500.
         """
         rows: list[tuple[bytes, bytes, int, int]] = self.ask(
@@ -247,7 +227,7 @@ class Index:
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
         """Return what all blocks take.
 
-        Of each: its key, its parent's, its root's, its first position, its tokens (8 too many for
+        A row has its key, its parent's, its root's, its first position, its tokens (8 too many for
         an image, but 256 at most), its bytes with its checkpoints', and the time of its use in
         seconds since the epoch.
         """
@@ -294,7 +274,7 @@ class Index:
         """Return the keys of what is never reached.
 
         These are blocks whose parent is neither a root nor there, all blocks that follow them, and
-        checkpoints whose block is not there.
+        checkpoints whose block is missing.
         """
         rows = self.ask(
             "WITH RECURSIVE lost(key) AS ("
@@ -317,13 +297,15 @@ class Index:
             zip(blocks),
             types=(bytes, bytes, str, int, int),
         )
-        found = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
-        return [one for one in found if one[0].is_genuine and one[0].key not in hidden]
+        checkpoints = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
+        return [
+            entry for entry in checkpoints if entry[0].is_genuine and entry[0].key not in hidden
+        ]
 
     # Sessions.
 
     def sessions(self, limit: int = -1, skip: int = 0) -> list[Session]:
-        """Return all sessions, or so many after the first `skip`, the most recently used first."""
+        """Return `limit` sessions after the first `skip`, the most recently used first."""
         return self._sessions("1 ORDER BY used DESC LIMIT ? OFFSET ?", limit, skip)
 
     def n_sessions(self) -> int:
@@ -377,24 +359,24 @@ class Index:
 
     def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
         """Return the largest roots, of all tenants or of the tenant of a root, with totals."""
-        about = tenant.tenant_json if tenant is not None else ""
+        tenant_json = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
             "JOIN roots ON key = totals.root WHERE instr(about, ?) "
             "ORDER BY block_bytes DESC LIMIT ?",
-            about,
+            tenant_json,
             limit,
         )
-        read = ((read_root(key, about), Totals(*numbers)) for key, about, *numbers in rows)
+        read = ((read_root(key, root_json), Totals(*numbers)) for key, root_json, *numbers in rows)
         return [(root, totals) for root, totals in read if root is not None]
 
     def models(self) -> list[str]:
         """Return the fingerprints of the models that have blocks, one look-up for each."""
-        found: list[str] = []
+        models: list[str] = []
         query = "SELECT min(model) FROM blocks WHERE n_children = 0 AND model > ?"
-        while rows := self.ask(query, found[-1] if found else "", types=(str,)):
-            found.append(rows[0][0])
-        return found
+        while rows := self.ask(query, models[-1] if models else "", types=(str,)):
+            models.append(rows[0][0])
+        return models
 
     def root(self, key: bytes) -> Root | None:
         rows = self.ask("SELECT about FROM roots WHERE key = ?", key)
@@ -451,10 +433,12 @@ class Index:
         commit: Commit,
         new: Collection[tuple[Record, int]] = (),
         session: Session | None = None,
+        sidecar_bytes: int = 0,
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
-        `new` comes with the sizes of the files, in bytes; `session` is that of the commit's leaf.
+        `new` comes with the sizes of the files, in bytes; `session` ends in the commit's leaf.
+        `sidecar_bytes` is the size of the session's file.
         Rows of the commit's blocks and checkpoints that say something else than those do are put
         right. Superseded checkpoints and those of replaced blocks are removed; return their keys.
         """
@@ -473,7 +457,7 @@ class Index:
             )
             self.state.add_replies(root.key, commit.replies, now)
             if session is not None and leaf is not None:
-                self.put_session(session)
+                self.put_session(session, sidecar_bytes)
                 self.state.add_note(session.id, **leaf.note)
             if leaf is not None:
                 db.executemany(
@@ -485,8 +469,8 @@ class Index:
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
         return [key for key, _ in removed]
 
-    def put_session(self, session: Session) -> None:
-        """Add a session, or change its row.
+    def put_session(self, session: Session, sidecar_bytes: int = 0) -> None:
+        """Add a session, or change its row; `sidecar_bytes` is the size of its file.
 
         Raises sqlite3.IntegrityError, and changes nothing, if another session has its id.
         """
@@ -498,7 +482,7 @@ class Index:
             )
             db.execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                session_row(session, self.sealing),
+                (*astuple(session), sidecar_bytes),
             )
 
     def remove_session(self, session_id: str) -> None:
@@ -576,7 +560,3 @@ class Index:
             )
         ]
         return max([time.time(), *(math.nextafter(newest, _END) for (newest,) in used)])
-
-
-def session_row(session: Session, sealing: Sealing) -> tuple[Any, ...]:
-    return (*astuple(session), len(sidecar(session, sealing)))

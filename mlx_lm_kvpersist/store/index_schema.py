@@ -168,11 +168,11 @@ _MISCOUNTED = (
 )
 
 
-def prepare(db: sqlite3.Connection, path: Path, *, whole: bool) -> bool:
+def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
     """Check the index at `path`, make its tables if it is empty, and convert an older format.
 
-    Return whether it was converted: then it has many free pages. All pages are read only if the
-    `whole` is to be checked, which takes longer the more the index holds. Raises StoreFormatError
+    Return whether it was converted: then it has many free pages. All pages are read only if
+    `check_all` is set, which takes longer the more the index holds. Raises StoreFormatError
     when another version wrote it and sqlite3.DatabaseError when it is damaged.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -187,7 +187,7 @@ def prepare(db: sqlite3.Connection, path: Path, *, whole: bool) -> bool:
             f"{version}, expected {INDEX_FORMAT}); choose another folder with --kvpersist-dir, or "
             "remove this one"
         )
-    if whole:
+    if check_all:
         (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise IndexDamaged(verdict)
@@ -217,16 +217,16 @@ def _convert(db: sqlite3.Connection) -> None:
     If another process was quicker, this changes nothing. Raises IndexDamaged if the tables lack a
     column.
     """
-    made = _as_made()
+    statements = _as_made()
     with db:
         db.execute("BEGIN IMMEDIATE")
-        for kind, name in made:
+        for kind, name in statements:
             if kind == "trigger":
                 db.execute(f"DROP TRIGGER IF EXISTS {name}")
         for table in ("roots", "blocks", "checkpoints"):
             if old_columns := _columns(db, table):
                 db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
-            db.execute(made["table", table])
+            db.execute(statements["table", table])
             columns = _columns(db, table)
             if not {*columns} <= {*old_columns}:
                 raise IndexDamaged(f"the table {table} is not as it was made")
@@ -235,9 +235,9 @@ def _convert(db: sqlite3.Connection) -> None:
             except sqlite3.IntegrityError as error:
                 raise IndexDamaged(str(error)) from error
             db.execute(f"DROP TABLE old_{table}")
-        there = _statements(db)
-        for what, sql in made.items():
-            if what not in there:
+        existing = _statements(db)
+        for what, sql in statements.items():
+            if what not in existing:
                 db.execute(sql)
         db.execute("DELETE FROM state WHERE key = 'eviction clock'")
         _mark(db)
@@ -267,26 +267,26 @@ def recount(db: sqlite3.Connection) -> None:
 
 def faults(db: sqlite3.Connection) -> list[str]:
     """Return what is wrong with the rows in themselves, a line for each kind."""
-    found = []
+    lines = []
     for table in (*TABLES_OF_FILES, *OTHER_TABLES, "totals"):
         where = f"FROM {table} WHERE NOT ({sound(db, table)})"
         (n_rows,) = db.execute(f"SELECT count(*) {where}").fetchone()
         if n_rows:
-            found.append(f"{n_rows} rows of {table} have values of a wrong type")
+            lines.append(f"{n_rows} rows of {table} have values of a wrong type")
     sessions = db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions").fetchall()
     if n_bad := len(sessions) - len(read_sessions(sessions)):
-        found.append(f"{n_bad} rows of sessions cannot be read")
+        lines.append(f"{n_bad} rows of sessions cannot be read")
     roots = dict(db.execute("SELECT key, about FROM roots"))
-    n_bad = sum(read_root(key, about) is None for key, about in roots.items())
+    n_bad = sum(read_root(key, root_json) is None for key, root_json in roots.items())
     n_missing = sum(key not in roots for (key,) in db.execute("SELECT root FROM totals") if key)
     if n_bad or n_missing:
-        found.append(f"{n_bad} rows of roots cannot be read, {n_missing} are missing")
+        lines.append(f"{n_bad} rows of roots cannot be read, {n_missing} are missing")
     (n_wrong,) = db.execute(f"SELECT count(*) {_MISCOUNTED}").fetchone()
     counted = {*db.execute(_COUNTED), *db.execute(_SUMMED)}
     n_wrong += len(counted ^ set(db.execute("SELECT * FROM totals")))
     if n_wrong:
-        found.append(f"{n_wrong} totals are not those of the rows")
-    return found
+        lines.append(f"{n_wrong} totals are not those of the rows")
+    return lines
 
 
 def sound(db: sqlite3.Connection, table: str) -> str:

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError, NoAnswer
 from ..units import parse_folder
-from .folder import OBJECTS, check_place, has_own_name, own_files, remove
+from .folder import OBJECTS, OwnFiles, has_own_name
 from .threads import Result, Threads
 
 ANSWER_S, CONNECT_S = 9, 2
@@ -41,7 +41,7 @@ class ListedObject(NamedTuple):
 
 
 def surplus(
-    found: Iterable[ListedObject], older_s: float | None, max_bytes: int | None
+    objects: Iterable[ListedObject], older_s: float | None, max_bytes: int | None
 ) -> list[ListedObject]:
     """Return the objects to remove, the oldest first.
 
@@ -49,12 +49,12 @@ def surplus(
     `max_bytes` in all.
     """
     before_s = time.time() - older_s if older_s is not None else 0.0
-    in_order = sorted(found, key=lambda one: one.put_s)
-    left = sum(one.n_bytes for one in in_order)
-    for n, one in enumerate(in_order):
-        if one.put_s >= before_s and (max_bytes is None or left <= max_bytes):
+    in_order = sorted(objects, key=lambda item: item.put_s)
+    left = sum(item.n_bytes for item in in_order)
+    for n, item in enumerate(in_order):
+        if item.put_s >= before_s and (max_bytes is None or left <= max_bytes):
             return in_order[:n]
-        left -= one.n_bytes
+        left -= item.n_bytes
     return in_order
 
 
@@ -63,15 +63,15 @@ def _folder_of(url: str) -> Path | None:
 
     Raises ValueError or ArgumentTypeError if the URL cannot name a folder of this machine.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("", "file"):
+    split_url = urlsplit(url)
+    if split_url.scheme not in ("", "file"):
         return None
-    if parts.netloc not in ("", "localhost"):
+    if split_url.netloc not in ("", "localhost"):
         raise ValueError(
-            f"it names the machine {parts.netloc}, and only folders of this one can be used: "
+            f"it names the machine {split_url.netloc}, and only folders of this one can be used: "
             "mount the share, and name the folder where it is mounted"
         )
-    return parse_folder(unquote(parts.path) if parts.scheme else url)
+    return parse_folder(unquote(split_url.path) if split_url.scheme else url)
 
 
 class Objects:
@@ -109,9 +109,9 @@ class Objects:
         try:
             yield
         except unusable as error:
-            about = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"the shared store {self.url} cannot be used: {about}; give a folder, or a URL "
+                f"the shared store {self.url} cannot be used: {reason}; give a folder, or a URL "
                 "such as s3://bucket/prefix"
             ) from error
 
@@ -131,7 +131,7 @@ class Objects:
     def _failures(self, name: str) -> Iterator[None]:
         try:
             if self._folder is not None and has_own_name(name):
-                check_place(self._folder, self._folder / name)  # obstore follows links
+                OwnFiles(self._folder).check_place(self._folder / name)  # obstore follows links
             yield
         except FileNotFoundError as error:
             raise FileNotFoundError(name) from error
@@ -168,18 +168,18 @@ class Objects:
     def list(self) -> Iterator[ListedObject]:
         """Yield the objects that servers have put."""
         if self._folder is not None:
-            for path in own_files(self._folder, OBJECTS):
+            for path in OwnFiles(self._folder).paths(OBJECTS):
                 with suppress(FileNotFoundError):  # removed since
-                    about = path.lstat()
+                    stat = path.lstat()
                     name = path.relative_to(self._folder).as_posix()
-                    yield ListedObject(name, about.st_size, about.st_mtime)
+                    yield ListedObject(name, stat.st_size, stat.st_mtime)
             return
         with self._failures(self.url):
-            for found in self._obstore.list(self._opened(), OBJECTS):
-                for one in found:
-                    if has_own_name(one["path"]):
-                        put_s = one["last_modified"].timestamp()
-                        yield ListedObject(one["path"], one["size"], put_s)
+            for page in self._obstore.list(self._opened(), OBJECTS):
+                for meta in page:
+                    if has_own_name(meta["path"]):
+                        put_s = meta["last_modified"].timestamp()
+                        yield ListedObject(meta["path"], meta["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove at most 1,000 objects: S3 removes no more in one request.
@@ -188,7 +188,7 @@ class Objects:
         """
         if self._folder is not None:
             for name in names:
-                remove(self._folder, self._folder / name)
+                OwnFiles(self._folder).remove(self._folder / name)
             return
         with suppress(FileNotFoundError), self._failures(self.url):
             self._obstore.delete(self._opened(), [name for name in names if has_own_name(name)])
@@ -249,8 +249,8 @@ class TimedObjects:
         self._ask(self._objects.put, name, content)
 
     def list(self) -> Iterator[ListedObject]:
-        found = iter(self._ask(self._objects.list))
-        while some := self._ask(lambda: [*islice(found, _AT_ONCE)]):
+        objects = iter(self._ask(self._objects.list))
+        while some := self._ask(lambda: [*islice(objects, _AT_ONCE)]):
             yield from some
 
     def delete(self, names: Sequence[str]) -> None:

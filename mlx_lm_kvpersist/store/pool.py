@@ -8,59 +8,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 from threading import RLock
-from typing import Any
 
 from sortedcontainers import SortedList
 
-from ..block import Block, Checkpoint, Record
+from ..block import Block, Checkpoint
 from ..errors import PoolFull
 from ..match.tree import FEW, MAX_ALIKE, nearest
 from ..units import show_bytes
-from .tier import RAM
+from .records import RAM, KVBlock
 
 _MAX_GONE = 20_000
 """Evicted blocks and checkpoints that are remembered."""
 _FIRST = -(1 << 62)
 """A checkpoint's place among last resorts: before all blocks."""
-
-
-@dataclass
-class KVBlock:
-    """A block or a checkpoint in RAM: its record, and its KV arrays (opaque to the pool).
-
-    `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
-    it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
-    `read_s` how long that took, until a restore with it has been completed: only then is it as
-    good as one that was computed here. `used` counts up with each use of any entry. `place` is the
-    entry's place in the order of eviction, None while it must stay.
-    """
-
-    block: Record
-    arrays: Any
-    n_bytes: int
-    is_stored: bool = False
-    pins: int = 0
-    prefetched: int = 0
-    tier: str = RAM
-    read_s: float = 0.0
-    used: int = 0
-    place: tuple[bool, int, bytes] | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it must stay: a prompt waits for it, or a commit has no other copy of it."""
-        return self.prefetched > 0 or (self.pins > 0 and not self.is_stored)
-
-    @classmethod
-    def of(cls, block: Record, arrays: Any) -> KVBlock:
-        """Return the entry of a block. Ids and text count: there may be no arrays."""
-        n_bytes = sum(array.nbytes for array in arrays.values())
-        if isinstance(block, Block):
-            n_bytes += len(block.packed_ids) + len(block.text)
-        return cls(block, arrays, n_bytes)
 
 
 class BlockPool:
@@ -81,16 +43,16 @@ class BlockPool:
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
         """Keys of blocks that were evicted lately."""
-        self._lock = RLock()
+        self.lock = RLock()
         self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
-        """Bytes of all entries, of those that must stay for now, and of checkpoints."""
+        """Bytes of all entries, of entries that must stay for now, and of checkpoints."""
         self.n_evicted = 0
         """Blocks and checkpoints that went to make room."""
         self.asked_again_tokens = 0
         """Tokens of evicted blocks that came back."""
 
     def stats(self) -> dict[str, int]:
-        with self._lock:
+        with self.lock:
             return {
                 "blocks": len(self) - self.n_checkpoints,
                 "checkpoints": self.n_checkpoints,
@@ -116,7 +78,7 @@ class BlockPool:
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         """Return the blocks that continue `parent`; see `BlockSource.children`."""
-        with self._lock:
+        with self.lock:
             siblings = self._children.get(parent, {"text": []})
             if ahead is None or len(siblings["text"]) <= FEW:
                 return siblings["text"][:limit]
@@ -134,7 +96,7 @@ class BlockPool:
             return nearest(ahead, find)
 
     def checkpoints(self, blocks: Iterable[bytes]) -> list[Checkpoint]:
-        with self._lock:
+        with self.lock:
             return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
 
     def put(self, entry: KVBlock) -> KVBlock:
@@ -144,7 +106,7 @@ class BlockPool:
         added.
         """
         block = entry.block
-        with self._lock:
+        with self.lock:
             present = self._entries.get(block.key)
             if present is not None:
                 self._hold([present], entry.pins, entry.prefetched)
@@ -172,10 +134,10 @@ class BlockPool:
     def admit(self, entry: KVBlock) -> KVBlock:
         """Add an entry, and pin it for a prefetch.
 
-        Return what is here under its key, which may be what was there before. Raises PoolFull where
+        Return the entry under its key, which may be an older one. Raises PoolFull if
         entries that must stay leave no room for it.
         """
-        with self._lock:
+        with self.lock:
             key, free = entry.block.key, self.max_bytes - self.n_bytes
             reclaimable = self.n_bytes - self.held_bytes
             entry.prefetched += 1
@@ -196,7 +158,7 @@ class BlockPool:
         Their number bounds the cost, not the length of the chain.
         """
         blocks: list[Block] = []
-        with self._lock:
+        with self.lock:
             while (entry := self._entries.get(key)) is not None and not entry.is_stored:
                 if not isinstance(entry.block, Block):
                     break
@@ -205,18 +167,18 @@ class BlockPool:
         return blocks[::-1]
 
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
-        """Keep those of these blocks and checkpoints that are here, until `unpin`; return them.
+        """Keep blocks and checkpoints, as far as they are here, until `unpin`; return them.
 
-        What a commit pinned and a tier below has may still be evicted, when nothing else is left.
+        A record that a commit pinned and a tier below has may be evicted as a last resort.
         """
-        with self._lock:
+        with self.lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
             self._hold(pinned, not prefetch, prefetch)
             return pinned
 
     def unpin(self, entries: Iterable[KVBlock], *, prefetch: bool = False) -> None:
-        """Let go of what was pinned; it may have been dropped meanwhile."""
-        with self._lock:
+        """Unpin entries; they may have been dropped in between."""
+        with self.lock:
             self._hold(entries, -(not prefetch), -prefetch)
             self._evict()
 
@@ -226,7 +188,7 @@ class BlockPool:
         The last block is evicted first. If they are `proven`, a restore with them has been
         completed, so the arrays that were read are right.
         """
-        with self._lock:
+        with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in reversed(entries):
                 self._use(entry)
@@ -235,7 +197,7 @@ class BlockPool:
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
         """Say of entries whether a tier below has them; without, they stay for waiting commits."""
-        with self._lock:
+        with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in entries:
                 self.held_bytes -= entry.n_bytes * entry.is_held
@@ -245,18 +207,18 @@ class BlockPool:
 
     def remove(self, key: bytes) -> None:
         """Remove a checkpoint, or a block with its checkpoints."""
-        with self._lock:
-            for one in (key, *self._checkpoints.get(key, ())):
-                if one in self._entries:
-                    self._remove(one)
+        with self.lock:
+            for record_key in (key, *self._checkpoints.get(key, ())):
+                if record_key in self._entries:
+                    self._remove(record_key)
 
     def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
         """Do what `remove` does, unless a commit waits to be written with this block or checkpoint.
 
-        `written` says whether one that a tier below has is dropped, too. Of a block that is not
-        here the checkpoints may be.
+        `written` says whether one that a tier below has is dropped, too. The checkpoints
+        of a block may be here without it.
         """
-        with self._lock:
+        with self.lock:
             entry = self._entries.get(key)
             if entry is None or (not entry.pins and (written or not entry.is_stored)):
                 self.remove(key)
@@ -267,7 +229,7 @@ class BlockPool:
         Their checkpoints go with them. Blocks that others in RAM continue stay, and so does what
         is about to be used.
         """
-        with self._lock:
+        with self.lock:
             before = self.n_bytes
             for key in reversed(list(chain)):
                 block, at_end = self._entries.get(key), self._checkpoints.get(key, {})
@@ -281,22 +243,22 @@ class BlockPool:
     def resize(self, max_bytes: int) -> int:
         """Change the budget and evict what is over it; return the bytes that went. Any thread.
 
-        What must stay is evicted later, when it is let go of.
+        Entries that must stay are evicted when they are unpinned.
         """
-        with self._lock:
+        with self.lock:
             self.max_bytes = max_bytes
             return self._evict()
 
     def release(self, n_bytes: int) -> int:
         """Evict at least `n_bytes`, or all that may go; return the bytes that went. Any thread.
 
-        What prompts or commits wait for stays.
+        Entries that prompts or commits wait for stay.
         """
-        with self._lock:
+        with self.lock:
             return self._evict(self.n_bytes - n_bytes, last_resorts=False)
 
     def clear(self) -> None:
-        with self._lock:
+        with self.lock:
             for by_key in (self._entries, self._children, self._checkpoints):
                 by_key.clear()
             self._places.clear()
@@ -357,7 +319,7 @@ class BlockPool:
         """
         key = entry.block.key
         # Without its parent a block is of no use, so parents stay as long as they have any. Nothing
-        # needs a checkpoint, and its key is no parent's.
+        # needs a checkpoint, and its key has no children.
         if not entry.pins and not entry.prefetched and key not in self._children:
             return False, entry.used, key
         # Turns that wait may need whole conversations. A record on disk can be read again.
@@ -400,9 +362,9 @@ class BlockPool:
             is_gone = not self._entries[key].is_stored
             self._evict_one(key)
             # Checkpoints of a block that is nowhere else would be of no use.
-            for one in list(self._checkpoints.get(key, ())) if is_gone else ():
-                if not self._entries[one].pins and not self._entries[one].prefetched:
-                    self._evict_one(one)
+            for checkpoint in list(self._checkpoints.get(key, ())) if is_gone else ():
+                if not self._entries[checkpoint].pins and not self._entries[checkpoint].prefetched:
+                    self._evict_one(checkpoint)
         return before - self.n_bytes
 
     def _evict_one(self, key: bytes) -> None:

@@ -10,16 +10,17 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
+from ..block import BLOCK_TOKENS, Block, Record, Root
 from ..errors import BlockCorrupt
 from .conversation import Conversation, conversation_key, layout_key, opening_of
+from .disk_tier import DiskTier
 from .objects import surplus
 from .records import Commit
-from .sealed_objects import SealedObjects
+from .shared_objects import SharedObjects
 
 logger = logging.getLogger(__name__)
 
@@ -54,23 +55,18 @@ class _Turn:
 class Putting:
     """Puts blocks, checkpoints and conversations.
 
-    `content_of` returns what the file of a record on disk holds, `chain_of` the blocks on disk up
-    to a leaf, `checkpoints_of` the checkpoints of blocks that are on disk, and `replies_of` what is
-    remembered of replies among messages. The oldest objects are removed if all servers have put
-    more than `max_bytes`.
+    `disk` has the records, and `replies_of` returns what is remembered of replies among messages.
+    The oldest objects are removed if all servers have put more than `max_bytes`.
     """
 
     def __init__(
         self,
-        store: SealedObjects,
-        content_of: Callable[[Record], bytes],
-        chain_of: Callable[[bytes], Sequence[Block]],
-        checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
+        store: SharedObjects,
+        disk: DiskTier,
         replies_of: RepliesOf,
         max_bytes: int | None = None,
     ) -> None:
-        self._store, self._content_of, self._chain_of = store, content_of, chain_of
-        self._checkpoints_of, self._replies_of = checkpoints_of, replies_of
+        self._store, self._disk, self._replies_of = store, disk, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self._waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
@@ -92,16 +88,16 @@ class Putting:
 
         Blocks that are not full are left out unless the turn has ended: no prompt finds them.
         """
-        blocks = [one for one in commit.blocks if commit.leaf or one.n_tokens == BLOCK_TOKENS]
+        blocks = [block for block in commit.blocks if commit.leaf or block.n_tokens == BLOCK_TOKENS]
         records: list[Record] = [*blocks, *commit.checkpoints]
-        unseen = [one for one in records if not self._store.is_seen(one.key)]
+        unseen = [record for record in records if not self._store.is_seen(record.key)]
         before = [commit.parent] if commit.leaf and commit.parent != commit.root.key else []
         new: list[Record | _Turn | bytes] = [*before, *unseen, *self._new_of(commit)]
         with self._changed:
             if len(self._waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
                 return False
-            self._waiting += ((one, 0) for one in new)
+            self._waiting += ((item, 0) for item in new)
             self._changed.notify_all()
         return True
 
@@ -116,7 +112,7 @@ class Putting:
                 self._turns.popitem(last=False)
             new.append(turn)
         else:
-            ends = dict.fromkeys(one.block for one in commit.checkpoints)
+            ends = dict.fromkeys(checkpoint.block for checkpoint in commit.checkpoints)
             new += [self._turns[end] for end in ends if end in self._turns]
         if commit.replies and commit.messages:
             new.append(_Turn(commit.root, commit.messages, replies=commit.replies))
@@ -151,7 +147,7 @@ class Putting:
             (item, n_failed), self._since_s = self._waiting[0], time.monotonic()
             if isinstance(item, bytes):
                 self._waiting.popleft()
-                blocks = [block for block in self._chain_of(item) if not store.is_seen(block.key)]
+                blocks = [block for block in self._disk.chain(item) if not store.is_seen(block.key)]
                 self._waiting.extendleft((block, 0) for block in reversed(blocks))
                 continue
             try:
@@ -165,8 +161,8 @@ class Putting:
                     self._waiting.append((item, n_failed))
                 else:
                     store.counts["not_written"] += 1
-                    said = "an object cannot be put into the shared store: %s"
-                    store.failures.add(said, str(error) or repr(error))
+                    message = "an object cannot be put into the shared store: %s"
+                    store.failures.add(message, str(error) or repr(error))
             self._waiting.popleft()
         if store.counts["written"] > n_before:
             store.writes.worked()
@@ -177,7 +173,7 @@ class Putting:
         if not self._store.lacks(record.key):
             return
         try:
-            content = self._content_of(record)
+            content = self._disk.content_of(record)
         except (FileNotFoundError, BlockCorrupt):
             return  # it was evicted, or replaced by a longer block, or is damaged
         self._store.put(record.key, content)
@@ -185,16 +181,16 @@ class Putting:
     def _put_turn(self, new: _Turn) -> None:
         """Put a conversation, with the replies that other servers and earlier turns put."""
         store, root, chain = self._store, new.root, tuple[Block, ...]()
-        if new.leaf is not None and not (chain := tuple(self._chain_of(new.leaf))):
+        if new.leaf is not None and not (chain := tuple(self._disk.chain(new.leaf))):
             return  # it was evicted, or removed
         opening = opening_of(new.messages, chain[0].packed_ids if chain else b"")
-        there, _ = store.conversation(root, opening)
-        checkpoints = there.checkpoints
+        stored, _ = store.conversation(root, opening)
+        checkpoints = stored.checkpoints
         if chain:
-            checkpoints = tuple(self._checkpoints_of([block.key for block in chain]))
-        known = {} if new.leaf is None else self._replies_of(root, new.messages)
-        replies = {**there.replies, **known, **new.replies}
-        now = Conversation(chain or there.chain, checkpoints, replies)
+            checkpoints = tuple(self._disk.checkpoints([block.key for block in chain]))
+        remembered = {} if new.leaf is None else self._replies_of(root, new.messages)
+        replies = {**stored.replies, **remembered, **new.replies}
+        now = Conversation(chain or stored.chain, checkpoints, replies)
         store.put(conversation_key(root, opening), now.packed())
         if store.lacks(layout := layout_key(root, opening)):
             store.put(layout, root.layout.encode())
@@ -206,7 +202,7 @@ class Putting:
         self._prune_at_s = time.monotonic() + PRUNE_S
         try:
             old = surplus(self._store.objects.list(), None, self._max_bytes)
-            self._store.objects.delete([one.name for one in old])
+            self._store.objects.delete([item.name for item in old])
         except Exception as error:  # listing may be forbidden where putting is not
             if self._store.answers():
                 self._store.failures.add("the shared store's size cannot be kept: %s", error)

@@ -1,12 +1,11 @@
 """Reading: blocks from the pool, or from the disk into it, when needed or before.
 
-Any long-lived thread may read. What is prefetched stays in RAM until it is used.
+Any long-lived thread may read. Prefetched entries stay in RAM until they are used.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,8 @@ from itertools import islice
 from ..block import Record, Root
 from ..errors import BlockCorrupt, PoolFull, StoreFormatError
 from ..failures import Failures
-from .pool import BlockPool, KVBlock
+from .pool import BlockPool
+from .records import KVBlock
 from .threads import Threads
 from .tier import ReadTier
 
@@ -27,7 +27,7 @@ _N_THREADS = 3
 
 
 class Prefetch:
-    """What is prefetched for one prompt. None of it leaves RAM before `release`."""
+    """The entries that are prefetched for a prompt. They stay in RAM until `release`."""
 
     def __init__(self, pool: BlockPool, released: Callable[[Prefetch], None]) -> None:
         self.sizes: dict[bytes, int] = {}
@@ -39,23 +39,23 @@ class Prefetch:
         self._released = released
         self._is_released = False
         self._entries: list[KVBlock] = []
-        self._lock = threading.Lock()
+        """Changed under the lock of the pool."""
 
     def stop(self) -> None:
-        """Read no further than the file that is being read; what is there stays."""
+        """Read no further than the file that is being read; entries in RAM stay."""
         self.stopped = True
 
     def release(self) -> None:
         """Stop, and unpin everything. Any thread, any number of times."""
-        with self._lock:
+        with self._pool.lock:
             self.stopped = self._is_released = True
             entries, self._entries = self._entries, []
         self._pool.unpin(entries, prefetch=True)
         self._released(self)
 
     def add(self, entries: Iterable[KVBlock]) -> None:
-        """Take pinned entries, to unpin them with the others."""
-        with self._lock:
+        """Take pinned entries, to unpin them at `release`."""
+        with self._pool.lock:
             if not self._is_released:
                 self._entries += entries
                 return
@@ -106,17 +106,17 @@ class Reader:
             coming.extend(map(self._workers.submit, islice(tasks, 1)))
 
     def prefetch(self, wanted: Sequence[tuple[Record, int]], root: Root) -> Prefetch:
-        """Read into the pool what is not there yet, in order; each comes with its size in bytes.
+        """Read missing records into the pool, in order; each comes with its size in bytes.
 
-        Together with what others had prefetched it takes at most half of the budget, so that turns
-        to be written have room, too; what does not fit is left on disk. What is there, or comes,
-        stays until `release`.
+        All prefetched entries take at most half of the budget, so that turns to be written have
+        room; records that do not fit are left on disk. Records in RAM, and records that come, stay
+        until `release`.
         """
         prefetch = Prefetch(self.pool, self._prefetches.discard)
         self._prefetches.add(prefetch)
-        there = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
-        prefetch.add(there.values())
-        left = [one for one in wanted if one[0].key not in there]
+        present = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
+        prefetch.add(present.values())
+        left = [item for item in wanted if item[0].key not in present]
 
         def run() -> None:
             try:
@@ -148,7 +148,9 @@ class Reader:
                 return
             come = self.pool.pin([block.key], prefetch=True)  # perhaps for another prompt
             if not come:
-                sizes = {key: n for one in list(self._prefetches) for key, n in one.sizes.items()}
+                sizes = {
+                    key: n for running in list(self._prefetches) for key, n in running.sizes.items()
+                }
                 if n_bytes + sum(sizes.values()) > self.pool.max_bytes // 2:
                     return
                 read = self.read(block, root)

@@ -11,18 +11,17 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
+from dataclasses import astuple
 from pathlib import Path
 
 from ..block import Block, Checkpoint
 from ..errors import BlockCorrupt, StoreFormatError
 from .database import is_empty
 from .files import read_record
-from .folder import make_private, move, own_files, remove
-from .index import Index, session_row
+from .folder import OwnFiles, make_private
+from .index import Index
 from .index_schema import OTHER_TABLES, TABLES_OF_FILES, is_damage, recount, sound
 from .records import read_sidecar
-from .seal import PLAIN, Sealing
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +29,7 @@ _SUFFIXES = ("", "-wal", "-shm")
 
 
 def rebuild_index(
-    folder: Path,
-    sealing: Sealing = PLAIN,
+    files: OwnFiles,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Make the index of a store anew and put it in place; return the number of blocks.
@@ -44,29 +42,30 @@ def rebuild_index(
     Raises OSError when a file cannot be read now, because what is left out is swept, and
     StoreFormatError when index or blocks were written by another version.
     """
+    folder = files.folder
     aside = folder / "quarantine"
     make_private(aside)
     fresh_path = aside / f"rebuild-{time.time_ns()}.sqlite"
-    fresh = Index(fresh_path, sealing=sealing)
+    fresh = Index(fresh_path, files)
     try:
-        fill(folder, fresh, progress)
+        fill(fresh, progress)
         n_blocks = fresh.totals().n_blocks
         fresh.state.salvage(folder / "index.sqlite")
         fresh.close()
-        if not _replaced_within(folder / "index.sqlite", fresh_path, sealing):
+        if not _replaced_within(folder / "index.sqlite", fresh_path, files):
             for suffix in _SUFFIXES:  # a log left behind would be read into the new index
                 path = folder / f"index.sqlite{suffix}"
                 if path.exists():
-                    move(folder, path, aside / f"index-{time.time_ns()}.sqlite{suffix}")
-            move(folder, fresh_path, folder / "index.sqlite")
+                    files.move(path, aside / f"index-{time.time_ns()}.sqlite{suffix}")
+            files.move(fresh_path, folder / "index.sqlite")
     finally:
         fresh.close()
         for suffix in _SUFFIXES:
-            remove(folder, Path(f"{fresh_path}{suffix}"))
+            files.remove(Path(f"{fresh_path}{suffix}"))
     return n_blocks
 
 
-def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
+def _replaced_within(path: Path, fresh_path: Path, files: OwnFiles) -> bool:
     """Put the rows of a fresh index into the one at `path`; False when it is missing or damaged.
 
     One transaction: other processes read the old rows until it ends. The index keeps what the files
@@ -76,10 +75,9 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
     if is_empty(path):
         return False
     try:
-        live = Index(path, sealing=sealing)
+        live = Index(path, files)
         with closing(live), closing(live.database.connection) as db, db:
-            # SQLite knows no key, and passes over it.
-            db.execute("ATTACH ? AS fresh KEY ?", (str(fresh_path), sealing.index_key))
+            files.attach(db, fresh_path, "fresh")
             db.execute("BEGIN IMMEDIATE")
             for table in ("blocks", "checkpoints"):
                 db.execute(
@@ -94,9 +92,10 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
                 "(own.root, own.name, own.created) IS NOT (old.root, old.name, old.created))"
             )
             db.executemany(
-                "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "
+                "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, "
+                "coalesce((SELECT sidecar_bytes FROM fresh.sessions WHERE id = ?1), 0) "
                 "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",
-                map(partial(session_row, sealing=sealing), live.sessions()),
+                map(astuple, live.sessions()),
             )
             for table in OTHER_TABLES:
                 db.execute(f"DELETE FROM main.{table} WHERE NOT ({sound(db, table)})")
@@ -114,32 +113,33 @@ def _replaced_within(path: Path, fresh_path: Path, sealing: Sealing) -> bool:
     return True
 
 
-def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> None:
-    """Add all that the files of a folder say to an empty index, in one transaction."""
-    paths = [path for name in ("blocks", "checkpoints") for path in sorted(own_files(folder, name))]
-    sealing, bad = index.sealing, list[str]()
+def fill(index: Index, progress: Callable[[int, int], None]) -> None:
+    """Add all that its files say to an empty index, in one transaction."""
+    files = index.files
+    paths = [path for name in ("blocks", "checkpoints") for path in sorted(files.paths(name))]
+    bad: list[str] = []
     with index.database.transaction():
         for number, path in enumerate(paths):
             try:
-                (record, root, _), stat = read_record(path, sealing), path.stat()
+                (record, root, _), stat = read_record(path, files), path.stat()
             except StoreFormatError as error:
                 raise StoreFormatError(f"{path}: {error}") from error
             except (BlockCorrupt, FileNotFoundError) as error:
                 bad.append(f"{path.name}: {error}")
             else:
-                known = index.block(record.block) if isinstance(record, Checkpoint) else None
-                if isinstance(record, Block) or (known is not None and known[1] == root.key):
+                parent = index.block(record.block) if isinstance(record, Checkpoint) else None
+                if isinstance(record, Block) or (parent is not None and parent[1] == root.key):
                     index.add_blocks(root, [(record, stat.st_size)], stat.st_mtime)
             progress(number + 1, len(paths))
-        for path in sorted(own_files(folder, "sessions")):
+        for path in sorted(files.paths("sessions")):
             if path.suffix != ".json":
                 continue
             try:
-                session = read_sidecar(path, sealing)
+                session = read_sidecar(path, files)
             except (ValueError, TypeError, KeyError) as error:
                 bad.append(f"{path.name}: {error}")
                 continue
             if session.leaf in index:
-                index.put_session(session)
+                index.put_session(session, path.stat().st_size)
     if bad:
         logger.warning("%d files are not taken into the index, such as %s", len(bad), bad[0])

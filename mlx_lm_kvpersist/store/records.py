@@ -1,4 +1,4 @@
-"""The records of the store: its limits, commits that come to disk, rows and notes of it."""
+"""Values of the store: limits, commits, entries in RAM, rows, and the sidecars of sessions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
-from ..errors import SealBroken
-from .seal import PLAIN, Sealing
+from ..errors import StoreError
+from .folder import OwnFiles
 
+RAM, DISK, SHARED = "ram", "disk", "shared"
+"""Names of tiers."""
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """What the store may use: bytes, and one time in seconds."""
+    """The limits of the store: bytes, and one time in seconds."""
 
     max_ram_bytes: int
     max_disk_bytes: int
@@ -27,7 +29,43 @@ class StoreLimits:
     max_loss_s: float = 0.0
     """Checkpoints that take no longer to compute again are postponed: see `store/writer.py`."""
     model_share: float = 0.75
-    """Most of the disk that one model may fill while others have blocks there."""
+    """Most of the disk that one model may fill while another model has blocks there."""
+
+
+@dataclass
+class KVBlock:
+    """A block or a checkpoint in RAM: its record, and its KV arrays (opaque to the pool).
+
+    `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
+    it, `prefetched` the prompts that it was prefetched for. `tier` is the place that it was read
+    from, and `read_s` how long that took, until a restore with it has been completed: only then is
+    it as good as one that was computed here. `used` counts up with each use of any entry. `place`
+    is the entry's place in the order of eviction, None while it must stay.
+    """
+
+    block: Record
+    arrays: Any
+    n_bytes: int
+    is_stored: bool = False
+    pins: int = 0
+    prefetched: int = 0
+    tier: str = RAM
+    read_s: float = 0.0
+    used: int = 0
+    place: tuple[bool, int, bytes] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it must stay: a prompt waits for it, or a commit has no other copy."""
+        return self.prefetched > 0 or (self.pins > 0 and not self.is_stored)
+
+    @classmethod
+    def of(cls, block: Record, arrays: Any) -> KVBlock:
+        """Return the entry of a block. Ids and text count: there may be no arrays."""
+        n_bytes = sum(array.nbytes for array in arrays.values())
+        if isinstance(block, Block):
+            n_bytes += len(block.packed_ids) + len(block.text)
+        return cls(block, arrays, n_bytes)
 
 
 @dataclass(frozen=True)
@@ -143,7 +181,7 @@ class Totals:
     n_checkpoints: int = 0
     checkpoint_bytes: int = 0
     sidecar_bytes: int = 0
-    """Of all sessions together."""
+    """All sessions together."""
 
     @property
     def n_bytes(self) -> int:
@@ -155,7 +193,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What was removed with a block: ids of sessions, keys of checkpoints, bytes of all files."""
+    """Rows removed with a block: ids of sessions, keys of checkpoints, bytes of all files."""
 
     n_bytes: int
     sessions: tuple[str, ...]
@@ -168,14 +206,14 @@ class Forgotten:
 
 def read_sessions(rows: Iterable[Any]) -> list[Session]:
     types: tuple[Any, ...] = (str, bytes, (str, type(None)), bytes, int, int, float, float)
-    found = [row for row in rows if all(map(isinstance, row, types))]
-    return [Session(*(*row[:5], bool(row[5]), *row[6:])) for row in found]
+    readable = [row for row in rows if all(map(isinstance, row, types))]
+    return [Session(*(*row[:5], bool(row[5]), *row[6:])) for row in readable]
 
 
-def read_root(key: Any, about: Any) -> Root | None:
+def read_root(key: Any, root_json: Any) -> Root | None:
     """Read a row of `roots`: the root that hashes to this key."""
     try:
-        root = Root.from_json(about)
+        root = Root.from_json(root_json)
         return root if root.key == key and isinstance(root.model, str) else None
     except (ValueError, TypeError, AttributeError):
         return None
@@ -185,26 +223,30 @@ def read_root(key: Any, about: Any) -> Root | None:
 
 
 def sidecar_path(folder: Path, session_id: str) -> Path:
-    """Return where the sidecar of a session is. No name of a client's is part of it."""
+    """Return the path of a session's sidecar. A client's name is never part of the path."""
     return folder / "sessions" / f"{session_id}.json"
 
 
-def sidecar(session: Session, sealing: Sealing = PLAIN) -> bytes:
-    """Return the content of a session's sidecar; nothing for one that has none."""
-    if session.name is None and not session.pinned:
-        return b""
+def has_sidecar(session: Session) -> bool:
+    return session.name is not None or session.pinned
+
+
+def write_sidecar(session: Session, files: OwnFiles) -> int:
+    """Write the sidecar of a session, if it has one; return its size in bytes."""
+    if not has_sidecar(session):
+        return 0
     content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
-    return sealing.seal(json.dumps(content).encode(), session.id.encode())
+    return files.replace(sidecar_path(files.folder, session.id), json.dumps(content).encode())
 
 
-def read_sidecar(path: Path, sealing: Sealing = PLAIN) -> Session:
+def read_sidecar(path: Path, files: OwnFiles) -> Session:
     """Read the file of a session.
 
     Raises ValueError, TypeError, KeyError or OSError when it is not the file of this session.
     """
     try:
-        content = json.loads(sealing.open(path.read_bytes(), path.stem.encode()))
-    except SealBroken as error:
+        content = json.loads(files.read(path))
+    except StoreError as error:
         raise ValueError(str(error)) from error
     content["root"] = bytes.fromhex(content["root"])
     content["leaf"] = bytes.fromhex(content["leaf"])

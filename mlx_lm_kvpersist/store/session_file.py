@@ -8,8 +8,8 @@ The file begins with a line of JSON:
     files               size in bytes and XXH3-128 of each file
     checksum            XXH3-128 of this line with an empty checksum
 
-Then come the files of all blocks, in order, and those of all checkpoints, as they are in a store
-that is not encrypted. Both ways, one of them at a time is in memory.
+Then come the files of all blocks, in order, and the files of all checkpoints, as in a store that is
+not encrypted. Both ways, one of them at a time is in memory.
 """
 
 from __future__ import annotations
@@ -28,20 +28,16 @@ import xxhash
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from .disk import DiskStore
+from .disk_tier import Saving
 from .files import (
     MALFORMED,
     MAX_HEADER_BYTES,
-    block_path,
-    content_of,
-    open_regular,
     read_file,
     record_in,
-    write_content,
 )
-from .folder import whole_file
-from .index import Index, Leaf, Session
-from .records import Commit, NewFile
-from .seal import SEAL_BYTES, Sealing
+from .folder import OwnFiles, open_regular, whole_file
+from .index import Index
+from .records import Commit, Leaf, NewFile, Session
 
 SESSION_FORMAT = 1
 """A reader refuses a newer one."""
@@ -62,11 +58,11 @@ class Listed(NamedTuple):
         return cls(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
-def header_of(about: Mapping[str, Any], n_blocks: int, files: Sequence[Listed]) -> bytes:
-    """Return the first line of an exported file; `about` is its session."""
+def header_of(session: Mapping[str, Any], n_blocks: int, files: Sequence[Listed]) -> bytes:
+    """Return the first line of an exported file; `session` describes its session."""
     content = {
         _FORMAT_KEY: SESSION_FORMAT,
-        "session": about,
+        "session": session,
         "n_blocks": n_blocks,
         "files": files,
         "checksum": "",
@@ -110,16 +106,16 @@ class SessionFile:
                 f"{self.path} has format {version}; this version reads up to {SESSION_FORMAT}. "
                 "Upgrade mlx-lm-kvpersist."
             )
-        about, n_blocks = content["session"], content["n_blocks"]
+        session, n_blocks = content["session"], content["n_blocks"]
         self.files = [Listed(*listed) for listed in content["files"]]
-        if line != header_of(about, n_blocks, self.files):
+        if line != header_of(session, n_blocks, self.files):
             raise ValueError("its header does not match its checksum")
         *self._starts, end = accumulate((file.n_bytes for file in self.files), initial=len(line))
         n_bytes = os.fstat(self._file.fileno()).st_size
         if n_bytes != end or min(file.n_bytes for file in self.files) <= 0:
             raise ValueError(f"it has {n_bytes} bytes and should have {end}")
         self._read_items(n_blocks, progress)
-        self._read_session(about)
+        self._read_session(session)
 
     def _read_items(self, n_blocks: int, progress: Progress) -> None:
         blocks: list[Block] = []
@@ -149,13 +145,13 @@ class SessionFile:
             progress(number + 1, len(self.files))
         self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
 
-    def _read_session(self, about: Mapping[str, Any]) -> None:
-        name = about["name"]
+    def _read_session(self, session: Mapping[str, Any]) -> None:
+        name = session["name"]
         if name is not None:
             if not isinstance(name, str):
                 raise ValueError(f"the session's name is {name!r}")
             name.encode()
-        if about["n_tokens"] != self.blocks[-1].stop:
+        if session["n_tokens"] != self.blocks[-1].stop:
             raise ValueError("the session does not end where its last block does")
         self.name: str | None = name
 
@@ -183,10 +179,10 @@ def export_session(
     Raises what `export_records` and `export_parts` raise.
     """
     records = export_records(index, session)
-    n_bytes, parts = export_parts(index, session, records, progress)
+    n_bytes, chunks = export_parts(index, session, records, progress)
     with whole_file(target, fsync=True) as file:
-        for part in parts:
-            file.write(part)
+        for chunk in chunks:
+            file.write(chunk)
     return n_bytes
 
 
@@ -195,7 +191,9 @@ def export_records(index: Index, session: Session) -> list[Record]:
     chain = [block for block, _ in index.chain(session.leaf)]
     if not chain:
         raise StoreError(f"session {session.id} has lost blocks; run store verify")
-    checkpoints = [found for found, _ in index.checkpoints([block.key for block in chain])]
+    checkpoints = [
+        checkpoint for checkpoint, _ in index.checkpoints([block.key for block in chain])
+    ]
     return [*chain, *checkpoints]
 
 
@@ -205,28 +203,28 @@ def export_parts(
     records: Sequence[Record],
     progress: Progress = lambda done, total: None,
 ) -> tuple[int, Iterator[bytes]]:
-    """Return the size of an exported session in bytes, and its parts one by one.
+    """Return the size of an exported session in bytes, and its parts.
 
-    Every block and checkpoint is checked before. Checkpoints that go meanwhile are left out.
-    Raises StoreError when a block is missing or anything is damaged; so do the parts.
+    Every block and checkpoint is checked before. Checkpoints that are evicted in between are left
+    out. Raises StoreError when a block is missing or anything is damaged; so do the parts.
     """
     exported: dict[Path, Listed] = {}
-    folder, sealing = index.path.parent, index.sealing
+    files = index.files
     for number, item in enumerate(records):
-        path = block_path(folder, item.key, item.folder, sealing)
+        path = files.path_of(item.key, item.folder)
         try:
-            if read_file(path, sealing)[0] != item:
+            if read_file(path, files)[0] != item:
                 raise BlockCorrupt(f"{path.name}: file and index disagree")
-            exported[path] = Listed.of(content_of(path, sealing))
+            exported[path] = Listed.of(files.read(path))
         except FileNotFoundError as error:
             if isinstance(item, Block):
                 raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
         except (BlockCorrupt, *MALFORMED) as error:
             raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
         progress(number + 1, 2 * len(records))
-    about: dict[str, Any] = {"name": session.name, "n_tokens": session.n_tokens}
+    header_session: dict[str, Any] = {"name": session.name, "n_tokens": session.n_tokens}
     n_blocks = sum(isinstance(item, Block) for item in records)
-    header = header_of(about, n_blocks, list(exported.values()))
+    header = header_of(header_session, n_blocks, list(exported.values()))
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"session {session.id} is too long for one file ({n_blocks} blocks)")
 
@@ -234,7 +232,7 @@ def export_parts(
         yield header
         for number, (path, listed) in enumerate(exported.items()):
             try:
-                content = content_of(path, sealing)
+                content = files.read(path)
             except FileNotFoundError as error:
                 why = f"{path.name} was removed meanwhile"
                 raise StoreError(f"session {session.id} cannot be exported: {why}") from error
@@ -258,27 +256,27 @@ def _what(item: Record, session: Session) -> str:
 def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
     """Write a checked session to a store, within its budget, whole or not at all.
 
-    A session that is there is left as it is, and so is one of the same name that goes on from
-    it; one that ends on the way to it moves. Return the session, what of it was not there yet, and
-    whether it was added or went on. Raises StoreError when there is no room.
+    An existing session is left unchanged, and so is a session of the same name that continues it; a
+    session that ends on the way to it moves. Return the session, its new records, and whether a
+    session was added or moved. Raises StoreError if it does not fit.
     """
     leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
     files = {
         item.key: NewFile(
             item,
-            source.files[number].n_bytes + SEAL_BYTES,
-            partial(_write, source, number, item.key, disk.sealing),
+            disk.files.most_bytes(source.files[number].n_bytes),
+            partial(_write, source, number, disk.files),
         )
         for number, item in enumerate(source.items)
     }
 
     def commit() -> Commit:
-        # Anew for each plan: a session that was there may have gone to make room.
-        there = _session_through(disk.index, source.root, leaf)
-        ends = None if there else leaf
+        # For each plan: a session may have been evicted to make room.
+        present = _session_through(disk.index, source.root, leaf)
+        ends = None if present else leaf
         return Commit(source.root, source.blocks, ends, checkpoints=source.checkpoints)
 
-    (saved,) = disk.save([commit], lambda root, record: files[record.key])
+    (saved,) = Saving(disk, lambda root, record: files[record.key]).save([commit])
     if isinstance(saved, Exception):
         raise saved
     assert saved is not None  # all that is missing comes with the commit
@@ -297,6 +295,6 @@ def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
     return None
 
 
-def _write(source: SessionFile, number: int, key: bytes, sealing: Sealing, path: Path) -> int:
+def _write(source: SessionFile, number: int, files: OwnFiles, path: Path) -> int:
     """Write the file of a block or checkpoint; return its size in bytes."""
-    return write_content(path, source.own_file(number), key, sealing)
+    return files.write(path, source.own_file(number))

@@ -2,23 +2,23 @@
 
 Blocks are content-addressed and never change, so servers need not agree on anything: each puts what
 is not there (`putting`), fetches what a prompt needs before the request is queued (`fetching`), and
-checks all that it gets (`sealed_objects`). What another server computed is found by the ids of a
+checks all that it gets (`shared_objects`). What another server computed is found by the ids of a
 prompt, or by its text through the conversation's own object (`conversation`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
-from ..block import Block, Checkpoint, Record
+from .disk_tier import DiskTier
 from .fetching import N_AHEAD, Fetching, Wanted
-from .pool import BlockPool, KVBlock
+from .pool import BlockPool
 from .putting import Putting, RepliesOf
-from .records import Commit, Saved
-from .sealed_objects import SealedObjects
+from .records import Commit, KVBlock, Saved
+from .shared_objects import SharedObjects
 from .threads import Threads
 from .tier import SHARED
 
@@ -38,10 +38,8 @@ class SharedTier:
 
     def __init__(
         self,
-        objects: SealedObjects,
-        content_of: Callable[[Record], bytes],
-        chain_of: Callable[[bytes], Sequence[Block]],
-        checkpoints_of: Callable[[Sequence[bytes]], Iterable[Checkpoint]],
+        objects: SharedObjects,
+        disk: DiskTier,
         land: Callable[[Commit, list[KVBlock]], None],
         pool: BlockPool,
         replies_of: RepliesOf = lambda root, messages: {},
@@ -49,8 +47,7 @@ class SharedTier:
     ) -> None:
         self._land, self._pool = land, pool
         self.objects = objects
-        below = content_of, chain_of, checkpoints_of
-        self.putting = Putting(self.objects, *below, replies_of, max_bytes)
+        self.putting = Putting(objects, disk, replies_of, max_bytes)
         self._threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
         """How long a store that was slower than computing is not asked, until when, and the loss in

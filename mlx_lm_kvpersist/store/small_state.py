@@ -1,6 +1,6 @@
 """The index's small state: persisted values, notes, replies, last requests, bytes written.
 
-An index that is rebuilt keeps it all if the old one can be read. Of a damaged one it keeps the
+An index that is rebuilt keeps it all if the old one can be read. It keeps the
 persisted values, as far as they can be read. It loses all if the old index is gone.
 """
 
@@ -12,20 +12,17 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
-from .database import connect
-
-if TYPE_CHECKING:
-    from .index import Index
+from .database import Rows
 
 _MAX_REPLIES = 10_000
 KEPT = 100
 """Records of requests."""
 _MAX_RECORD_CHARS = 4096
-_SEAL_BYTES = 8
+_CHECKSUM_BYTES = 8
 _NOTE = "session "
 """Before a session's id: the key of its note."""
 _SAVED = "saved"
@@ -36,23 +33,23 @@ _HOUR = 60
 class SmallState:
     """Rows of the index that no block needs. Any thread may read; changes need the store's lock."""
 
-    def __init__(self, index: Index) -> None:
-        self._ask, self._ask_in, self._report = index.ask, index.ask_in, index.report
-        self._transaction = index.database.transaction
-        self._sealing = index.sealing
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._ask, self._ask_in = rows.ask, rows.ask_in
+        self._transaction = rows.database.transaction
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of remembered replies, by digest.
 
-        They go into a prompt as they are, so they have a checksum. Of other ids that the index has,
-        keys and files of blocks tell whether they are damaged.
+        They go into a prompt unchanged, so they have a checksum. Keys and files of blocks tell
+        whether the ids of blocks are damaged.
         """
         query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
         rows = self._ask_in(query, zip(digests), root, types=(bytes, bytes))
         return {
-            digest: sealed[:-_SEAL_BYTES]
-            for digest, sealed in rows
-            if sealed[-_SEAL_BYTES:] == _seal(root, digest, sealed[:-_SEAL_BYTES])
+            digest: value[:-_CHECKSUM_BYTES]
+            for digest, value in rows
+            if value[-_CHECKSUM_BYTES:] == _checksum(root, digest, value[:-_CHECKSUM_BYTES])
         }
 
     def add_replies(self, root: bytes, replies: Mapping[bytes, bytes], used: float) -> None:
@@ -60,7 +57,7 @@ class SmallState:
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
                 [
-                    (root, digest, packed_ids + _seal(root, digest, packed_ids), used)
+                    (root, digest, packed_ids + _checksum(root, digest, packed_ids), used)
                     for digest, packed_ids in replies.items()
                 ],
             )
@@ -70,35 +67,35 @@ class SmallState:
                 (_MAX_REPLIES,),
             )
 
-    def get(self, key: str) -> Any:
-        """Return a persisted value; None where there is none, or another than was put."""
-        for (sealed,) in self._ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
-            text = sealed[2 * _SEAL_BYTES :]
-            return json.loads(text) if sealed == _sealed(key, text) else None
+    def _get(self, key: str) -> Any:
+        """Return a persisted value; None if it is missing or damaged."""
+        for (value,) in self._ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
+            text = value[2 * _CHECKSUM_BYTES :]
+            return json.loads(text) if value == _checked(key, text) else None
         return None
 
-    def put(self, key: str, value: Any) -> None:
+    def _put(self, key: str, content: Any) -> None:
         """Persist a JSON value, in place of any before. This needs no lock of the store."""
         try:
             with self._transaction() as db:
-                row = key, _sealed(key, json.dumps(value))
+                row = key, _checked(key, json.dumps(content))
                 db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
         except (OSError, sqlite3.Error) as error:
-            self._report("keep a note", error)
+            self._rows.report("keep a note", error)
 
     def note(self, session_id: str) -> dict[str, str]:
         """Return what people know a session by: its `title`, `client`, first `words`, each if any.
 
-        A title is given by the operator; words are there only if text is stored.
+        A title is given by the operator; words exist only if text is stored.
         """
-        note: dict[str, str] = self.get(f"{_NOTE}{session_id}") or {}
+        note: dict[str, str] = self._get(f"{_NOTE}{session_id}") or {}
         return note
 
-    def add_note(self, session_id: str, **said: str) -> None:
+    def add_note(self, session_id: str, **fields: str) -> None:
         """Add to the note of a session."""
         before = self.note(session_id)
-        if (after := before | said) != before:
-            self.put(f"{_NOTE}{session_id}", after)
+        if (after := before | fields) != before:
+            self._put(f"{_NOTE}{session_id}", after)
 
     def forget_note(self, session_id: str) -> None:
         with self._transaction() as db:
@@ -116,15 +113,15 @@ class SmallState:
     def saved(self) -> dict[str, float]:
         """Return the `tokens` that all requests reused, and the `seconds` to compute `timed` ones.
 
-        Of the others it was not known how long they take to compute.
+        The time to compute the other tokens was not known.
         """
-        return self.get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
+        return self._get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
 
     def salvage(self, path: Path) -> None:
         """Add the persisted values of another index, as far as they can be read."""
         with (
             suppress(sqlite3.Error, UnicodeDecodeError),
-            closing(connect(path, self._sealing)) as damaged,
+            closing(self._rows.database.files.connect(path)) as damaged,
         ):
             for row in damaged.execute("SELECT key, value FROM state"):
                 with self._transaction() as db:
@@ -153,11 +150,11 @@ class SmallState:
             )
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return the records of requests, the newest first, without those that cannot be read."""
+        """Return the records of requests, the newest first, without unreadable ones."""
         records = []
-        for (about,) in self._ask("SELECT about FROM requests ORDER BY number DESC"):
+        for (record_json,) in self._ask("SELECT about FROM requests ORDER BY number DESC"):
             try:
-                record = json.loads(about)
+                record = json.loads(record_json)
             except (TypeError, ValueError):
                 continue
             if isinstance(record, dict) and "sentence" in record:
@@ -167,17 +164,17 @@ class SmallState:
     def add_request(self, record: dict[str, Any]) -> None:
         """Add a record of at most 4,096 characters, and remove all but the last `KEPT`.
 
-        What it reused is added to what all requests did.
+        Its reused tokens are added to the sum of all requests.
         """
         if n_reused := record.get("reused_tokens", 0):
             saved, seconds = self.saved(), record.get("saved_s")
             new = {"tokens": n_reused, "timed": n_reused * bool(seconds), "seconds": seconds or 0.0}
-            self.put(_SAVED, {name: saved[name] + more for name, more in new.items()})
-        about = json.dumps(record)
-        if len(about) > _MAX_RECORD_CHARS:
+            self._put(_SAVED, {name: saved[name] + more for name, more in new.items()})
+        record_json = json.dumps(record)
+        if len(record_json) > _MAX_RECORD_CHARS:
             return
         with self._transaction() as db:
-            db.execute("INSERT INTO requests (about) VALUES (?)", (about,))
+            db.execute("INSERT INTO requests (about) VALUES (?)", (record_json,))
             db.execute(
                 "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?",
                 (KEPT,),
@@ -189,9 +186,9 @@ class SmallState:
         A record of another session may quote a session that is removed. It loses the quotation.
         """
         with self._transaction() as db:
-            for number, about in db.execute("SELECT number, about FROM requests").fetchall():
+            for number, record_json in db.execute("SELECT number, about FROM requests").fetchall():
                 try:
-                    record = json.loads(about)
+                    record = json.loads(record_json)
                     is_gone = sessions is None or record["session"] in sessions
                     quotes = record["divergence"]
                 except (TypeError, ValueError, KeyError):
@@ -200,17 +197,19 @@ class SmallState:
                     db.execute("DELETE FROM requests WHERE number = ?", (number,))
                 elif quotes:
                     record["divergence"] = {**quotes, "stored": None, "asked": None}
-                    about = json.dumps(record)
-                    db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
+                    record_json = json.dumps(record)
+                    db.execute(
+                        "UPDATE requests SET about = ? WHERE number = ?", (record_json, number)
+                    )
 
 
-def _seal(*parts: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(b"".join(parts))
+def _checksum(*contents: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(b"".join(contents))
 
 
-def _sealed(key: str, text: str) -> str:
+def _checked(key: str, text: str) -> str:
     """Return a value's text behind its checksum: what is computed depends on it."""
-    return _seal(key.encode(), text.encode()).hex() + text
+    return _checksum(key.encode(), text.encode()).hex() + text
 
 
 def _minute() -> int:

@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 class StoredSessions:
-    """What the operator's programs may see and change of single sessions, and agents of their own.
+    """Sessions for the operator's programs and for agents: seen, and changed.
 
     All sessions of one name in one namespace are the branches of an agent, taken as one. Every
     method may raise RequestRefused.
@@ -38,7 +38,7 @@ class StoredSessions:
         """What `describe` returned last, and the counts by which it would be the same again."""
 
     def describe(self, find: str = "", skip: int = 0, *, with_text: bool = False) -> dict[str, Any]:
-        """Return the sessions used last after `skip` others: those that say `find`, of `total`.
+        """Return the sessions used last, after the first `skip`, that contain `find`, of `total`.
 
         A session counts its whole chain; bytes are those on disk. `used` and `created` are seconds
         since the epoch. Only `with_text` conversations are quoted, and found by their first words.
@@ -51,13 +51,13 @@ class StoredSessions:
                 return note if with_text else {**note, "words": ""}
 
             def says(session: Session) -> bool:
-                said = session.id, session.name or "", *note_of(session).values()
-                return find.casefold() in "\n".join(said).casefold()
+                texts = session.id, session.name or "", *note_of(session).values()
+                return find.casefold() in "\n".join(texts).casefold()
 
             sessions, total = index.sessions(SHOWN, skip), index.n_sessions()
             if find:
-                found = [session for session in index.sessions() if says(session)]
-                sessions, total = found[skip : skip + SHOWN], len(found)
+                matching = [session for session in index.sessions() if says(session)]
+                sessions, total = matching[skip : skip + SHOWN], len(matching)
             notes, saved = [note_of(session) for session in sessions], index.state.saved()
             # Pages ask every few seconds, and long conversations have thousands of blocks.
             state = sessions, notes, total, saved, index.totals(), pool.n_bytes, pool.n_evicted
@@ -71,24 +71,24 @@ class StoredSessions:
             n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
             sums[key] = n_above + 1, n_in_ram_above + (key in pool), bytes_above + n_bytes
         described = []
-        for one, note in zip(sessions, notes, strict=True):
-            n_blocks, n_in_ram, n_bytes = sums.get(one.leaf, (0, 0, 0))
-            root = roots[one.root]
+        for session, note in zip(sessions, notes, strict=True):
+            n_blocks, n_in_ram, n_bytes = sums.get(session.leaf, (0, 0, 0))
+            root = roots[session.root]
             described.append(
                 {
-                    "id": one.id,
-                    "name": one.name,
+                    "id": session.id,
+                    "name": session.name,
                     **{name: note.get(name) or None for name in ("title", "client", "words")},
                     "model": root.model if root else None,
                     "namespace": root.namespace if root else None,
                     "tier": "ram" if n_blocks == n_in_ram else "disk",
-                    "tokens": one.n_tokens,
+                    "tokens": session.n_tokens,
                     "blocks": n_blocks,
                     "ram_blocks": n_in_ram,
                     "bytes": n_bytes,
-                    "pinned": one.pinned,
-                    "created": one.created,
-                    "used": one.used,
+                    "pinned": session.pinned,
+                    "created": session.created,
+                    "used": session.used,
                 }
             )
         is_all = len(described) == total
@@ -100,13 +100,13 @@ class StoredSessions:
         """Pin a session, so that it is never removed from disk to make room, or let it go."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
-            session = disk.files.set_pinned(_session(disk, session_id), pinned)
+            session = disk.set_pinned(_session(disk, session_id), pinned)
             return {"id": session.id, "pinned": session.pinned}
 
         return self.changed(change)
 
     def rename(self, session_id: str, title: str) -> dict[str, Any]:
-        """Give a session a title for people; "" takes it away. Requests go on with its name."""
+        """Give a session a title for people; "" takes it away. Requests keep its name."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             with disk.lock.held():
@@ -119,7 +119,7 @@ class StoredSessions:
     def export(self, session_id: str) -> tuple[int, Iterator[bytes]]:
         """Return the size in bytes of an exported session, and its parts.
 
-        Its turns that wait, and what is postponed of it, are written first.
+        Its waiting turns and postponed checkpoints are written first.
         """
         disk = self._store.disk
         self._write_postponed(session_id)
@@ -131,7 +131,7 @@ class StoredSessions:
             return export_parts(disk.index, session, records)
 
     def evict(self, session_id: str) -> dict[str, Any]:
-        """Remove a session from RAM, except for blocks that others there need; it stays on disk."""
+        """Evict a session from RAM, except for blocks with other children; it stays on disk."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             chain = disk.index.chain(_session(disk, session_id).leaf)
@@ -151,16 +151,16 @@ class StoredSessions:
         self._store.writer.write_postponed(ends=self.changed(find))
 
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
-        """Remove a session, and the blocks that no other one needs, from disk and RAM.
+        """Delete a session, and the blocks that no other session needs, from disk and RAM.
 
-        So are a draft model's. What its last requests reused is forgotten, too. Other records may
-        quote it, and quote no more.
+        A draft model's blocks and the records of its last requests go, too. Records of other
+        requests may quote it; the quotations are removed.
         """
 
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
             with disk.lock.held():
                 session, before = _session(disk, session_id), disk.index.totals().n_bytes
-                gone = disk.files.remove_session(session)
+                gone = disk.remove_session(session)
                 disk.index.state.forget_requests([session.name])
                 freed = before - disk.index.totals().n_bytes
             self._store.writer.withdraw(gone)
@@ -190,12 +190,12 @@ class StoredSessions:
         with _readable():
             return future.result()
 
-    # By name.
+    # Sessions by name.
 
     def describe_named(self, namespace: str, name: str) -> dict[str, Any]:
         """Return numbers of tokens, blocks and bytes; `used` is in seconds since the epoch.
 
-        Tokens and precision are those of the branch that was used last. A block in RAM and on disk
+        Tokens and precision are of the branch that was used last. A block in RAM and on disk
         counts in both tiers.
         """
         with _readable(), self._store.index.asked_once() as index:
@@ -205,14 +205,16 @@ class StoredSessions:
         pool = self._store.pool
         keys = [row[0] for row in rows]
         in_ram = [entry.n_bytes for key in keys if (entry := pool.get(key))]
-        parts = [entry.n_bytes for c in pool.checkpoints(keys) if (entry := pool.get(c.key))]
+        checkpoint_bytes = [
+            entry.n_bytes for c in pool.checkpoints(keys) if (entry := pool.get(c.key))
+        ]
         n_bytes = sum(row[2] for row in rows)
         return {
             "tokens": branches[0].n_tokens if branches else 0,
             "branches": len(branches),
             "bytes": n_bytes,
             "tiers": {
-                "ram": {"blocks": len(in_ram), "bytes": sum(in_ram) + sum(parts)},
+                "ram": {"blocks": len(in_ram), "bytes": sum(in_ram) + sum(checkpoint_bytes)},
                 "disk": {"blocks": len(keys), "bytes": n_bytes},
             },
             "precision": root.layout if root else None,
@@ -223,18 +225,18 @@ class StoredSessions:
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
         """Pin the session of this name that was saved last; return None if none was since.
 
-        The others of this name and model are unpinned.
+        Older sessions of this name and model are unpinned.
         """
 
         def change(disk: DiskStore) -> dict[str, Any] | None:
             branches = _branches(disk.index, namespace, name)
             if not branches or branches[0].used < since_s:
                 return None
-            newest, *others = branches
-            for one in others:
-                if one.pinned and one.root == newest.root:
-                    disk.files.set_pinned(one, False)
-            disk.files.set_pinned(newest, True)
+            newest, *older = branches
+            for session in older:
+                if session.pinned and session.root == newest.root:
+                    disk.set_pinned(session, False)
+            disk.set_pinned(newest, True)
             return {"id": newest.id, "name": name, "tokens": newest.n_tokens, "pinned": True}
 
         return self.changed(change)
@@ -247,8 +249,8 @@ class StoredSessions:
         ids = self.changed(
             lambda disk: [session.id for session in _branches(disk.index, namespace, name)]
         )
-        for each in ids:
-            change(each)
+        for session_id in ids:
+            change(session_id)
         return bool(ids)
 
 
@@ -269,10 +271,10 @@ def _session(disk: DiskStore, session_id: str) -> Session:
 
 def _branches(index: Index, namespace: str, name: str) -> list[Session]:
     """Return the sessions, the most recently used first."""
-    found = index.sessions_named(name)
-    roots = {session.root: index.root(session.root) for session in found}
+    sessions = index.sessions_named(name)
+    roots = {session.root: index.root(session.root) for session in sessions}
     return [
         session
-        for session in found
+        for session in sessions
         if (root := roots[session.root]) is not None and root.namespace == namespace
     ]

@@ -8,17 +8,14 @@ each tier below.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..block import Checkpoint, Record, Root
 from ..match.tree import BlockSource
 from .files import Arrays
-from .records import Commit, Saved
+from .records import DISK, RAM, SHARED, Commit, KVBlock, Saved
 
-if TYPE_CHECKING:
-    from .pool import KVBlock
-
-RAM, DISK, SHARED = "ram", "disk", "shared"
+__all__ = ["DISK", "RAM", "SHARED", "LowerTier", "ReadTier", "SearchedTier", "Tier"]
 
 
 class Tier(Protocol):

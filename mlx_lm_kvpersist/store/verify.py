@@ -12,16 +12,14 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from ..block import Block, Checkpoint
+from ..block import Block, Checkpoint, Record, Root
 from ..errors import StoreError
 from .disk import DiskStore
-from .files import block_path, checkpoint_path, read_file
-from .folder import own_files
-from .index import Index, Session
-from .lock import StoreLock
+from .files import FOLDERS, read_file
+from .folder import StoreLock
+from .index import Index
 from .rebuild import rebuild_index
-from .records import read_sidecar, sidecar_path
-from .seal import Sealing
+from .records import Session, has_sidecar, read_sidecar, sidecar_path
 
 
 class Fault(str, Enum):
@@ -60,29 +58,25 @@ def find_problems(
     folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
     """Return what is wrong with a store; `progress` is called with the files read and all files."""
-    blocks, checkpoints = sorted(index.keys()), sorted(index.keys("checkpoints"))
-    n_files = len(blocks) + len(checkpoints)
+    records = [(key, kind) for kind in FOLDERS for key in sorted(index.keys(kind))]
+    paths = (path for kind in (*FOLDERS, "sessions") for path in sorted(index.files.paths(kind)))
     checks = [
-        *(partial(_check_block, folder, index, key) for key in blocks),
-        *(partial(_check_block, folder, index, key, is_checkpoint=True) for key in checkpoints),
+        *(partial(_check_record, index, key, kind) for key, kind in records),
         *(partial(_check_index, index, fault) for fault in index.faults()),
-        *(
-            partial(_check_file, folder, index, path)
-            for name in ("blocks", "checkpoints", "sessions")
-            for path in sorted(own_files(folder, name))
-        ),
-        *(partial(_check_session, folder, index, session.id) for session in index.sessions()),
+        *(partial(_check_file, index, path) for path in paths),
+        *(partial(_check_session, index, session.id) for session in index.sessions()),
     ]
     suspects = []
     for number, check in enumerate(checks, start=1):
         if check() is not None:
             suspects.append(check)
-        if number <= n_files:
-            progress(number, n_files)
+        if number <= len(records):
+            progress(number, len(records))
     if not suspects:
         return []
     with StoreLock(folder / "lock").held():
-        return [replace(found, check=check) for check in suspects if (found := check()) is not None]
+        problems = ((check(), check) for check in suspects)
+        return [replace(problem, check=check) for problem, check in problems if problem]
 
 
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
@@ -94,20 +88,19 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
     with disk.lock.held():
         if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
             # First: a file that a damaged row does not name is not left behind.
-            rebuild_index(disk.folder, disk.sealing)
+            rebuild_index(disk.files)
         # The fault may be gone since, or be another one.
-        now = [again for problem in problems if (again := problem.check())]
-        for problem in now:
+        for problem in [again for problem in problems if (again := problem.check())]:
             if problem.fault is Fault.CORRUPT:
-                disk.files.quarantine(bytes.fromhex(problem.subject), problem.reason)
+                disk.quarantine(bytes.fromhex(problem.subject), problem.reason)
             elif problem.fault is Fault.UNREACHABLE:
-                disk.files.forget(bytes.fromhex(problem.subject))
-        disk.files.sweep()  # rows without a file, files without a row
+                disk.forget(bytes.fromhex(problem.subject))
+        disk.sweep()  # rows without a file, files without a row
         for session in disk.index.sessions():
-            if _end_of(disk.index, session) is not None:
-                disk.files.remove_session(session)
-            elif _check_session(disk.folder, disk.index, session.id) is not None:
-                disk.files.set_pinned(session, session.pinned)  # writes its file anew
+            if _wrong_end(disk.index, session):
+                disk.remove_session(session)
+            elif _check_session(disk.index, session.id):
+                disk.set_pinned(session, session.pinned)  # writes its file again
         disk.index.database.empty_log()
 
 
@@ -115,69 +108,73 @@ def _check_index(index: Index, fault: str) -> Problem | None:
     return Problem(Fault.INDEX, index.path.name, fault) if fault in index.faults() else None
 
 
-def _check_block(
-    folder: Path, index: Index, key: bytes, is_checkpoint: bool = False
-) -> Problem | None:
+def _check_record(index: Index, key: bytes, kind: str) -> Problem | None:
     """Check the file and the row of a block or a checkpoint."""
-    problem = partial(Problem, subject=key.hex())
     if key not in index:
         return None
-    path = (checkpoint_path if is_checkpoint else block_path)(folder, key, sealing=index.sealing)
+    path = index.files.path_of(key, kind)
+    fault = None
     try:
-        block, root, _ = read_file(path, index.sealing)
-        size = path.stat().st_size
+        record, root, _ = read_file(path, index.files)
+        fault = _record_fault(index, record, root, path.stat().st_size)
     except FileNotFoundError:
-        return problem(Fault.MISSING, reason=f"{path.name} is not there")
+        fault = Fault.MISSING, f"{path.name} is not there"
     except StoreError as error:
-        return problem(Fault.CORRUPT, reason=str(error))
+        fault = Fault.CORRUPT, str(error)
     except (OSError, MemoryError) as error:
-        return problem(Fault.UNREADABLE, reason=f"{path.name}: {error}")
-    parent_key = block.block if isinstance(block, Checkpoint) else block.parent
-    parent = index.block(parent_key)
-    if isinstance(block, Checkpoint):
-        if parent is not None and parent[1] != root.key:
-            reason = f"its block {parent_key.hex()} belongs to another model"
-            return problem(Fault.CORRUPT, reason=reason)
-        is_as_indexed = (block, size) in index.checkpoints([parent_key])
+        fault = Fault.UNREADABLE, f"{path.name}: {error}"
+    return Problem(fault[0], key.hex(), fault[1]) if fault else None
+
+
+def _record_fault(
+    index: Index, record: Record, root: Root, n_bytes: int
+) -> tuple[Fault, str] | None:
+    """Return what is wrong between the row of a record and its file, which is whole."""
+    if isinstance(record, Checkpoint):
+        what, parent_key = "block", record.block
+        is_as_indexed = (record, n_bytes) in index.checkpoints([parent_key])
     else:
-        known = index.block(key)
-        is_as_indexed = (block, root.key, size) == known and astuple(block) == astuple(known[0])
+        what, parent_key = "parent", record.parent
+        row = index.block(record.key)
+        # `Block` compares by its key.
+        is_as_indexed = (record, root.key, n_bytes) == row and astuple(record) == astuple(row[0])
+    parent = index.block(parent_key)
+    if isinstance(record, Checkpoint) and parent and parent[1] != root.key:
+        return Fault.CORRUPT, f"its block {parent_key.hex()} belongs to another model"
     if not is_as_indexed:
-        return problem(Fault.MISMATCH, reason=f"{path.name}: file and index disagree")
-    if parent is None and (is_checkpoint or parent_key != root.key):
-        what = "block" if is_checkpoint else "parent"
-        return problem(Fault.UNREACHABLE, reason=f"its {what} {parent_key.hex()} is not there")
-    stop = parent[0].stop if parent is not None else 0
-    if isinstance(block, Block) and block.start != stop:
-        return problem(
-            Fault.UNREACHABLE,
-            reason=f"it begins at token {block.start}, and its parent ends at {stop}",
-        )
+        return Fault.MISMATCH, f"{record}: file and index disagree"
+    if parent is None and parent_key != root.key:
+        return Fault.UNREACHABLE, f"its {what} {parent_key.hex()} is not there"
+    stop = parent[0].stop if parent else 0
+    if isinstance(record, Block) and record.start != stop:
+        reason = f"it begins at token {record.start}, and its parent ends at {stop}"
+        return Fault.UNREACHABLE, reason
     return None
 
 
-def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
-    if path.parent == folder / "sessions":
-        known = path.suffix == ".json" and index.session(path.stem) is not None
+def _check_file(index: Index, path: Path) -> Problem | None:
+    kind = path.relative_to(index.files.folder).parts[0]
+    if kind == "sessions":
+        is_indexed = path.suffix == ".json" and index.session(path.stem) is not None
     else:
-        key, table = index.sealing.key_of(path.stem), path.relative_to(folder).parts[0]
-        known = bool(index.ask(f"SELECT 1 FROM {table} WHERE key = ?", key))
-    if known or not path.exists():
+        key = index.files.key_of(path)
+        is_indexed = bool(index.ask(f"SELECT 1 FROM {kind} WHERE key = ?", key))
+    if is_indexed or not path.exists():
         return None
     return Problem(Fault.ORPHAN, str(path), f"{path.name}: the index does not know it")
 
 
-def _check_session(folder: Path, index: Index, session_id: str) -> Problem | None:
+def _check_session(index: Index, session_id: str) -> Problem | None:
     session = index.session(session_id)
     if session is None:
         return None
-    reason = _end_of(index, session)
-    if reason is None and (session.name is not None or session.pinned):
-        reason = _disagreement(sidecar_path(folder, session_id), session, index.sealing)
+    reason = _wrong_end(index, session)
+    if reason is None and has_sidecar(session):
+        reason = _wrong_sidecar(index, session)
     return None if reason is None else Problem(Fault.SESSION, session_id, reason)
 
 
-def _end_of(index: Index, session: Session) -> str | None:
+def _wrong_end(index: Index, session: Session) -> str | None:
     """Say what is wrong with where a session ends."""
     row = index.block(session.leaf)
     if row is None:
@@ -187,13 +184,14 @@ def _end_of(index: Index, session: Session) -> str | None:
     return None
 
 
-def _disagreement(path: Path, session: Session, sealing: Sealing) -> str | None:
+def _wrong_sidecar(index: Index, session: Session) -> str | None:
     """Say what a rebuilt index would get wrong of a session."""
+    path = sidecar_path(index.files.folder, session.id)
     try:
-        kept = read_sidecar(path, sealing)
+        sidecar = read_sidecar(path, index.files)
     except (ValueError, TypeError, KeyError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
     for name in ("name", "pinned", "root", "leaf"):
-        if getattr(kept, name) != getattr(session, name):
+        if getattr(sidecar, name) != getattr(session, name):
             return f"{path.name}: file and index disagree on {name}"
     return None

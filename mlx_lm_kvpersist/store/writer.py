@@ -1,7 +1,7 @@
 """The writer: one thread that changes the store, so that generation never waits for a disk.
 
-What the next turn is likely to supersede is postponed: it is written when its conversation has
-rested, when too much is postponed, and when the store is drained or closed.
+Checkpoints that the next turn is likely to supersede are postponed: they are written when their
+conversation has rested, when too much is postponed, and when the store is drained or closed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from .records import Commit
 
 logger = logging.getLogger(__name__)
 
-MOST_LOSS = 0.025
-"""The share of their time that replies may lose to the writer, which rests so that it holds."""
-_SUPPOSED = 0.17
-"""What a second of work takes from replies, in seconds, before it is measured: as on a GPU."""
-_WEIGHT = 0.02
-"""How much a step counts beside those before it."""
+REST_FACTOR = 6.0
+"""While replies run, the writer rests this many times as long as it has worked.
+
+A second of its work takes about 0.17 s from replies on a GPU, so they lose 2.5% of their time."""
 MAX_AGE_S = 5.0
 """While a commit that is this old waits or is being written, the writer does not rest."""
 POSTPONE_S = 30.0
@@ -63,39 +61,8 @@ class Task:
         return self.commit is not None and self.commit.leaf is not None
 
 
-class Cost:
-    """What a second of the writer's work takes from the replies that run, by the times of steps.
-
-    A step of as many replies takes longer while the writer works; never more than it has worked.
-    """
-
-    def __init__(self) -> None:
-        self._n_replies = 0
-        self._quiet_s: float | None = None
-        """What a step takes while the writer rests."""
-        self._lost_s, self._worked_s = _SUPPOSED, 1.0
-        """Of the steps beside its work, the younger the more."""
-
-    def learn(self, n_replies: int, step_s: float, worked_s: float) -> None:
-        """Learn from a step of `n_replies` during which the writer worked for `worked_s`."""
-        if n_replies != self._n_replies:
-            self._n_replies, self._quiet_s = n_replies, None
-        elif worked_s <= 0:
-            quiet_s = self._quiet_s or step_s
-            self._quiet_s = quiet_s + 5 * _WEIGHT * (step_s - quiet_s)
-        elif self._quiet_s is not None:
-            kept = 1 - _WEIGHT
-            self._lost_s = kept * self._lost_s + min(step_s - self._quiet_s, worked_s)
-            self._worked_s = kept * self._worked_s + worked_s
-
-    @property
-    def rest_factor(self) -> float:
-        """How long to rest for each second of work, in seconds."""
-        return max(0.0, self._lost_s / self._worked_s / MOST_LOSS - 1)
-
-
-def _held_bytes(tasks: Iterable[Task]) -> int:
-    """Return what tasks hold in RAM: what several of them hold counts once."""
+def _bytes_of(tasks: Iterable[Task]) -> int:
+    """Return the bytes of tasks in RAM: a record of several tasks counts once."""
     return sum({key: n for task in tasks for key, n in task.sizes.items()}.values())
 
 
@@ -118,21 +85,19 @@ class Writer:
         """The clock of what is postponed."""
         self._tasks: deque[Task] = deque()
         self._postponed: dict[bytes, Task] = {}
-        """By the block that they end in, the oldest first."""
+        """Postponed tasks by the block that they end in, the oldest first."""
         self._closing = False
         self._running: list[Task] = []
-        self.cost = Cost()
+        self.rest_factor = REST_FACTOR
         self._n_replies = 0
-        """Those that run now."""
-        self._worked_s = self._counted_s = 0.0
-        """How long it has worked, and how much of that the last step of the replies knew of."""
-        self._since_s: float | None = None
-        """Since when it works; None while it rests."""
-        self._rested_s = 0.0
+        """Replies that run now."""
+        self._since_s = 0.0
+        """When its work began, or resumed after a rest."""
+        self._rests_until_s = 0.0
         """When it will have rested enough; a rest that is cut short is made up for, up to
         `MAX_AGE_S`: no busy hour is followed by an hour of rests."""
         self._n_waiting = 0
-        """Those who wait until it has done what was submitted."""
+        """Threads that wait until it has done what was submitted."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvpersist-writer", daemon=True)
         self._thread.start()
@@ -146,13 +111,13 @@ class Writer:
     def n_bytes(self) -> int:
         """Bytes of the blocks and checkpoints that wait or are being written."""
         with self._changed:
-            return _held_bytes(self._commit_tasks())
+            return _bytes_of(self._commit_tasks())
 
     @property
     def n_postponed_bytes(self) -> int:
         """Bytes of what is postponed."""
         with self._changed:
-            return _held_bytes(self._postponed.values())
+            return _bytes_of(self._postponed.values())
 
     def commits(self) -> list[Commit]:
         """Return what is being written or waits, in this order, and what is postponed."""
@@ -169,11 +134,11 @@ class Writer:
         """Return the keys of what is in RAM alone, and of ends of turns and replies, that wait."""
         with self._changed:
             tasks = self._commit_tasks()
-            found = set(chain.from_iterable(task.sizes for task in tasks))
+            keys = set(chain.from_iterable(task.sizes for task in tasks))
             for commit in (task.commit for task in tasks):
                 if commit is not None:
-                    found.update(commit.replies, (commit.leaf.key,) if commit.leaf else ())
-            return found
+                    keys.update(commit.replies, (commit.leaf.key,) if commit.leaf else ())
+            return keys
 
     def _commit_tasks(self) -> list[Task]:
         return [task for task in (*self._running, *self._tasks) if task.commit]
@@ -207,7 +172,7 @@ class Writer:
     def _hurry(self, newest: Task) -> None:
         """Move a turn that has ended ahead of prompts that are still computed.
 
-        What its conversation has waiting goes with it, so that all of that stays in order.
+        Waiting tasks of its conversation go with it, so that they stay in order.
         """
         assert newest.commit is not None
         if newest.commit.leaf is None and not newest.commit.replies:
@@ -219,35 +184,35 @@ class Writer:
         self._tasks = deque(sorted(self._tasks, key=lambda task: not task.is_urgent))
 
     def _fits(self, newest: Task) -> bool:
-        """Say whether a commit may wait beside the one that is being written."""
+        """Say whether a commit may wait while another commit is being written."""
         if self.n_bytes <= 2 * self.max_bytes:
             return True
         if not any(task.commit for task in self._running):
-            return not _held_bytes(task for task in self._tasks if task is not newest)
-        others = [task for task in self._commit_tasks() if task is not newest]
-        n_added = self.n_bytes - _held_bytes(others)
-        return n_added <= self.max_bytes < _held_bytes(self._running) // 2
+            return not _bytes_of(task for task in self._tasks if task is not newest)
+        other_tasks = [task for task in self._commit_tasks() if task is not newest]
+        n_added = self.n_bytes - _bytes_of(other_tasks)
+        return n_added <= self.max_bytes < _bytes_of(self._running) // 2
 
     def _superseded(self) -> Task | None:
         """Return the oldest waiting commit whose end a later waiting commit goes beyond."""
         passed: set[bytes] = set()
-        found = None
+        oldest = None
         for task in reversed(self._tasks):
             if task.commit is None:
                 continue
             if task.commit.blocks and task.commit.blocks[-1].key in passed:
-                found = task
+                oldest = task
             passed.update(node.key for node in task.commit.blocks)
             if task.commit.leaf is not None:
                 passed.update(old for old, _ in task.commit.leaf.replaced)
-        return found
+        return oldest
 
-    # What is postponed.
+    # Postponed commits.
 
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
         """Have a commit of the conversation whose last block is `end` saved later, or withdrawn.
 
-        If no reply `has_ended` there, that is much later: one that runs goes on from it.
+        If no reply `has_ended` there, that is much later: a running reply continues it.
         """
         task.due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
         with self._changed:
@@ -256,7 +221,7 @@ class Writer:
             self._changed.notify_all()
 
     def resize(self, max_bytes: int) -> None:
-        """Let so many bytes wait, and write the oldest of what is postponed beyond half of that."""
+        """Change the bytes that may wait, and write the oldest postponed commits beyond half."""
         with self._changed:
             self.max_bytes = max_bytes
             while self._postponed and self.n_postponed_bytes > max_bytes // 2:
@@ -299,16 +264,8 @@ class Writer:
         finally:
             self._n_waiting -= 1
 
-    def stepped(self, n_replies: int, step_s: float | None = None) -> None:
-        """Replies that run made a step, or none runs any more. Generation thread.
-
-        `step_s`: how long that took; None where it cannot be compared with other steps.
-        """
-        since_s, worked_s = self._since_s, self._worked_s
-        worked_s += 0.0 if since_s is None else time.perf_counter() - since_s
-        if step_s is not None:
-            self.cost.learn(n_replies, step_s, worked_s - self._counted_s)
-        self._counted_s = worked_s
+    def set_n_replies(self, n_replies: int) -> None:
+        """Say how many replies run now. Any thread."""
         if n_replies != self._n_replies:
             with self._changed:
                 self._n_replies = n_replies
@@ -322,22 +279,20 @@ class Writer:
         behind because it rests.
         """
         with self._changed:
-            self._pause()
-            rest_s = max(0.0, self._rested_s - time.perf_counter())
+            self._end_work()
+            rest_s = max(0.0, self._rests_until_s - time.perf_counter())
             oldest_s = min((task.since_s for task in self._commit_tasks()), default=math.inf)
             left_s = max(0.0, oldest_s + MAX_AGE_S - time.monotonic())
             self._changed.wait_for(lambda: not self._may_rest(), min(rest_s, left_s))
             self._since_s = time.perf_counter()
 
-    def _pause(self) -> None:
+    def _end_work(self) -> None:
         """End a time of work, which replies that run are owed a rest for."""
-        assert self._since_s is not None
         now_s = time.perf_counter()
-        worked_s, self._since_s = now_s - self._since_s, None
-        self._worked_s += worked_s
         if self._n_replies:
-            owed_s = max(now_s, self._rested_s) + worked_s * self.cost.rest_factor
-            self._rested_s = min(owed_s, now_s + MAX_AGE_S)
+            rest_s = self.rest_factor * (now_s - self._since_s)
+            until_s = max(now_s, self._rests_until_s) + rest_s
+            self._rests_until_s = min(until_s, now_s + MAX_AGE_S)
 
     def _may_rest(self) -> bool:
         is_waited_for = self._closing or self._n_waiting > 0
@@ -377,7 +332,7 @@ class Writer:
                 logger.exception("the store could not be changed; serving goes on from memory")
             finally:
                 with self._changed:
-                    self._pause()
+                    self._end_work()
                     self._running = []
                     self._changed.notify_all()
             # An idle writer must not hold the arrays of the last commit.
@@ -387,7 +342,7 @@ class Writer:
         """Take the next task; if it saves a turn, also the turns that wait behind it."""
         tasks = [self._tasks.popleft()]
         while tasks[0].is_urgent and self._tasks and self._tasks[0].is_urgent:
-            if _held_bytes([*tasks, self._tasks[0]]) > MOST_TOGETHER_BYTES:
+            if _bytes_of([*tasks, self._tasks[0]]) > MOST_TOGETHER_BYTES:
                 break
             tasks.append(self._tasks.popleft())
         return tasks

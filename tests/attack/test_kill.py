@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.encryption import PLAIN, Cipher
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.seal import PLAIN, Seal
 from tests.server.stored import block_files, wait_for_commit
 from tests.support import (
     UNMEASURED,
@@ -84,13 +84,13 @@ def kill_and_check(folder: Path, n_turns: int, most_lines: int, key: str = "") -
     """
     rng = random.Random(n_turns)
     killed = Killed(folder, key)
-    sealing = Seal(bytes.fromhex(key)) if key else PLAIN
+    encryption = Cipher(bytes.fromhex(key)) if key else PLAIN
     n_kills = 0
     while killed.n_turns < n_turns:
         # The first line says that the store is open. Now and then the kill comes before it.
         n_lines, longest_s = (rng.randint(1, most_lines), 0.05) if n_kills % 8 != 7 else (0, 0.25)
         killed.write_and_kill(n_kills, n_turns, n_lines, rng.uniform(0, longest_s))
-        check_committed(killed.store, killed.committed, sealing=sealing)
+        check_committed(killed.store, killed.committed, encryption=encryption)
         n_kills += 1
     assert n_kills >= 10, f"{n_kills} kills prove little"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.store.block_store import BlockStore
-from mlx_lm_kvpersist.store.files import checkpoint_path
 from mlx_lm_kvpersist.store.records import StoreLimits
 from mlx_lm_kvpersist.store.verify import find_problems
+from tests.support.store_files import checkpoint_path
 
 from .test_bit_flips import TORN, Change, few_or_many, files_of, flip_a_bit, flip_in_any_file
 from .turns import (
@@ -194,7 +194,7 @@ def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
                 store.drain()
             assert store.index.totals().n_bytes <= limits.max_disk_bytes
             # In so small a store the index's log can outgrow what is set aside for it.
-            assert store.disk.files.used_bytes() <= limits.max_disk_bytes + LOG_BYTES
+            assert store.disk.used_bytes() <= limits.max_disk_bytes + LOG_BYTES
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -209,6 +209,6 @@ def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
         assert store.blocks_quarantined == 0 and not store._failures
         store.close()
     again = BlockStore(tmp_path / "store", limits)
-    assert again.disk.files.sweep() == 0
+    assert again.disk.sweep() == 0
     assert find_problems(again.folder, again.index) == []
     again.close()

@@ -18,10 +18,10 @@ import numpy as np
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root, block_key, pack_ids
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
-from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, read_file
-from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.store.records import StoreLimits
-from mlx_lm_kvpersist.store.seal import PLAIN, Seal, Sealing
+from mlx_lm_kvpersist.store.encryption import PLAIN, Cipher, Encryption
+from mlx_lm_kvpersist.store.files import read_file
+from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.records import Leaf, StoreLimits
 
 ROOT = Root("written-by-turns", "4b32")
 SESSIONS = ("anna", "ben", "carl", "dora", "emil")
@@ -121,10 +121,10 @@ def check_committed(
     folder: Path,
     committed: dict[str, int],
     limits: StoreLimits = LIMITS,
-    sealing: Sealing = PLAIN,
+    encryption: Encryption = PLAIN,
 ) -> None:
     """Open a store that was left behind, and find every committed turn whole and nothing else."""
-    store = BlockStore(folder, limits, sealing=sealing)
+    store = BlockStore(folder, limits, encryption=encryption)
     store.drain()
     sessions = {session.name or "": session for session in store.index.sessions()}
     assert len(sessions) == len(store.index.sessions()), "a session is there twice"
@@ -139,7 +139,7 @@ def check_committed(
         key = expected[-1].key
         assert store.replies(ROOT.key, [key])[key] == expected[-1].packed_ids
         for node in expected:
-            _check_block(folder, node, sealing)
+            _check_block(folder, node, encryption)
             reachable.add(node.key)
         parts.update(expected_parts(expected))
         found = store.checkpoints([node.key for node in expected])
@@ -147,25 +147,27 @@ def check_committed(
     assert store.index.keys() == reachable
     assert store.index.keys("checkpoints") == {part.key for part in parts}
     for part in parts:
-        check_part(folder, part, sealing)
+        check_part(folder, part, encryption)
     files = {path.name for path in (folder / "blocks").rglob("*") if path.is_file()}
-    assert files == {f"{sealing.file_name(key)}.safetensors" for key in reachable}
+    assert files == {f"{encryption.file_name(key)}.safetensors" for key in reachable}
     files = {path.name for path in (folder / "checkpoints").rglob("*") if path.is_file()}
-    assert files == {f"{sealing.file_name(part.key)}.safetensors" for part in parts}
+    assert files == {f"{encryption.file_name(part.key)}.safetensors" for part in parts}
     ids_of_sessions = {f"{session.id}.json" for session in sessions.values()}
     assert {path.name for path in (folder / "sessions").glob("*")} == ids_of_sessions
     assert store.blocks_quarantined == 0
     store.close()
 
 
-def _check_block(folder: Path, node: Block, sealing: Sealing) -> None:
-    found, root, arrays = read_file(block_path(folder, node.key, sealing=sealing), sealing)
+def _check_block(folder: Path, node: Block, encryption: Encryption) -> None:
+    files = OwnFiles(folder, encryption)
+    found, root, arrays = read_file(files.path_of(node.key, node.folder), files)
     assert (found, root) == (node, ROOT)
     check_arrays(arrays, plain_arrays(node))
 
 
-def check_part(folder: Path, part: Checkpoint, sealing: Sealing = PLAIN) -> None:
-    found, root, arrays = read_file(checkpoint_path(folder, part.key, sealing), sealing)
+def check_part(folder: Path, part: Checkpoint, encryption: Encryption = PLAIN) -> None:
+    files = OwnFiles(folder, encryption)
+    found, root, arrays = read_file(files.path_of(part.key, part.folder), files)
     assert (found, root) == (part, ROOT)
     check_arrays(arrays, plain_part(part))
 
@@ -176,10 +178,10 @@ def check_arrays(arrays: Mapping[str, mx.array], expected: dict[str, np.ndarray[
         assert np.array(arrays[name]).tobytes() == array.tobytes(), name
 
 
-def write_turns(folder: Path, log: int, seed: int, n_turns: int, sealing: Sealing) -> None:
+def write_turns(folder: Path, log: int, seed: int, n_turns: int, encryption: Encryption) -> None:
     """Write turns of all sessions, up to three at a time, and log each that is committed."""
     rng = random.Random(seed)
-    store = BlockStore(folder, LIMITS, sealing=sealing)
+    store = BlockStore(folder, LIMITS, encryption=encryption)
     os.write(log, b"open 0\n")
     lengths = session_lengths(store)
     while n_turns > 0:
@@ -198,5 +200,5 @@ def write_turns(folder: Path, log: int, seed: int, n_turns: int, sealing: Sealin
 if __name__ == "__main__":
     descriptor = os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     key = "".join(sys.argv[5:])
-    made = Seal(bytes.fromhex(key)) if key else PLAIN
+    made = Cipher(bytes.fromhex(key)) if key else PLAIN
     write_turns(Path(sys.argv[1]), descriptor, int(sys.argv[3]), int(sys.argv[4]), made)

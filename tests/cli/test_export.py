@@ -14,19 +14,12 @@ from safetensors import deserialize
 
 from mlx_lm_kvpersist.block import Block, Checkpoint
 from mlx_lm_kvpersist.errors import StoreError
-from mlx_lm_kvpersist.store import files as store_files
 from mlx_lm_kvpersist.store import folder as store_folder
 from mlx_lm_kvpersist.store import session_file
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import (
-    block_path,
-    checkpoint_path,
-    checksum,
-    metadata_of,
-    write_block,
-)
-from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.files import checksum, metadata_of, write_block
+from mlx_lm_kvpersist.store.records import Leaf
 from tests.store.conftest import (
     ROOT,
     arrays_of,
@@ -36,6 +29,7 @@ from tests.store.conftest import (
     state,
     window,
 )
+from tests.support.store_files import block_path, checkpoint_path
 
 from .conftest import (
     HEAD,
@@ -125,13 +119,13 @@ def test_a_session_that_goes_to_make_room_is_added(
     fill(other.folder, {"last": nodes})
     with closing(DiskStore(other.folder, LIMITS)) as disk:
         block_path(other.folder, nodes[0].key).unlink()
-        make_room = disk.files.make_room
+        make_room = disk.make_room
 
         def evict(n_bytes: int, keep: Collection[bytes], *others: Any) -> bool:
-            disk.files.forget(nodes[-1].key)
+            disk.forget(nodes[-1].key)
             return make_room(n_bytes, keep, *others)
 
-        monkeypatch.setattr(disk.files, "make_room", evict)
+        monkeypatch.setattr(disk, "make_room", evict)
         with closing(session_file.SessionFile(exported)) as source:
             session, written, is_new = session_file.import_session(disk, source)
         assert is_new and len(written) == 1
@@ -263,7 +257,7 @@ def test_a_failed_write_leaves_nothing(
             raise OSError(28, "No space left on device")
         return new_file(path)
 
-    monkeypatch.setattr(store_files, "new_file", full)
+    monkeypatch.setattr(store_folder, "new_file", full)
     assert "No space left" in other.error("sessions", "import", exported)
     assert block_files(other.folder) == {} and other.ids() == {}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.store.files import block_path, checkpoint_path
 from tests.store.conftest import chain, state, window
+from tests.support.store_files import block_path, checkpoint_path
 
 from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, checkpoint_files, fill
 

@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
 from mlx_lm_kvpersist.request.state import RequestState, Stage
-from mlx_lm_kvpersist.store.files import block_path
+from tests.support.store_files import block_path
 
 from .conftest import Conversations
 from .test_lookup import respelled, sampled_turn

@@ -28,7 +28,7 @@ from mlx_lm_kvpersist.request.memory import (
 )
 from mlx_lm_kvpersist.round_trip import tiny_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.pool import KVBlock
+from mlx_lm_kvpersist.store.records import KVBlock
 
 MIB = 1 << 20
 

@@ -260,7 +260,7 @@ def test_what_was_evicted_is_known_by_the_blocks_that_match_whole(store: BlockSt
         path.append(Block(block_key(parent, packed), parent, start, packed, "x"))
         parent, start = path[-1].key, stop
     save(store, ROOT, *path)
-    store.disk.files.make_room(store.limits.max_disk_bytes - store.disk.files.reserve_bytes)
+    store.disk.make_room(store.limits.max_disk_bytes - store.disk.reserve_bytes)
     for n_left in (2, 1, 0):
         match = Match(tuple(path[:n_left]), n_left * BLOCK_TOKENS, 0, False)
         assert why_not_stored(ids, None, match, ROOT, store) == (Reason.EVICTED, "")

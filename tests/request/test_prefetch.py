@@ -28,8 +28,8 @@ from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.state import RequestState
 from mlx_lm_kvpersist.store.block_store import BlockStore
-from mlx_lm_kvpersist.store.files import block_path
 from tests.support import UNMEASURED, synthetic_text, wait_until
+from tests.support.store_files import block_path
 
 READ_S = 0.3
 """What reading one block takes in these tests: decoding goes on in less."""

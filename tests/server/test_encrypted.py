@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.store.seal import read_key
+from mlx_lm_kvpersist.store.encryption import read_key
 from tests.support import UNMEASURED, Message, ServerProcess, synthetic_text
 
 from .stored import wait_for_reply

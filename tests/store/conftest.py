@@ -9,7 +9,8 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Root, block_key, pack_ids
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.index import Index, Leaf
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.records import Leaf
 
 ROOT = Root("fingerprint", "4b64")
 

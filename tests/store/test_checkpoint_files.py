@@ -12,7 +12,6 @@ from mlx_lm_kvpersist.block import Checkpoint, Root
 from mlx_lm_kvpersist.errors import BlockCorrupt, StoreFormatError
 from mlx_lm_kvpersist.store.files import (
     FORMAT,
-    checkpoint_path,
     checksum,
     file_bytes,
     metadata_of,
@@ -21,6 +20,7 @@ from mlx_lm_kvpersist.store.files import (
     record_in,
     write_block,
 )
+from tests.support.store_files import checkpoint_path
 
 from .conftest import ROOT, arrays_of_checkpoint, chain, state
 

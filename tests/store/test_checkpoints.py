@@ -19,9 +19,10 @@ from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
-from mlx_lm_kvpersist.store.index import Index, Leaf
-from mlx_lm_kvpersist.store.records import Gone
+from mlx_lm_kvpersist.store.files import write_block
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.records import Gone, Leaf
+from tests.support.store_files import block_path, checkpoint_path
 
 from .conftest import (
     ROOT,
@@ -239,7 +240,7 @@ def test_what_is_superseded_goes_with_the_commit(store: BlockStore) -> None:
     assert state(nodes[1]).key not in store.pool
     assert checkpoint_files(store.folder) == names(window(nodes[1]), state(longer[2]))
     assert store.reader.load(state(nodes[1]), ROOT) is None
-    assert store.disk.files.gone.get(state(nodes[1]).key) is None
+    assert store.disk.gone.get(state(nodes[1]).key) is None
 
 
 def test_a_checkpoint_does_not_supersede_itself(store: BlockStore) -> None:
@@ -371,8 +372,8 @@ def tight(store: BlockStore, n_bytes: int) -> DiskStore:
     """Close a store and open its folder with a budget of so many bytes less than it has."""
     store.close()
     disk = DiskStore(store.folder, store.limits)
-    max_disk_bytes = disk.files.used_bytes() - n_bytes
-    disk.limits = disk.files.limits = replace(disk.limits, max_disk_bytes=max_disk_bytes)
+    max_disk_bytes = disk.used_bytes() - n_bytes
+    disk.limits = disk.limits = replace(disk.limits, max_disk_bytes=max_disk_bytes)
     return disk
 
 
@@ -383,17 +384,17 @@ def test_the_least_recently_used_goes_first_checkpoint_or_leaf(store: BlockStore
     store.touch([old[1].key])  # as a chain without its checkpoint: that is older than all else now
     store.drain()
     disk = tight(store, 1)
-    assert disk.files.make_room(0)
+    assert disk.make_room(0)
     assert disk.index.keys("checkpoints") == {state(new[1]).key}
     assert disk.index.totals().n_blocks == 4
-    assert disk.files.gone.get(window(old[0]).key) is Gone.EVICTED
+    assert disk.gone.get(window(old[0]).key) is Gone.EVICTED
     assert not checkpoint_path(disk.folder, window(old[0]).key).exists()
     # Then a leaf, which takes its checkpoints along.
-    disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - 1)
-    assert disk.files.make_room(0)
+    disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() - 1)
+    assert disk.make_room(0)
     assert new[1].key not in disk.index and disk.index.keys("checkpoints") == set()
     assert checkpoint_files(disk.folder) == set()
-    assert disk.files.gone.get(state(new[1]).key) is Gone.EVICTED
+    assert disk.gone.get(state(new[1]).key) is Gone.EVICTED
     disk.close()
 
 
@@ -401,7 +402,7 @@ def test_at_one_age_the_end_of_a_conversation_goes_before_checkpoints(store: Blo
     nodes = chain([1], [2], [3])
     save_turn(store, nodes, "s", [state(nodes[0]), window(nodes[2])])
     disk = tight(store, 1)
-    assert disk.files.make_room(0)
+    assert disk.make_room(0)
     assert nodes[2].key not in disk.index
     assert disk.index.keys("checkpoints") == {state(nodes[0]).key}
     disk.close()
@@ -415,7 +416,7 @@ def test_checkpoints_that_are_used_stay(store: BlockStore) -> None:
     store.touch([two[1].key])
     store.drain()
     disk = tight(store, 1)
-    assert disk.files.make_room(0)
+    assert disk.make_room(0)
     assert disk.index.keys("checkpoints") == {state(one[0]).key}
     disk.close()
 
@@ -439,10 +440,10 @@ def test_checkpoints_of_pinned_sessions_stay(store: BlockStore) -> None:
     save_turn(store, pinned, "pinned", [window(pinned[0]), state(pinned[1])])
     save_turn(store, other, "other", [state(other[1]), state(other[2])])
     (session,) = [s for s in store.index.sessions() if s.name == "pinned"]
-    store.disk.files.set_pinned(session, True)
+    store.disk.set_pinned(session, True)
     disk = tight(store, 1)
-    disk.files.limits = replace(disk.limits, max_disk_bytes=0)
-    assert not disk.files.make_room(0)
+    disk.limits = replace(disk.limits, max_disk_bytes=0)
+    assert not disk.make_room(0)
     assert disk.index.keys() == {node.key for node in pinned}
     assert disk.index.keys("checkpoints") == {window(pinned[0]).key, state(pinned[1]).key}
     disk.close()
@@ -459,8 +460,8 @@ def test_checkpoints_of_waiting_turns_stay(store: BlockStore) -> None:
         keep = {key for commit in store.writer.commits() for key in commit.keys()}
     assert keep == {*(node.key for node in one), state(one[0]).key, window(one[1]).key}
     disk = tight(store, 1)
-    disk.files.limits = replace(disk.limits, max_disk_bytes=0)
-    assert not disk.files.make_room(0, keep=keep)
+    disk.limits = replace(disk.limits, max_disk_bytes=0)
+    assert not disk.make_room(0, keep=keep)
     assert disk.index.keys() == {node.key for node in one}
     assert disk.index.keys("checkpoints") == {state(one[0]).key}
     disk.close()
@@ -472,7 +473,7 @@ def test_checkpoints_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> N
     for n in range(12):
         nodes = chain([n], [n + 100])
         save_turn(store, nodes, f"s{n}", [state(nodes[0]), state(nodes[1])])
-        assert store.disk.files.used_bytes() <= limits.max_disk_bytes
+        assert store.disk.used_bytes() <= limits.max_disk_bytes
         on_disk = sum(path.stat().st_size for path in store.folder.rglob("*") if path.is_file())
         assert on_disk <= limits.max_disk_bytes
         assert store.index.totals().n_bytes == sum(
@@ -513,7 +514,7 @@ def test_a_checkpoint_that_cannot_be_trusted_goes_to_quarantine(
         assert checkpoints_of(store, node) == {other}, "it is offered again"
     assert f"checkpoint {checkpoint.key.hex()} goes to quarantine" in caplog.text
     assert store.blocks_quarantined == 1
-    assert not path.exists() and store.disk.files.gone.get(checkpoint.key) is Gone.QUARANTINED
+    assert not path.exists() and store.disk.gone.get(checkpoint.key) is Gone.QUARANTINED
     assert sorted(p.suffix for p in (store.folder / "quarantine").iterdir()) == [
         ".json",
         ".safetensors",

@@ -15,8 +15,9 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import write_block
-from mlx_lm_kvpersist.store.index import Index, Leaf
-from mlx_lm_kvpersist.store.lock import StoreLock
+from mlx_lm_kvpersist.store.folder import StoreLock
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.records import Leaf, Session
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 from .test_checkpoints import writer_held
@@ -123,7 +124,7 @@ def test_turns_of_a_conversation_that_wait_together_are_saved_in_order(store: Bl
             submit(store, [node], "s")
     (session,) = store.index.sessions()
     assert (session.leaf, session.n_tokens) == (nodes[-1].key, 3)
-    assert store.turns_saved == 3 and store.disk.files.sweep() == 0
+    assert store.turns_saved == 3 and store.disk.sweep() == 0
 
 
 def refuse() -> None:
@@ -146,22 +147,22 @@ def test_a_commit_that_fails_takes_no_other_along(
     elif place == "row":
         put_session, n_put = Index.put_session, []
 
-        def put(index: Index, session: object) -> None:
+        def put(index: Index, session: Session, n_bytes: int) -> None:
             n_put.append(session)
-            put_session(index, session)  # type: ignore[arg-type]
+            put_session(index, session, n_bytes)
             if len(n_put) == 2:
                 reject()
 
         monkeypatch.setattr(Index, "put_session", put)
     else:
-        monkeypatch.setattr(DiskStore, "_reserve", of_second(DiskStore._reserve))
+        monkeypatch.setattr(DiskStore, "reserve", of_second(DiskStore.reserve))
     with writer_held(store):
         for number, nodes in enumerate(turns):
             submit(store, nodes, f"s{number}")
     assert store.turns_saved == 2 and store.turns_not_saved == 1
     assert {session.name for session in store.index.sessions()} == {"s0", "s2"}
     assert [nodes[0].key in store.index for nodes in turns] == [True, False, True]
-    assert store.disk.files.sweep() == 0 and store.index.faults() == []
+    assert store.disk.sweep() == 0 and store.index.faults() == []
     assert len(list((store.folder / "sessions").iterdir())) == 2
     monkeypatch.undo()
     submit(store, chain([2], [9])[1:], "s1")  # the turn after it writes both
@@ -208,7 +209,7 @@ def test_a_transaction_that_fails_as_a_whole_leaves_no_files(
         for number in range(3):
             submit(store, chain([number]), f"s{number}")
     assert store.turns_not_saved == 3 and store.index.keys() == set()
-    assert store.disk.files.sweep() == 0 and store.index.n_sessions() == 0
+    assert store.disk.sweep() == 0 and store.index.n_sessions() == 0
     assert not list((store.folder / "sessions").iterdir())
 
 
@@ -231,7 +232,7 @@ def test_blocks_that_another_process_evicted_are_written_again(
     save_turn(store, nodes[:2], "s")
     with closing(DiskStore(store.folder, store.limits)) as other:
         for node in reversed(nodes[:2]):
-            other.files.forget(node.key)
+            other.forget(node.key)
     if not is_in_ram:
         store.pool.clear()
     submit(store, nodes[2:], "s")
@@ -239,6 +240,54 @@ def test_blocks_that_another_process_evicted_are_written_again(
     assert store.index.keys() == ({node.key for node in nodes} if is_in_ram else set())
     assert store.turns_not_saved == (not is_in_ram)
     assert ("which it needs" in caplog.text) == (not is_in_ram)
+
+
+@pytest.mark.parametrize("is_in_ram", [True, False])
+def test_a_block_that_another_process_put_into_quarantine_is_written_again(
+    store: BlockStore, is_in_ram: bool
+) -> None:
+    """It is in the middle of a chain, so its children are still on disk."""
+    nodes = chain([1], [2], [3], [4], [5])
+    save_turn(store, nodes[:3], "s")
+    save_turn(store, chain([7]), "another")
+    with closing(DiskStore(store.folder, store.limits)) as other:
+        other.quarantine(nodes[1].key, "it is damaged")
+    if not is_in_ram:
+        store.pool.clear()
+    save_turn(store, chain([8], parent=chain([7])[0].key), "another")
+    submit(store, nodes[3:4], "s")
+    submit(store, nodes[4:], "s")
+    store.drain()
+    (session,) = store.index.sessions_named("s")
+    blocks = [block for block, _ in store.index.chain(session.leaf)]
+    assert blocks == (nodes if is_in_ram else [])
+    assert store.turns_not_saved == 2 * (not is_in_ram)
+
+
+def test_a_chain_is_walked_only_after_another_process_has_changed_the_index(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[bytes] = []
+    gap = Index.gap
+
+    def counted(index: Index, leaf: bytes, root: bytes) -> bytes | None:
+        walks.append(leaf)
+        return gap(index, leaf, root)
+
+    monkeypatch.setattr(Index, "gap", counted)
+    nodes = chain([1], [2], [3], [4])
+    for n in range(2):
+        submit(store, nodes[n : n + 1], "s")
+        store.drain()
+    submit(store, chain([9], parent=nodes[0].key), "branch")
+    store.drain()
+    assert walks == []
+    with closing(DiskStore(store.folder, store.limits)) as other, other.lock.held():
+        other.index.touch(nodes[0].key)
+    for n in range(2, 4):
+        submit(store, nodes[n : n + 1], "s")
+        store.drain()
+    assert walks == [nodes[1].key]
 
 
 @pytest.mark.parametrize("name", ["s", None])

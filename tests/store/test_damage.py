@@ -16,11 +16,11 @@ import pytest
 from mlx_lm_kvpersist.errors import IndexDamaged
 from mlx_lm_kvpersist.store import index_schema
 from mlx_lm_kvpersist.store.block_store import StoreLimits
-from mlx_lm_kvpersist.store.database import connect, sqlcipher
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.encryption import PLAIN, Cipher, Encryption, sqlcipher
+from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.index_schema import is_damage
-from mlx_lm_kvpersist.store.seal import PLAIN, Seal, Sealing
 
 from .conftest import ROOT, chain
 
@@ -29,15 +29,15 @@ PAGE = 4096
 
 
 @pytest.fixture(params=["plain", "encrypted"])
-def sealing(request: pytest.FixtureRequest) -> Sealing:
-    return PLAIN if request.param == "plain" else Seal(b"k" * 32)
+def encryption(request: pytest.FixtureRequest) -> Encryption:
+    return PLAIN if request.param == "plain" else Cipher(b"k" * 32)
 
 
 @pytest.fixture
-def path(tmp_path: Path, sealing: Sealing) -> Path:
+def path(tmp_path: Path, encryption: Encryption) -> Path:
     """An index of a hundred blocks, in one file."""
     path = tmp_path / "index.sqlite"
-    with closing(Index(path, sealing=sealing)) as index:
+    with closing(Index(path, OwnFiles(path.parent, encryption))) as index:
         with index.database.transaction():
             for number in range(50):
                 index.add_blocks(ROOT, [(node, 1000) for node in chain([number], [number, 7])])
@@ -45,9 +45,9 @@ def path(tmp_path: Path, sealing: Sealing) -> Path:
     return path
 
 
-def read_all(path: Path, sealing: Sealing) -> None:
+def read_all(path: Path, encryption: Encryption) -> None:
     """Open an index and read all of it, as a server and the commands do."""
-    with closing(Index(path, create=False, sealing=sealing)) as index:
+    with closing(Index(path, OwnFiles(path.parent, encryption), create=False)) as index:
         assert index.totals().n_blocks == len(index.sizes()) == 100
         assert index.faults() == [] and index.unreachable() == []
 
@@ -101,7 +101,7 @@ DAMAGES += [_half, _no_page, _no_database]
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "messages"])
 def test_damage_is_known(
     path: Path,
-    sealing: Sealing,
+    encryption: Encryption,
     damage: Callable[[bytearray], None],
     codes: bool,
 ) -> None:
@@ -109,31 +109,33 @@ def test_damage_is_known(
     damage(content)
     path.write_bytes(content)
     with pytest.raises(sqlite3.DatabaseError) as raised:
-        read_all(path, sealing)
+        read_all(path, encryption)
     assert is_damage(raised.value if codes else as_of_python_310(raised.value)), raised.value
 
 
 @pytest.mark.parametrize("left", [b"", b"S"], ids=["empty", "one byte"])
 def test_an_index_that_sqlite_would_take_for_a_new_one_is_missing(
-    path: Path, sealing: Sealing, left: bytes
+    path: Path, encryption: Encryption, left: bytes
 ) -> None:
     path.write_bytes(left)
     with pytest.raises(FileNotFoundError):
-        read_all(path, sealing)
+        read_all(path, encryption)
     assert path.read_bytes() == left
 
 
-def test_garbage_in_the_log_is_no_damage(path: Path, sealing: Sealing) -> None:
+def test_garbage_in_the_log_is_no_damage(path: Path, encryption: Encryption) -> None:
     """SQLite ignores what it did not write there."""
     Path(f"{path}-wal").write_bytes(b"\x37\x7f\x06\x82" + random.Random(4).randbytes(9 * PAGE))
-    read_all(path, sealing)
+    read_all(path, encryption)
 
 
-def test_tables_that_are_not_as_they_were_made_are_damage(path: Path, sealing: Sealing) -> None:
-    with closing(connect(path, sealing)) as db:
+def test_tables_that_are_not_as_they_were_made_are_damage(
+    path: Path, encryption: Encryption
+) -> None:
+    with closing(encryption.connect(path)) as db:
         db.execute("DROP TABLE replies")
     with pytest.raises(IndexDamaged) as raised:
-        read_all(path, sealing)
+        read_all(path, encryption)
     assert is_damage(raised.value)
 
 
@@ -155,7 +157,7 @@ def _closed_by_another(index: Index) -> Iterator[None]:
 @contextmanager
 def _locked(index: Index) -> Iterator[None]:
     index.database.connection.execute("PRAGMA busy_timeout = 1")
-    with closing(connect(index.path, index.sealing)) as other:
+    with closing(index.files.connect(index.path)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
 
@@ -216,12 +218,12 @@ def _moved_away(index: Index) -> Iterator[None]:
 )
 def test_trouble_that_says_nothing_of_the_file_is_no_damage(
     path: Path,
-    sealing: Sealing,
+    encryption: Encryption,
     trouble: Callable[[Index], Iterator[None]],
     codes: bool,
 ) -> None:
     nodes = chain(*([number] * 200 for number in range(1000, 1200)))
-    with closing(Index(path, sealing=sealing)) as index:
+    with closing(Index(path, OwnFiles(path.parent, encryption))) as index:
         with trouble(index), pytest.raises(sqlite3.Error) as raised:  # type: ignore[attr-defined]
             index.add_blocks(ROOT, [(node, 1000) for node in nodes])
     assert not is_damage(raised.value if codes else as_of_python_310(raised.value)), raised.value
@@ -258,9 +260,9 @@ WRONG_STATEMENTS += [_wrong_number_of_values, _value_of_no_type]
 @pytest.mark.parametrize("ask", WRONG_STATEMENTS, ids=lambda ask: ask.__name__[1:])
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "messages"])
 def test_a_wrong_statement_is_no_damage(
-    path: Path, sealing: Sealing, ask: Callable[[sqlite3.Connection], None], codes: bool
+    path: Path, encryption: Encryption, ask: Callable[[sqlite3.Connection], None], codes: bool
 ) -> None:
-    with closing(Index(path, sealing=sealing)) as index:
+    with closing(Index(path, OwnFiles(path.parent, encryption))) as index:
         with pytest.raises(sqlite3.Error) as raised:
             ask(index.database.connection)
     assert not is_damage(raised.value if codes else as_of_python_310(raised.value)), raised.value
@@ -273,8 +275,8 @@ def as_of_python_310(error: sqlite3.Error) -> sqlite3.Error:
     return type(error)(*error.args)
 
 
-@pytest.mark.parametrize("sealing", ["encrypted"], indirect=True)
-def test_every_error_of_sqlcipher_is_one_of_sqlite(sealing: Sealing) -> None:
+@pytest.mark.parametrize("encryption", ["encrypted"], indirect=True)
+def test_every_error_of_sqlcipher_is_one_of_sqlite(encryption: Encryption) -> None:
     driver = sqlcipher()
     kinds = [
         one
@@ -291,10 +293,10 @@ def test_every_error_of_sqlcipher_is_one_of_sqlite(sealing: Sealing) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, path: Path, sealing: Sealing) -> Path:
+def folder(tmp_path: Path, path: Path, encryption: Encryption) -> Path:
     """A store with that index, which no file of a block stands behind."""
     folder = tmp_path / "store"
-    with closing(DiskStore(folder, LIMITS, sealing=sealing)):
+    with closing(DiskStore(folder, LIMITS, encryption=encryption)):
         pass
     for old in folder.glob("index.sqlite*"):
         old.unlink()
@@ -303,9 +305,9 @@ def folder(tmp_path: Path, path: Path, sealing: Sealing) -> Path:
 
 
 def test_a_damaged_index_is_rebuilt_and_one_in_trouble_is_left_alone(
-    folder: Path, sealing: Sealing, monkeypatch: pytest.MonkeyPatch
+    folder: Path, encryption: Encryption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(DiskStore(folder, LIMITS, sealing=sealing)) as disk:
+    with closing(DiskStore(folder, LIMITS, encryption=encryption)) as disk:
         rebuilt: list[Path] = []
         monkeypatch.setattr(
             "mlx_lm_kvpersist.store.disk.rebuild_index", lambda folder, *_: rebuilt.append(folder)
@@ -324,7 +326,7 @@ def test_a_damaged_index_is_rebuilt_and_one_in_trouble_is_left_alone(
     _page_in_the_middle(content)
     (folder / "index.sqlite").write_bytes(content)
     monkeypatch.undo()
-    with closing(DiskStore(folder, LIMITS, sealing=sealing)) as disk:
+    with closing(DiskStore(folder, LIMITS, encryption=encryption)) as disk:
         assert disk.index.totals().n_blocks == 0  # as the files say
     assert list((folder / "quarantine").glob("index-*.sqlite"))
 

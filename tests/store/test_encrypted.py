@@ -19,11 +19,11 @@ from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.config import from_args
 from mlx_lm_kvpersist.errors import ConfigError, StoreError, StoreFormatError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.encryption import PLAIN, Encryption, read_key
 from mlx_lm_kvpersist.store.files import read_content
+from mlx_lm_kvpersist.store.folder import OwnFiles, Staging
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.lock import Staging
 from mlx_lm_kvpersist.store.objects import Objects
-from mlx_lm_kvpersist.store.seal import PLAIN, Sealing, read_key
 from mlx_lm_kvpersist.store.verify import find_problems
 from tests.test_config import parsed
 
@@ -44,7 +44,7 @@ def key(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sealing(key: Path) -> Sealing:
+def encryption(key: Path) -> Encryption:
     return read_key(key)
 
 
@@ -54,8 +54,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(folder: Path, sealing: Sealing) -> Iterator[BlockStore]:
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+def store(folder: Path, encryption: Encryption) -> Iterator[BlockStore]:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         yield store
 
 
@@ -101,16 +101,16 @@ def traces(folder: Path, content: dict[bytes, dict[str, mx.array]]) -> set[str]:
 
 @pytest.mark.parametrize("is_encrypted", [True, False])
 def test_the_folder_tells_nothing_of_a_conversation(
-    folder: Path, sealing: Sealing, is_encrypted: bool
+    folder: Path, encryption: Encryption, is_encrypted: bool
 ) -> None:
     """While it is written, in quarantine, after a kill, and with an index that was set aside."""
-    used = sealing if is_encrypted else PLAIN
-    with closing(BlockStore(folder, LIMITS, sealing=used)) as store:
+    used = encryption if is_encrypted else PLAIN
+    with closing(BlockStore(folder, LIMITS, encryption=used)) as store:
         content = keep(store)
         found = traces(folder, content)
         store.lose(conversation()[1], f"it says {TEXT}")
         store.drain()
-        staging = Staging(folder, used)  # as a process leaves it that is killed
+        staging = Staging(store.disk.files)  # as a process leaves it that is killed
         node = conversation()[0]
         new = store.disk.new_file(ROOT, node, content[node.key])
         staging.write(node.key, new.write)
@@ -118,7 +118,7 @@ def test_the_folder_tells_nothing_of_a_conversation(
         found |= traces(folder, content)
     with (folder / "index.sqlite").open("r+b") as file:
         file.write(b"damage")
-    with closing(BlockStore(folder, LIMITS, sealing=used)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=used)) as store:
         assert list((folder / "quarantine").glob("index-*.sqlite"))
         store.drain()
         assert store.index.totals().n_blocks == 1
@@ -129,10 +129,10 @@ def test_the_folder_tells_nothing_of_a_conversation(
         assert {"text", "ids", "name", "title", "model", "key 0", "0.ssm 2"} <= found
 
 
-def test_what_was_kept_is_read_again(folder: Path, sealing: Sealing) -> None:
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+def test_what_was_kept_is_read_again(folder: Path, encryption: Encryption) -> None:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         content = keep(store)
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         nodes = conversation()
         assert store.children(ROOT.key, TEXT + " goes on") == nodes[:1]
         records: list[Record] = [*nodes, state(nodes[1])]
@@ -176,7 +176,7 @@ def test_what_was_altered_is_a_miss_and_goes_to_quarantine(
 ) -> None:
     keep(store)
     nodes = conversation()
-    harm([store.disk.files.path_of(node.key) for node in nodes])
+    harm([store.disk.files.path_of(node.key, node.folder) for node in nodes])
     store.pool.clear()
     problems = find_problems(store.folder, store.index)
     assert nodes[0].key.hex() in {one.subject for one in problems if one.fault.value == "corrupt"}
@@ -207,8 +207,12 @@ def test_another_key_or_none_touches_nothing(
 ) -> None:
     other = folder.parent / "other"
     assert cli.main(["key", str(other)]) == 0
-    keys: dict[str | None, Sealing] = {None: PLAIN, "key": read_key(key), "other": read_key(other)}
-    with closing(BlockStore(folder, LIMITS, sealing=keys[made_with])) as store:
+    keys: dict[str | None, Encryption] = {
+        None: PLAIN,
+        "key": read_key(key),
+        "other": read_key(other),
+    }
+    with closing(BlockStore(folder, LIMITS, encryption=keys[made_with])) as store:
         keep(store)
     exported = folder.parent / "exported"
     options = ["--kvpersist-encrypt", str(folder.parent / made_with)] if made_with else []
@@ -216,7 +220,7 @@ def test_another_key_or_none_touches_nothing(
     assert cli.main(["sessions", "export", *at, *options, NAME, str(exported)]) == 0
     before = everything(folder)
     with pytest.raises(StoreError, match=advice):
-        BlockStore(folder, LIMITS, sealing=keys[opened_with])
+        BlockStore(folder, LIMITS, encryption=keys[opened_with])
     options = ["--kvpersist-encrypt", str(folder.parent / opened_with)] if opened_with else []
     for command in COMMANDS:
         words = command.replace("FILE", str(exported)).split()
@@ -225,7 +229,7 @@ def test_another_key_or_none_touches_nothing(
         said = capsys.readouterr().err
         assert advice in said and said.count("\n") == 1, command
     assert everything(folder) == before
-    with closing(BlockStore(folder, LIMITS, sealing=keys[made_with])) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=keys[made_with])) as store:
         assert store.index.totals().n_blocks == 2
 
 
@@ -249,25 +253,27 @@ COMMANDS = (
 
 
 def test_every_command_takes_the_key(
-    folder: Path, key: Path, sealing: Sealing, capsys: pytest.CaptureFixture[str]
+    folder: Path, key: Path, encryption: Encryption, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         content = keep(store)
     at = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
     for command in COMMANDS:
         words = command.replace("FILE", str(folder.parent / "exported")).split()
         assert cli.main([*words[:2], *at, *words[2:]]) == 0, (command, capsys.readouterr())
         assert traces(folder, content) == set(), command
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         assert [session.name for session in store.index.sessions()] == [NAME]
 
 
-def test_an_exported_session_is_for_any_store(folder: Path, key: Path, sealing: Sealing) -> None:
+def test_an_exported_session_is_for_any_store(
+    folder: Path, key: Path, encryption: Encryption
+) -> None:
     """It is the same file from a store that is encrypted and from one that is not."""
     encrypted = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
     plain = ["--kvpersist-dir", str(folder.parent / "plain")]
     exported = [folder.parent / "first", folder.parent / "second"]
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         keep(store)
     assert cli.main(["sessions", "export", *encrypted, NAME, str(exported[0])]) == 0
     assert cli.main(["sessions", "import", *plain, str(exported[0])]) == 0
@@ -277,17 +283,17 @@ def test_an_exported_session_is_for_any_store(folder: Path, key: Path, sealing: 
 
 @pytest.mark.parametrize("content", [None, b""])
 def test_without_its_marker_a_store_is_left_alone(
-    folder: Path, sealing: Sealing, content: bytes | None
+    folder: Path, encryption: Encryption, content: bytes | None
 ) -> None:
     """Also where somebody has made an empty one, as for a store that is not encrypted."""
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         keep(store)
     marker = folder / "kvpersist-store"
     kept = marker.read_bytes()
     marker.unlink()
     before = everything(folder)
     with pytest.raises(StoreError, match="make an empty file of that name") as why:
-        BlockStore(folder, LIMITS, sealing=sealing)
+        BlockStore(folder, LIMITS, encryption=encryption)
     line = str(why.value).rpartition("into it: ")[2]
     assert line in kept.decode()
     if content is not None:
@@ -299,7 +305,7 @@ def test_without_its_marker_a_store_is_left_alone(
         before["lock"] = (lock.lstat().st_ino, lock.lstat().st_size)
     assert everything(folder) == before
     marker.write_text(line)
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         store.drain()
         assert store.index.totals().n_blocks == 2
 
@@ -319,9 +325,9 @@ def test_a_missing_package_is_named_before_a_folder_is_made(
 
 @pytest.mark.parametrize("harm", ["removed", "first page", "another page", "none"])
 def test_an_index_is_rebuilt_from_encrypted_files(
-    folder: Path, key: Path, sealing: Sealing, harm: str
+    folder: Path, key: Path, encryption: Encryption, harm: str
 ) -> None:
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         keep(store)
         store.index.database.empty_log()
     path = folder / "index.sqlite"
@@ -335,7 +341,7 @@ def test_an_index_is_rebuilt_from_encrypted_files(
         content = bytearray(path.read_bytes())
         content[40 if harm == "first page" else 5 * 4096 + 40] ^= 1
         path.write_bytes(content)
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         store.drain()
         totals = store.index.totals()
         assert (totals.n_blocks, totals.n_checkpoints) == (2, 1)
@@ -347,15 +353,17 @@ def test_an_index_is_rebuilt_from_encrypted_files(
         assert find_problems(folder, store.index) == []
 
 
-def test_errors_of_an_encrypted_index_are_those_of_sqlite(folder: Path, sealing: Sealing) -> None:
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)):
+def test_errors_of_an_encrypted_index_are_those_of_sqlite(
+    folder: Path, encryption: Encryption
+) -> None:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)):
         pass
-    with closing(Index(folder / "index.sqlite", sealing=sealing)) as index:
+    with closing(Index(folder / "index.sqlite", OwnFiles(folder, encryption))) as index:
         with pytest.raises(sqlite3.OperationalError):
             index.ask("SELECT nothing FROM nowhere")
         with pytest.raises(sqlite3.IntegrityError), index.database.transaction() as db:
             db.execute("INSERT INTO state VALUES (NULL, NULL)")
-        with closing(Index(folder / "index.sqlite", sealing=sealing)) as other:
+        with closing(Index(folder / "index.sqlite", OwnFiles(folder, encryption))) as other:
             other.database.connection.execute("PRAGMA busy_timeout = 1")
             with index.database.transaction(), pytest.raises(sqlite3.OperationalError) as locked:
                 with other.database.transaction():
@@ -364,9 +372,9 @@ def test_errors_of_an_encrypted_index_are_those_of_sqlite(folder: Path, sealing:
 
 
 def test_a_damaged_index_says_nothing_on_stderr_by_itself(
-    folder: Path, key: Path, sealing: Sealing
+    folder: Path, key: Path, encryption: Encryption
 ) -> None:
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)):
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)):
         pass
     with (folder / "index.sqlite").open("r+b") as file:
         file.write(os.urandom(64))
@@ -380,7 +388,7 @@ def test_a_damaged_index_says_nothing_on_stderr_by_itself(
 
 
 def test_a_shared_store_gets_blocks_by_its_own_key(
-    folder: Path, sealing: Sealing, store: BlockStore
+    folder: Path, encryption: Encryption, store: BlockStore
 ) -> None:
     store.share(Objects(str(folder.parent / "bucket")), PLAIN)
     assert store.shared is not None

@@ -11,9 +11,11 @@ import pytest
 from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.index import Index, Leaf
-from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
+from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.pool import BlockPool
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
+from mlx_lm_kvpersist.store.records import KVBlock, Leaf
 
 from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state
 
@@ -23,10 +25,10 @@ OTHER = Root("another", "4b64")
 def evicted(store: BlockStore) -> list[bytes]:
     """Have a store evict all of its disk; return the keys in the order in which they went."""
     gone: list[bytes] = []
-    files = store.disk.files
-    files.forgotten = gone.extend
-    files.limits = replace(files.limits, max_disk_bytes=1)
-    assert not files.make_room(0)  # the index takes more
+    disk = store.disk
+    disk.forgotten = gone.extend
+    disk.limits = replace(disk.limits, max_disk_bytes=1)
+    assert not disk.make_room(0)  # the index takes more
     return gone
 
 
@@ -93,7 +95,7 @@ def test_the_order_survives_a_restart_and_a_rebuild(store: BlockStore) -> None:
     expected = [chain([n])[0].key for n in (0, 2, 3, 1)]
     assert [key for _, key in leaves(store.index)] == expected
     store.close()
-    rebuild_index(store.folder)
+    rebuild_index(OwnFiles(store.folder))
     with closing(Index(store.folder / "index.sqlite")) as index:
         assert [key for _, key in leaves(index)] == expected
 
@@ -102,9 +104,9 @@ def test_pinned_sessions_are_never_evicted(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "pinned")
     save_turn(store, chain([3], [4]), "s")
     (session,) = store.index.sessions_named("pinned")
-    store.disk.files.set_pinned(session, True)
+    store.disk.set_pinned(session, True)
     with closing(DiskStore(store.folder, StoreLimits(0, 1))) as disk:
-        assert not disk.files.make_room(0)
+        assert not disk.make_room(0)
         assert disk.index.keys() == {node.key for node in chain([1], [2])}
 
 
@@ -133,9 +135,10 @@ def test_what_was_evicted_and_asked_for_again_is_counted() -> None:
 def test_what_the_disk_evicted_and_gets_again_is_counted(store: BlockStore) -> None:
     save_turn(store, chain([1], [2, 3]), "s")
     disk = store.disk
-    disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - 150_000)
-    assert disk.files.make_room(0) and store.index.totals().n_blocks == 1
-    disk.files.limits = disk.limits
+    limits = disk.limits
+    disk.limits = replace(limits, max_disk_bytes=disk.used_bytes() - 150_000)
+    assert disk.make_room(0) and store.index.totals().n_blocks == 1
+    disk.limits = limits
     save_turn(store, chain([1], [2, 3]), "s")
     assert store.stats()["tiers"]["disk"]["asked_again_tokens"] == 2
 
@@ -156,17 +159,17 @@ def test_a_model_that_has_more_than_its_share_makes_room_itself(store: BlockStor
     first = save_for(store, ROOT, *range(3))  # used for longest
     for n in range(10):
         save_for(store, OTHER, *range(100 * n, 100 * n + 8))
-    used = store.disk.files.used_bytes()
+    used = store.disk.used_bytes()
     store.close()
     tight = StoreLimits(0, used - 1, model_share=0.5)
     with closing(DiskStore(store.folder, tight)) as disk:
         sizes = {root.fingerprint: totals.n_bytes for root, totals in disk.index.roots()}
         assert sizes["another"] > 0.5 * used > sizes[ROOT.fingerprint] > 0
-        assert disk.files.make_room(0)
+        assert disk.make_room(0)
         assert {node.key for node in first} <= disk.index.keys()
     alone = StoreLimits(0, used // 2, model_share=1.0)
     with closing(DiskStore(store.folder, alone)) as disk:
-        assert disk.files.make_room(0)
+        assert disk.make_room(0)
         assert not {node.key for node in first} & disk.index.keys()
 
 
@@ -176,13 +179,13 @@ def test_a_share_is_one_of_what_a_full_volume_leaves(
     """The budget of the store is far away, and the least free space is not."""
     limits = replace(limits, max_disk_bytes=1 << 40, min_free_bytes=1 << 20)
     with closing(BlockStore(tmp_path / "store", replace(limits, model_share=0.5))) as store:
-        files = store.disk.files
-        monkeypatch.setattr(files, "free_bytes", lambda: (5 << 20) - files.used_bytes())
+        disk = store.disk
+        monkeypatch.setattr(disk, "free_bytes", lambda: (5 << 20) - disk.used_bytes())
         first = save_for(store, ROOT, *range(8))
         for n in range(20):
             save_for(store, OTHER, *range(100 * n, 100 * n + 4))
         assert {node.key for node in first} <= store.index.keys()
-        assert files.n_evicted > 20 and not store.turns_not_saved
+        assert disk.n_evicted > 20 and not store.turns_not_saved
 
 
 def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits) -> None:
@@ -190,4 +193,4 @@ def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits)
     save_for(store, ROOT, *range(8))
     with closing(store):
         assert store.turns_saved == 1 and store.index.totals().n_blocks == 8
-        assert store.disk.files._over_share(0, ROOT, 0) == ("", 0)
+        assert store.disk._over_share(0, ROOT, 0) == ("", 0)

@@ -19,18 +19,17 @@ from mlx_lm_kvpersist.block import Block, pack_ids
 from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.store import files
 from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.encryption import PLAIN, Cipher, Encryption
 from mlx_lm_kvpersist.store.files import (
-    block_path,
     checksum,
     metadata_of,
-    open_regular,
     read_file,
     read_header,
     read_record,
     write_block,
 )
-from mlx_lm_kvpersist.store.lock import Staging
-from mlx_lm_kvpersist.store.seal import PLAIN, Seal, Sealing
+from mlx_lm_kvpersist.store.folder import OwnFiles, Staging, open_regular
+from tests.support.store_files import block_path
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 
@@ -65,17 +64,18 @@ def test_reads_what_was_written(
     assert read_record(path)[:2] == (NODE, ROOT)
 
 
-@pytest.mark.parametrize("sealing", [PLAIN, Seal(bytes(32))], ids=["plain", "sealed"])
+@pytest.mark.parametrize("encryption", [PLAIN, Cipher(bytes(32))], ids=["plain", "encrypted"])
 def test_arrays_of_any_dtype_are_read_as_they_were_written(
-    tmp_path: Path, sealing: Sealing
+    tmp_path: Path, encryption: Encryption
 ) -> None:
     integers = [mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64]
     others = [mx.bool_, mx.float16, mx.bfloat16, mx.float32, mx.complex64]
     arrays = {str(dtype): mx.ones((3,), dtype) for dtype in (*integers, *others)}
     mx.eval(arrays)
-    path = block_path(tmp_path, NODE.key, sealing=sealing)
-    write_block(path, NODE, ROOT, arrays, sealing)
-    _, _, loaded = read_file(path, sealing)
+    files = OwnFiles(tmp_path, encryption)
+    path = files.path_of(NODE.key, NODE.folder)
+    write_block(path, NODE, ROOT, arrays, files)
+    _, _, loaded = read_file(path, files)
     assert {name: (x.dtype, x.tolist()) for name, x in loaded.items()} == {
         name: (x.dtype, x.tolist()) for name, x in arrays.items()
     }
@@ -189,7 +189,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         write_block(path, NODE, ROOT, arrays_of(NODE))
         raise OSError("no space left on device")
 
-    with pytest.raises(OSError, match="no space"), closing(Staging(tmp_path)) as staging:
+    with pytest.raises(OSError, match="no space"), closing(Staging(OwnFiles(tmp_path))) as staging:
         staging.announce(100)
         staging.write(NODE.key, write)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

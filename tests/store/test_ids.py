@@ -14,10 +14,9 @@ import pytest
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.folder import own_files
-from mlx_lm_kvpersist.store.lock import StoreLock
+from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
-from mlx_lm_kvpersist.store.records import Session, read_sidecar, sidecar_path
+from mlx_lm_kvpersist.store.records import Session, read_sidecar, sidecar_path, write_sidecar
 from mlx_lm_kvpersist.store.verify import find_problems
 
 from .conftest import ROOT, chain, save_turn
@@ -42,10 +41,9 @@ def with_old_id(store: BlockStore, name: str | None) -> Session:
     with store.disk.lock.held():
         session = named(store, name)
         store.index.remove_session(session.id)
-        store.disk.files.remove_sidecar(session.id)
+        store.disk.remove_sidecar(session.id)
         old = replace(session, id=OLD_ID)
-        store.disk.files.write_sidecar(old)
-        store.index.put_session(old)
+        store.index.put_session(old, write_sidecar(old, store.disk.files))
     return old
 
 
@@ -72,7 +70,7 @@ def test_an_id_that_is_taken_is_drawn_again(
         "b" * 16: chain([5], [6])[-1].key,
     }
     if first is not None:
-        assert read_sidecar(sidecar_path(store.folder, before.id)) == before
+        assert read_sidecar(sidecar_path(store.folder, before.id), OwnFiles(store.folder)) == before
     assert store.index.faults() == [] and find_problems(store.folder, store.index) == []
 
 
@@ -127,7 +125,7 @@ def test_a_turn_whose_id_is_taken_at_the_last_moment_is_not_saved_and_takes_noth
     save_turn(store, chain([5], [6]), "another name")
     assert "cannot save a turn" in caplog.text and store.turns_not_saved == 1
     assert store.index.sessions() == [before]
-    assert read_sidecar(sidecar_path(store.folder, before.id)) == before
+    assert read_sidecar(sidecar_path(store.folder, before.id), OwnFiles(store.folder)) == before
     monkeypatch.undo()
     save_turn(store, chain([5], [6]), "another name")
     assert len(store.index.sessions()) == 2 and store.index.faults() == []
@@ -142,7 +140,7 @@ def test_a_rebuild_keeps_two_sessions_that_had_the_same_id(store: BlockStore) ->
         db.execute("DELETE FROM sessions WHERE id = ?", (owner.id,))
         db.execute("UPDATE sessions SET id = ? WHERE id = ?", (owner.id, unnamed.id))
     with StoreLock(store.folder / "lock").held():
-        rebuild_index(store.folder)
+        rebuild_index(OwnFiles(store.folder))
     found = {session.name: session for session in store.index.sessions()}
     assert found["a name"] == owner
     assert found[None] == replace(unnamed, id=found[None].id) and found[None].id != owner.id
@@ -158,13 +156,13 @@ def test_a_session_with_a_short_id_goes_on(store: BlockStore) -> None:
     save_turn(store, chain([1], [2], [3]), "old")
     grown = named(store, "old")
     assert grown.id == OLD_ID and grown.n_tokens > old.n_tokens
-    assert read_sidecar(sidecar_path(store.folder, OLD_ID)) == grown
-    assert store.disk.files.set_pinned(grown, True).id == OLD_ID
+    assert read_sidecar(sidecar_path(store.folder, OLD_ID), OwnFiles(store.folder)) == grown
+    assert store.disk.set_pinned(grown, True).id == OLD_ID
     with StoreLock(store.folder / "lock").held():
-        rebuild_index(store.folder)
+        rebuild_index(OwnFiles(store.folder))
     assert named(store, "old").pinned and find_problems(store.folder, store.index) == []
-    assert store.disk.files.sweep() == 0
-    store.disk.files.remove_session(named(store, "old"))
+    assert store.disk.sweep() == 0
+    store.disk.remove_session(named(store, "old"))
     assert not list((store.folder / "sessions").iterdir())
 
 
@@ -193,5 +191,5 @@ def test_commands_find_short_and_long_ids(
     with closing(DiskStore(tmp_path / "store", limits)) as disk:
         (session,) = disk.index.sessions()
         assert session.name == "old" and len(session.id) == 16
-        assert [path.stem for path in own_files(disk.folder, "sessions")] == [session.id]
+        assert [path.stem for path in disk.files.paths("sessions")] == [session.id]
         assert ROOT.key == session.root

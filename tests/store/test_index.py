@@ -20,9 +20,10 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_prompt
 from mlx_lm_kvpersist.store import small_state
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.files import checkpoint_path
-from mlx_lm_kvpersist.store.index import Index, Leaf
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
+from tests.support.store_files import checkpoint_path
 
 from .conftest import ROOT, chain, leaves, save_turn, state, unused_checkpoints, window
 
@@ -154,7 +155,7 @@ def three(store: BlockStore) -> BlockStore:
     save_turn(store, nodes, "s", [window(nodes[0]), state(nodes[1])])
     save_turn(store, chain([1, 2], [5, 6]), "t")
     store.commit(Commit(ROOT, (), None, {b"digest": b"ids!"}), [])
-    store.view.state.put("measured", {"value": 1})
+    store.view.state.add_note("0" * 16, title="a title")
     store.drain()
     return store
 
@@ -171,7 +172,7 @@ def ask_everything(store: BlockStore) -> None:
         assert root == ROOT
     store.checkpoints([node.key for node in chain([1, 2], [3, 4])])
     store.replies(ROOT.key, [b"digest"])
-    store.view.state.get("measured")
+    store.view.state.note("0" * 16)
     index.state.written_last_hour()
     for session in index.sessions():
         index.chain(session.leaf)
@@ -220,7 +221,7 @@ def test_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -> No
     assert again.index.totals().n_blocks == 3 and again.index.totals().n_checkpoints == 2
     longer = chain([1, 2], [3, 4], [7])
     save_turn(again, longer, "s")
-    assert again.turns_saved == 1 and again.disk.files.make_room(0)
+    assert again.turns_saved == 1 and again.disk.make_room(0)
     again.close()
 
 
@@ -364,7 +365,7 @@ def test_rows_count_towards_the_budget(tmp_path: Path) -> None:
 
     def see(*args: object) -> None:
         nonlocal most
-        most = max(most, store.disk.files.used_bytes())
+        most = max(most, store.disk.used_bytes())
 
     store.writer.rest = see  # type: ignore[method-assign]
     for n in range(12):

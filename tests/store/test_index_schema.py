@@ -16,11 +16,11 @@ from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import IndexDamaged
 from mlx_lm_kvpersist.store import index_schema
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.database import INCREMENTAL, connect
+from mlx_lm_kvpersist.store.database import INCREMENTAL
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.encryption import PLAIN, Encryption, read_key
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.index_schema import APPLICATION_ID, INDEX_FORMAT
-from mlx_lm_kvpersist.store.seal import PLAIN, Sealing, read_key
 
 from .conftest import ROOT, chain, save_turn, state
 
@@ -35,7 +35,7 @@ def columns(db: sqlite3.Connection, schema: str, table: str) -> list[str]:
     return [name for _, name, *_ in db.execute(f"PRAGMA {schema}.table_info({table})")]
 
 
-def as_format_6(folder: Path, sealing: Sealing = PLAIN) -> None:
+def as_format_6(folder: Path, encryption: Encryption = PLAIN) -> None:
     """Replace the index of a closed store by one of format 6 with the same rows."""
     path, old_path = folder / "index.sqlite", folder / "old.sqlite"
     with closing(sqlite3.connect(":memory:")) as made:
@@ -43,11 +43,11 @@ def as_format_6(folder: Path, sealing: Sealing = PLAIN) -> None:
         query = "SELECT type, sql FROM sqlite_master WHERE sql IS NOT NULL"
         statements = sorted(made.execute(query), key=lambda row: row[0] != "table")
     old_path.touch()
-    with closing(connect(old_path, sealing)) as db:
+    with closing(encryption.connect(old_path)) as db:
         db.execute(f"PRAGMA auto_vacuum = {INCREMENTAL}")
         for _, sql in statements[: len(TABLES) + 1]:
             db.execute(sql)
-        db.execute("ATTACH ? AS new KEY ?", (str(path), sealing.index_key))
+        encryption.attach(db, path, "new")
         for table in (*TABLES, "totals"):
             known, wanted = columns(db, "new", table), columns(db, "main", table)
             values = [name if name in known else OLD_COLUMNS[name] for name in wanted]
@@ -65,8 +65,8 @@ def as_format_6(folder: Path, sealing: Sealing = PLAIN) -> None:
     old_path.rename(path)
 
 
-def rows(folder: Path, sealing: Sealing = PLAIN) -> dict[str, list[Any]]:
-    with closing(connect(folder / "index.sqlite", sealing)) as db:
+def rows(folder: Path, encryption: Encryption = PLAIN) -> dict[str, list[Any]]:
+    with closing(encryption.connect(folder / "index.sqlite")) as db:
         tables = (*TABLES, "totals")
         return {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
 
@@ -77,14 +77,14 @@ def version(folder: Path) -> int:
         return int(found)
 
 
-def fill(folder: Path, sealing: Sealing = PLAIN) -> None:
+def fill(folder: Path, encryption: Encryption = PLAIN) -> None:
     """Make a store that has rows in every table."""
-    with closing(BlockStore(folder, LIMITS, sealing=sealing)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         for n in range(6):
             nodes = chain([1], [10 + n], [20 + n])
             save_turn(store, nodes, f"{n}" if n % 2 else None, [state(nodes[1])])
         (session,) = store.index.sessions_named("1")
-        store.disk.files.set_pinned(session, True)
+        store.disk.set_pinned(session, True)
         store.index.state.add_note(session.id, title="Title")
         store.commit(Commit(ROOT, tuple(nodes), replies={b"digest": b"\1\0\0\0"}), [])
         store.touch([chain([1], [10], [20])[2].key])
@@ -100,7 +100,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["plain", "encrypted"])
-def sealing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sealing]:
+def encryption(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Encryption]:
     if request.param == "plain":
         yield PLAIN
         return
@@ -109,15 +109,15 @@ def sealing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sealing]
     yield read_key(tmp_path / "key")
 
 
-def test_an_index_of_format_6_loses_no_row(tmp_path: Path, sealing: Sealing) -> None:
+def test_an_index_of_format_6_loses_no_row(tmp_path: Path, encryption: Encryption) -> None:
     folder = tmp_path / "store"
-    fill(folder, sealing)
-    before = rows(folder, sealing)
+    fill(folder, encryption)
+    before = rows(folder, encryption)
     assert all(before.values())
-    as_format_6(folder, sealing)
-    with closing(DiskStore(folder, LIMITS, sealing=sealing)) as disk:
-        assert rows(folder, sealing) == before
-        assert not disk.index.faults() and disk.files.sweep() == 0
+    as_format_6(folder, encryption)
+    with closing(DiskStore(folder, LIMITS, encryption=encryption)) as disk:
+        assert rows(folder, encryption) == before
+        assert not disk.index.faults() and disk.sweep() == 0
         assert disk.index.ask("PRAGMA freelist_count") == [(0,)]
 
 
@@ -125,9 +125,9 @@ def test_a_store_of_format_6_evicts_by_use_and_keeps_its_pins(folder: Path) -> N
     as_format_6(folder)
     with closing(DiskStore(folder, LIMITS)) as disk:
         gone: list[bytes] = []
-        disk.files.forgotten = gone.extend
-        disk.files.limits = StoreLimits(0, 1)
-        assert not disk.files.make_room(0)
+        disk.forgotten = gone.extend
+        disk.limits = StoreLimits(0, 1)
+        assert not disk.make_room(0)
         leaves = {chain([1], [10 + n], [20 + n])[2].key: n for n in range(6)}
         assert [leaves[key] for key in gone if key in leaves] == [2, 3, 4, 5, 0]
         assert disk.index.keys() == {node.key for node in chain([1], [11], [21])}

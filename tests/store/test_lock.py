@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.errors import StoreError
-from mlx_lm_kvpersist.store import database
+from mlx_lm_kvpersist.store import database, encryption
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from tests.support import wait_until
@@ -79,13 +79,13 @@ def test_a_change_stops_with_the_name_of_the_holder(folder: Path, limits: StoreL
     disk = DiskStore(folder, limits)
     with lock_holder(folder) as holder:
         with pytest.raises(StoreError) as told:
-            disk.files.sweep()
+            disk.sweep()
         said = str(told.value)
         assert f"process {holder.pid} (mlx-lm-kvpersist store rebuild)" in said
         assert " since 20" in said and "secret" not in said
         holder.kill()
         holder.wait()
-        assert disk.files.sweep() == 0  # its lock went with it
+        assert disk.sweep() == 0  # its lock went with it
     disk.close()
 
 
@@ -122,7 +122,7 @@ def test_an_index_that_another_program_has_locked(
     folder: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What to do is said, and it is not to choose another folder."""
-    monkeypatch.setattr(database, "_OPEN_S", 0.1)
+    monkeypatch.setattr(encryption, "OPEN_S", 0.1)
     monkeypatch.setattr(database, "_WAIT_S", 0.1)
     disk = DiskStore(folder, limits)
     advice = "index.sqlite is locked: another program has it open"

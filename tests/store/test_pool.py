@@ -7,7 +7,8 @@ import pytest
 from mlx_lm_kvpersist.block import Block, pack_ids
 from mlx_lm_kvpersist.errors import PoolFull
 from mlx_lm_kvpersist.match.tree import FEW, MAX_ALIKE
-from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
+from mlx_lm_kvpersist.store.pool import BlockPool
+from mlx_lm_kvpersist.store.records import KVBlock
 
 from .conftest import ROOT, chain, state, window
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record
 from mlx_lm_kvpersist.errors import PoolFull
-from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
+from mlx_lm_kvpersist.store.pool import BlockPool
+from mlx_lm_kvpersist.store.records import KVBlock
 
 from .conftest import ROOT, chain, state, window
 
@@ -276,7 +277,7 @@ def eager_threads() -> Iterator[None]:
 @pytest.mark.parametrize("n_each", [400, pytest.param(125_000, marks=pytest.mark.slow)])
 def test_eight_threads_do_what_one_does_after_the_other(n_each: int) -> None:
     universe, pool, naive = Universe(60), BlockPool(600), Naive(600)
-    journal = pool._lock = Journal()  # type: ignore[assignment]
+    journal = pool.lock = Journal()  # type: ignore[assignment]
     failed: list[BaseException] = []
 
     def run(number: int) -> None:

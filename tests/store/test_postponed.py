@@ -14,7 +14,7 @@ from mlx_lm_kvpersist.block import Block, Checkpoint, Record
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import Arrays
-from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.session_file import SessionFile
 from mlx_lm_kvpersist.store.stored_sessions import StoredSessions
 from mlx_lm_kvpersist.store.verify import find_problems
@@ -131,7 +131,7 @@ def test_what_writes_nothing_is_no_turn_that_is_saved(talk: Talk) -> None:
     n_saved = talk.store.turns_saved
     with closing(DiskStore(talk.store.folder, LIMITS)) as disk:
         (session,) = disk.index.sessions()
-        disk.files.remove_session(session)
+        disk.remove_session(session)
     talk.store._failures.add("save a turn: disk")
     talk.after(POSTPONE_S)
     assert (talk.store.turns_saved, talk.store._failures) == (n_saved, {"save a turn: disk"})
@@ -210,7 +210,7 @@ def test_what_fell_out_of_ram_alone_is_not_safe(talk: Talk) -> None:
     assert talk.store.is_safe(second.key)
     # Another process may, too.
     with closing(DiskStore(talk.store.disk.folder, talk.store.limits)) as other:
-        other.files.forget(second.key)
+        other.forget(second.key)
     assert second.key in talk.store.pool and not talk.store.is_safe(second.key)
 
 
@@ -241,7 +241,7 @@ def test_a_session_that_was_removed_takes_what_is_postponed_along(talk: Talk) ->
     talk.turn()
     with closing(DiskStore(talk.store.folder, LIMITS)) as disk:
         (session,) = disk.index.sessions()
-        disk.files.remove_session(session)
+        disk.remove_session(session)
     assert talk.after(POSTPONE_S) == set()
     assert find_problems(talk.store.folder, talk.store.index) == []
 

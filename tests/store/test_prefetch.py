@@ -16,8 +16,8 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.store.block_store import BlockStore, Prefetch, StoreLimits
-from mlx_lm_kvpersist.store.files import block_path
 from tests.support import wait_until
+from tests.support.store_files import block_path
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 

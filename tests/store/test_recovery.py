@@ -17,10 +17,11 @@ from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.errors import StoreFormatError
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import checkpoint_path, write_block
+from mlx_lm_kvpersist.store.files import write_block
+from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
 from mlx_lm_kvpersist.store.index_schema import APPLICATION_ID, INDEX_FORMAT
-from mlx_lm_kvpersist.store.lock import StoreLock
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
+from tests.support.store_files import checkpoint_path
 
 from .conftest import (
     ROOT,
@@ -74,7 +75,7 @@ DiskStore(Path({str(store.folder)!r}), StoreLimits(0, 1 << 20))
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == KILLED
     disk = DiskStore(store.folder, store.limits)
-    assert disk.files.sweep() == 0 and disk.index.totals().n_blocks == 3
+    assert disk.sweep() == 0 and disk.index.totals().n_blocks == 3
     assert [session.name for session in disk.index.sessions()] == ["s"]
     disk.close()
     assert names(store.folder) == before
@@ -85,7 +86,7 @@ def test_an_emptied_index_is_not_taken_at_its_word(store: BlockStore) -> None:
     store.close()
     os.truncate(store.folder / "index.sqlite", 0)
     disk = DiskStore(store.folder, store.limits)
-    assert disk.files.sweep() == 0 and disk.index.totals().n_blocks == 2
+    assert disk.sweep() == 0 and disk.index.totals().n_blocks == 2
     disk.close()
 
 
@@ -99,7 +100,7 @@ def test_a_log_without_its_index_is_not_read_into_the_new_one(store: BlockStore)
     (store.folder / "index.sqlite").unlink()
     log.write_bytes(left_behind)
     disk = DiskStore(store.folder, store.limits)
-    assert disk.index.totals().n_blocks == 3 and disk.files.sweep() == 0
+    assert disk.index.totals().n_blocks == 3 and disk.sweep() == 0
     disk.close()
 
 
@@ -110,7 +111,7 @@ def test_an_index_rebuilt_under_an_open_store(store: BlockStore) -> None:
             (store.folder / "index.sqlite").unlink()
         before = store.index.path.stat().st_ino if index_is_there else None
         with StoreLock(store.folder / "lock").held():
-            assert rebuild_index(store.folder) == store.index.totals().n_blocks
+            assert rebuild_index(OwnFiles(store.folder)) == store.index.totals().n_blocks
         if index_is_there:  # replaced within: other servers have the file open
             assert store.index.path.stat().st_ino == before
         longer = chain([1], [2], [3 + index_is_there])
@@ -119,7 +120,7 @@ def test_an_index_rebuilt_under_an_open_store(store: BlockStore) -> None:
         assert longer[-1].key in [x.leaf for x in store.index.sessions() if x.name == "s"]
     store.close()
     disk = DiskStore(store.folder, store.limits)
-    assert disk.files.sweep() == 0 and disk.index.totals().n_blocks == 4
+    assert disk.sweep() == 0 and disk.index.totals().n_blocks == 4
     disk.close()
 
 
@@ -185,10 +186,10 @@ def test_a_sweep_brings_checkpoints_in_line(store: BlockStore) -> None:
     disk = DiskStore(store.folder, store.limits)
     # Without a row: a file, a block's file. Without a file: a row. Without its
     # block: a checkpoint.
-    assert disk.files.sweep() == 4
+    assert disk.sweep() == 4
     assert disk.index.keys("checkpoints") == {kept.key}
     assert part_names(store.folder) == {path.name}
-    assert disk.files.sweep() == 0
+    assert disk.sweep() == 0
     disk.close()
 
 
@@ -217,7 +218,7 @@ def test_checkpoints_outlive_the_index(store: BlockStore) -> None:
     bad.write_bytes(checkpoint_path(store.folder, checkpoints[0].key).read_bytes())
     disk = DiskStore(store.folder, store.limits)
     assert sorted(disk_rows(store.folder)) == before
-    assert disk.files.sweep() == 3
+    assert disk.sweep() == 3
     assert part_names(store.folder) == {
         f"{checkpoint.key.hex()}.safetensors" for checkpoint in checkpoints
     }
@@ -235,7 +236,7 @@ def test_a_rebuild_keeps_when_checkpoints_were_used(store: BlockStore) -> None:
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:
         db.execute("UPDATE checkpoints SET used = 4e9")
     with StoreLock(store.folder / "lock").held():
-        assert rebuild_index(store.folder) == 1
+        assert rebuild_index(OwnFiles(store.folder)) == 1
     assert [used for used, *_ in unused_checkpoints(store.index)] == [4e9]
 
 
@@ -250,7 +251,7 @@ def test_a_format_that_is_not_what_it_was_heals(store: BlockStore, version: int)
     set_format(store.folder, version, INDEX_FORMAT)
     disk = DiskStore(store.folder, store.limits)
     assert disk.index.ask("PRAGMA user_version") == [(INDEX_FORMAT,)]
-    assert disk.files.sweep() == 0 and disk.index.totals().n_blocks == 2
+    assert disk.sweep() == 0 and disk.index.totals().n_blocks == 2
     assert [session.name for session in disk.index.sessions()] == ["s"]
     disk.close()
 

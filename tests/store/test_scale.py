@@ -22,10 +22,11 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
-from mlx_lm_kvpersist.store.index import Index, Leaf, Session
-from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
+from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.pool import BlockPool
 from mlx_lm_kvpersist.store.rebuild import fill
-from mlx_lm_kvpersist.store.records import Commit
+from mlx_lm_kvpersist.store.records import Commit, KVBlock, Leaf, Session
 from mlx_lm_kvpersist.store.verify import find_problems
 
 from .conftest import ROOT, chain, save_turn
@@ -99,10 +100,10 @@ def test_a_start_reads_as_much_of_a_large_index_as_of_a_small_one(
 def test_a_rebuild_is_one_transaction(tmp_path: Path, n_sessions: int) -> None:
     store = filled(tmp_path / "store", n_sessions)
     store.close()
-    index = Index(tmp_path / "fresh.sqlite")
+    index = Index(tmp_path / "fresh.sqlite", OwnFiles(store.folder))
     statements: list[str] = []
     index.database.connection.set_trace_callback(statements.append)
-    fill(store.folder, index, lambda done, total: None)
+    fill(index, lambda done, total: None)
     assert statements.count("COMMIT") == 1
     index.close()
     again = Index(tmp_path / "fresh.sqlite")

@@ -17,13 +17,13 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.store import putting, sealed_objects
+from mlx_lm_kvpersist.store import putting, shared_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.conversation import Conversation, conversation_key, opening_of
+from mlx_lm_kvpersist.store.encryption import Cipher, Encryption, Plain
 from mlx_lm_kvpersist.store.fetching import Plan, Wanted
 from mlx_lm_kvpersist.store.objects import ANSWER_S, ListedObject, Objects, surplus
 from mlx_lm_kvpersist.store.records import Leaf
-from mlx_lm_kvpersist.store.seal import Plain, Seal, Sealing
 from mlx_lm_kvpersist.store.shared import SharedTier
 from tests.support import wait_until
 
@@ -61,10 +61,12 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     stores: list[BlockStore] = []
 
     def open_store(
-        sealing: Sealing | None = None, objects: Any = None, max_bytes: int | None = None
+        encryption: Encryption | None = None, objects: Any = None, max_bytes: int | None = None
     ) -> BlockStore:
         store = BlockStore(tmp_path / f"store-{len(stores)}", LIMITS)
-        store.share(objects or Objects(str(tmp_path / "bucket")), sealing or Seal(KEY), max_bytes)
+        store.share(
+            objects or Objects(str(tmp_path / "bucket")), encryption or Cipher(KEY), max_bytes
+        )
         stores.append(store)
         return store
 
@@ -123,10 +125,12 @@ def objects_in(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("sealing", [Plain(), Seal(KEY)], ids=["plain", "sealed"])
-def test_another_store_fetches_by_ids_what_one_has_put(opened: Open, sealing: Sealing) -> None:
-    content = put(opened(sealing))
-    other = opened(sealing)
+@pytest.mark.parametrize("encryption", [Plain(), Cipher(KEY)], ids=["plain", "sealed"])
+def test_another_store_fetches_by_ids_what_one_has_put(
+    opened: Open, encryption: Encryption
+) -> None:
+    content = put(opened(encryption))
+    other = opened(encryption)
     assert tier_of(other).fetch(wanted()) == ""
     assert in_store(other) == {node.key for node in NODES[:3]}
     for node in NODES[:3]:
@@ -176,7 +180,7 @@ def test_another_key_finds_and_reads_nothing(opened: Open, tmp_path: Path) -> No
     before = {path: path.read_bytes() for path in objects_in(tmp_path)}
     assert all(node.key.hex() not in str(path) for path in before for node in NODES)
     assert not any(b"safetensors" in data or b"root" in data for data in before.values())
-    other = opened(Seal(bytes(32)))
+    other = opened(Cipher(bytes(32)))
     assert tier_of(other).fetch(wanted()) == "" and not in_store(other)
     assert counts(other)["refused"] == 0
 
@@ -230,38 +234,38 @@ def _larger(data: bytes) -> bytes:
 
 
 HOSTILE = [
-    *((Seal(KEY), change) for change in (_cut, _flipped, _larger, lambda data: b"")),
+    *((Cipher(KEY), change) for change in (_cut, _flipped, _larger, lambda data: b"")),
     *((Plain(), change) for change in (_cut, _flipped, _huge_header, _deep, _renamed, _larger)),
 ]
 
 
-@pytest.mark.parametrize(("sealing", "change"), HOSTILE)
+@pytest.mark.parametrize(("encryption", "change"), HOSTILE)
 def test_objects_that_were_changed_are_misses_and_replaced(
-    opened: Open, tmp_path: Path, sealing: Sealing, change: Callable[[bytes], bytes]
+    opened: Open, tmp_path: Path, encryption: Encryption, change: Callable[[bytes], bytes]
 ) -> None:
-    put(opened(sealing))
+    put(opened(encryption))
     for path in objects_in(tmp_path):
         path.write_bytes(change(path.read_bytes()))
-    other = opened(sealing)
+    other = opened(encryption)
     tier_of(other).fetch(wanted(plan=whole))
     assert not in_store(other) and counts(other)["refused"] > 0
     put(other)
-    third = opened(sealing)
+    third = opened(encryption)
     tier_of(third).fetch(wanted())
     assert NODES[0].key in third
 
 
-@pytest.mark.parametrize("sealing", [Plain(), Seal(KEY)], ids=["plain", "sealed"])
+@pytest.mark.parametrize("encryption", [Plain(), Cipher(KEY)], ids=["plain", "sealed"])
 def test_objects_under_anothers_name_are_misses(
-    opened: Open, tmp_path: Path, sealing: Sealing
+    opened: Open, tmp_path: Path, encryption: Encryption
 ) -> None:
-    one = opened(sealing)
+    one = opened(encryption)
     put(one)
     names = [tmp_path / "bucket" / tier_of(one).objects.path(node.key) for node in NODES[:2]]
     contents = [name.read_bytes() for name in names]
     for name, content in zip(names, reversed(contents), strict=True):
         name.write_bytes(content)
-    other = opened(sealing)
+    other = opened(encryption)
     tier_of(other).fetch(wanted())
     assert not in_store(other) and counts(other)["refused"] >= 1
 
@@ -470,7 +474,7 @@ def test_blocks_that_were_stored_before_the_tier_was_used_are_put_with_the_next_
     """A commit has its new blocks alone; the index has the blocks before them."""
     with closing(BlockStore(tmp_path / "early", LIMITS)) as store:
         save_turn(store, NODES[:2], "s", messages=MESSAGES)
-        store.share(Objects(str(tmp_path / "bucket")), Seal(KEY), None)
+        store.share(Objects(str(tmp_path / "bucket")), Cipher(KEY), None)
         leaf = Leaf("s", NODES[2].key, NODES[2].stop, messages=MESSAGES)
         new = [(NODES[2], conftest.arrays_of(NODES[2]))]
         store.commit(Commit(ROOT, (NODES[2],), leaf), new)
@@ -538,7 +542,7 @@ def test_what_is_used_is_put_again_before_it_is_pruned(
         path.unlink()
     put(other)
     assert counts(other)["written"] == 7  # it believes that they are there
-    monkeypatch.setattr(sealed_objects, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(shared_objects, "ASK_AGAIN_S", 0.0)
     put(other)
     assert counts(other)["written"] == 13
 
@@ -863,7 +867,7 @@ def test_a_damaged_object_is_one_line_of_many(
 def test_what_is_remembered_of_objects_is_bounded(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed_objects, "_MAX_KEYS", 10)
+    monkeypatch.setattr(shared_objects, "_MAX_KEYS", 10)
     objects = tier_of(opened()).objects
     for n in range(100):
         objects.saw(n.to_bytes(16))

@@ -15,8 +15,8 @@ from typing import Any
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.store.records import NewFile, Saved
+from mlx_lm_kvpersist.store.disk_tier import Saving
+from mlx_lm_kvpersist.store.records import Leaf, NewFile, Saved, write_sidecar
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 
@@ -32,7 +32,7 @@ def test_what_they_take_is_known_without_looking(store: BlockStore) -> None:
     disk = store.disk
 
     def check() -> None:
-        assert disk.files.used_bytes() == store_bytes(store.folder)
+        assert disk.used_bytes() == store_bytes(store.folder)
         assert disk.index.faults() == []
 
     save_turn(store, chain([1], [2, 3]), "a name")
@@ -41,10 +41,10 @@ def test_what_they_take_is_known_without_looking(store: BlockStore) -> None:
     (unnamed,) = (one for one in disk.index.sessions() if one.name is None)
     assert disk.index.totals().sidecar_bytes > 0
     before = disk.index.totals().sidecar_bytes
-    pinned = disk.files.set_pinned(unnamed, True)
+    pinned = disk.set_pinned(unnamed, True)
     check()
     assert disk.index.totals().sidecar_bytes > before
-    disk.files.set_pinned(pinned, False)
+    disk.set_pinned(pinned, False)
     check()
     assert disk.index.totals().sidecar_bytes == before
     old, new = chain([1], [2, 3])[1], chain([1], [2, 3, 4])[1]
@@ -52,9 +52,9 @@ def test_what_they_take_is_known_without_looking(store: BlockStore) -> None:
     save_turn(store, chain([1], [2, 3, 4]), "another")
     check()
     with disk.lock.held():
-        disk.files.remove_session(disk.index.sessions_named("another")[0])
+        disk.remove_session(disk.index.sessions_named("another")[0])
     check()
-    disk.files.forget(new.key)
+    disk.forget(new.key)
     check()
     assert disk.index.totals().sidecar_bytes == 0
 
@@ -86,8 +86,7 @@ def test_a_save_asks_no_more_of_the_disk_beside_many_named_sessions(
                 for number in range(n_sessions):
                     (first, *_) = disk.index.sessions_named("s")
                     other = replace(first, id=f"{turn}{number:07x}", name=f"other {number}")
-                    disk.files.write_sidecar(other)
-                    disk.index.put_session(other)
+                    disk.index.put_session(other, write_sidecar(other, disk.files))
             nodes = chain([1], [2 + turn])
             commit = partial(Commit, ROOT, tuple(nodes), Leaf("s", nodes[-1].key, nodes[-1].stop))
             arrays = {node: arrays_of(node) for node in nodes}
@@ -98,7 +97,7 @@ def test_a_save_asks_no_more_of_the_disk_beside_many_named_sessions(
                 return disk.new_file(root, node, arrays[node])
 
             with counted_file_operations() as counted:
-                (saved,) = disk.save([commit], file_of)
+                (saved,) = Saving(disk, file_of).save([commit])
             assert isinstance(saved, Saved)
             asked.append(sum(counted.values()))
     assert asked[0] > 5 and asked[2] == asked[1], asked

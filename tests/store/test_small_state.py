@@ -16,33 +16,40 @@ from mlx_lm_kvpersist.store.disk import DiskStore
 
 from .conftest import chain, save_turn
 
-PUT_100 = """
+ADD_100_NOTES = """
 import sys
 from pathlib import Path
 from mlx_lm_kvpersist.store.index import Index
 
 index = Index(Path(sys.argv[1]))
 for number in range(100):
-    index.state.put(f"choice/{sys.argv[2]} {number}", [number])
+    index.state.add_note(f"{sys.argv[2]} {number}", title=f"{number}")
 """
+RECORD = {"sentence": "12 tokens reused", "session": "s", "divergence": None, "reused_tokens": 12}
 
 
 @pytest.fixture
 def folder(store: BlockStore) -> Path:
     """A closed store with a session and some state."""
     save_turn(store, chain([1], [2]), "s")
-    store.view.state.put("choice/b", None)
-    store.view.state.put("choice/a", {"bits": [4, 8.5]})
-    store.view.state.put("choice/a", {"bits": [5, 8.5]})
-    store.view.state.put("other", "ä")
+    with store.disk.lock.held():
+        (session,) = store.index.sessions()
+        store.index.state.add_note(session.id, title="first")
+        store.index.state.add_note(session.id, title="ä", client="c")
+        store.index.state.add_request({**RECORD, "saved_s": 0.5})
     store.close()
     return store.folder
 
 
-def choices(folder: Path) -> dict[str, object]:
+def small_state(folder: Path) -> tuple[dict[str, str], float]:
+    """Return the note of the session of a store, and the tokens that were reused."""
     with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
-        keys = disk.index.ask("SELECT key FROM state WHERE key LIKE 'choice/%'")
-        return {key.removeprefix("choice/"): disk.index.state.get(key) for (key,) in keys}
+        notes = [disk.index.state.note(session.id) for session in disk.index.sessions()]
+        return (notes or [{}])[0], disk.index.state.saved()["tokens"]
+
+
+STATE = {"title": "ä", "client": "c"}, 12
+NOTHING: tuple[dict[str, str], float] = {}, 0
 
 
 def test_a_schema_that_is_no_text_costs_the_state_only(folder: Path) -> None:
@@ -53,30 +60,31 @@ def test_a_schema_that_is_no_text_costs_the_state_only(folder: Path) -> None:
     assert b"CREATE TABLE state" in content
     damaged = content.replace(b"CREATE TABLE state", b"CREATE TABLE\xd7\xff\x85ate")
     (folder / "index.sqlite").write_bytes(damaged)
-    assert choices(folder) == {}
+    assert small_state(folder) == NOTHING
     with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
         assert disk.index.ask("SELECT count(*) FROM blocks") == [(2,)]
 
 
 def test_values_are_found_by_their_keys_after_a_restart(folder: Path) -> None:
-    with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
-        state = disk.index.state
-        assert state.get("choice/a") == {"bits": [5, 8.5]} and state.get("other") == "ä"
-        assert state.get("choice/") is None and state.get("choice/c") is None
+    assert small_state(folder) == STATE
     assert not list(folder.glob("*.json"))
     with closing(sqlite3.connect(folder / "index.sqlite")) as db, db:
-        db.execute("INSERT INTO state SELECT 'choice/c', value FROM state WHERE key = 'choice/a'")
-        db.execute("UPDATE state SET value = replace(value, '8.5', '9.5') WHERE key = 'choice/a'")
-        db.execute("UPDATE state SET value = '[' WHERE key = 'choice/b'")
-    assert choices(folder) == {"a": None, "b": None, "c": None}
+        db.execute("INSERT INTO state SELECT 'session 0', value FROM state WHERE key = 'saved'")
+        db.execute("UPDATE state SET value = replace(value, '12', '13') WHERE key = 'saved'")
+        db.execute("UPDATE state SET value = '[' WHERE key GLOB 'session ?*'")
+    assert small_state(folder) == NOTHING
+    with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
+        assert disk.index.state.note("0") == {}
 
 
-def test_two_processes_lose_none_of_each_others_choices(folder: Path) -> None:
-    command = [sys.executable, "-c", PUT_100, str(folder / "index.sqlite")]
+def test_two_processes_lose_none_of_each_others_notes(folder: Path) -> None:
+    command = [sys.executable, "-c", ADD_100_NOTES, str(folder / "index.sqlite")]
     writers = [subprocess.Popen([*command, name]) for name in ("one", "two")]
     assert [writer.wait(120) for writer in writers] == [0, 0]
-    expected = {f"{name} {n}": [n] for name in ("one", "two") for n in range(100)}
-    assert choices(folder).items() >= expected.items()
+    with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
+        for name in ("one", "two"):
+            notes = [disk.index.state.note(f"{name} {n}") for n in range(100)]
+            assert notes == [{"title": f"{n}"} for n in range(100)]
 
 
 def _lose_a_table(path: Path) -> None:
@@ -90,37 +98,37 @@ def _spoil_a_row(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_lose_a_table, _spoil_a_row], ids=["unreadable", "readable"])
-def test_a_rebuild_keeps_what_was_chosen(folder: Path, damage: Callable[[Path], None]) -> None:
+def test_a_rebuild_keeps_the_small_state(folder: Path, damage: Callable[[Path], None]) -> None:
     damage(folder / "index.sqlite")
     with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
-        disk.files.sweep()
+        disk.sweep()
         assert len(disk.index.sessions()) == disk.index.totals().n_blocks - 1 == 1
-    assert choices(folder) == {"a": {"bits": [5, 8.5]}, "b": None}
+    assert small_state(folder) == STATE
 
 
 def test_no_note_of_a_session_outlives_it(store: BlockStore) -> None:
     """A session without a name or a pin is lost when a damaged index is rebuilt."""
     for number, name in enumerate(["kept", None]):
         save_turn(store, chain([number]), name, note={"words": "what its user said first"})
-    store.index.state.put("choice", 5)
+    store.index.state.add_request({**RECORD, "saved_s": None})
     (kept,) = store.index.sessions_named("kept")
     store.close()
     _lose_a_table(store.folder / "index.sqlite")
     with closing(DiskStore(store.folder, store.limits)) as disk:
         assert disk.index.sessions() == [kept]
-        disk.files.sweep()
+        disk.sweep()
         notes = disk.index.ask("SELECT key FROM state WHERE key LIKE 'session %'")
         assert notes == [(f"session {kept.id}",)]
         assert disk.index.state.note(kept.id) == {"words": "what its user said first"}
-        assert disk.index.state.get("choice") == 5
+        assert disk.index.state.saved()["tokens"] == 12
 
 
 @pytest.mark.parametrize("left", [b"", b"no database " * 1000])
-def test_an_index_that_says_nothing_has_no_choices(folder: Path, left: bytes) -> None:
+def test_an_index_that_says_nothing_has_no_small_state(folder: Path, left: bytes) -> None:
     for suffix in ("-wal", "-shm"):
         Path(f"{folder / 'index.sqlite'}{suffix}").unlink(missing_ok=True)
     (folder / "index.sqlite").write_bytes(left)
-    assert choices(folder) == {}
+    assert small_state(folder) == NOTHING
 
 
 # What may be written within an hour.

@@ -17,10 +17,9 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import block_path
-from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.store.pool import KVBlock
-from mlx_lm_kvpersist.store.records import Gone, Saved
+from mlx_lm_kvpersist.store.disk_tier import Saving
+from mlx_lm_kvpersist.store.records import Gone, KVBlock, Leaf, Saved
+from tests.support.store_files import block_path
 
 from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state, unused_checkpoints
 
@@ -131,9 +130,9 @@ def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
     one_block = store.index.totals().n_bytes // 6
     store.close()
     tight = DiskStore(store.folder, store.limits)
-    used = tight.files.used_bytes()
-    tight.files.limits = replace(tight.limits, max_disk_bytes=used - one_block * 2)
-    assert tight.files.make_room(0)
+    used = tight.used_bytes()
+    tight.limits = replace(tight.limits, max_disk_bytes=used - one_block * 2)
+    assert tight.make_room(0)
     assert [n.key in tight.index for n in chain([1], [2], [3])] == [True] * 3
     assert [n.key in tight.index for n in chain([4], [5], [6])] == [True, False, False]
     assert [session.name for session in tight.index.sessions()] == ["old"]
@@ -288,14 +287,14 @@ def test_what_is_damaged_while_a_turn_is_saved_is_still_removed(
 ) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes[:1])
-    save = store.disk.save
+    save = Saving.save
 
     def saving(*args: Any) -> Any:
         saved = save(*args)
         store.lose(nodes[0], "a reader found damage")
         return saved
 
-    monkeypatch.setattr(store.disk, "save", saving)
+    monkeypatch.setattr(Saving, "save", saving)
     save_turn(store, nodes)
     store.drain()  # of what was submitted while the turn was saved
     assert nodes[0].key not in store.index
@@ -350,7 +349,7 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     save_turn(store, nodes[:1])
     store.pool.clear()
     with closing(DiskStore(store.folder, store.limits)) as other:
-        other.files.forget(nodes[0].key)
+        other.forget(nodes[0].key)
     new = [(nodes[1], arrays_of(nodes[1]))]
     leaf = Leaf(None, nodes[-1].key, nodes[-1].stop)
     store.commit(Commit(ROOT, tuple(nodes)), new)
@@ -383,7 +382,7 @@ def test_what_was_evicted_from_disk_stays_in_ram_while_a_turn_needs_it(tmp_path:
     first, second = chain(*([n] for n in range(6))), chain([20])
     save_turn(store, first[:5])
     for node in reversed(first[:5]):
-        store.disk.files.forget(node.key, Gone.EVICTED)
+        store.disk.forget(node.key, Gone.EVICTED)
     assert store.index.totals().n_blocks == 9 and len(store.pool) == 14
     store.pool.pin([node.key for node in prefetched], prefetch=True)
     with waiting_writer(store):
@@ -402,12 +401,12 @@ def test_why_a_turn_could_not_be_saved_is_said(
     save_turn(store, [head])
     store.pool.clear()
     if how == "evicted":
-        store.disk.files.forget(head.key, Gone.EVICTED)
+        store.disk.forget(head.key, Gone.EVICTED)
     elif how == "damaged":
         store.lose(head, "a test")
     else:
         with closing(DiskStore(store.folder, store.limits)) as other:
-            other.files.forget(head.key)
+            other.forget(head.key)
     store.commit(Commit(ROOT, (head, tail)), [(tail, arrays_of(tail))])
     store.drain()
     (said,) = (record.getMessage() for record in caplog.records if "not saved" in record.msg)
@@ -427,12 +426,12 @@ def test_what_a_turn_builds_on_makes_no_room_for_it(
     store.close()
     one_block = block_path(store.folder, old[0].key).stat().st_size
     with closing(DiskStore(store.folder, store.limits)) as disk:
-        room = disk.files.reserve_bytes + one_block // 2
-        disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() + room)
+        room = disk.reserve_bytes + one_block // 2
+        disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() + room)
         file = disk.new_file(ROOT, new[0], arrays_of(new[0]))
         turn = Commit(ROOT, tuple(new))
         keep = () if is_full_precision else (old[0].key,)
-        (saved,) = disk.save([lambda: turn], lambda root, node: file, keep=keep)
+        (saved,) = Saving(disk, lambda root, node: file, keep=keep).save([lambda: turn])
         assert isinstance(saved, Saved)
         assert [block.key in disk.index for block in (*old, *other, *new)] == [True, False, True]
 
@@ -444,7 +443,7 @@ def test_blocks_of_a_pinned_session_make_no_room(store: BlockStore) -> None:
     store.close()
     with closing(DiskStore(store.folder, store.limits)) as disk:
         (session,) = (one for one in disk.index.sessions() if one.name == "pinned")
-        disk.files.set_pinned(session, True)
-        disk.files.limits = replace(disk.limits, max_disk_bytes=1000)
-        assert not disk.files.make_room(0)
+        disk.set_pinned(session, True)
+        disk.limits = replace(disk.limits, max_disk_bytes=1000)
+        assert not disk.make_room(0)
         assert [block.key in disk.index for block in (*pinned, *other)] == [True, True, False]

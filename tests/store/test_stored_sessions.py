@@ -14,8 +14,7 @@ from mlx_lm_kvpersist.errors import RequestRefused, StoreError
 from mlx_lm_kvpersist.store import stored_sessions
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.pool import KVBlock
-from mlx_lm_kvpersist.store.records import Leaf, Session
+from mlx_lm_kvpersist.store.records import KVBlock, Leaf, Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
 
 from .conftest import ROOT, arrays_of, chain, save_turn, state, window
@@ -118,16 +117,16 @@ def test_a_pin_does_not_take_back_what_another_process_saved(store: BlockStore) 
     assert moves is not None and goes is not None
     add(store, "fedcba9876543210", chain([1], [3]))
     store.index.remove_session("goes")
-    pinned = store.disk.files.set_pinned(moves, True)
+    pinned = store.disk.set_pinned(moves, True)
     assert pinned == store.index.session("fedcba9876543210")
     assert pinned.pinned and pinned.leaf == chain([1], [3])[-1].key
     with pytest.raises(StoreError, match="removed meanwhile"):
-        store.disk.files.set_pinned(goes, True)
+        store.disk.set_pinned(goes, True)
 
 
 def test_a_session_whose_blocks_are_gone_can_be_shown_and_deleted(store: BlockStore) -> None:
     add(store, "lost", chain([1], [2]))
-    store.disk.files.forget(chain([1])[0].key)
+    store.disk.forget(chain([1])[0].key)
     sessions = StoredSessions(store)
     sessions.evict("lost")
     assert sessions.delete("lost")[0].id == "lost"

@@ -14,8 +14,7 @@ from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import Arrays
-from mlx_lm_kvpersist.store.pool import KVBlock
-from mlx_lm_kvpersist.store.records import Saved
+from mlx_lm_kvpersist.store.records import KVBlock, Saved
 
 from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state
 

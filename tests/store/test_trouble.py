@@ -24,10 +24,13 @@ from mlx_lm_kvpersist.block import Record
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import BlockCorrupt, StoreError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.files import block_path, read_file, write_block
+from mlx_lm_kvpersist.store.disk_tier import Saving
+from mlx_lm_kvpersist.store.files import read_file, write_block
+from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.records import read_sidecar
+from tests.support.store_files import block_path
 
 from .conftest import ROOT, chain, leaves, save_turn, state
 
@@ -42,7 +45,7 @@ def stored(tmp_path: Path, limits: StoreLimits) -> Iterator[BlockStore]:
     store = BlockStore(tmp_path / "store", limits)
     save_turn(store, NODES, "s", [CHECKPOINT])
     (session,) = store.index.sessions()
-    store.disk.files.set_pinned(session, True)
+    store.disk.set_pinned(session, True)
     store.pool.clear()
     yield store
     store.close()
@@ -196,9 +199,9 @@ def test_verify_tells_trouble_from_damage(
 
 def test_a_rebuild_that_cannot_read_a_file_changes_nothing(stored: BlockStore) -> None:
     with TROUBLES["EIO"](), pytest.raises(OSError, match="Input/output error"):
-        rebuild_index(stored.folder)
-    assert stored.index.totals().n_blocks == 2 and stored.disk.files.sweep() == 0
-    assert rebuild_index(stored.folder) == 2
+        rebuild_index(OwnFiles(stored.folder))
+    assert stored.index.totals().n_blocks == 2 and stored.disk.sweep() == 0
+    assert rebuild_index(OwnFiles(stored.folder)) == 2
 
 
 def damage(store: BlockStore, key: bytes) -> None:
@@ -227,7 +230,7 @@ def test_a_block_computed_again_replaces_the_damaged_file(
     def fail(key: bytes, reason: str) -> None:
         raise OSError(errno.EROFS, "read-only file system")
 
-    monkeypatch.setattr(stored.disk.files, "quarantine", fail)
+    monkeypatch.setattr(stored.disk, "quarantine", fail)
     assert stored.reader.load(node, ROOT) is None
     stored.drain()
     with pytest.raises(BlockCorrupt):
@@ -269,7 +272,7 @@ def test_d_a_failure_that_comes_and_goes_is_logged_once_an_hour(
     for n_failures, n_lines in ((1, 1), (2, 1), (3, 2)):
         now_s[0] += failures.LOG_AGAIN_S / 2
         with monkeypatch.context() as patch:
-            patch.setattr(store.disk, "save", fail)
+            patch.setattr(Saving, "save", fail)
             for number in range(3):
                 save_turn(store, chain([n_failures], [number]))
         assert len(store._failures) == 1
@@ -292,7 +295,7 @@ def test_every_failure_is_counted_by_its_kind(
         OSError(28, "full"),
     ]
     for error in errors:
-        monkeypatch.setattr(store.disk, "save", Mock(side_effect=error))
+        monkeypatch.setattr(Saving, "save", Mock(side_effect=error))
         save_turn(store, chain([2]))
     monkeypatch.setattr(store.disk, "check_index", Mock(side_effect=errors[0]))
     store.writer.submit(store.disk_tier.sweep)
@@ -315,7 +318,7 @@ def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> Non
     with store.index.database.transaction() as db:
         for node, used in ((old[0], 50), (recent[0], 1), (recent[1], 100)):
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (used, node.key))
-    store.disk.files.forget(recent[1].key)
+    store.disk.forget(recent[1].key)
     assert [key for *_, key in leaves(store.index)] == [old[0].key, recent[0].key]
 
 
@@ -370,7 +373,7 @@ def test_a_commit_that_fails_leaves_the_sessions_note_as_it_was(
     save_turn(stored, [*NODES, *chain([3], parent=NODES[-1].key)], name)
     save_turn(stored, chain([4]), "other")
     notes = list((stored.folder / "sessions").iterdir())
-    assert [read_sidecar(note).leaf for note in notes] == [session.leaf]
+    assert [read_sidecar(note, stored.disk.files).leaf for note in notes] == [session.leaf]
 
 
 def test_a_file_that_went_unnoticed_is_written_with_the_next_turn(stored: BlockStore) -> None:

@@ -20,10 +20,10 @@ from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store import writer as writer_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.store.lock import Staging, StoreLock
+from mlx_lm_kvpersist.store.folder import Staging, StoreLock
+from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.verify import find_problems
-from mlx_lm_kvpersist.store.writer import MOST_LOSS, Cost, Task, Writer
+from mlx_lm_kvpersist.store.writer import Task, Writer
 from tests.support import wait_until
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -59,8 +59,8 @@ def save(
 
 def serve(writer: Writer, rest_factor: float = 1e12) -> None:
     """Have a reply run; without a factor, work asks for rests without an end."""
-    writer.cost = SimpleNamespace(rest_factor=rest_factor)  # type: ignore[assignment]
-    writer.stepped(1)
+    writer.rest_factor = rest_factor
+    writer.set_n_replies(1)
 
 
 def resting(writer: Writer, worked_s: float = 0.0) -> threading.Event:
@@ -74,50 +74,6 @@ def resting(writer: Writer, worked_s: float = 0.0) -> threading.Event:
 
     writer.submit(run)
     return ended
-
-
-@pytest.mark.parametrize(("step_s", "factor"), [(0.011, 19), (0.0101, 1), (0.010, 0), (0.1, 39)])
-def test_it_rests_by_what_replies_lose_to_it(step_s: float, factor: float) -> None:
-    """Of steps of 10 ms it works for 2 ms in every other one."""
-    cost = Cost()
-    assert MOST_LOSS == 0.025 and 5 < cost.rest_factor < 7
-    for _ in range(1000):
-        cost.learn(3, 0.010, 0.0)
-        cost.learn(3, step_s, 0.002)
-    assert cost.rest_factor == pytest.approx(factor, rel=0.05, abs=0.05)
-
-
-def test_steps_of_more_replies_are_no_loss() -> None:
-    cost = Cost()
-    for n_replies in [1, 2, 3] * 300:
-        cost.learn(n_replies, 0.0, 0.0)
-        cost.learn(n_replies, n_replies / 100, 0.0)
-        cost.learn(n_replies, n_replies / 100, 0.002)
-    assert cost.rest_factor < 0.1
-
-
-def test_the_time_that_it_works_beside_a_step_is_known(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learnt: list[float] = []
-    monkeypatch.setattr(writer.cost, "learn", lambda n, step_s, worked_s: learnt.append(worked_s))
-    begun, may_end = threading.Event(), threading.Event()
-
-    def work() -> None:
-        begun.set()
-        may_end.wait(10)
-
-    writer.drain()
-    writer.stepped(1, 0.01)
-    writer.submit(work)
-    assert begun.wait(10)
-    time.sleep(0.1)
-    writer.stepped(1, 0.01)
-    may_end.set()
-    writer.drain()
-    writer.stepped(1)
-    writer.stepped(1, 0.01)
-    assert learnt[1] >= 0.1 and learnt[2] == 0.0
 
 
 def test_it_rests_for_as_long_as_its_work_asks(writer: Writer) -> None:
@@ -188,7 +144,7 @@ def test_a_drain_waits_for_what_is_submitted_meanwhile(writer: Writer) -> None:
 @pytest.mark.parametrize(
     "end",
     [
-        lambda writer: writer.stepped(0),
+        lambda writer: writer.set_n_replies(0),
         lambda writer: submit(writer, 51),
         lambda writer: writer.finish(lambda: not writer.n_tasks, 10),
         lambda writer: writer.drain(),
@@ -255,7 +211,7 @@ def test_rests_that_were_cut_short_are_made_up_for_within_bounds(writer: Writer)
     serve(writer, rest_factor=1e12)
     writer.submit(lambda: time.sleep(0.01))
     writer.drain()
-    assert 0 < writer._rested_s - time.perf_counter() <= writer_module.MAX_AGE_S
+    assert 0 < writer._rests_until_s - time.perf_counter() <= writer_module.MAX_AGE_S
 
 
 def test_a_turn_that_is_old_ends_the_rest(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,17 +402,17 @@ def test_another_process_may_sweep_and_make_room_meanwhile(
     resting_store: BlockStore, limits: StoreLimits
 ) -> None:
     other = DiskStore(resting_store.folder, limits)
-    before = other.files.used_bytes()
+    before = other.used_bytes()
     keep(resting_store, 10)
-    wait_until(lambda: other.files.used_bytes() > before + 600_000, "the announcement of 10 blocks")
+    wait_until(lambda: other.used_bytes() > before + 600_000, "the announcement of 10 blocks")
     n_changes = 0
     while other.index.totals().n_blocks == 0:
-        assert other.files.sweep() == 0
-        assert other.files.make_room(100_000) and not other.files.make_room(1 << 22)
+        assert other.sweep() == 0
+        assert other.make_room(100_000) and not other.make_room(1 << 22)
         n_changes += 1
     assert n_changes > 1
     resting_store.drain()
-    assert other.index.totals().n_blocks == 10 and other.files.sweep() == 0
+    assert other.index.totals().n_blocks == 10 and other.sweep() == 0
     assert find_problems(other.folder, other.index) == []
     assert not list((other.folder / "writing").iterdir())
     other.close()
@@ -470,10 +426,10 @@ def test_what_goes_while_a_turn_is_written_is_written_again(
     other = DiskStore(resting_store.folder, limits)
     keep(resting_store, 10)
     wait_until(lambda: any((other.folder / "writing").glob("*.lock")), "writing")
-    other.files.forget(first)
+    other.forget(first)
     resting_store.drain()
     assert resting_store.turns_not_saved == 0
-    assert other.index.totals().n_blocks == 10 and other.files.sweep() == 0
+    assert other.index.totals().n_blocks == 10 and other.sweep() == 0
     other.close()
 
 
@@ -482,7 +438,7 @@ def test_what_a_killed_process_was_writing_is_swept(store: BlockStore) -> None:
     (store.folder / "writing").mkdir()
     for name in ("0badcafe.lock", f"0badcafe-{'ab' * 16}.safetensors"):
         (store.folder / "writing" / name).write_bytes(b"1000")
-    assert store.disk.files.sweep() == 2
+    assert store.disk.sweep() == 2
     assert not list((store.folder / "writing").iterdir())
 
 
@@ -522,12 +478,12 @@ def test_rows_of_the_index_count(tmp_path: Path) -> None:
 
 
 def test_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: StoreLimits) -> None:
-    said = str(store.disk.files)
+    said = str(store.disk)
     assert said.startswith(f"{store.folder} (") and "of 4.0 MiB, " in said
     assert "min-free" not in said
-    store.disk.files.limits = replace(limits, min_free_bytes=1 << 60)
-    assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.disk.files)
-    assert "\n" not in str(store.disk.files)
+    store.disk.limits = replace(limits, min_free_bytes=1 << 60)
+    assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.disk)
+    assert "\n" not in str(store.disk)
 
 
 @pytest.mark.parametrize("floor", [False, True])
@@ -536,7 +492,7 @@ def test_what_another_process_announced_counts(
 ) -> None:
     """One process announced a turn and wrote nothing yet; the other leaves it its room."""
     save_turn(store, chain([1], [2]), "old")
-    used = store.disk.files.used_bytes()
+    used = store.disk.used_bytes()
     limits = replace(store.limits, max_disk_bytes=used + (8 << 20))
     if floor:
         free = SimpleNamespace(free=12 << 20)
@@ -544,14 +500,14 @@ def test_what_another_process_announced_counts(
         limits = replace(store.limits, min_free_bytes=1 << 20)
     other = DiskStore(store.folder, limits)
     try:
-        assert other.files.make_room(2 << 20) and len(store.index.keys()) == 2
-        with closing(Staging(store.folder)) as staging:
+        assert other.make_room(2 << 20) and len(store.index.keys()) == 2
+        with closing(Staging(store.disk.files)) as staging:
             with store.disk.lock.held():
                 staging.announce(10 << 20 if floor else 7 << 20)
-            other.files.make_room(2 << 20)
+            other.make_room(2 << 20)
             assert store.index.keys() == set()
             staging.close()
-            assert other.files.used_bytes() <= used
+            assert other.used_bytes() <= used
     finally:
         other.close()
 

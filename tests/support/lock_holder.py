@@ -11,7 +11,7 @@ from pathlib import Path
 _HOLD = """
 import sys
 from pathlib import Path
-from mlx_lm_kvpersist.store.lock import StoreLock
+from mlx_lm_kvpersist.store.folder import StoreLock
 
 sys.argv = ["/somewhere/mlx-lm-kvpersist", "store", "rebuild", "--api-key", "secret"]
 with StoreLock(Path(PATH)).held():

@@ -53,7 +53,7 @@ NOTES: dict[str, str] = {
     "do, if the process is one of yours: new turns are written when it has ended.",
     "cannot …: …; serving goes on from memory": "The disk is full, not writable, or a budget is "
     "used up. Turns are kept in RAM only. It is said once, until a write succeeds.",
-    "the index of … was removed or replaced; it is opened anew": "Somebody deleted the folder "
+    "the index of … was removed or replaced; it is opened again": "Somebody deleted the folder "
     "under a running server, or `store rebuild` replaced a damaged index. What is in "
     "RAM stays usable.",
     "the index of the store is damaged (…); it is rebuilt": "From the files; sessions without a "

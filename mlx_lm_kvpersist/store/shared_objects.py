@@ -1,4 +1,4 @@
-"""A shared store's objects by key: sealed and named, checked, counted, and left alone if it fails.
+"""A shared store's objects by key: encrypted, named, checked, counted; left alone if it fails.
 
 An object is a block's or a checkpoint's file, or a conversation. A damaged object is a miss. It is
 counted, and replaced when this server has its content. Any thread.
@@ -14,11 +14,11 @@ from ..block import KEY_BYTES, Root
 from ..errors import BlockCorrupt, NoAnswer, StoreError, StoreFormatError
 from ..failures import Failures
 from .conversation import DAMAGED, MAX_BYTES, Conversation, conversation_key, layout_key
+from .encryption import Encryption
 from .files import read_content
 from .folder import OBJECTS
 from .objects import Objects, TimedObjects
-from .pool import KVBlock
-from .seal import Sealing
+from .records import KVBlock
 from .tier import SHARED
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class Breaker:
     def failed(self, error: object) -> None:
         self.failed_with = str(error) or repr(error)
         kind = f"the shared store cannot be {self.what}: …"
-        said = "the shared store cannot be %s: %s; serving goes on"
-        self.failures.add(said, self.what, self.failed_with, kind=kind)
+        message = "the shared store cannot be %s: %s; serving goes on"
+        self.failures.add(message, self.what, self.failed_with, kind=kind)
 
     def worked(self) -> None:
         if self.failed_with:
@@ -52,15 +52,15 @@ class Breaker:
         self.failed_with = ""
 
 
-class SealedObjects:
+class SharedObjects:
     """What one server gets from a shared store and puts there.
 
     Raises what `TimedObjects` does, but no FileNotFoundError. The tables of keys are bounded.
     """
 
-    def __init__(self, objects: Objects, sealing: Sealing, failures: Failures) -> None:
+    def __init__(self, objects: Objects, encryption: Encryption, failures: Failures) -> None:
         self.objects = TimedObjects(objects)
-        self._sealing, self.failures = sealing, failures
+        self._encryption, self.failures = encryption, failures
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
         )
@@ -96,7 +96,7 @@ class SealedObjects:
 
     def path(self, key: bytes) -> str:
         """Return the name of an object. All but its hash is the same in every store."""
-        name = self._sealing.name(key)
+        name = self._encryption.object_name(key)
         return f"{OBJECTS}/{name[:2]}/{name}"
 
     # Get.
@@ -131,8 +131,8 @@ class SealedObjects:
                 return Conversation.unpacked(content, root), ""
             except DAMAGED as error:
                 self._refuse(key, error)
-        other = self._get(layout_key(root, opening), _MAX_LAYOUT_BYTES)
-        layout = root.layout if other is None else other.decode("utf-8", "replace")
+        layout_object = self._get(layout_key(root, opening), _MAX_LAYOUT_BYTES)
+        layout = root.layout if layout_object is None else layout_object.decode("utf-8", "replace")
         if layout == root.layout:
             return Conversation(), ""
         note = f"the shared store has this conversation in another KV precision ({layout})"
@@ -140,9 +140,9 @@ class SealedObjects:
 
     def _get(self, key: bytes, max_bytes: int) -> bytes | None:
         try:
-            sealed = self.objects.get(self.path(key), max_bytes)
-            return self._sealing.open(sealed, key)
-        except FileNotFoundError:
+            content = self.objects.get(self.path(key), max_bytes)
+            return self._encryption.decrypt(content, key)
+        except (FileNotFoundError, StoreFormatError):
             return None
         except NoAnswer as error:
             self.reads.failed(error)
@@ -186,7 +186,7 @@ class SealedObjects:
         return False
 
     def put(self, key: bytes, content: bytes) -> None:
-        self.objects.put(self.path(key), self._sealing.seal(content, key))
+        self.objects.put(self.path(key), self._encryption.encrypt(content, key))
         self.counts["written"] += 1
         self.counts["written_bytes"] += len(content)
         self._bad.discard(key)

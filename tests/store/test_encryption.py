@@ -1,4 +1,4 @@
-"""Sealed objects: opened under their own name with their own key only, and what a key file is."""
+"""Encrypted objects: decrypted with their own name and key only; and what a key file is."""
 
 from __future__ import annotations
 
@@ -11,67 +11,67 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.errors import ConfigError, SealBroken
-from mlx_lm_kvpersist.store.seal import SEAL_BYTES, Seal, read_key
+from mlx_lm_kvpersist.errors import ConfigError, DecryptionFailed
+from mlx_lm_kvpersist.store.encryption import Cipher, read_key
 
-SEAL, OTHER = Seal(bytes(32)), Seal(bytes(31) + b"\1")
+CIPHER, OTHER = Cipher(bytes(32)), Cipher(bytes(31) + b"\1")
 CONTENT = b"A prompt that nobody else may read. " * 100
 
 
 @pytest.mark.parametrize("content", [b"", b"\0", CONTENT])
-def test_what_is_sealed_can_be_opened(content: bytes) -> None:
-    sealed = SEAL.seal(content, b"name")
-    assert len(sealed) == len(content) + SEAL_BYTES
-    assert SEAL.open(memoryview(sealed), b"name") == content
-    assert sealed != SEAL.seal(content, b"name")
-    assert CONTENT[:16] not in sealed
+def test_what_is_encrypted_can_be_decrypted(content: bytes) -> None:
+    encrypted = CIPHER.encrypt(content, b"name")
+    assert len(encrypted) == len(content) + CIPHER.n_added_bytes
+    assert CIPHER.decrypt(memoryview(encrypted), b"name") == content
+    assert encrypted != CIPHER.encrypt(content, b"name")
+    assert CONTENT[:16] not in encrypted
 
 
 CHANGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda sealed: b"",
-    "magic alone": lambda sealed: sealed[:9],
-    "no tag": lambda sealed: sealed[:25],
-    "cut off": lambda sealed: sealed[:-1],
-    "longer": lambda sealed: sealed + b"\0",
-    "plain": lambda sealed: CONTENT,
-    "parts of two": lambda sealed: SEAL.seal(CONTENT, b"name")[:200] + sealed[200:],
+    "empty": lambda encrypted: b"",
+    "magic alone": lambda encrypted: encrypted[:9],
+    "no tag": lambda encrypted: encrypted[:25],
+    "cut off": lambda encrypted: encrypted[:-1],
+    "longer": lambda encrypted: encrypted + b"\0",
+    "plain": lambda encrypted: CONTENT,
+    "parts of two": lambda encrypted: CIPHER.encrypt(CONTENT, b"name")[:200] + encrypted[200:],
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_was_changed_is_refused(change: Callable[[bytes], bytes]) -> None:
-    with pytest.raises(SealBroken):
-        SEAL.open(change(SEAL.seal(CONTENT, b"name")), b"name")
+    with pytest.raises(DecryptionFailed):
+        CIPHER.decrypt(change(CIPHER.encrypt(CONTENT, b"name")), b"name")
 
 
 def test_a_flipped_bit_anywhere_is_found() -> None:
-    sealed = SEAL.seal(b"short", b"name")
-    for at in range(len(sealed)):
-        changed = bytearray(sealed)
+    encrypted = CIPHER.encrypt(b"short", b"name")
+    for at in range(len(encrypted)):
+        changed = bytearray(encrypted)
         changed[at] ^= 1
-        with pytest.raises(SealBroken):
-            SEAL.open(changed, b"name")
+        with pytest.raises(DecryptionFailed):
+            CIPHER.decrypt(changed, b"name")
 
 
 def test_another_name_or_key_opens_nothing() -> None:
-    sealed = SEAL.seal(CONTENT, b"name")
-    with pytest.raises(SealBroken):
-        SEAL.open(sealed, b"other")
-    with pytest.raises(SealBroken):
-        OTHER.open(sealed, b"name")
+    encrypted = CIPHER.encrypt(CONTENT, b"name")
+    with pytest.raises(DecryptionFailed):
+        CIPHER.decrypt(encrypted, b"other")
+    with pytest.raises(DecryptionFailed):
+        OTHER.decrypt(encrypted, b"name")
 
 
 def test_names_depend_on_the_key_file_and_say_nothing() -> None:
-    names = {SEAL.name(b"a"), SEAL.name(b"b"), OTHER.name(b"a")}
+    names = {CIPHER.object_name(b"a"), CIPHER.object_name(b"b"), OTHER.object_name(b"a")}
     assert len(names) == 3 and all(len(bytes.fromhex(name)) == 32 for name in names)
-    assert SEAL.name(b"a") == Seal(bytes(32)).name(b"a")
+    assert CIPHER.object_name(b"a") == Cipher(bytes(32)).object_name(b"a")
 
 
-def test_threads_share_a_seal() -> None:
+def test_threads_share_a_cipher() -> None:
     def both(number: int) -> bool:
         content = os.urandom(100_000)
         name = b"%d" % number
-        return SEAL.open(SEAL.seal(content, name), name) == content
+        return CIPHER.decrypt(CIPHER.encrypt(content, name), name) == content
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(both, range(64)))
@@ -83,8 +83,8 @@ def test_a_key_file_is_made_once_for_its_owner_alone(
     path = tmp_path / "team.key"
     assert cli.main(["key", str(path)]) == 0
     assert path.stat().st_mode & 0o777 == 0o600 and f"{path} is made" in capsys.readouterr().out
-    sealed = read_key(path).seal(CONTENT, b"name")
-    assert read_key(path).open(sealed, b"name") == CONTENT
+    encrypted = read_key(path).encrypt(CONTENT, b"name")
+    assert read_key(path).decrypt(encrypted, b"name") == CONTENT
     before = path.read_bytes()
     assert cli.main(["key", str(path)]) == 1
     assert path.read_bytes() == before and "choose another" in capsys.readouterr().err
@@ -124,4 +124,4 @@ def test_without_the_package_the_error_says_what_to_install(
     for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install 'mlx-lm-kvpersist\[encrypt\]'"):
-        Seal(bytes(32))
+        Cipher(bytes(32))

@@ -1,0 +1,402 @@
+"""The disk as a tier below RAM: serving threads ask a view of its index, the writer changes it.
+
+A commit is saved files first, then by one transaction of the index. The lock is held to plan, to
+make room and to commit, and not while files are written. The plan is then made again: another
+process may have changed something, or blocks were evicted to make room.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ..block import Block, Checkpoint, Record, Root
+from ..errors import BlockCorrupt, StoreError
+from .disk import DiskStore
+from .files import Arrays, read_file
+from .folder import Staging
+from .records import Commit, Gone, KVBlock, NewFile, Saved, Session, write_sidecar
+from .tier import DISK
+from .writer import Writer
+
+logger = logging.getLogger(__name__)
+
+_PAGE_BYTES = 4096
+
+
+@dataclass(eq=False)
+class _Job:
+    """A commit on its way to the disk."""
+
+    make: Callable[[], Commit]
+    """Returns the commit to be planned."""
+    result: Saved | Exception | None = None
+    commit: Commit = field(init=False)
+    """The commit of the last plan, and the `files` that were missing then."""
+    files: list[NewFile] = field(default_factory=list)
+    reserved_bytes: int = 0
+    """Room that was made for its files."""
+    paths: dict[bytes, Path] = field(default_factory=dict)
+    """Where files were moved, by key."""
+    session: Session | None = None
+    removed: Collection[bytes] = ()
+    """Keys of superseded checkpoints, whose rows are gone."""
+
+
+class Saving:
+    """Saves commits that share one transaction: each of them whole or not at all.
+
+    `file_of` returns the file of a record that is in RAM, and `block_of` a block that is in RAM:
+    the blocks that a commit continues are written again if they are no longer on disk. `keep` is
+    not evicted: later commits are built on these keys. Files of `damaged` blocks and checkpoints
+    are replaced. `before_file` may take its time.
+    """
+
+    def __init__(
+        self,
+        disk: DiskStore,
+        file_of: Callable[[Root, Record], NewFile | None],
+        block_of: Callable[[bytes], Block | None] = lambda key: None,
+        keep: Collection[bytes] = (),
+        before_file: Callable[[], None] = lambda: None,
+        damaged: Collection[bytes] = (),
+    ) -> None:
+        self._disk, self._index = disk, disk.index
+        self._file_of, self._block_of = file_of, block_of
+        self._keep, self._before_file, self._damaged = keep, before_file, damaged
+        self._staging = Staging(disk.files)
+        self._n_written_bytes = 0
+        """Bytes of files that were written since they were counted last."""
+
+    def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
+        """Write the missing files of commits, and commit each of them; return the results.
+
+        `commits` return the commits; they are called under the lock, before each plan. If a commit
+        fails, the rest is saved. Checkpoints that are gone, or whose block is not on disk, are left
+        out, and then the commit supersedes nothing. The result is None, with a line in the log, if
+        a block was on disk only and has been removed. It is a StoreError if the commit is too big
+        for the limits, and another exception if the disk refuses.
+        """
+        jobs = left = [_Job(make) for make in commits]
+        with closing(self._staging) as staging:
+            while left:
+                try:
+                    with self._disk.lock.held():
+                        self._disk.follow_folder()
+                        self._count_written()
+                        left = self._commit_written(left)
+                        self._make_room(left)
+                        left = [job for job in left if job.result is None]
+                        if not left:
+                            staging.close()  # under the lock: no room is made for files in place
+                except Exception as error:  # the lock or the whole transaction has failed
+                    for job in left:
+                        job.result = error
+                for job in left:
+                    if job.result is None:
+                        self._write_files(job)
+                left = [job for job in left if job.result is None]
+        return [job.result for job in jobs]
+
+    def _count_written(self) -> None:
+        if n_bytes := self._n_written_bytes:
+            self._n_written_bytes = 0
+            self._disk.n_written_bytes += n_bytes
+            self._index.state.count_write(n_bytes)
+
+    def _unwritten(self, job: _Job) -> list[NewFile]:
+        """Return the missing files of a commit that are not written yet."""
+        return [file for file in job.files if file.block.key not in self._staging.sizes]
+
+    def _commit_written(self, jobs: Sequence[_Job]) -> list[_Job]:
+        """Plan commits, and commit up to the first that lacks files; return the jobs that are left.
+
+        Raises an exception, and changes nothing, if the transaction fails as a whole.
+        """
+        left: list[_Job] = []
+        done: list[_Job] = []
+        try:
+            with self._index.database.transaction() as db:
+                for job in jobs:
+                    job.paths.clear()
+                    try:
+                        if not self._plan(job):
+                            continue
+                        if left or self._unwritten(job):  # in order: a turn may replace blocks
+                            left.append(job)
+                        else:
+                            self._move_in(job)
+                            done.append(job)
+                    except Exception as error:
+                        self._move_out(job)
+                        job.result = error
+                        if not db.in_transaction:  # SQLite has rolled back the transaction
+                            raise
+        except BaseException:
+            for job in done:
+                self._move_out(job)
+            raise
+        for job in done:
+            self._disk.set_whole(job.commit.parent, *(block.key for block in job.commit.blocks))
+            self._clean_up(job)
+            self._staging.announce(-job.reserved_bytes)
+            job.result = Saved(job.commit, [file.block for file in job.files])
+        return left
+
+    def _plan(self, job: _Job) -> bool:
+        """Find what can be committed now, and the files that it lacks.
+
+        Return False, with a line in the log, if a block is missing.
+        """
+        commit, files = job.make(), list[NewFile]()
+        root = commit.root
+
+        def has(record: Record) -> bool:
+            if record.key not in self._damaged and self._disk.has(record.key, record.folder):
+                return True
+            if (file := self._file_of(root, record)) is not None:
+                files.append(file)
+            return file is not None
+
+        blocks, parent = list(commit.blocks), commit.parent
+        while parent != root.key and (parent in self._damaged or not self._disk.has(parent)):
+            if (block := self._block_of(parent)) is None:
+                return self._report_missing(parent)
+            blocks.insert(0, block)
+            parent = block.parent
+        gap = self._disk.gap(parent, root)
+        while gap is not None:  # another process has removed a block of the chain
+            if (block := self._block_of(gap)) is None or not has(block):
+                return self._report_missing(gap)
+            gap = self._disk.gap(block.parent, root)
+        for block in blocks:
+            if not has(block):
+                return self._report_missing(block.key)
+        own = {block.key for block in blocks}
+        checkpoints = tuple(
+            checkpoint
+            for checkpoint in commit.checkpoints
+            if (checkpoint.block in own or self._disk.has(checkpoint.block)) and has(checkpoint)
+        )
+        superseded = commit.superseded if len(checkpoints) == len(commit.checkpoints) else ()
+        job.files, job.commit = (
+            files,
+            replace(commit, blocks=tuple(blocks), checkpoints=checkpoints, superseded=superseded),
+        )
+        return True
+
+    def _report_missing(self, key: bytes) -> bool:
+        """Log that a turn is not saved, because a block is missing; return False."""
+        gone = self._disk.gone.get(key)
+        why = (
+            f"was {gone.value} meanwhile"
+            if gone
+            else "was removed by another process, or with its session"
+        )
+        logger.warning("a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why)
+        return False
+
+    def _make_room(self, jobs: Sequence[_Job]) -> None:
+        """Make room for the files that commits lack. If that fails, it is the job's result."""
+        disk = self._disk
+        keep = {*self._keep, *chain.from_iterable(job.commit.keys() for job in jobs)}
+        counted: set[bytes] = set()
+        for job in jobs:
+            # A block that several of the commits need is written once.
+            files = [file for file in self._unwritten(job) if file.block.key not in counted]
+            counted.update(file.block.key for file in files)
+            # The rows of a long commit take more than what is reserved for them.
+            rows = max(0, sum(_row_bytes(file.block) for file in files) - disk.reserve_bytes)
+            n_bytes = sum(file.n_bytes for file in files) + rows
+            try:
+                disk.reserve(n_bytes, keep, job.commit.root)
+                self._staging.announce(n_bytes)
+                job.reserved_bytes += n_bytes
+            except Exception as error:
+                job.result = error
+
+    def _write_files(self, job: _Job) -> None:
+        """Write the files that a commit lacks. If that fails, it is the job's result."""
+        try:
+            for file in self._unwritten(job):
+                self._before_file()
+                self._n_written_bytes += self._staging.write(file.block.key, file.write)
+        except Exception as error:
+            job.result = error
+
+    def _move_in(self, job: _Job) -> None:
+        """Move the files of a commit into place, then change the index."""
+        for file in job.files:
+            path = self._disk.files.path_of(file.block.key, file.block.folder)
+            self._disk.files.move(self._staging.path(file.block.key), path)
+            job.paths[file.block.key] = path
+        job.session = self._disk.session_of(job.commit)
+        n_bytes = write_sidecar(job.session, self._disk.files) if job.session else 0
+        sizes = [(file.block, self._staging.sizes[file.block.key]) for file in job.files]
+        job.removed = self._index.commit(job.commit, sizes, job.session, n_bytes)
+
+    def _move_out(self, job: _Job) -> None:
+        """Remove the files of a commit that the index has not taken."""
+        for key, path in job.paths.items():
+            self._disk.files.remove(path)
+            del self._staging.sizes[key]
+        if (session := job.session) is not None:
+            before = self._index.session(session.id)
+            if before:
+                write_sidecar(before, self._disk.files)
+            else:
+                self._disk.remove_sidecar(session.id)
+
+    def _clean_up(self, job: _Job) -> None:
+        """Remove files that a commit has superseded or replaced."""
+        for key in job.removed:
+            self._disk.files.remove(self._disk.files.path_of(key, Checkpoint.folder))
+        for file in job.files:
+            was_evicted = self._disk.gone.pop(file.block.key, None) is Gone.EVICTED
+            if was_evicted and isinstance(file.block, Block):
+                self._disk.asked_again_tokens += file.block.n_tokens
+        for replaced, successor in job.commit.leaf.replaced if job.commit.leaf else ():
+            self._disk.forget(replaced)
+            for moved in self._index.sessions_at(successor):
+                write_sidecar(moved, self._disk.files)
+
+
+def _row_bytes(block: Record) -> int:
+    """Return the most that a row adds to the index and its log, in bytes.
+
+    A block's ids and text stand in the table and in an order each. A large entry begins
+    a page of its own. The log has every page once more.
+    """
+    n_ids = n_text = 0
+    if isinstance(block, Block):
+        n_ids, n_text = len(block.packed_ids), len(block.text.encode())
+    entries = (n_ids, n_text, n_ids + n_text)
+    return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in entries)
+
+
+class DiskTier:
+    """A store's folder below RAM. `failed` is called with what could not be done, and why."""
+
+    name = DISK
+
+    def __init__(
+        self, disk: DiskStore, writer: Writer, failed: Callable[[str, Exception], None]
+    ) -> None:
+        self.disk = disk
+        self._lost: set[bytes] = set()
+        """Keys of damaged or missing records, until they are removed or written again. Records
+        that cannot be read for another reason are not among them."""
+        self.view = disk.index.view(failed, self._lost)
+        self.children, self.branches = self.view.children, self.view.branches
+        self._writer = writer
+        self._failed = failed
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
+        return [checkpoint for checkpoint, _ in self.view.checkpoints(blocks)]
+
+    def chain(self, leaf: bytes) -> list[Block]:
+        """Return the blocks from the root to a leaf; none if a block is missing."""
+        return [block for block, _ in self.view.chain(leaf)]
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.view
+
+    def load(self, block: Record, root: Root) -> Arrays:
+        path = self.disk.files.path_of(block.key, block.folder)
+        record, its_root, arrays = read_file(path, self.disk.files)
+        if record != block:
+            raise BlockCorrupt(f"{path.name}: file and index disagree")
+        if its_root.key != root.key:
+            raise BlockCorrupt(f"{block} belongs to another model")
+        return arrays
+
+    def content_of(self, record: Record) -> bytes:
+        """Return what the file of a block or checkpoint holds. Raises BlockCorrupt and OSError."""
+        return self.disk.files.read(self.disk.files.path_of(record.key, record.folder))
+
+    def store(
+        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
+    ) -> list[Saved | Exception | None]:
+        lost = self._lost.copy()
+        # Postponed checkpoints come without blocks. If their blocks go, they are not written.
+        waiting = (commit for commit in self._writer.commits() if commit.blocks)
+        keep = {key for commit in waiting for key in commit.keys()}
+
+        def file_of(root: Root, record: Record) -> NewFile | None:
+            entry = entry_of(record.key)
+            return self.disk.new_file(root, record, entry.arrays) if entry else None
+
+        def block_of(key: bytes) -> Block | None:
+            entry = entry_of(key)
+            return entry.block if entry and isinstance(entry.block, Block) else None
+
+        planned = [partial(lambda commit: commit, commit) for commit in commits]
+        saving = Saving(self.disk, file_of, block_of, keep, self._writer.rest, lost)
+        results = saving.save(planned)
+        for saved in results:
+            if isinstance(saved, Saved):
+                # A record that was lost since then may not have been written again.
+                self._lost.difference_update(lost & {record.key for record in saved.commit.records})
+        return results
+
+    def remove(self, key: bytes, reason: str | None = None) -> None:
+        self._lost.add(key)
+        self._writer.submit(partial(self._remove, key, reason))
+
+    def _remove(self, key: bytes, reason: str | None) -> None:
+        if key not in self._lost:
+            return  # written again since
+        if reason is None:
+            remove = partial(self.disk.forget_missing, key)
+        else:
+            remove = partial(self.disk.quarantine, key, reason)
+        if self.change("take a block out of the store", remove) or reason is None:
+            self._lost.discard(key)  # else the file stays, and is damaged
+
+    def change(self, what: str, change: Callable[[], object]) -> bool:
+        """Change files or index under the lock. Return False if that fails. Writer thread.
+
+        `what` it does is said in the log if it fails.
+        """
+        try:
+            with self.disk.lock.held():
+                self.disk.follow_folder()
+                change()
+        except (OSError, StoreError, sqlite3.Error) as error:
+            self._failed(what, error)
+            return False
+        return True
+
+    def sweep(self) -> None:
+        """Remove what an interrupted run left, by an index that is whole. Writer thread."""
+        try:
+            self.disk.check_index()
+            with self.disk.lock.held():
+                self.disk.follow_folder()  # or files that only a newer index knows would be removed
+                n_swept = self.disk.sweep()
+        except (OSError, StoreError, sqlite3.Error) as error:
+            return self._failed("check what is stored", error)
+        if n_swept:
+            logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what `Tier.stats` does, by the index: no folder is looked at."""
+        with self.disk.index.asked_once() as index:
+            totals = index.totals()
+        return {
+            "blocks": totals.n_blocks,
+            "checkpoints": totals.n_checkpoints,
+            "bytes": totals.n_bytes,
+            "checkpoint_bytes": totals.checkpoint_bytes,
+            "evicted": self.disk.n_evicted,
+            "asked_again_tokens": self.disk.asked_again_tokens,
+            "max_bytes": self.disk.limits.max_disk_bytes,
+            "written_bytes": self.disk.n_written_bytes,
+        }

@@ -1,0 +1,229 @@
+"""Encryption of stored content, names, and the index.
+
+An encrypted object is a magic with a format number, a nonce, and the content encrypted with AES-256
+in Galois/Counter Mode, its tag at the end (NIST SP 800-38D). The object's name is authenticated
+with it, so an object under another name is refused like an altered one. The nonce is random, 96
+bits (SP 800-38D, 8.2.2), so one key may encrypt 2**32 objects (8.3): at 2 MiB each, 8 PiB. An
+object is encrypted and decrypted in one piece, at most 2 GiB.
+
+The keys, one for each purpose, are derived from the key file's (HKDF with SHA-256, RFC 5869). A
+name is the HMAC-SHA256 of a key: nobody without the key file can tell what is stored. The name of
+a file in the store's folder leads back to its key: it is the key, encrypted as one block of
+AES-256. The index there is SQLCipher's: every page, also in the log, is encrypted with AES-256 and
+authenticated (https://www.zetetic.net/sqlcipher/design). Temporary tables stay in memory.
+
+`Folder` and `SharedObjects` open files and objects, and are all that uses this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import sqlite3
+import stat
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, DecryptionFailed, StoreFormatError
+
+MAGIC = b"kvp-seal\x01"
+"""A magic, and the version of what follows."""
+OPEN_S = 5.0
+"""How long opening an index waits for another connection that has it locked."""
+_NO_WAIT = os.O_NONBLOCK
+"""Else opening a pipe would wait for its writer."""
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
+_KEY_BYTES = 32
+
+
+class Plain:
+    """No encryption: objects and files are named by their keys."""
+
+    mark = ""
+    """A store's folder keeps this mark of its key. The key cannot be derived from it."""
+    n_added_bytes = 0
+    """How much larger an encrypted object is than its content."""
+
+    def encrypt(self, content: bytes, name: bytes) -> bytes:
+        return content
+
+    def decrypt(self, encrypted: bytes, name: bytes) -> bytes:
+        """Return the content. Raises StoreFormatError if it is encrypted."""
+        if encrypted.startswith(MAGIC):
+            raise StoreFormatError("it is encrypted; give its key with --kvpersist-encrypt KEYFILE")
+        return encrypted
+
+    def object_name(self, key: bytes) -> str:
+        return key.hex()
+
+    def file_name(self, key: bytes) -> str:
+        return key.hex()
+
+    def key_of(self, file_name: str) -> bytes:
+        return bytes.fromhex(file_name)
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Connect to a database that exists. Damage and locks are found by the first question."""
+        return _connect(sqlite3, path)
+
+    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
+        """Attach another database of the same key."""
+        db.execute(f"ATTACH ? AS {schema}", (str(path),))
+
+
+PLAIN = Plain()
+Encryption = Plain
+"""How objects and files are encrypted and named: `PLAIN`, or a `Cipher`."""
+
+
+class Cipher(Plain):
+    """Encrypts and decrypts objects, and names them. Any thread may use it; both release the GIL.
+
+    key: 32 bytes, of which the keys that are used are derived.
+    Raises ConfigError if the package `cryptography` is not installed.
+    """
+
+    n_added_bytes = len(MAGIC) + _NONCE_BYTES + _TAG_BYTES
+
+    def __init__(self, key: bytes) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers import Cipher as BlockCipher
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            from cryptography.hazmat.primitives.ciphers.algorithms import AES
+            from cryptography.hazmat.primitives.ciphers.modes import ECB
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        except ImportError as error:
+            raise ConfigError(
+                "encryption needs the package cryptography: pip install 'mlx-lm-kvpersist[encrypt]'"
+            ) from error
+
+        def derived(purpose: bytes) -> bytes:
+            info = b"mlx-lm-kvpersist " + purpose
+            return bytes(HKDF(SHA256(), _KEY_BYTES, salt=None, info=info).derive(key))
+
+        self._cipher = AESGCM(derived(b"content"))
+        self._name_key = derived(b"name")
+        self._file_names = BlockCipher(AES(derived(b"file name")), ECB())
+        self._invalid = InvalidTag
+        self.mark = self.object_name(b"store")
+        self._index_key = f"x'{derived(b'index').hex()}'"
+
+    def encrypt(self, content: bytes | bytearray | memoryview, name: bytes) -> bytes:
+        """Return `content` encrypted under a name. Encrypted twice, it differs."""
+        nonce = os.urandom(_NONCE_BYTES)
+        return b"".join((MAGIC, nonce, self._cipher.encrypt(nonce, content, MAGIC + name)))
+
+    def decrypt(self, encrypted: bytes | bytearray | memoryview, name: bytes) -> bytes:
+        """Return what was encrypted under this name.
+
+        Raises DecryptionFailed if the object was altered, cut off or encrypted under another
+        name, with another key, or by a version that is not known; nobody can tell which.
+        """
+        content = memoryview(encrypted)
+        start = len(MAGIC) + _NONCE_BYTES
+        if content[: len(MAGIC)] != MAGIC:
+            raise DecryptionFailed("it is no encrypted object of a known version")
+        try:
+            nonce = content[len(MAGIC) : start]
+            return bytes(self._cipher.decrypt(nonce, content[start:], MAGIC + name))
+        except (self._invalid, ValueError) as error:
+            raise DecryptionFailed(
+                "it was altered, cut off or moved, or was encrypted with another key"
+            ) from error
+
+    def object_name(self, key: bytes) -> str:
+        """Return the name of the object that has this key: 64 hexadecimal digits."""
+        return hmac.new(self._name_key, key, hashlib.sha256).hexdigest()
+
+    def file_name(self, key: bytes) -> str:
+        """Return the name of a file in the store's folder, by a key of 16 bytes: 32 digits."""
+        return bytes(self._file_names.encryptor().update(key)).hex()
+
+    def key_of(self, file_name: str) -> bytes:
+        """Return the key that `file_name` made a name of."""
+        return bytes(self._file_names.decryptor().update(bytes.fromhex(file_name)))
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        db = _connect(sqlcipher(), path)
+        db.execute("PRAGMA cipher_log_level = NONE")  # it would write to stderr
+        db.execute(f'PRAGMA key = "{self._index_key}"')
+        return db
+
+    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
+        db.execute(f"ATTACH ? AS {schema} KEY ?", (str(path), self._index_key))
+
+
+def _connect(driver: Any, path: Path) -> sqlite3.Connection:
+    # A reader must not make the file again where somebody removed it.
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    # Another thread closes it only when nobody has it any more.
+    db: sqlite3.Connection = driver.connect(uri, uri=True, timeout=OPEN_S, check_same_thread=False)
+    return db
+
+
+def sqlcipher() -> Any:
+    """Return the driver of encrypted files. Raises ConfigError if it is not installed."""
+    try:
+        from sqlcipher3 import dbapi2
+    except ImportError as error:
+        raise ConfigError(
+            "an encrypted store needs the package sqlcipher3: "
+            "pip install 'mlx-lm-kvpersist[encrypt]'"
+        ) from error
+    # Code that catches an error of sqlite3 catches the same error of SQLCipher.
+    for name, kind in vars(dbapi2).items():
+        if isinstance(kind, type) and issubclass(kind, dbapi2.Error) and kind is not dbapi2.Error:
+            if not issubclass(kind, same := getattr(sqlite3, name)):
+                kind.__bases__ = (*kind.__bases__, same)
+    return dbapi2
+
+
+def read_key(path: Path) -> Cipher:
+    """Return the cipher of a key file: 64 hexadecimal digits, for its owner alone.
+
+    Raises ConfigError if it cannot be read, is anything else, or another user may read it.
+    """
+    make = f"make one with: mlx-lm-kvpersist key {path}"
+    try:
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | _NO_WAIT)) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(2 * _KEY_BYTES + 3) if stat.S_ISREG(mode) else b""
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no key file {path}; {make}") from error
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is no regular file, so it is no key file; {make}")
+    if mode & 0o077:
+        raise ConfigError(
+            f"others may read the key file {path} (mode {mode & 0o777:o}); run: chmod 600 {path}"
+        )
+    try:
+        key = bytes.fromhex(text.decode("ascii").strip())
+    except ValueError:
+        key = b""
+    if len(key) != _KEY_BYTES:
+        raise ConfigError(
+            f"{path} is no key file: it must hold {2 * _KEY_BYTES} hexadecimal digits and no "
+            "more; copy it again from where it was made"
+        )
+    return Cipher(key)
+
+
+def new_key(path: Path) -> None:
+    """Make a key file, for its owner alone. Raises ConfigError if the file exists."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{path} exists, and may be the only key of what was stored with it; choose another"
+        ) from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{secrets.token_hex(_KEY_BYTES)}\n")
+        file.flush()
+        os.fsync(file.fileno())
