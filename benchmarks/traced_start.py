@@ -27,7 +27,7 @@ _STAGES = (
     ("mlx_lm_kvpersist.host.patching.patches:PatchChecks.self_test", "probes of patches"),
     ("mlx_lm.server:load", "loading the model"),
     ("mlx_lm_kvpersist.plugin:KVPersistPlugin.model_loaded", "what is known of the model"),
-    ("mlx_lm_kvpersist.request.serving:ServedRequest.__init__", "looking up the prompt"),
+    ("mlx_lm_kvpersist.request.serving:Serving.look_up", "looking up the prompt"),
     ("mlx_lm_kvpersist.request.serving:ServedRequest.enter", "restoring the prompt"),
 )
 

@@ -17,7 +17,7 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True)
 class Root:
-    """What a tree of blocks is for. Nothing is shared between roots.
+    """The model, precision and tenant of a tree of blocks. Roots share nothing.
 
     `fingerprint` tells models apart, `layout` the forms of their KV (`ModelCacheSpec.layout`),
     `namespace` tenants, and `session` (with isolation) single sessions. `with_text` says whether
@@ -70,13 +70,13 @@ IMAGE_GOES_ON = -1
 """The id of all tokens of an image but the first, whose id is its SHA-256, below -(2**256)."""
 
 _IMAGE_WORDS = 9
-"""Of the packed id of an image's first token: each has 30 bits, and is below IMAGE_GOES_ON."""
+"""The words of the packed id of an image's first token: each has 30 bits, and is below -1."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Return token ids as little-endian int32, as every machine has them that MLX runs on.
 
-    The first token of an image takes nine of these.
+    The first token of an image takes nine words.
     """
     try:
         return array("i", ids).tobytes()
@@ -161,7 +161,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What windows or recurrent layers hold at the end of the block with the key `block`.
+    """The content of windows or recurrent layers at the end of the block with the key `block`.
 
     It has a file of its own, which may be evicted before the block is. `kind` says what it holds:
     "state", of recurrent layers, with the newest tokens of quantized ones, or "window-512", the KV
@@ -194,4 +194,4 @@ class Checkpoint:
 
 
 Record = Block | Checkpoint
-"""What has a file of its own."""
+"""A record has a file of its own."""

@@ -24,7 +24,7 @@ def text_of(content: Any) -> Any:
     """Return content as one text, joined as the server does; other content unchanged."""
     if not isinstance(content, list):
         return "" if content is None else content
-    texts = [part.get("text") for part in content if part.get("type") == "text"]
+    texts = [block.get("text") for block in content if block.get("type") == "text"]
     are_all = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
     return "".join(texts) if are_all else content
 

@@ -19,12 +19,12 @@ def require(is_right: bool, name: str, value: Any, expected: str) -> None:
 
 def refuse(name: str, value: Any, expected: str) -> NoReturn:
     """Raise RequestRefused: the name of a field, what was found there, what was expected."""
-    found = _KINDS.get(type(value))
+    shown = _KINDS.get(type(value))
     if isinstance(value, str) and len(value) <= _MAX_QUOTED:
-        found = json.dumps(value)
-    elif found is None:
-        found = "too large" if isinstance(value, int) and abs(value) > 10**20 else repr(value)
-    raise RequestRefused(f"{name} is {found}, expected {expected}")
+        shown = json.dumps(value)
+    elif shown is None:
+        shown = "too large" if isinstance(value, int) and abs(value) > 10**20 else repr(value)
+    raise RequestRefused(f"{name} is {shown}, expected {expected}")
 
 
 def require_text(name: str, value: Any) -> str:
@@ -41,11 +41,11 @@ def require_text(name: str, value: Any) -> str:
 def require_object(name: str, value: Any) -> dict[str, Any]:
     """Return an object; refuse a value that is none."""
     require(isinstance(value, dict), name, value, "an object")
-    found: dict[str, Any] = value
-    return found
+    object_value: dict[str, Any] = value
+    return object_value
 
 
 def require_objects(name: str, value: Any) -> list[dict[str, Any]]:
     """Return a list of objects; refuse a value that is none."""
     require(isinstance(value, list), name, value, "a list of objects")
-    return [require_object(f"{name}[{i}]", each) for i, each in enumerate(value)]
+    return [require_object(f"{name}[{i}]", item) for i, item in enumerate(value)]

@@ -34,8 +34,8 @@ from .host.answers import (
     Route,
     TakenRequest,
 )
-from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
+from .host.http import apis
 from .host.http.request_checks import read_json
 from .ranks import ranks
 from .request.loading import described, load_model, places
@@ -50,12 +50,16 @@ from .request.wired import wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
 from .store.stored_sessions import StoredSessions
+from .store.threads import Threads
 from .store.tier import RAM
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
 CHUNK_SHARE = 8
-"""A chunk of a prompt takes one part in so many of the memory beside the weights, at most."""
+"""A chunk of a prompt takes an eighth of the memory account at most."""
+
+LAST_LOOKUP_S = 1.0
+"""How long the end of the server waits for a lookup that runs."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,7 @@ class KVPersistPlugin:
     """Gives the server's conversations a KV cache that outlives it."""
 
     _config: config.Config
+    _lookups: Threads
     """Set by `configure`, before the server asks for anything else."""
 
     def __init__(self) -> None:
@@ -95,6 +100,7 @@ class KVPersistPlugin:
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
         self._sessions = StoredSessions(self._store)
+        self._lookups = Threads(1, "kvpersist-lookup")
         if host := getattr(args, "host", None):
             self._address = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
         if getattr(args, "model", None) is None:
@@ -105,6 +111,7 @@ class KVPersistPlugin:
         self._drop_model()
         self._sessions = None
         if self._store is not None:
+            self._lookups.close(LAST_LOOKUP_S)
             self._store.close()
             self._store = None
 
@@ -208,7 +215,10 @@ class KVPersistPlugin:
     @hookimpl
     def prompt_rendered(self, request: ClientRequest, prompt: Prompt) -> None:
         if serving := self._serving:
-            serving.prepare(RequestState.of(request), prompt)
+            state = RequestState.of(request)
+            serving.fetch(state, prompt)
+            # Each thread has a connection to the index. HTTP threads come and go.
+            self._lookups.submit(partial(serving.look_up, state, prompt)).result()
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
@@ -301,9 +311,9 @@ class KVPersistPlugin:
                 for path, change in session_changes(self._stored_sessions, self._log.forget).items()
             ),
             *(Route("HEAD", path, admin.answering(lambda handler: b"")) for path in HELLO_PATHS),
-            Route("POST", MESSAGES_PATH, partial(chat_api.serve, api=MessagesAPI())),
-            Route("POST", RESPONSES_PATH, partial(chat_api.serve, api=ResponsesAPI())),
-            Route("POST", COUNT_PATH, partial(chat_api.count_tokens, api=MessagesAPI())),
+            Route("POST", MESSAGES_PATH, partial(apis.serve, api=MessagesAPI())),
+            Route("POST", RESPONSES_PATH, partial(apis.serve, api=ResponsesAPI())),
+            Route("POST", COUNT_PATH, partial(apis.count_tokens, api=MessagesAPI())),
             *(Route(*route) for route in agents.routes()),
             Route("POST", WARM_PATH, warm_view(self._service())),
         ]
@@ -322,10 +332,10 @@ class KVPersistPlugin:
     def _service(self) -> Service:
         options = self._config
         key, by_key = options.api_key, options.namespace_by_key
-        return Service(chat_api, self._stored_sessions, key, by_key, lambda: self._refusal)
+        return Service(apis, self._stored_sessions, key, by_key, lambda: self._refusal)
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
-        store = self._store  # the server may end meanwhile
+        store = self._store  # None while the server ends
         stats = store.stats(all_files=all_files) if store else None
         return stats and {**stats, "failed": {**stats["failed"], **manager.failures.counts}}
 

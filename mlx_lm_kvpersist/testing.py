@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import pluggy
 from mlx_lm.models.cache import make_prompt_cache
 
 from .errors import PluginFault, RequestRefused
@@ -23,13 +24,12 @@ from .host.answers import (
     CHECKS,
     PREFILL,
     ClientRequest,
-    FrozenHeaders,
     Prompt,
     check_batch,
     check_caches,
     check_prepared,
+    copied,
     expect,
-    frozen,
 )
 from .round_trip import tiny_model
 
@@ -63,10 +63,12 @@ def find_faults(plugin: Any, options: Sequence[str] = (), provider: Any = None) 
     as mlx-lm's ModelProvider, a tiny model without files if it is None. Raises
     pluggy.PluginValidationError for a hook, or an argument of one, that the server does not have.
     """
-    plugins = manager.make_manager()
-    plugins.register(plugin, name="tested")
-    plugins.check_pending()
-    tested = _Tested(plugins)
+    plugins, unguarded = manager.make_manager(), pluggy.PluginManager(hookspecs.PROJECT)
+    unguarded.add_hookspecs(hookspecs)
+    for plugin_manager in (plugins, unguarded):
+        plugin_manager.register(plugin, name="tested")
+        plugin_manager.check_pending()
+    tested = _Tested(unguarded)
     with manager.using(plugins):
         tested.run(options, provider or tiny_provider())
     return tested.faults
@@ -102,11 +104,14 @@ class _Tested:
 
     def ask(self, hook: str, refuses: tuple[type[Exception], ...] = (), **given: Any) -> Any:
         """Ask a hook, and check its answer; None if there is none, or a fault."""
-        answers = [
-            self.guard(hook, partial(one.function, **{name: given[name] for name in one.argnames}))
-            for one in getattr(self._plugins.hook, hook).get_hookimpls()
-        ]
-        answer = answers[0] if answers else None
+        before = copy.deepcopy({name: _content(given[name]) for name in given})
+        answer = None
+        for implementation in getattr(self._plugins.hook, hook).get_hookimpls():
+            arguments = {name: given[name] for name in implementation.argnames}
+            answer = self.guard(hook, partial(implementation.function, **arguments))
+        for name, content in before.items():
+            is_same = _content(given[name]) == content
+            self.guard(hook, partial(expect, is_same, f"by a change of {name}", "no change"))
         if answer is not None and hook in CHECKS:
             self.guard(hook, partial(CHECKS[hook], answer))
         return None if hook in self.faults else answer
@@ -136,7 +141,7 @@ class _Tested:
                 bool(mx.isfinite(logits).all()), "caches with which logits are not finite", "any"
             )
             rows.append(caches)
-        is_new = all(one is not other for one, other in zip(*rows, strict=True))
+        is_new = all(first is not second for first, second in zip(*rows, strict=True))
         expect(is_new, "the caches of another sequence", "new ones")
         for layer in zip(*rows, strict=True):
             if (merged := support.merge(layer)) is not None:
@@ -145,41 +150,43 @@ class _Tested:
     def _request(self, kind: str, model: Any) -> None:
         messages = copy.deepcopy(_MESSAGES) if kind == "chat" else []
         text = "" if kind == "chat" else "Once upon a time"
-        seen = ClientRequest(SimpleNamespace(request_type=kind, prompt=text, messages=messages))
+        request = ClientRequest(SimpleNamespace(request_type=kind, prompt=text, messages=messages))
         headers = Message()
         headers["X-Session-ID"] = "tested"
-        body = frozen({"messages": messages, "stream": True})
-        self.ask("request_received", request=seen, headers=FrozenHeaders(headers), body=body)
+        body = copied({"messages": messages, "stream": True})
+        self.ask("request_received", request=request, headers=headers, body=body)
         if kind == "chat":
             self.guard("prepare_messages", self._prepare)
-        prompt = Prompt(_IDS, [_IDS[:9], _IDS[9:]], ["system", "user"], frozen(messages))
-        taken = self.ask("take_request", request=seen, prompt=prompt)
-        if taken is not None:
-            self.guard("take_request", partial(self._serve, taken, model))
-        self.ask("early_headers", request=seen)
-        self.ask("response_headers", request=seen)
-        calls = frozen(copy.deepcopy(_CALLS))
-        self.ask("reply_sent", request=seen, content="Far.", reasoning="", tool_calls=calls)
-        self.ask("reply_timed", request=seen, times_s=(0.5, 0.6))
+        prompt = Prompt(_IDS, [_IDS[:9], _IDS[9:]], ["system", "user"], copied(messages))
+        answer = self.ask("take_request", request=request, prompt=prompt)
+        if answer is not None:
+            self.guard("take_request", partial(self._serve, answer, model))
+        self.ask("early_headers", request=request)
+        self.ask("response_headers", request=request)
+        calls = copied(copy.deepcopy(_CALLS))
+        self.ask("reply_sent", request=request, content="Far.", reasoning="", tool_calls=calls)
+        self.ask("reply_timed", request=request, times_s=(0.5, 0.6))
 
     def _prepare(self) -> None:
         """Have a chat prepared twice: the same messages must become the same."""
-        made = []
+        chats = []
         for _ in range(2):
             messages, tools = copy.deepcopy(_MESSAGES), copy.deepcopy(_TOOLS)
             manager.prepare_messages(messages, tools)
-            made.append((messages, tools))
+            chats.append((messages, tools))
         expect(
-            made[0] == made[1], "other messages for the same chat", "the same: prompts are reused"
+            chats[0] == chats[1],
+            "other messages for the same chat",
+            "the same: prompts are reused",
         )
 
-    def _serve(self, taken: Any, model: Any) -> None:
+    def _serve(self, answer: Any, model: Any) -> None:
         """Let a `TakenRequest` wait, enter, and save a prompt and its reply."""
         n_waits = 0
-        while not taken.advance():
+        while not answer.advance():
             n_waits += 1
             expect(n_waits < _MOST_WAITS, f"not ready {n_waits} times", "True in the end")
-        prepared = taken.enter()
+        prepared = answer.enter()
         if prepared is None:
             return
         check_prepared(prepared)
@@ -195,7 +202,16 @@ class _Tested:
                 continue
             mx.eval(model(mx.array([ids[n_done:end]]), cache=caches))
             n_done = end
-            taken.insert(tuple(ids[:end]), caches, cache_type)
+            answer.insert(tuple(ids[:end]), caches, cache_type)
+
+
+def _content(argument: Any) -> Any:
+    """Return the part of a hook's argument that a plugin can change and must not."""
+    if isinstance(argument, ClientRequest | Prompt):
+        return argument.messages
+    if isinstance(argument, Message):
+        return argument.items()
+    return argument if isinstance(argument, dict | list) else None
 
 
 def tiny_provider() -> Any:

@@ -45,8 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request_log": {"request"},
     "round_trip": {"cache", "errors", "host", "request", "store"},
     "config": {"api", "cache", "errors", "store", "units"},
-    "host": {"ranks", "contents", "error_forms", "errors", "failures", "fields"},
-    "api": {"contents", "error_forms", "errors", "fields"},
+    "host": {"apis", "ranks", "contents", "error_forms", "errors", "failures", "fields"},
+    "api": {"apis", "contents", "error_forms", "errors", "fields"},
     "request": {
         "ranks",
         "block",
@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "error_forms": set(),
     "failures": set(),
+    "apis": set(),
     "fields": {"errors"},
     "units": set(),
 }

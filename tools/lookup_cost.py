@@ -1,10 +1,9 @@
 """`python -m tools.lookup_cost`: the generation thread's time to look up a long stored prompt.
 
-A conversation is stored in RAM. Its prompt spells one word of it with other tokens, so stored ids
-are spliced in front of the rest. Printed are milliseconds of this thread's CPU time, the median of
-some requests: in the hook `prompt_rendered`, which runs on an HTTP thread, and on the generation
-thread until the restore begins, without and with a commit of another conversation in between. The
-restore itself is MLX's work on each block, and is printed apart.
+A conversation is stored in RAM. Its prompt spells a word of it with other tokens, so stored ids are
+spliced in front of the rest. Printed are milliseconds of CPU time, the median of some requests: of
+the lookup, before the request is queued, and of the generation thread, until the restore begins and
+with it. Before some restores another conversation is stored.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def main() -> None:
                 sent = SimpleNamespace(request_type="text", prompt="", messages=[])
                 request, prompt = ClientRequest(sent), Prompt(prompt_ids, [prompt_ids], ["user"])
                 started = time.thread_time()
-                serving.prepare(RequestState.of(request), prompt)
+                serving.look_up(RequestState.of(request), prompt)
                 ahead = time.thread_time()
                 served = ServedRequest(serving, request, prompt)
                 served.advance()
@@ -110,7 +109,7 @@ def main() -> None:
                 ended = time.thread_time()
                 assert prepared.n_cached == asked.tokens, prepared.n_cached
                 name = "after another commit" if is_changed else "unchanged"
-                times.setdefault("HTTP thread", []).append(ahead - started)
+                times.setdefault("the lookup, on a thread of its own", []).append(ahead - started)
                 times.setdefault(f"taken and admitted, {name}", []).append(taken - ahead)
                 times.setdefault(f"entered with the restore, {name}", []).append(ended - begun)
     for name, seconds in times.items():

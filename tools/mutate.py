@@ -97,7 +97,7 @@ TESTS = {
         "tests/host/scheduling/test_prefill.py",
     ],
     "host/scheduling/caches": ["tests/host/scheduling/test_prompt_cache.py"],
-    "host/dialects/chat_api": ["tests/host/dialects/test_chat_api.py"],
+    "host/http/completion": ["tests/host/http/test_apis.py", "tests/host/http/test_completion.py"],
     "host/manager": [
         "tests/host/test_manager.py",
         "tests/host/scheduling/test_response_generator.py",
@@ -118,7 +118,7 @@ TESTS = {
     ],
     "host/http/request_checks": [
         *(
-            "tests/host/dialects/test_chat_api.py",
+            "tests/host/http/test_apis.py",
             "tests/host/scheduling/test_response_generator.py",
         ),
         "tests/host/http/test_request_checks.py",

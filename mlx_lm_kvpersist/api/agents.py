@@ -63,10 +63,10 @@ Call = Callable[[Any, Body], Answer | None]
 class Service:
     """What agents and warming ask of the server, and how they know who asks.
 
-    chat: stock's chat completions (`host/dialects/chat_api.py`). sessions: returns the store's
-    `StoredSessions`. What either refuses raises RequestRefused. key: the operator's. by_key:
-    whether API keys have namespaces of their own. refusal: says why nothing is kept of the loaded
-    model, "" if it is kept.
+    chat: the host's module that answers requests (`host/http/apis.py`). sessions: returns the
+    store's `StoredSessions`. What either refuses raises RequestRefused. key: the operator's.
+    by_key: whether API keys have namespaces of their own. refusal: says why nothing is kept of the
+    loaded model, "" if it is kept.
     """
 
     chat: Any

@@ -14,11 +14,12 @@ from email.message import Message as Headers
 from hashlib import blake2b
 from typing import Any
 
+from ..apis import Event, Request
 from ..error_forms import anthropic_error
 from ..fields import refuse, require, require_object, require_objects, require_text
-from . import translation as chat
+from . import chat
+from .chat import Message, OpenPart, Part, ReplyParts
 from .session_keys import is_kept
-from .translation import ChatRequest, Event, Message, OpenPart, Part, ReplyParts
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -30,44 +31,45 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessagesAPI:
-    """Messages and chat completions, one in terms of the other.
+    """Parses requests to Messages, and has the form of their errors.
 
-    Tools with `defer_loading` are not in the chat completion's list, which stands in front of all
+    Tools with `defer_loading` are not in the list of tools, which stands in front of all
     messages: a tool that is loaded is rendered where its reference stands.
     """
 
     refuses_in_stream = False
 
-    def translate(self, body: dict[str, Any], headers: Headers) -> ChatRequest:
-        """Translate a request; raises RequestRefused for a field of a wrong form."""
+    def parse(self, body: dict[str, Any], headers: Headers) -> Request:
+        """Return a client's request; raises RequestRefused for a field of a wrong form."""
         tools = dict(_tools(body.get("tools")))
         listed = [tool for tool, is_deferred in tools.values() if not is_deferred]
         places, messages = zip(*_messages(body, tools), strict=True)
-        made: dict[str, Any] = {"messages": list(messages)}
+        fields: dict[str, Any] = {"messages": list(messages)}
         if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-            made["continue_final_message"] = True
+            fields["continue_final_message"] = True
         if listed:
-            made["tools"] = listed
-        made |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
+            fields["tools"] = listed
+        fields |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
         if body.get("max_tokens") is not None:
-            made["max_tokens"] = chat.max_tokens("max_tokens", body["max_tokens"])
+            fields["max_tokens"] = chat.max_tokens("max_tokens", body["max_tokens"])
         if body.get("stop_sequences"):
             words = body["stop_sequences"]
             require(isinstance(words, list), "stop_sequences", words, "a list of texts")
-            made["stop"] = [
+            fields["stop"] = [
                 require_text(f"stop_sequences[{i}]", word) for i, word in enumerate(words)
             ]
             require(all(words), "stop_sequences", words, "texts that are not empty")
         thinking = body.get("thinking")
         if thinking is not None and require_object("thinking", thinking).get("type") == "disabled":
-            made["chat_template_kwargs"] = {"enable_thinking": False}
+            fields["chat_template_kwargs"] = {"enable_thinking": False}
         choice = body.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "none":
-            made["tool_choice"] = "none"
+            fields["tool_choice"] = "none"
         model = require_text("model", body.get("model", "default_model"))
         reply = MessagesReply(model, marks_cache=_marks_cache(body) and is_kept(headers))
-        known = [tool for tool, _ in tools.values()]
-        return ChatRequest(made, known, chat.is_stream(body), reply, places)
+        all_tools = [tool for tool, _ in tools.values()]
+        callable_tools = None if "tool_choice" in fields else all_tools
+        return Request(fields, chat.is_stream(body), reply, callable_tools, places)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return anthropic_error(status, message)
@@ -82,29 +84,29 @@ def _tools(tools: Any) -> Iterator[tuple[str, tuple[dict[str, Any], bool]]]:
         if "input_schema" not in tool and tool.get("type") not in (None, "custom"):
             continue
         name = require_text(f"tools[{i}].name", tool.get("name"))
-        made = chat.function(f"tools[{i}]", name, tool, "input_schema")
-        yield name, (made, bool(tool.get("defer_loading")))
+        function = chat.function(f"tools[{i}]", name, tool, "input_schema")
+        yield name, (function, bool(tool.get("defer_loading")))
 
 
 def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[str, Message]]:
     """Return the messages of a chat completion, with the place of each in the body."""
-    made: list[tuple[str, Message]] = []
+    placed: list[tuple[str, Message]] = []
     if body.get("system"):
-        made.append(("system", {"role": "system", "content": _texts("system", body["system"])}))
+        placed.append(("system", {"role": "system", "content": _texts("system", body["system"])}))
     messages = require_objects("messages", body.get("messages"))
     require(bool(messages), "messages", messages, "at least one message")
     for i, message in enumerate(messages):
         name, role, content = f"messages[{i}]", message.get("role"), message.get("content")
         if role == "system":
-            made.append((name, {"role": role, "content": _texts(f"{name}.content", content)}))
+            placed.append((name, {"role": role, "content": _texts(f"{name}.content", content)}))
         elif role == "assistant":
-            chat.append(made, name, _assistant(f"{name}.content", content))
+            chat.append(placed, name, _assistant(f"{name}.content", content))
         elif role == "user":
-            for part in _user(f"{name}.content", content, tools):
-                chat.append(made, name, part)
+            for user_message in _user(f"{name}.content", content, tools):
+                chat.append(placed, name, user_message)
         else:
             refuse(f"{name}.role", role, '"user", "assistant" or "system"')
-    return made
+    return placed
 
 
 def _blocks(name: str, content: Any) -> list[dict[str, Any]]:
@@ -144,10 +146,10 @@ def _assistant(name: str, content: Any) -> Message:
         elif kind == "thinking":
             thoughts.append(require_text(f"{place}.thinking", block.get("thinking") or ""))
         elif kind == "tool_use":
-            given = {} if block.get("input") is None else block["input"]
+            arguments = {} if block.get("input") is None else block["input"]
             call_id = require_text(f"{place}.id", block.get("id"))
             called = require_text(f"{place}.name", block.get("name"))
-            calls.append(chat.call(call_id, called, json.dumps(given, ensure_ascii=False)))
+            calls.append(chat.call(call_id, called, json.dumps(arguments, ensure_ascii=False)))
         else:
             texts.append(require_text(f"{place}.text", chat.readable(block)))
     message: Message = {"role": "assistant", "content": "".join(texts)}
@@ -163,35 +165,35 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
     if isinstance(content, str):
         yield {"role": "user", "content": content}
         return
-    parts: list[Part] = []
+    read: list[Part] = []
     blocks = _blocks(name, content)
     for i, block in enumerate(blocks):
         place = f"{name}[{i}]"
         if block.get("type") != "tool_result":
-            parts += _parts(place, block)
+            read += _parts(place, block)
             continue
-        if parts:
-            yield {"role": "user", "content": parts}
-            parts = []
+        if read:
+            yield {"role": "user", "content": read}
+            read = []
         result = _result(f"{place}.content", block.get("content"), tools)
         call_id = require_text(f"{place}.tool_use_id", block.get("tool_use_id"))
         yield {"role": "tool", "tool_call_id": call_id, "content": result}
-    if parts or not blocks:
-        yield {"role": "user", "content": parts}
+    if read or not blocks:
+        yield {"role": "user", "content": read}
 
 
 def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
     """Return the parts of a tool's result; a reference to a tool is the tool itself."""
-    parts: list[Part] = []
+    read: list[Part] = []
     for i, block in enumerate(_blocks(name, content)):
         if block.get("type") == "tool_reference":
             tool_name = require_text(f"{name}[{i}].tool_name", block.get("tool_name"))
             if tool_name in tools:  # else it was taken away since
                 tool = json.dumps(tools[tool_name][0], ensure_ascii=False)
-                parts.append({"type": "text", "text": f"<tool>{tool}</tool>\n"})
+                read.append({"type": "text", "text": f"<tool>{tool}</tool>\n"})
         else:
-            parts += _parts(f"{name}[{i}]", block)
-    return parts
+            read += _parts(f"{name}[{i}]", block)
+    return read
 
 
 def _parts(name: str, block: Mapping[str, Any]) -> list[Part]:
@@ -218,28 +220,30 @@ def _image(source: Mapping[str, Any]) -> Part:
 
 def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) -> list[Part]:
     """Return a document's title, context and content. A document that is no text is not read."""
-    parts = [
+    blocks = [
         chat.text_part(f"{name}.{head}", require_text(f"{name}.{head}", block[head]) + "\n")
         for head in ("title", "context")
         if block.get(head) is not None
     ]
     form, place = source.get("type"), f"{name}.source.content"
     if form == "text":
-        return [*parts, chat.text_part(f"{name}.source.data", source.get("data"))]
+        return [*blocks, chat.text_part(f"{name}.source.data", source.get("data"))]
     if form != "content":
-        return [*parts, chat.unread_part("document", source.get("media_type"))]
+        return [*blocks, chat.unread_part("document", source.get("media_type"))]
     for i, inner in enumerate(_blocks(place, source.get("content"))):
         is_nested = inner.get("type") == "document"  # the API has no document in a document
-        parts += [chat.unread_part("document")] if is_nested else _parts(f"{place}[{i}]", inner)
-    return parts
+        blocks += [chat.unread_part("document")] if is_nested else _parts(f"{place}[{i}]", inner)
+    return blocks
 
 
 def _marks_cache(body: Mapping[str, Any]) -> bool:
     """Tell whether a client uses `cache_control`: it then expects the count of written tokens."""
     messages, system, tools = (body.get(name) for name in ("messages", "system", "tools"))
     contents = [message.get("content") for message in messages or ()]
-    blocks = [block for each in (system, *contents) if isinstance(each, list) for block in each]
-    return any("cache_control" in one for one in (body, *blocks, *(tools or ())))
+    blocks = [
+        block for content in (system, *contents) if isinstance(content, list) for block in content
+    ]
+    return any("cache_control" in holder for holder in (body, *blocks, *(tools or ())))
 
 
 class MessagesReply(ReplyParts):
@@ -261,7 +265,7 @@ class MessagesReply(ReplyParts):
 
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
         message = {**self._message, "content": [], "usage": self._usage(n_prompt, n_cached, 0)}
-        return [{"type": "message_start", "message": message}, *self.beat()]
+        return [{"type": "message_start", "message": message}, *self.wait()]
 
     def end(
         self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
@@ -282,7 +286,7 @@ class MessagesReply(ReplyParts):
         events.append({"type": "message_stop"})
         return events
 
-    def beat(self) -> list[Event]:
+    def wait(self) -> list[Event]:
         return [{"type": "ping"}]
 
     def fail(self, status: int, message: str, code: str | None) -> list[Event]:
@@ -304,24 +308,24 @@ class MessagesReply(ReplyParts):
             "output_tokens": n_new,
         }
 
-    def start_part(self, part: OpenPart) -> Iterator[Event]:
-        block: dict[str, Any] = {"type": part.kind, part.kind: ""}
-        if part.kind == "thinking":
+    def start_part(self, opened: OpenPart) -> Iterator[Event]:
+        block: dict[str, Any] = {"type": opened.kind, opened.kind: ""}
+        if opened.kind == "thinking":
             block["signature"] = ""
         self._blocks.append(block)
-        yield _start(part.index, block)
+        yield _start(opened.index, block)
 
-    def add_text(self, part: OpenPart, text: str) -> Iterator[Event]:
-        self._blocks[-1][part.kind] = part.text
-        yield _delta(part.index, {"type": f"{part.kind}_delta", part.kind: text})
+    def add_text(self, opened: OpenPart, text: str) -> Iterator[Event]:
+        self._blocks[-1][opened.kind] = opened.text
+        yield _delta(opened.index, {"type": f"{opened.kind}_delta", opened.kind: text})
 
-    def end_part(self, part: OpenPart) -> Iterator[Event]:
+    def end_part(self, opened: OpenPart) -> Iterator[Event]:
         """End a block. Clients send thinking back only with a signature."""
-        if part.kind == "thinking":
-            digest = blake2b(part.text.encode("utf-8", "replace"), digest_size=16)
+        if opened.kind == "thinking":
+            digest = blake2b(opened.text.encode("utf-8", "replace"), digest_size=16)
             signature = self._blocks[-1]["signature"] = digest.hexdigest()
-            yield _delta(part.index, {"type": "signature_delta", "signature": signature})
-        yield {"type": "content_block_stop", "index": part.index}
+            yield _delta(opened.index, {"type": "signature_delta", "signature": signature})
+        yield {"type": "content_block_stop", "index": opened.index}
 
     def add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Event]:
         block: dict[str, Any] = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
@@ -342,12 +346,12 @@ def _delta(index: int, delta: dict[str, Any]) -> Event:
 
 def _arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments as the object that the API wants."""
-    given = json.loads(text)
-    if isinstance(given, str):
+    arguments = json.loads(text)
+    if isinstance(arguments, str):
         try:
-            given = json.loads(given)
+            arguments = json.loads(arguments)
         except ValueError:
             pass
-    if isinstance(given, dict):
-        return given
-    return {} if given is None else {"arguments": given}
+    if isinstance(arguments, dict):
+        return arguments
+    return {} if arguments is None else {"arguments": arguments}

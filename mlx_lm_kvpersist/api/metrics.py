@@ -1,15 +1,14 @@
 """Metrics for Prometheus: what requests reused, how long they took, what the store holds.
 
 A request is counted when its outcome is known. The counts of the store and of memory are read when
-Prometheus asks. prometheus_client is imported after the first reply, so no start waits for it. Any
-thread.
+Prometheus asks. Events wait until then, or until there are many: so neither a start nor a first
+reply waits for prometheus_client to be imported. Any thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of `Metrics.exposed`."""
 _FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+_MOST_UNCOUNTED = 32
 _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
@@ -62,35 +62,42 @@ class Metrics:
         memory: Callable[[], dict[str, int] | None] = lambda: None,
     ) -> None:
         self._store, self._memory = store, memory
-        self._uncounted: deque[tuple[str, int]] = deque()
-        """Arguments of `count` that are not in the metrics yet."""
+        self._uncounted: deque[Callable[[RequestMetrics], None]] = deque()
+        """Adds each event to the metrics, in order."""
         self._lock = Lock()
         self._requests: RequestMetrics | None = None
 
     def count(self, outcome: str, n_prefilled: int) -> None:
         """Count a request by its outcome, and its prompt's tokens that were computed."""
-        self._uncounted.append((outcome, n_prefilled))
+
+        def add(metrics: RequestMetrics) -> None:
+            metrics.requests.labels(outcome).inc()
+            metrics.prefilled.inc(n_prefilled)
+
+        self._uncounted.append(add)
 
     def observe(self, outcome: str, times_s: Sequence[float]) -> None:
         """Take the times of a reply's tokens, in seconds since its request was queued."""
-        metrics = self._request_metrics()
-        if times_s:
-            metrics.first_token.labels(outcome).observe(times_s[0])
-        inter_token = metrics.inter_token.labels(outcome)
-        for before, after in pairwise(times_s):
-            inter_token.observe(after - before)
+
+        def add(metrics: RequestMetrics) -> None:
+            if times_s:
+                metrics.first_token.labels(outcome).observe(times_s[0])
+            inter_token = metrics.inter_token.labels(outcome)
+            for before, after in pairwise(times_s):
+                inter_token.observe(after - before)
+
+        self._uncounted.append(add)
+        if len(self._uncounted) > _MOST_UNCOUNTED:
+            self._request_metrics()
 
     def _request_metrics(self) -> RequestMetrics:
-        """Return the metrics of requests, with all that were counted so far."""
+        """Return the metrics of requests, with all events so far."""
         with self._lock:
             if self._requests is None:
                 self._requests = RequestMetrics()
                 self._requests.registry.register(self)
-        with suppress(IndexError):
-            while True:
-                outcome, n_prefilled = self._uncounted.popleft()
-                self._requests.requests.labels(outcome).inc()
-                self._requests.prefilled.inc(n_prefilled)
+            while self._uncounted:
+                self._uncounted.popleft()(self._requests)
         return self._requests
 
     def exposed(self) -> bytes:

@@ -73,6 +73,6 @@ def unify_content(messages: Messages) -> None:
 def share_reasoning(messages: Messages) -> None:
     """Give a message's reasoning both names: stock sends one, most templates read the other."""
     for message in messages:
-        for name, other in permutations(("reasoning", "reasoning_content")):
-            if isinstance(message.get(name), str) and message.get(other) is None:
-                message[other] = message[name]
+        for name, second_name in permutations(("reasoning", "reasoning_content")):
+            if isinstance(message.get(name), str) and message.get(second_name) is None:
+                message[second_name] = message[name]

@@ -16,12 +16,13 @@ from collections.abc import Iterator, Mapping
 from email.message import Message as Headers
 from typing import Any
 
+from ..apis import Event, Request
 from ..error_forms import openai_error
 from ..errors import RequestRefused
 from ..fields import require, require_objects, require_text
-from . import translation as chat
+from . import chat
+from .chat import Message, OpenPart, Part, ReplyParts
 from .session_keys import is_kept
-from .translation import ChatRequest, Event, Message, OpenPart, Part, ReplyParts
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -52,12 +53,12 @@ _ECHOED: dict[str, Any] = {
 
 
 class ResponsesAPI:
-    """Responses and chat completions, one in terms of the other."""
+    """Parses requests to Responses, and has the form of their errors."""
 
     refuses_in_stream = True  # Codex compacts for a code in `response.failed` only
 
-    def translate(self, body: dict[str, Any], headers: Headers) -> ChatRequest:
-        """Translate a request; raises RequestRefused for a field of a wrong form."""
+    def parse(self, body: dict[str, Any], headers: Headers) -> Request:
+        """Return a client's request; raises RequestRefused for a field of a wrong form."""
         for name in _STATEFUL:
             if body.get(name):
                 raise RequestRefused(
@@ -66,19 +67,20 @@ class ResponsesAPI:
         names: dict[str, tuple[str, str]] = {}
         tools = list(_tools("tools", body.get("tools"), "", names))
         places, messages = zip(*_messages(body), strict=True)
-        made: dict[str, Any] = {"messages": list(messages)}
+        fields: dict[str, Any] = {"messages": list(messages)}
         if tools:
-            made["tools"] = tools
-        made |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
+            fields["tools"] = tools
+        fields |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
         most = body.get("max_output_tokens")
-        made["max_tokens"] = chat.max_tokens(
+        fields["max_tokens"] = chat.max_tokens(
             "max_output_tokens", _USUAL_TOKENS if most is None else most
         )
         if body.get("tool_choice") == "none":
-            made["tool_choice"] = "none"
+            fields["tool_choice"] = "none"
         require_text("model", body.get("model", "default_model"))
         reply = ResponsesReply(body, names, is_kept=is_kept(headers))
-        return ChatRequest(made, tools, chat.is_stream(body), reply, places)
+        callable_tools = None if "tool_choice" in fields else tools
+        return Request(fields, chat.is_stream(body), reply, callable_tools, places)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return openai_error(status, message, code)
@@ -121,11 +123,11 @@ def _messages(body: Mapping[str, Any]) -> list[tuple[str, Message]]:
     if body.get("instructions") is not None:
         text = require_text("instructions", body["instructions"])
         messages.append(("instructions", {"role": "system", "content": text}))
-    given = body.get("input")
-    if isinstance(given, str):
-        return [*messages, ("input", {"role": "user", "content": given})]
-    require(isinstance(given, list), "input", given, "text, or a list of items")
-    for i, item in enumerate(require_objects("input", given)):
+    items = body.get("input")
+    if isinstance(items, str):
+        return [*messages, ("input", {"role": "user", "content": items})]
+    require(isinstance(items, list), "input", items, "text, or a list of items")
+    for i, item in enumerate(require_objects("input", items)):
         place, kind = f"input[{i}]", item.get("type", "message")
         is_call = isinstance(kind, str) and kind.endswith("_call") and "call_id" in item
         if kind == "message" and item.get("role") != "assistant":
@@ -141,7 +143,7 @@ def _messages(body: Mapping[str, Any]) -> list[tuple[str, Message]]:
             _add_to_turn(messages[-1][1], place, item)
         elif kind == "item_reference":
             raise RequestRefused(f"{place} is a reference, expected the item: nothing is kept here")
-    require(bool(messages), "input", given, "at least one message")
+    require(bool(messages), "input", items, "at least one message")
     return messages
 
 
@@ -149,25 +151,25 @@ def _content(place: str, content: Any) -> str | list[Part]:
     if isinstance(content, str | None):
         return content or ""
     require(isinstance(content, list), place, content, "text, or a list of parts")
-    parts = enumerate(require_objects(place, content))
-    return [_part(f"{place}[{i}]", part) for i, part in parts]
+    numbered = enumerate(require_objects(place, content))
+    return [_part(f"{place}[{i}]", block) for i, block in numbered]
 
 
-def _part(name: str, part: Mapping[str, Any]) -> Part:
-    kind = part.get("type")
+def _part(name: str, block: Mapping[str, Any]) -> Part:
+    kind = block.get("type")
     if kind in ("input_text", "output_text", "text"):
-        return chat.text_part(f"{name}.text", part.get("text") or "")
-    if kind == "input_image" and isinstance(part.get("image_url"), str):
-        return chat.image_part(part["image_url"])
+        return chat.text_part(f"{name}.text", block.get("text") or "")
+    if kind == "input_image" and isinstance(block.get("image_url"), str):
+        return chat.image_part(block["image_url"])
     if kind == "input_file":
-        return _file(f"{name}.file_data", part)
-    text = chat.readable(part) if kind != "input_image" else ""
+        return _file(f"{name}.file_data", block)
+    text = chat.readable(block) if kind != "input_image" else ""
     return chat.text_part(f"{name}.text", text) if text else chat.unread_part(kind)
 
 
-def _file(name: str, part: Mapping[str, Any]) -> Part:
+def _file(name: str, block: Mapping[str, Any]) -> Part:
     """Return the name and the text of a file that came as a data URL. Any other is not read."""
-    data, filename = part.get("file_data"), part.get("filename")
+    data, filename = block.get("file_data"), block.get("filename")
     head, _, encoded = data.partition(",") if isinstance(data, str) else ("", "", "")
     media_type = head.removeprefix("data:").partition(";")[0]
     text = _decoded(encoded) if head.startswith("data:text/") else None
@@ -186,16 +188,16 @@ def _decoded(encoded: str) -> str | None:
 
 def _text(place: str, content: Any) -> str:
     """Return the assistant's text; non-text parts from other servers are ignored."""
-    parts = content if isinstance(content, list) else [content]
-    texts = (chat.readable(part) if isinstance(part, dict) else part for part in parts)
+    contents = content if isinstance(content, list) else [content]
+    texts = (chat.readable(block) if isinstance(block, dict) else block for block in contents)
     return "".join(require_text(place, text) for text in texts if text is not None)
 
 
 def _output(place: str, item: Mapping[str, Any]) -> Message:
     call_id = require_text(f"{place}.call_id", item.get("call_id"))
     output, name = item.get("output"), f"{place}.output"
-    if isinstance(output, list) and all(isinstance(part, dict) for part in output):
-        content: Any = [_part(f"{name}[{i}]", part) for i, part in enumerate(output)]
+    if isinstance(output, list) and all(isinstance(block, dict) for block in output):
+        content: Any = [_part(f"{name}[{i}]", block) for i, block in enumerate(output)]
     else:
         text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
         content = require_text(name, text if output is not None else "")
@@ -222,8 +224,8 @@ def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
 def _arguments(name: str, item: Mapping[str, Any]) -> str:
     """Return a call's arguments as JSON; other calls than functions have them elsewhere."""
     if item.get("type") != "function_call":
-        given = {field: item[field] for field in ("input", "action") if field in item}
-        return require_text(name, json.dumps(given, ensure_ascii=False))
+        arguments = {field: item[field] for field in ("input", "action") if field in item}
+        return require_text(name, json.dumps(arguments, ensure_ascii=False))
     return require_text(name, item.get("arguments") or "")
 
 
@@ -234,10 +236,10 @@ def _reasoning(place: str, item: Mapping[str, Any]) -> str:
     """
     content = item.get("content")
     if content:
-        parts = require_objects(f"{place}.content", content)
+        contents = require_objects(f"{place}.content", content)
         texts = (
-            require_text(f"{place}.content[{i}].text", part.get("text"))
-            for i, part in enumerate(parts)
+            require_text(f"{place}.content[{i}].text", block.get("text"))
+            for i, block in enumerate(contents)
         )
         return "".join(texts)
     sealed = item.get("encrypted_content")
@@ -273,7 +275,7 @@ class ResponsesReply(ReplyParts):
             "previous_response_id": None,
             "store": False,
             "usage": None,
-            **{name: _ECHOED[name] if one is None else one for name, one in echoed.items()},
+            **{name: _ECHOED[name] if value is None else value for name, value in echoed.items()},
         }
 
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
@@ -300,7 +302,7 @@ class ResponsesReply(ReplyParts):
         self._response["status"] = status
         return [*events, self._lifecycle(status)]
 
-    def beat(self) -> list[Event]:
+    def wait(self) -> list[Event]:
         return [self._lifecycle("in_progress")]
 
     def fail(self, status: int, message: str, code: str | None) -> list[Event]:
@@ -315,28 +317,28 @@ class ResponsesReply(ReplyParts):
         self._n_thoughts += bool(reasoning)  # a part is a token
         return super().add(text, reasoning, tool_calls)
 
-    def start_part(self, part: OpenPart) -> Iterator[Event]:
-        if part.kind == "thinking":
+    def start_part(self, block: OpenPart) -> Iterator[Event]:
+        if block.kind == "thinking":
             item: dict[str, Any] = {"id": _id("rs"), "type": "reasoning", "summary": []}
         else:
             item = {"id": _id("msg"), "type": "message", "role": "assistant"}
         self._output.append({**item, "status": "in_progress", "content": []})
-        yield self._item_event("added", part.index)
-        yield self._of_part("content_part.added", part, part=_content_of(part.kind, ""))
+        yield self._item_event("added", block.index)
+        yield self._of_part("content_part.added", block, part=_content_of(block.kind, ""))
 
-    def add_text(self, part: OpenPart, text: str) -> Iterator[Event]:
-        yield self._of_part(f"{_name(part)}.delta", part, delta=text, **_logprobs(part))
+    def add_text(self, block: OpenPart, text: str) -> Iterator[Event]:
+        yield self._of_part(f"{_name(block)}.delta", block, delta=text, **_logprobs(block))
 
-    def end_part(self, part: OpenPart) -> Iterator[Event]:
-        content = _content_of(part.kind, part.text)
-        yield self._of_part(f"{_name(part)}.done", part, text=part.text, **_logprobs(part))
-        yield self._of_part("content_part.done", part, part=content)
-        item = self._output[part.index]
+    def end_part(self, block: OpenPart) -> Iterator[Event]:
+        content = _content_of(block.kind, block.text)
+        yield self._of_part(f"{_name(block)}.done", block, text=block.text, **_logprobs(block))
+        yield self._of_part("content_part.done", block, part=content)
+        item = self._output[block.index]
         item |= {"status": "completed", "content": [content]}
-        if part.kind == "thinking" and self._encrypts:
-            encoded = base64.b64encode(part.text.encode("utf-8", "replace")).decode()
+        if block.kind == "thinking" and self._encrypts:
+            encoded = base64.b64encode(block.text.encode("utf-8", "replace")).decode()
             item["encrypted_content"] = REASONING_PREFIX + encoded
-        yield self._item_event("done", part.index)
+        yield self._item_event("done", block.index)
 
     def add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Event]:
         namespace, own = self._names.get(name, ("", name))
@@ -373,12 +375,12 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _name(part: OpenPart) -> str:
-    return "reasoning_text" if part.kind == "thinking" else "output_text"
+def _name(block: OpenPart) -> str:
+    return "reasoning_text" if block.kind == "thinking" else "output_text"
 
 
-def _logprobs(part: OpenPart) -> dict[str, Any]:
-    return {} if part.kind == "thinking" else {"logprobs": []}
+def _logprobs(block: OpenPart) -> dict[str, Any]:
+    return {} if block.kind == "thinking" else {"logprobs": []}
 
 
 def _content_of(kind: str, text: str) -> dict[str, Any]:

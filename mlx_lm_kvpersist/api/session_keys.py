@@ -43,8 +43,8 @@ def _claude_code(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 def _codex(headers: Message, body: Mapping[str, Any]) -> str | None:
     """Codex's header names are too common to be trusted from other clients."""
-    said = f"{headers.get('User-Agent', '')} {headers.get('originator', '')}".lower()
-    if "codex" not in said:
+    agent = f"{headers.get('User-Agent', '')} {headers.get('originator', '')}".lower()
+    if "codex" not in agent:
         return None
     return next((value for name in _CODEX_HEADERS if (value := headers.get(name))), None)
 
@@ -63,8 +63,8 @@ def _user_id_session(headers: Message, body: Mapping[str, Any]) -> str | None:
     try:
         decoded = json.loads(user_id)
     except (ValueError, RecursionError):
-        found = _USER_ID_SESSION.search(user_id)
-        return found[1] if found else None
+        suffix = _USER_ID_SESSION.search(user_id)
+        return suffix[1] if suffix else None
     return _text(decoded.get("session_id")) if isinstance(decoded, dict) else None
 
 
@@ -99,16 +99,19 @@ def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, s
     how the user's first message begins, without what agents put before it in tags.
     """
     client = re.match(r"[\w.-]{1,40}", headers.get("User-Agent", ""), re.ASCII)
-    found = {"client": client[0]} if client else {}
+    labels = {"client": client[0]} if client else {}
     for message in messages:
         content = message.get("content") if message.get("role") == "user" else None
-        parts = content if isinstance(content, list) else [{"text": content}]
-        text, start = "\n".join(_text(part.get("text")) or "" for part in parts), 0
+        contents = content if isinstance(content, list) else [{"text": content}]
+        text, start = (
+            "\n".join(_text(block.get("text")) or "" for block in contents),
+            0,
+        )
         while tagged := _TAGGED.match(text, start):
             start = tagged.end()
         if words := " ".join(text[start : start + 500].split()):
-            return {**found, "words": words[:120]}
-    return found
+            return {**labels, "words": words[:120]}
+    return labels
 
 
 def namespace(headers: Message, *, by_key: bool) -> str:
@@ -121,8 +124,8 @@ def namespace(headers: Message, *, by_key: bool) -> str:
     if not by_key:
         return short_name(named)
     digest = blake2b(digest_size=16, person=b"kvpersist-by-key")
-    for part in (headers.get("x-api-key") or headers.get("Authorization") or "", named):
-        encoded = part.encode("utf-8", "surrogatepass")
+    for secret in (headers.get("x-api-key") or headers.get("Authorization") or "", named):
+        encoded = secret.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return f"key-{digest.hexdigest()}"
 

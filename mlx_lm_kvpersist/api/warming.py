@@ -105,9 +105,9 @@ def chat_body_of(content: Any, headers: Message) -> Body:
         isinstance(tools, list) and any(isinstance(t, dict) and "input_schema" in t for t in tools)
     )
     if "input" in body:
-        body = ResponsesAPI().translate(body, headers).chat_body
+        body = ResponsesAPI().parse(body, headers).fields
     elif is_anthropic:
-        body = MessagesAPI().translate(body, headers).chat_body
+        body = MessagesAPI().parse(body, headers).fields
     # A limit of another name would go before the one token that is asked for.
     body = {name: value for name, value in body.items() if name != "max_completion_tokens"}
     return {**body, "model": "default_model"}

@@ -50,10 +50,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def held(totals: Totals) -> str:
+def counts(totals: Totals) -> dict[str, int]:
+    """Return how many blocks and checkpoints there are, for JSON."""
+    return {"blocks": totals.n_blocks, "checkpoints": totals.n_checkpoints}
+
+
+def amount(totals: Totals) -> str:
     """Return how many blocks and checkpoints there are, such as "2 blocks, 1 checkpoint"."""
-    n_blocks, n_checkpoints = totals.n_blocks, totals.n_checkpoints
-    return f"{counted(n_blocks, 'block')}, {counted(n_checkpoints, 'checkpoint')}"
+    return ", ".join(counted(number, kind[:-1]) for kind, number in counts(totals).items())
 
 
 def named(session: Session) -> str:

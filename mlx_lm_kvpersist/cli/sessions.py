@@ -16,7 +16,7 @@ from ..store.records import Totals
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
 from .opening import changing, folder_of, reading
-from .output import held, named, progress, record, records, shown, tell, utc_time
+from .output import amount, counts, named, progress, record, records, shown, tell, utc_time
 
 _EXCERPT_CHARS = 240
 
@@ -121,12 +121,11 @@ def rm(args: argparse.Namespace) -> int:
         disk.index.state.forget_requests(None if args.all else [one.name for one in chosen])
         freed = before - disk.index.totals()
     removed = [{"id": session.id, "name": session.name} for session in chosen]
-    counts = {"blocks": freed.n_blocks, "checkpoints": freed.n_checkpoints, "bytes": freed.n_bytes}
     tell(
         args,
-        {"removed": removed, **counts},
+        {"removed": removed, **counts(freed), "bytes": freed.n_bytes},
         *(f"removed {named(session)}" for session in chosen),
-        f"freed {show_bytes(freed.n_bytes)}: {held(freed)}",
+        f"freed {show_bytes(freed.n_bytes)}: {amount(freed)}",
     )
     return 0
 
@@ -149,8 +148,7 @@ def export(args: argparse.Namespace) -> int:
         n_bytes = export_session(index, session, target, on_progress)
         facts = describe(index, session)
     content = {**facts, "file": str(target), "file_bytes": n_bytes}
-    line = f"is now in {target}, {show_bytes(n_bytes)}"
-    tell(args, content, f"{named(session)}  {line}")
+    tell(args, content, f"{named(session)}  is now in {target}, {show_bytes(n_bytes)}")
     return 0
 
 
@@ -164,8 +162,14 @@ def load(args: argparse.Namespace) -> int:
         facts = describe(disk.index, session)
     n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)
     written = Totals(len(new) - n_checkpoints, 0, n_checkpoints)
-    counts = {"blocks_written": written.n_blocks, "checkpoints_written": n_checkpoints}
     what = "is added" if is_new else "was there"
-    line = f"{named(session)}  {what}; written: {held(written)}"
-    tell(args, {**facts, "is_new": is_new, **counts}, line)
+    tell(
+        args,
+        {
+            **facts,
+            "is_new": is_new,
+            **{f"{kind}_written": n for kind, n in counts(written).items()},
+        },
+        f"{named(session)}  {what}; written: {amount(written)}",
+    )
     return 0

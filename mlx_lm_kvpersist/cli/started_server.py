@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -53,8 +55,8 @@ class Reply:
 
     def said(self, field: str) -> str:
         """Return a field of the outcome; "" if it has none."""
-        fields = dict(part.strip().partition("=")[::2] for part in self.outcome.split(";"))
-        return fields.get(field, "")
+        value = re.search(rf"\b{field}=([^;]*)", self.outcome)
+        return value[1] if value else ""
 
 
 class StartedServer:
@@ -112,22 +114,17 @@ class StartedServer:
             raise
 
     def _wait_for_model(self) -> None:
-        deadline = time.monotonic() + _START_S
-        while not self._is_ready():
+        deadline, is_ready = time.monotonic() + _START_S, False
+        while not is_ready:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise self.failure("it did not start")
             time.sleep(0.05)
+            with suppress(KVPersistError):
+                is_ready = bool(ask(self.url, "/health", timeout_s=2.0))
         try:
             ask(self.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}, _REPLY_S)
         except KVPersistError as error:
             raise self.failure(str(error)) from error
-
-    def _is_ready(self) -> bool:
-        try:
-            ask(self.url, "/health", timeout_s=2.0)
-        except KVPersistError:
-            return False
-        return True
 
     def wait_until_written(self) -> None:
         """Wait until the writer thread has nothing to do: kill -9 loses unwritten turns."""

@@ -19,7 +19,7 @@ from ..store.seal import PLAIN
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes
 from .opening import changing, existing, folder_of, reading
-from .output import counted, held, named, progress, record, records, shown, table, tell
+from .output import amount, counted, counts, named, progress, record, records, shown, table, tell
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -33,13 +33,12 @@ def stats(args: argparse.Namespace) -> int:
                 "precision": root.layout,
                 "namespace": root.namespace,
                 "sessions": sum(session.root == root.key for session in sessions),
-                "blocks": totals.n_blocks,
-                "checkpoints": totals.n_checkpoints,
+                **counts(totals),
                 "bytes": totals.block_bytes + totals.checkpoint_bytes,
             }
             for root, totals in index.roots()
         ]
-        held, is_encrypted = index.totals(), index.sealing is not PLAIN
+        totals, is_encrypted = index.totals(), index.sealing is not PLAIN
         n_bytes = {"index": own_bytes(folder, *INDEX_FILES)}
     for kind in ("blocks", "checkpoints", "sessions", "quarantine"):
         n_bytes[kind] = own_bytes(folder, kind)
@@ -49,8 +48,7 @@ def stats(args: argparse.Namespace) -> int:
         "folder": str(folder),
         "format": INDEX_FORMAT,
         "encrypted": is_encrypted,
-        "blocks": held.n_blocks,
-        "checkpoints": held.n_checkpoints,
+        **counts(totals),
         "sessions": len(sessions),
         "pinned": sum(session.pinned for session in sessions),
         "models": len({root["fingerprint"] for root in roots}),
@@ -92,18 +90,17 @@ def verify(args: argparse.Namespace) -> int:
             left = problems = _problems(folder, index)
             totals = index.totals()
     if not problems:
-        line = f"{held(totals)}, all good"
+        line = f"{amount(totals)}, all good"
     elif left:
         advice = "" if args.fix else "; --fix moves bad files to quarantine"
         line = f"{counted(len(left), 'problem')}{advice}"
     else:
-        line = f"{counted(len(problems), 'problem')} fixed, {held(totals)} left"
+        line = f"{counted(len(problems), 'problem')} fixed, {amount(totals)} left"
     listed = [
         {"fault": problem.fault.value, "subject": problem.subject, "reason": problem.reason}
         for problem in problems
     ]
-    counts = {"blocks": totals.n_blocks, "checkpoints": totals.n_checkpoints}
-    report = {"ok": not left, **counts, "problems": listed, "left": len(left)}
+    report = {"ok": not left, **counts(totals), "problems": listed, "left": len(left)}
     rows = [[shown(value, 200) for value in problem.values()] for problem in listed]
     tell(
         args,
@@ -125,9 +122,8 @@ def rebuild(args: argparse.Namespace) -> int:
         rebuild_index(folder, sealing, on_progress)
     with reading(args) as index:
         totals, n_sessions = index.totals(), len(index.sessions())
-    counts = {"blocks": totals.n_blocks, "checkpoints": totals.n_checkpoints}
-    line = f"{folder}: the index has {held(totals)}, {counted(n_sessions, 'session')}"
-    tell(args, {"folder": str(folder), **counts, "sessions": n_sessions}, line)
+    line = f"{folder}: the index has {amount(totals)}, {counted(n_sessions, 'session')}"
+    tell(args, {"folder": str(folder), **counts(totals), "sessions": n_sessions}, line)
     return 0
 
 
@@ -145,8 +141,7 @@ def gc(args: argparse.Namespace) -> int:
         "fits": fits,
         "sessions": [{"id": session.id, "name": session.name} for session in removed],
         "pinned": sum(session.pinned for session in sessions),
-        "blocks": went.n_blocks,
-        "checkpoints": went.n_checkpoints,
+        **counts(went),
         "bytes": n_bytes - used_bytes,
         "used_bytes": used_bytes,
         **_budgets(limits),
@@ -155,7 +150,7 @@ def gc(args: argparse.Namespace) -> int:
         args,
         content,
         *(f"removed {named(session)}" for session in removed),
-        f"{held(went)}, {show_bytes(n_bytes - used_bytes)}, removed",
+        f"{amount(went)}, {show_bytes(n_bytes - used_bytes)}, removed",
     )
     if not fits and not args.json:
         n_pinned = content["pinned"]

@@ -1,18 +1,17 @@
 """What plugins are given of a request, what they answer to hooks, and the checks of it.
 
-Nothing in what they are given can be changed. Each answer is checked where it is given.
+Plugins are given copies: only `prepare_messages` changes a request. Each answer is checked.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import PluginFault
 from .scheduling.pace import Pace
@@ -27,48 +26,16 @@ PARKED = "parked"
 """The cache type of a reply that is taken out of the batch, and goes on later."""
 
 
-def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise TypeError("a plugin cannot change this, expected changes of a copy (copy.deepcopy)")
-
-
-class FrozenDict(dict[str, Any]):
-    """An object of a request. Copies can be changed."""
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = _refuse
-    popitem = setdefault = update = _refuse
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
-
-
-class FrozenList(list[Any]):
-    """A list of a request. Copies can be changed."""
-
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = _refuse
-    clear = extend = insert = pop = remove = reverse = sort = _refuse
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
-        return [copy.deepcopy(value, memo) for value in self]
-
-
-class FrozenHeaders(Message):
-    """The headers of a request."""
-
-    def __init__(self, headers: Mapping[str, str] | Message) -> None:
-        super().__init__()
-        for name, value in headers.items():
-            super().__setitem__(name, value)
-
-    __setitem__ = __delitem__ = add_header = replace_header = _refuse
-
-
-def frozen(value: Any) -> Any:
-    """Return a copy of what JSON can hold, in which nothing can be changed."""
+def copied(value: Any) -> Any:
+    """Return a copy of JSON or headers for plugins: a change has no effect on the server."""
+    if isinstance(value, Message):
+        headers = Message()
+        for name, header in value.items():
+            headers[name] = header
+        return headers
     if isinstance(value, dict):
-        return FrozenDict({name: frozen(inner) for name, inner in value.items()})
-    if isinstance(value, list):
-        return FrozenList([frozen(inner) for inner in value])
-    return value
+        return {name: copied(inner) for name, inner in value.items()}
+    return [copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 class ClientRequest:
@@ -88,7 +55,7 @@ class ClientRequest:
     def __init__(self, request: Any) -> None:
         self.kind: str = request.request_type
         self.prompt: str = request.prompt
-        self.messages: Sequence[dict[str, Any]] = frozen(request.messages or [])
+        self.messages: Sequence[dict[str, Any]] = copied(request.messages or [])
 
     def place(self, index: int) -> str:
         """Return the name of a message in its client's body, such as "messages[3]"."""
@@ -97,10 +64,10 @@ class ClientRequest:
     @staticmethod
     def of(request: Any) -> ClientRequest:
         """Return what plugins see of a request of the server, always the same object."""
-        seen: ClientRequest | None = getattr(request, "seen_by_plugins", None)
-        if seen is None:
-            seen = request.seen_by_plugins = ClientRequest(request)
-        return seen
+        client_request: ClientRequest | None = getattr(request, "seen_by_plugins", None)
+        if client_request is None:
+            client_request = request.seen_by_plugins = ClientRequest(request)
+        return client_request
 
 
 @dataclass(frozen=True)
@@ -129,8 +96,8 @@ class Prompt:
 def has_text_only(messages: Iterable[Mapping[str, Any]]) -> bool:
     """Tell whether no message holds anything but text, such as an image."""
     contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return all(part.get("type") == "text" for part in parts)
+    blocks = (block for content in contents if isinstance(content, list) for block in content)
+    return all(block.get("type") == "text" for block in blocks)
 
 
 @dataclass(frozen=True)
@@ -339,7 +306,7 @@ def check_prepared(answer: Any) -> None:
 
 def check_guess(answer: Any) -> None:
     is_list = isinstance(answer, list | tuple)
-    expect(is_list and all(type(one) is int and one >= 0 for one in answer), answer, "token ids")
+    expect(is_list and all(type(id_) is int and id_ >= 0 for id_ in answer), answer, "token ids")
 
 
 def check_headers(answer: Any) -> None:
@@ -378,8 +345,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 """By hook: raises PluginFault for an answer that the server cannot use. None is no answer."""
 
 
-def expect(is_right: bool, found: Any, expected: str) -> None:
+def expect(is_right: bool, answer: Any, expected: str) -> None:
     """Raise PluginFault unless an answer is right."""
     if not is_right:
-        text = found if isinstance(found, str) else repr(found)
+        text = answer if isinstance(answer, str) else repr(answer)
         raise PluginFault(f"answered {text[:200]}, expected {expected}")

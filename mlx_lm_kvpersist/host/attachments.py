@@ -50,8 +50,8 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list):
-            content = [_told(part) for part in content]
-            unread = [part for part in content if not _is_read(part, reads_images)]
+            content = [_told(block) for block in content]
+            unread = [block for block in content if not _is_read(block, reads_images)]
             if unread and i == question:
                 if (kind := unread[0]["type"]) not in PART_KINDS:
                     name = f"the newest message's content[{content.index(unread[0])}].type"
@@ -61,19 +61,19 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
                     f"{' or images' * reads_images}: this model reads nothing else; "
                     "send the message without it"
                 )
-            parts = [_readable_part(content, j, reads_images) for j in range(len(content))]
-            message = {**message, "content": parts}
+            readable_parts = [_readable_part(content, j, reads_images) for j in range(len(content))]
+            message = {**message, "content": readable_parts}
         fitted.append(message)
     return _images_moved(fitted) if reads_images else fitted
 
 
-def _told(part: Part) -> Part:
+def _told(block: Part) -> Part:
     """Return a part of an unknown type, such as a refusal, as text, if it has any."""
-    kind, text = part["type"], part.get("text")
+    kind, text = block["type"], block.get("text")
     if kind in PART_KINDS and (kind != "text" or text is not None):
-        return part
-    text = "" if kind == "text" else part.get(kind) if text is None else text
-    return _text(text) if isinstance(text, str) else part
+        return block
+    text = "" if kind == "text" else block.get(kind) if text is None else text
+    return _text(text) if isinstance(text, str) else block
 
 
 def _images_moved(messages: list[Message]) -> list[Message]:
@@ -86,8 +86,11 @@ def _images_moved(messages: list[Message]) -> list[Message]:
     for message in messages:
         content, role = message.get("content"), message.get("role")
         if role == "tool" and isinstance(content, list):
-            images += (part for part in content if part["type"] != "text")
-            message = {**message, "content": [part for part in content if part["type"] == "text"]}
+            images += (block for block in content if block["type"] != "text")
+            message = {
+                **message,
+                "content": [block for block in content if block["type"] == "text"],
+            }
         elif images and role != "tool":
             if role == "user":
                 rest = content if isinstance(content, list) else [_text(content or "")]
@@ -116,36 +119,36 @@ def _question(messages: list[Message]) -> int | None:
     return question
 
 
-def _is_read(part: Part, reads_images: bool) -> bool:
-    if part["type"] in IMAGE_KINDS:
-        return reads_images and isinstance(_source(part).get("url"), str)
-    return bool(part["type"] == "text")
+def _is_read(block: Part, reads_images: bool) -> bool:
+    if block["type"] in IMAGE_KINDS:
+        return reads_images and isinstance(_source(block).get("url"), str)
+    return bool(block["type"] == "text")
 
 
-def _readable_part(parts: list[Part], i: int, reads_images: bool) -> Part:
+def _readable_part(contents: list[Part], i: int, reads_images: bool) -> Part:
     """Return a part, or the line that takes its place. A template joins texts with nothing."""
-    if _is_read(parts[i], reads_images):
-        return parts[i]
+    if _is_read(contents[i], reads_images):
+        return contents[i]
     readable = "text and images" if reads_images else "text"
-    line = f"[{_name(parts[i])}, not shown: this model reads {readable} only]"
-    return _text("\n" * (i > 0) + line + "\n" * (i + 1 < len(parts)))
+    line = f"[{_name(contents[i])}, not shown: this model reads {readable} only]"
+    return _text("\n" * (i > 0) + line + "\n" * (i + 1 < len(contents)))
 
 
 def _text(text: str) -> Part:
     return {"type": "text", "text": text}
 
 
-def _source(part: Part) -> dict[str, Any]:
+def _source(block: Part) -> dict[str, Any]:
     """Return where a part has its content, as `url` or `file_data`, and perhaps a `filename`."""
-    given = part.get("image_url", part.get("image", part.get("file")))
-    return given if isinstance(given, dict) else {"url": given}
+    source = block.get("image_url", block.get("image", block.get("file")))
+    return source if isinstance(source, dict) else {"url": source}
 
 
-def _name(part: Part) -> str:
+def _name(block: Part) -> str:
     """Return what a part is to a reader, such as "report.pdf, application/pdf"."""
-    kind, source = part["type"], _source(part)
-    found = _MEDIA_TYPE.match(str(source.get("url") or source.get("file_data")))
-    what: str = found[1] if found else "image" if kind in IMAGE_KINDS else kind
+    kind, source = block["type"], _source(block)
+    media_type = _MEDIA_TYPE.match(str(source.get("url") or source.get("file_data")))
+    what: str = media_type[1] if media_type else "image" if kind in IMAGE_KINDS else kind
     filename = source.get("filename")
     is_named = isinstance(filename, str) and filename and filename.isprintable()
     return f"{filename}, {what}" if is_named else what

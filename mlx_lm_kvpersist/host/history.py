@@ -78,10 +78,10 @@ class Template:
 
         tools: the request's. continues: the model continues the last message.
         """
-        own, given = getattr(self._tokenizer, "chat_template", None), self._arguments
-        source = given.get("chat_template") or own
+        own, arguments = getattr(self._tokenizer, "chat_template", None), self._arguments
+        source = arguments.get("chat_template") or own
         if isinstance(own, dict):  # by name
-            source = self._tokenizer.get_chat_template(given.get("chat_template"), self._tools)
+            source = self._tokenizer.get_chat_template(arguments.get("chat_template"), self._tools)
         knows_developer = "developer" in str(source)
         cleaned = [_cleaned(message, knows_developer) for message in messages]
         fitted = _Fitting(self, cleaned, adapts_all=True).fitted
@@ -111,13 +111,13 @@ class Template:
         self, messages: Sequence[Message], tools: Any = None, *, continues: bool = False
     ) -> str | None:
         """Return the text that the server makes of messages, None if that fails."""
-        given = {**self._arguments, "tokenize": False, "tools": tools or self._tools}
+        options = {**self._arguments, "tokenize": False, "tools": tools or self._tools}
         if continues:
-            given["continue_final_message"] = True
+            options["continue_final_message"] = True
         try:
-            made = [_as_rendered(message) for message in messages]
+            prepared = [_as_rendered(message) for message in messages]
             render = self._tokenizer.apply_chat_template
-            text = str(render(made, add_generation_prompt=not continues, **given))
+            text = str(render(prepared, add_generation_prompt=not continues, **options))
             text.encode()  # half a surrogate pair in a call's arguments has no tokens
             return text or None
         except Exception:
@@ -135,8 +135,8 @@ class Template:
             ends, place = _ENDS[1 + is_asked :][:1], len(before)
             usual = ("user",) if is_asked else ("user", "assistant")
         tried = (self.spoken([*before, kind, *end], place) for end in ends)
-        known = (self.spoken([*usual, *end]) for end in ends)
-        return self._first((*before, kind), chain(tried, known)) < len(ends)
+        usual_texts = (self.spoken([*usual, *end]) for end in ends)
+        return self._first((*before, kind), chain(tried, usual_texts)) < len(ends)
 
     def reads_calls(self) -> bool:
         """Tell whether the template takes calls, and their results."""
@@ -149,14 +149,14 @@ class Template:
 
     def reads_beside_calls(self, *names: str) -> bool:
         """Tell whether a message with calls may have these fields, such as content."""
-        made = self._calls()
-        both = {**made, **dict.fromkeys(names, _MARK)}
-        return self._reads(("beside calls", *names), ([both], [made]))
+        bare = self._calls()
+        full = {**bare, **dict.fromkeys(names, _MARK)}
+        return self._reads(("beside calls", *names), ([full], [bare]))
 
     def reads_id(self, call_id: Any) -> bool:
         """Tell whether a call may have an id of this type and length."""
         name = "id", type(call_id), isinstance(call_id, str) and (len(call_id), call_id.isalnum())
-        called = (self._called([each]) for each in (call_id, _CALL_IDS[0]))
+        called = (self._called([tried_id]) for tried_id in (call_id, _CALL_IDS[0]))
         return self._reads(name, called)
 
     def wants_names(self) -> bool:
@@ -180,13 +180,13 @@ class Template:
 
         place: the index of a message whose text must stand between the texts of its neighbours.
         """
-        made = [{"role": kind, "content": _mark(i)} for i, kind in enumerate(kinds)]
+        messages = [{"role": kind, "content": _mark(i)} for i, kind in enumerate(kinds)]
         for i, kind in enumerate(kinds):
             if kind in _CALLS:
-                made[i] = self._calls(_CALL_IDS[: 1 + (kind == "parallel")])
+                messages[i] = self._calls(_CALL_IDS[: 1 + (kind == "parallel")])
             elif kind == "tool":
-                made[i] = {**self._called()[1], "content": _mark(i)}
-        text = self.rendered(made)
+                messages[i] = {**self._called()[1], "content": _mark(i)}
+        text = self.rendered(messages)
         return text if text and (place is None or _is_in_place(text, place)) else None
 
     def _called(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> list[Message]:
@@ -210,8 +210,8 @@ class Template:
         if index is None:
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()  # clients send any role
-            found = (i for i, text in enumerate(texts) if text is not None)
-            index = self._known[name] = next(found, 0)
+            readable_at = (i for i, text in enumerate(texts) if text is not None)
+            index = self._known[name] = next(readable_at, 0)
         return index
 
 
@@ -257,7 +257,7 @@ class _Fitting:
             message = {**without(message, *_REASONING), "content": ""}
         rest = list(calls)
         answered = [self._fit_result(result, rest) for result in results]
-        answered.sort(key=lambda each: each[1] is None)  # a call can have two results
+        answered.sort(key=lambda pair: pair[1] is None)  # a call can have two results
         if len(calls) < 2 or not are_read or template.reads_parallel_calls():
             yield message
             yield from (result for result, _ in answered)
@@ -284,8 +284,8 @@ class _Fitting:
         if not template.reads_calls():
             content = joined(content, "\n".join(map(_as_text, calls)))
             return {**without(message, "tool_calls"), "content": content}, calls
-        both = "content", *_REASONING[:2]
-        if content and thoughts and not template.reads_beside_calls(*both):
+        names = "content", *_REASONING[:2]
+        if content and thoughts and not template.reads_beside_calls(*names):
             message = {**without(message, *_REASONING), "content": joined(thoughts, content)}
         return {**message, "tool_calls": calls}, calls
 
@@ -374,11 +374,11 @@ class _Fitting:
         """Make a message a part of the one before it."""
         last = self.fitted[-1]
         names = [name for name in ("content", *_REASONING) if name in last or name in message]
-        both = {name: joined(last.get(name), message.get(name)) for name in names}
+        merged = {name: joined(last.get(name), message.get(name)) for name in names}
         if kind in _CALLS:
-            both["tool_calls"], self._kinds[-1] = message["tool_calls"], kind
+            merged["tool_calls"], self._kinds[-1] = message["tool_calls"], kind
             self._open = list(message["tool_calls"])
-        self.fitted[-1] = {**last, **both}
+        self.fitted[-1] = {**last, **merged}
 
     def _ask(self) -> None:
         """Put an empty question behind the first system messages, if the template wants any."""
@@ -404,16 +404,16 @@ def _turns(messages: list[Message]) -> Iterator[tuple[Message, list[Message]]]:
 def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[str, Any]:
     """Return a call whose id and arguments the template renders. Stock reads arguments as JSON."""
     function = {"arguments": {}, **call["function"]}
-    given = parsed = function["arguments"]
+    arguments = parsed = function["arguments"]
     if not template.reads_id(call.get("id")):
         call = {**call, "id": _made_id(call.get("id") or usual_id)}
-    if isinstance(given, str):
+    if isinstance(arguments, str):
         try:
-            parsed = json.loads(given)
+            parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             pass  # perhaps it was cut off: it is read as a text
     form = template.form_of(readable(parsed))
-    if form is parsed and parsed is not given:
+    if form is parsed and parsed is not arguments:
         return call
     return {**call, "function": {**function, "arguments": json.dumps(form, ensure_ascii=False)}}
 
@@ -442,13 +442,13 @@ def _kind(message: Message) -> str:
 
 def _as_rendered(message: Message) -> Message:
     """Return a message as stock gives it to the template."""
-    made = {**message, "content": text_of(message.get("content"))}
+    rendered = {**message, "content": text_of(message.get("content"))}
     if _kind(message) in _CALLS:
-        made["tool_calls"] = calls = [dict(call) for call in message["tool_calls"]]
+        rendered["tool_calls"] = calls = [dict(call) for call in message["tool_calls"]]
         for call in calls:
-            if isinstance(given := call["function"].get("arguments"), str) and given:
-                call["function"] = {**call["function"], "arguments": json.loads(given)}
-    return made
+            if isinstance(arguments := call["function"].get("arguments"), str) and arguments:
+                call["function"] = {**call["function"], "arguments": json.loads(arguments)}
+    return rendered
 
 
 def _enclosed(tag: str, message: Message) -> Any:
@@ -459,8 +459,8 @@ def _enclosed(tag: str, message: Message) -> Any:
 def _as_text(call: dict[str, Any]) -> str:
     """Return a call as text, in the form in which most models write calls."""
     function = call["function"]
-    made = {"name": function.get("name"), "arguments": json.loads(function["arguments"]) or {}}
-    return f"<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>"
+    shown = {"name": function.get("name"), "arguments": json.loads(function["arguments"]) or {}}
+    return f"<tool_call>\n{json.dumps(shown, ensure_ascii=False)}\n</tool_call>"
 
 
 def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
@@ -496,7 +496,7 @@ def _mark(i: int) -> str:
 
 def _is_in_place(text: str, place: int) -> bool:
     """Tell whether a message's text stands between the texts of those around it, if these do."""
-    at, others = text.find(_mark(place)), [text.find(_mark(i)) for i in range(place + 3)]
-    before = max(others[:place], default=-1)
-    after = [other for other in others[place + 1 :] if other >= 0]
+    at, places = text.find(_mark(place)), [text.find(_mark(i)) for i in range(place + 3)]
+    before = max(places[:place], default=-1)
+    after = [start for start in places[place + 1 :] if start >= 0]
     return at >= 0 and before < at < min(after, default=len(text))

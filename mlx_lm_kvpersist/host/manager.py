@@ -41,14 +41,47 @@ ENTRY_POINT_GROUP = "mlx_lm.server.plugins"
 logger = logging.getLogger(__name__)
 
 
-def make_manager() -> pluggy.PluginManager:
+RAISED: dict[str, type[Exception]] = {
+    **dict.fromkeys(("add_options", "configure", "self_test", "routes", "started"), Exception),
+    "model_loaded": Exception,
+    "prepare_messages": Exception,
+    "request_received": RequestRefused,
+}
+"""By hook: what a plugin raises there reaches the caller. Every other failure is logged."""
+NAMED = ("model_loaded", "take_request")
+"""Hooks whose answers come with the name of the plugin, which is asked more later."""
+
+
+class PluginManager(pluggy.PluginManager):
+    """Calls the hooks of the server. A plugin that fails is passed over; see `RAISED`."""
+
+    def __init__(self) -> None:
+        super().__init__(hookspecs.PROJECT)
+        self.add_hookspecs(hookspecs)
+
+    def register(self, plugin: Any, name: str | None = None) -> str | None:
+        registered = super().register(plugin, name)
+        for caller in self.get_hookcallers(plugin) or ():
+            for implementation in caller.get_hookimpls():
+                if implementation.plugin is plugin:
+                    call = partial(_answer, str(registered), caller.name, implementation.function)
+                    implementation.function = call  # type: ignore[misc]
+        return registered
+
+
+def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Return the checked answer of one plugin to a hook, None if it fails."""
+    check, raised = CHECKS.get(hook), RAISED.get(hook, ())
+    answer = safely(plugin, hook, function, *args, check=check, raised=raised)
+    return (plugin, answer) if hook in NAMED and answer is not None else answer
+
+
+def make_manager() -> PluginManager:
     """Return a manager that knows the hooks of the server and has no plugins."""
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    return manager
+    return PluginManager()
 
 
-def load_plugins(names: Sequence[str]) -> pluggy.PluginManager:
+def load_plugins(names: Sequence[str]) -> PluginManager:
     """Return a manager with the named plugins, each from an entry point of the same name.
 
     Raises PluginNotFound for a name that is not installed, and pluggy's PluginValidationError
@@ -70,11 +103,11 @@ def find_entry_point(name: str) -> EntryPoint:
     This package is asked first: to ask all that are installed takes longer.
     """
     try:
-        found = distribution("mlx-lm-kvpersist").entry_points
+        candidates = distribution("mlx-lm-kvpersist").entry_points
     except PackageNotFoundError:  # a checkout on PYTHONPATH
-        found = EntryPoints()
-    found = found.select(group=ENTRY_POINT_GROUP, name=name)
-    for entry_point in found or entry_points(group=ENTRY_POINT_GROUP, name=name):
+        candidates = EntryPoints()
+    candidates = candidates.select(group=ENTRY_POINT_GROUP, name=name)
+    for entry_point in candidates or entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry_point
     raise PluginNotFound(
         f"no plugin named {name!r} is installed in this environment; "
@@ -87,7 +120,7 @@ def installed_plugins() -> list[str]:
     return sorted({entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)})
 
 
-_current = make_manager()
+_current: pluggy.PluginManager = make_manager()
 """The manager whose plugins the server asks."""
 failures = Failures(logger)
 """Failures of its plugins."""
@@ -110,32 +143,9 @@ def using(manager: pluggy.PluginManager) -> Iterator[None]:
         set_current(previous)
 
 
-RAISED: dict[str, type[Exception]] = {
-    **dict.fromkeys(("add_options", "configure", "self_test", "routes", "started"), Exception),
-    "model_loaded": Exception,
-    "request_received": RequestRefused,
-}
-"""By hook: what a plugin raises there reaches the caller; elsewhere nothing would catch it."""
-
-
-def ask(hook: str, **arguments: Any) -> list[Any]:
-    """Return every answer to a hook; see `ask_each`."""
-    return [answer for _, answer in ask_each(hook, **arguments)]
-
-
-def ask_each(hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each plugin that answers a hook, with its answer; None is no answer.
-
-    A plugin that raises, or whose answer cannot be used, is logged and passed over, except where
-    `RAISED` says otherwise.
-    """
-    # pluggy calls the last implementation first.
-    for one in reversed(getattr(_current.hook, hook).get_hookimpls()):
-        call = partial(one.function, **{name: arguments[name] for name in one.argnames})
-        raised = RAISED.get(hook, ())
-        answer = safely(one.plugin_name, hook, call, check=CHECKS.get(hook), raised=raised)
-        if answer is not None:
-            yield one.plugin_name, answer
+def ask(hook: str, **arguments: Any) -> Any:
+    """Return the answers to a hook, or the first if only that counts; None is no answer."""
+    return getattr(_current.hook, hook)(**arguments)
 
 
 def safely(
@@ -168,31 +178,32 @@ def safely(
         if isinstance(error, PluginFault):
             failures.add("plugin %s in hook %s %s; ignored", plugin, hook, error, **how)
         else:
-            said = "plugin %s failed in hook %s; ignored"
-            failures.add(said, plugin, hook, exc_info=True, **how)
+            message = "plugin %s failed in hook %s; ignored"
+            failures.add(message, plugin, hook, exc_info=True, **how)
         return None
 
 
 def prepare_messages(messages: list[Any], tools: Any) -> None:
-    """Let plugins change messages and tools in place. What they leave is checked.
+    """Let plugins change messages and tools in place. The result is checked.
 
-    Raises RequestRefused where a plugin refuses the request, or there is no list of messages, and
-    PluginFault where a plugin failed, or left what is no list of messages.
+    Raises RequestRefused if a plugin refuses the request, or there is no list of messages, and
+    PluginFault if a plugin failed, or left something else than a list of messages.
     """
     check_messages(messages)
-    for one in reversed(_current.hook.prepare_messages.get_hookimpls()):
-        given = {"messages": messages, "tools": tools}
-        culprit = f"plugin {one.plugin_name} in hook prepare_messages"
-        try:
-            one.function(**{argument: given[argument] for argument in one.argnames})
-        except RequestRefused:
-            raise
-        except Exception as error:
-            raise PluginFault(f"{culprit} failed: {type(error).__name__}: {error}") from error
-        try:
-            check_messages(messages)
-        except RequestRefused as error:
-            raise PluginFault(f"{culprit} broke the request: {error}") from error
+    hooks = _current.hook.prepare_messages.get_hookimpls()
+    culprit = f"plugin {' or '.join(hook.plugin_name for hook in hooks)}"
+    try:
+        ask("prepare_messages", messages=messages, tools=tools)
+    except RequestRefused:
+        raise
+    except Exception as error:
+        reason = f"{culprit} in hook prepare_messages failed: {type(error).__name__}: {error}"
+        raise PluginFault(reason) from error
+    try:
+        check_messages(messages)
+    except RequestRefused as error:
+        reason = f"{culprit} in hook prepare_messages broke the request: {error}"
+        raise PluginFault(reason) from error
 
 
 def is_implemented(hook: str) -> bool:
@@ -246,15 +257,14 @@ class Taken:
         return (safely(self.plugin, "take_request", guess, run, n, check=check_guess) or ())[:n]
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:
-        given = tuple(tokens), list(caches), cache_type
-        safely(self.plugin, "take_request", self.request.insert, *given)
+        computed = tuple(tokens), list(caches), cache_type
+        safely(self.plugin, "take_request", self.request.insert, *computed)
 
 
 def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
     """Return the request as the first plugin takes it that wants it; None leaves it to stock."""
-    for plugin, answer in ask_each("take_request", request=request, prompt=prompt):
-        return Taken(plugin, answer)
-    return None
+    answer = ask("take_request", request=request, prompt=prompt)
+    return None if answer is None else Taken(*answer)
 
 
 class TakenTokens(list[int]):
@@ -270,5 +280,5 @@ class TakenTokens(list[int]):
         self.taken = taken
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        return TakenTokens(found, self.taken) if isinstance(index, slice) else found
+        ids = super().__getitem__(index)
+        return TakenTokens(ids, self.taken) if isinstance(index, slice) else ids

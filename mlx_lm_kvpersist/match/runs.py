@@ -1,4 +1,4 @@
-"""What followed runs of token ids before."""
+"""The token ids that followed a run of ids before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Runs:
 
     def __init__(self, packed_ids: bytes) -> None:
         self._ids = ids = np.frombuffer(packed_ids, np.int32)
-        n_runs = max(0, len(ids) - N_LAST)  # those that something follows
+        n_runs = max(0, len(ids) - N_LAST)  # runs with an id after them
         hashes = np.zeros(n_runs, np.uint64)
         for place in range(N_LAST):
             hashes = hashes * np.uint64(_FACTOR) + ids[place : place + n_runs].astype(np.uint64)

@@ -1,4 +1,4 @@
-"""What token ids decode to, byte by byte, so that text can be cut at token ends."""
+"""The bytes of token ids, so that text can be cut at token ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from ..block import IMAGE_GOES_ON
 
 REPLACEMENT = "\ufffd"
-"""What an incomplete or invalid UTF-8 sequence decodes to (Unicode 15, section 3.9)."""
+"""Stands for an incomplete or invalid UTF-8 sequence (Unicode 15, section 3.9)."""
 
 IMAGE_MARK = "\ufffc"
-"""What the text of an image begins with: the character for embedded objects (Unicode 15, 23.8)."""
+"""Begins the text of an image: the character for embedded objects (Unicode 15, 23.8)."""
 
 _UNKNOWN = b"\xff"
 """Stands for a token without known bytes: an invalid byte, never nothing."""
@@ -37,7 +37,7 @@ class _Decoder(codecs.BufferedIncrementalDecoder):
     def _buffer_decode(self, data: Any, errors: str, final: bool) -> tuple[str, int]:
         text, n_used = codecs.utf_8_decode(data, errors, final)
         if data[n_used : n_used + 1] == b"\xed" and data[n_used + 1 : n_used + 2] >= b"\xa0":
-            # Half a surrogate: CPython waits for more, though none can make a character of it.
+            # Half a surrogate: CPython waits for more bytes, though no byte completes it.
             return text + 2 * REPLACEMENT, n_used + 2
         return text, n_used
 

@@ -16,7 +16,7 @@ Encode = Callable[[str], list[int]]
 """Text to token ids, special tokens recognised but none added."""
 
 SHOWN_CHARS = 40
-"""At most so many characters of what is stored are shown where a prompt diverges from it."""
+"""This number of stored characters is shown at most, if a prompt diverges from them."""
 
 AHEAD = 8192
 """Characters or bytes of a prompt that are shown to a source: more than a block has."""
@@ -40,11 +40,11 @@ class BlockSource(Protocol):
 class Match:
     """The stored blocks that begin as the prompt does.
 
-    Of `path`, the first `n_tokens` tokens are to be used; they decode to the first `n_chars`
+    The first `n_tokens` tokens of `path` are to be used; they decode to the first `n_chars`
     characters of the prompt, less an image that is stored in part. `at_end` says that nothing is
-    stored beyond them on this branch. Where something is, it agrees with the prompt for `n_agreed`
-    characters and goes on with `stored_next`; that can be a few more than a token's end allows to
-    use.
+    stored beyond them on this branch. Otherwise the stored text agrees with the prompt for
+    `n_agreed` characters and continues with `stored_next`. `n_agreed` can be a few characters more,
+    because a match ends with a token.
     """
 
     path: tuple[Block, ...]
@@ -83,9 +83,9 @@ def match_prompt(
     packed_ids: bytes = b"",
     after: Sequence[Block] = (),
 ) -> Match:
-    """Find the longest stored prefix of a prompt that ends where a token ends.
+    """Find the longest stored prefix of a prompt that ends with a token.
 
-    That is never inside an image of its `packed_ids`.
+    It never ends inside an image of its `packed_ids`.
 
     The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
     `packed_ids` are the own ids of a text, if `tokens` covers them all: it then covers every block
@@ -176,8 +176,8 @@ def _steps(
 ) -> list[_Step]:
     """Return all blocks that agree with the prompt, at least in part, those farthest in first.
 
-    The prompt is a text for `tokens`, or packed ids. A damaged index may lie: only blocks that
-    stand where they say, and are what their keys say, are followed.
+    The prompt is a text for `tokens`, or packed ids. An index may be damaged: only blocks with
+    the right start, whose key is the hash of their ids, are followed.
     """
     last: _Step | None = None
     start = ids_start = 0
@@ -275,10 +275,10 @@ def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
 
 
 FEW = 16
-"""If at most so many blocks have one parent, all of them are compared with the prompt."""
+"""If a parent has this number of blocks at most, all of them are compared with the prompt."""
 
 MAX_ALIKE = 64
-"""At most so many blocks with the same text are compared with the prompt."""
+"""This number of blocks with the same text is compared with the prompt at most."""
 
 _MAX_STEPS = 64
 
@@ -291,7 +291,7 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
 
     In sorted order these are the first after `ahead` and the last before it. A block that `ahead`
     begins with can stand farther up; the last block before `ahead` then begins with it, too. So
-    the search goes on with what that block has in common with `ahead`.
+    the search continues with the text that the block and `ahead` have in common.
     """
     nodes = find(">", ahead)
     key = ahead
@@ -313,8 +313,8 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
 class Splice:
     """A prompt whose first `n_stored` ids come from the store.
 
-    `boundaries` maps token boundaries of the rendered prompt behind the cut to those of `ids`, as
-    far as both have one at the same character.
+    `boundaries` maps token boundaries of the rendered prompt behind the cut to boundaries of `ids`
+    at the same character.
     """
 
     ids: list[int]
@@ -380,8 +380,8 @@ def _controls(
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
     """Return each token's end in bytes; in characters where `text` has replacement characters.
 
-    A byte that is no character is one of those, of three bytes, where it is encoded anew. Counting
-    characters takes ten times as long. An end inside a character counts half.
+    A byte that is not valid text becomes a replacement character of three bytes when it is encoded
+    again. Counting characters takes ten times as long. An end inside a character counts half.
     """
     if REPLACEMENT in text:
         return [n_chars + incomplete / 2 for n_chars, incomplete in tokens.ends(ids)]

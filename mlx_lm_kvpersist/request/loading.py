@@ -142,7 +142,7 @@ def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOpti
 
 
 class _OneCallAtATime:
-    """A model that several ranks compute; its calls are evaluated one by one.
+    """A model that several ranks compute; each call is evaluated before the next.
 
     Where two are evaluated together, ranks may compute parts of them in another order.
     """

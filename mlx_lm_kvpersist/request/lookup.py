@@ -1,14 +1,14 @@
 """A prompt's way to restored caches: match it, read the stored blocks, join and check them.
 
-An HTTP thread makes a lookup: it decodes the prompt, matches it with the stored text, splices
-stored ids into it, and finds out why no more of it is stored. The generation thread does the rest.
-Its work grows with the number of blocks, and with the tokens behind the last stored block, but not
-with the length of the prompt.
+A lookup is made before its request is queued, on a thread of its own. It decodes the prompt,
+matches it with the stored text, splices stored ids into it, and finds out why no more is stored.
+The generation thread does the rest. Its work grows with the number of blocks, and with the tokens
+behind the last stored block, but not with the length of the prompt.
 
-If the store raises, the request loses its restore, never its reply: the caller catches it. Arrays
-from RAM are as they were computed here. The store verifies the checksum of arrays from a tier
-below. Their shapes tell whether they fit this model. A canary computes the last restored tokens
-again and compares them, if the caches can step back.
+If the store raises, the request loses its restore, never its reply: the caller catches it. The
+store verifies the checksum of arrays from a tier below RAM. Their shapes tell whether they fit this
+model. A canary computes the last restored tokens again and compares them, if the caches can step
+back.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LOOK_S = 0.1
 """How often a restore looks whether its client is still there."""
 
 _NOT_READ, _FROM_RAM, _FROM_BELOW = range(3)
-"""What a rank reports of the blocks of a restore."""
+"""A rank reports one of these numbers of a restore."""
 
 _MAX_MATCHED = 3
 """How often a prompt is matched again. Blocks can disappear between a match and a restore: a turn
@@ -67,8 +67,8 @@ class StoredPrefix:
     """A prompt whose first ids are stored. The first `n_tokens` of them are to be restored.
 
     `prompt` is what the model reads; `packed_ids` are its ids. `diverges`: the prompt continues
-    differently from the stored text, or nothing of it is stored. `reason` and `detail` then say why
-    no more of it is stored or used; `divergence` is the place.
+    differently from the stored text, or is not stored at all. `reason` and `detail` then say why
+    no more tokens are stored or used; `divergence` is the place.
     """
 
     prompt: Prompt
@@ -131,9 +131,10 @@ class Lookup:
         self.prompt, self.model, self.root = prompt, model, root
         self._store, self._canary, self._n_worth = store, canary, n_worth
         self._others_have_less = False
-        # Without the text of every id the prompt is matched by ids.
+        # The prompt is matched by ids unless the text of every id is known.
         tokens = model.text if n_worth is None else None
-        self._text = tokens.known_text(prompt.ids) if tokens else None
+        self.text = tokens.known_text(prompt.ids) if tokens else None
+        """The text of the prompt, if the text of all ids is known."""
         self._prefetch: Prefetch | None = None
         self._pinned: list[KVBlock] = []
         self._steps: Generator[None, None, Reuse] | None = None
@@ -156,13 +157,13 @@ class Lookup:
             logger.exception("kvpersist: what is stored could not be looked up")
 
     def _find(self, prompt: Prompt, known: Sequence[Block] | None = None) -> StoredPrefix:
-        """Match a prompt with the stored text, and put the stored ids in front of it.
+        """Match a prompt with the stored text, and replace its beginning by the stored ids.
 
         known: blocks that the prompt begins with. The work is then in proportion to their number
         and to the tokens behind them, of which only MAX_MATCHED_TOKENS are matched by text.
         """
         self._n_changes = self._store.n_changes
-        store, tokens, text = self._store, self.model.text, self._text
+        store, tokens, text = self._store, self.model.text, self.text
         packed, after = (
             pack_ids(prompt.ids) if known is None else self.stored.packed_ids,
             known or (),
@@ -206,15 +207,15 @@ class Lookup:
     def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
         """Match the prompt again, because blocks came or went; keys in `lost` cannot be used.
 
-        A block is there if the block after it is: the first to go are those at the end of a chain.
-        So the number of keys that are looked for is the number of blocks that are gone.
+        A stored block's parent is stored, too: blocks are evicted from the end of a chain. So one
+        key is looked for, and one more for each block that is gone.
         """
         stored = self.stored
         if len(stored.prompt.ids) <= MAX_MATCHED_TOKENS:
             return self._find(self.prompt)
         known: list[Block] = []
         for block in stored.match.path:
-            # Beside an unfinished block may stand a longer one.
+            # An unfinished block may have a longer sibling by now.
             is_whole = block.n_tokens == BLOCK_TOKENS and block.stop <= stored.match.n_tokens
             if block.key in lost or not is_whole:
                 break
@@ -230,7 +231,7 @@ class Lookup:
         return replace(self.stored.prompt, messages=()), self.stored.n_tokens
 
     def _point(self, lost: Collection[bytes] = (), most: int | None = None) -> RestorePoint | None:
-        """Return what to restore; a model cannot go on from inside an image. O(blocks).
+        """Return the records to restore; a model cannot continue inside an image. O(blocks).
 
         Records with a key in `lost` count as missing, and all tokens after the first `most`.
         """
@@ -304,7 +305,7 @@ class Lookup:
 
     @property
     def restored_bytes(self) -> int:
-        """Bytes of the caches that are being filled, and of those that are full."""
+        """Bytes of the caches that are being filled or are full."""
         if not self.is_begun:
             return 0
         spec, n_tokens = self.model.spec, self.stored.n_tokens
@@ -355,7 +356,7 @@ class Lookup:
         return reuse
 
     def _run(self, seconds: float, *, in_steps: bool) -> None:
-        """Restore for about this time, at least one step, from where it stopped."""
+        """Continue to restore for about this time, at least one step."""
         started = perf_counter()
         # If a step raises, the restore starts over.
         steps, self._steps = self._steps or self._restoring(in_steps=in_steps), None
@@ -392,7 +393,7 @@ class Lookup:
         """Load the records of a restore point into caches with room for the rest of the prompt.
 
         Returns None if one of the ranks cannot read a block, or if the canary finds that the blocks
-        are not this model's; then they go to quarantine. `lost` gets the keys of these blocks.
+        are not this model's; then these go to quarantine. `lost` gets their keys.
 
         Yields after each block, and after some buffers that are made. in_steps: whether replies go
         on between, so that no step may be long; otherwise blocks in RAM are joined all at once,
@@ -414,10 +415,8 @@ class Lookup:
             return None
         is_checked = _FROM_BELOW in sources or not self.model.is_known
         if self._canary and is_checked:
-            model, restored_ids = self.model, ids[: point.n_tokens]
-            difference = canary_difference(
-                model.model, model.spec, joined.caches or (), restored_ids
-            )
+            model, caches = self.model, joined.caches or ()
+            difference = canary_difference(model.model, model.spec, caches, ids[: point.n_tokens])
             if not together.agree(difference <= CANARY_TOLERANCE, "the canary"):
                 for record in read:
                     store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")

@@ -1,8 +1,8 @@
-"""One account of the memory beside a model's weights: what is used, promised, and given back.
+"""One account of all memory but a model's weights: used, promised, and given back.
 
-The pool yields to what runs: it gets what sequences leave, a share of the whole at least. A request
-begins when the caches of its prompt fit beside those of all others, at their full length. Bytes are
-those of the arrays' shapes. Generation thread, but for `parts`.
+The pool gets the memory that sequences leave, and a share of the total at least. A request begins
+if the caches of its prompt and of all other requests fit at their full length. Bytes follow from
+the shapes of arrays. Generation thread, but for `parts`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .machine import CRITICAL, NORMAL, WARNING, Pressure, offered_bytes
 from .model import LoadedModel
 
 LEAST_BYTES = 128 << 20
-"""This much beside the weights is taken in any case."""
+"""The account has this at least, whatever the device offers."""
 MOST_RESERVE_BYTES = 4 << 30
 """An eighth of a device's memory is left to the system and other programs, this much at most."""
 POOL_SHARE = 8
-"""Sequences leave the pool one part in so many: turns wait there until they are written."""
+"""Sequences leave the pool an eighth of the account: turns wait there until they are written."""
 ROOM = 1024
 """Tokens of spare room that a sequence's buffers may have, beyond its last."""
 GROWTH = 512
-"""Tokens that a sequence that begins must have room for, beside the others, to go on."""
+"""A sequence begins only if there is room for this number of tokens more."""
 MOST_PASSED = 8
-"""A request that waits for memory lets so many pass that need less; then it is its turn."""
+"""A request that waits for memory lets this number of smaller requests pass; then it is next."""
 _RECORD_BYTES = 4096
-"""Of a block in RAM beside its arrays: its record, ids and text, and its places in indexes."""
+"""The record, ids and text of a block in RAM, and its places in indexes; not its arrays."""
 _INDEX_BYTES = 32 << 20
 """SQLite's pages, and a tokenizer's texts."""
 _SHARES = {NORMAL: 1.0, WARNING: 0.75, CRITICAL: 0.5}
@@ -156,9 +156,10 @@ class Memory(BatchMemory):
     # Requests that begin.
 
     def admits(self, claim: Claim) -> bool:
-        """Tell whether a request may begin, and promise it what it needs.
+        """Tell whether there is room for a request, and promise it the room that it needs.
 
-        The oldest goes first. Those that need less may pass it a few times.
+        The oldest goes first. Smaller requests may pass it a few times. O(requests), and O(blocks)
+        to pin the blocks that it restores.
         """
         if claim in self._claims:
             return True

@@ -1,4 +1,4 @@
-"""What is known of the model that the server has loaded, and how quick it is."""
+"""The model that the server has loaded: its caches, its text, and its speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_RESTORE_BYTES = 4 << 20
 """Smaller restores are mostly overhead, so no rate is learned from them."""
 
 _WEIGHT = 0.2
-"""Of the newest measurement in a running average: a handful of requests settle it."""
+"""The weight of the newest measurement in a running average: a few requests settle it."""
 
 _SUPPOSED_TOKEN_S = 1e-3
 """Seconds to compute a token, for as long as no chunk told the pace."""
@@ -63,7 +63,7 @@ class Speed:
         max_stall_s: float,
         stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None,
     ) -> PrefillLimits | None:
-        """Return how prompts are computed beside replies that wait `max_stall_s` at most.
+        """Return how prompts are computed while replies wait `max_stall_s` at most.
 
         `stepped` is told of the steps of the replies.
         """
@@ -129,7 +129,7 @@ class LoadedModel:
     text: TokenText | None
     """None when prompts are matched by ids: text is not to be stored, or not understood."""
     name: str = ""
-    """What people call the model."""
+    """The name for people."""
     is_known: bool = True
     """Whether facts about its architecture ship with the package."""
     speed: Speed = field(default_factory=Speed, compare=False)
@@ -152,7 +152,7 @@ class LoadedModel:
 
     @cached_property
     def saver(self) -> Saver:
-        """What saves this model's caches, and finds what can be restored."""
+        """Saves this model's caches, and finds the records of a restore."""
         if self.spec.any_prefix:
             return Saver(self.spec, self.text)
         return CheckpointSaver(self.spec, self.text, self.speed.pace)

@@ -1,4 +1,4 @@
-"""What a request reused, and why not more."""
+"""How much a request reused, and why not more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Kind(Enum):
     EXTEND = "EXTEND"
     """The prompt continues a stored conversation."""
     DIVERGE = "DIVERGE"
-    """The prompt begins as a stored conversation does, and goes on differently."""
+    """The prompt begins as a stored conversation does, and continues differently."""
     MISS = "MISS"
     """Nothing of the prompt was reused."""
     STOCK = "STOCK"
@@ -84,7 +84,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a request reused: of `n_prompt` tokens `n_reused`.
+    """How much a request reused: `n_reused` of `n_prompt` tokens.
 
     `n_restored` of them were read from tiers below RAM. `tier` is the slowest that something came
     from, or `COLD`.
@@ -138,8 +138,8 @@ def divergence_at(
 ) -> Divergence | None:
     """Find the message that a prompt's first character falls into that is not stored.
 
-    Templates insert content unchanged, so the messages are looked for in the text, one by one.
-    None where the prompt, or what is stored, goes no further.
+    Templates insert content unchanged, so each message is looked for in the text. None if the
+    prompt or the stored text ends there.
     """
     n_agreed = nearest.n_agreed
     prompt_next = text[n_agreed : n_agreed + SHOWN_CHARS]

@@ -7,7 +7,7 @@ conversation. There is one exception. A reply may be fed as the model's own ids,
    and equal tool calls, as JSON values. Reasoning may be left out. Content may be a beginning of
    what was sent if the reply has no end token: nobody knows how much a client that left has read;
 2. the prompt before the reply reads as it did when the model produced the ids, character for
-   character: bytes of the model that are no character read as clients see them, as U+FFFD;
+   character: bytes that are not valid text read as clients see them, as U+FFFD;
 3. what the template renders from there to the next end token has the same form (`_form`);
 4. the reply's ids begin and end with the white space that is rendered there, so that none which
    the template writes is lost or doubled.
@@ -86,8 +86,11 @@ def remember(
     root: Root,
     store: BlockStore,
     model: LoadedModel,
+    digest: tuple[int, str] | None = None,
 ) -> Collection[bytes]:
     """Remember a reply, unless text matching will find it; return by what keys. Any thread.
+
+    O(reply), and a hash over the messages; O(prompt) without the prompt's `digest`.
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
     client was `sent` content, reasoning and tool calls; None if that is not known, or not yet. A
@@ -99,7 +102,7 @@ def remember(
     has_ended = reply[-1] in model.tokenizer.eos_token_ids
     if has_ended and sent is None:
         return ()  # it is looked for by what was sent alone
-    if not model.text.covers((*prompt, *reply)):
+    if not model.text.covers(reply if digest else (*prompt, *reply)):
         return ()
     ids = list(reply[:-1] if has_ended else reply)
     message: Message = {"role": "assistant", **(sent or {})}
@@ -111,12 +114,17 @@ def remember(
     *_, (_, key, key_begun) = _replies_among([*messages, message])
     keys = [key] if sent is not None else []
     keys += [] if has_ended else [key_begun]
-    before = model.text.decode(prompt).encode()
-    digest = blake2b(before, digest_size=_DIGEST_BYTES).hexdigest()
-    packed = _Reply(ids, has_ended, len(before), digest, sent is not None, content, reasoning)
+    digest = digest or digest_of(model.text.decode(prompt))
+    packed = _Reply(ids, has_ended, *digest, sent is not None, content, reasoning)
     replies = dict.fromkeys(keys, json.dumps(asdict(packed)).encode())
     store.commit(Commit(root, (), replies=replies, messages=messages), [])
     return keys
+
+
+def digest_of(text: str) -> tuple[int, str]:
+    """Return the size in bytes and the digest of a prompt's text, by which replies know it."""
+    encoded = text.encode()
+    return len(encoded), blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) -> dict[bytes, bytes]:
@@ -127,7 +135,7 @@ def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) ->
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
     """Return a prompt, the replies of its messages fed as the model's own ids.
 
-    Replies to which the rule does not apply stay as they were rendered.
+    Replies to which the rule does not apply stay as rendered.
     """
     tokens = model.text
     among = list(_replies_among(prompt.messages))
@@ -180,7 +188,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
 
 
 def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> Prompt:
-    """Return the prompt with other ids, cut where it was cut, as far as a token ends there.
+    """Return the prompt with other ids; its segments end as before if a token ends there.
 
     boundaries: number of tokens before a place in the old ids -> in the new ids.
     """
@@ -199,7 +207,7 @@ def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> P
 def _n_rendered(
     rendered: Sequence[int], message: Message, reply: _Reply, model: LoadedModel
 ) -> int:
-    """Return how many first ids of a reply a template rendered so; 0 if it rendered others."""
+    """Return how many first ids of a reply a template rendered; 0 if it rendered other text."""
     tokens, n_ids = model.text, len(reply.ids)
     assert tokens is not None
     text = tokens.decode(rendered)

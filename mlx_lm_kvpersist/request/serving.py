@@ -1,6 +1,6 @@
 """Requests for the loaded model: looked up, restored, recorded, saved, remembered.
 
-Generation thread, except `Serving.prepare`, `Serving.finish` and `Serving.remember`.
+Generation thread, except `fetch`, `look_up`, `finish` and `remember` of `Serving`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .lookup import Lookup, Reuse
 from .memory import Claim, Memory
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
-from .replies import remember, retokenize
+from .replies import digest_of, remember, retokenize
 from .sequence import RunningSequence
 from .sharing import fetch_ahead
 from .state import RequestState, Stage
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Serving:
-    """What the plugin does for the requests of one loaded model.
+    """Serves the requests of one loaded model.
 
     `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing. A
     waiting request may be worked on for `step_s` between two steps of the replies. `computing` are
@@ -70,52 +70,51 @@ class Serving:
         """Whether the tokens of a request are stored, and another request can find them."""
         return state.is_kept and (state.session is not None or not self.isolated)
 
-    def prepare(self, state: RequestState, prompt: Prompt) -> None:
-        """Look up a prompt before it is queued. HTTP thread: O(prompt).
-
-        If the shared tier has more of it, the blocks are first brought into RAM.
-        """
+    def fetch(self, state: RequestState, prompt: Prompt) -> None:
+        """Bring what the shared tier has of a prompt into RAM. HTTP thread, which waits for it."""
         if self.store.shared is not None and self.keeps(state):
             state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
-        with self.store.index.asked_once():  # this thread comes and goes
-            self.look_up(state, prompt)
 
     def look_up(self, state: RequestState, prompt: Prompt) -> None:
-        """Look up what is stored of a prompt. O(prompt).
+        """Look up what is stored of a prompt, before it is queued. O(prompt).
 
-        The generation thread calls this only for a prompt that no HTTP thread has prepared: one
-        with images, or for a model that was not loaded then.
+        On the generation thread only if that was not done: for a prompt with images, or for a model
+        that was not loaded then.
         """
         state.drop_lookup()
         state.lookup, state.rendered, state.messages = None, prompt, prompt.messages
+        state.digest = None
         root = state.root = self.root_of(state)
         if not self.model.ranks.decides:
             return
         try:
             fed = retokenize(prompt, root, self.store, self.model)
-            state.lookup = Lookup(fed, root, self.store, self.model)
+            state.lookup = lookup = Lookup(fed, root, self.store, self.model)
+            state.digest = digest_of(lookup.text) if lookup.text is not None else None
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
 
     def save(
         self, state: RequestState, tokens: Sequence[int], caches: list[Any], cache_type: str
     ) -> None:
-        """Save the computed part of a sequence; a draft model's caches come last in `caches`."""
-        sequence, n_layers = state.sequence, len(self.model.spec.template)
+        """Save the computed part of a sequence; a draft model's caches come last in `caches`.
+
+        O(new tokens), and O(blocks) for models with checkpoints.
+        """
+        model, sequence, n_layers = self.model, state.sequence, len(self.model.spec.template)
         assert sequence is not None
-        try:
-            n_saved = self.model.save(sequence, tokens, caches[:n_layers], cache_type, self.store)
-            if cache_type == REPLY and n_saved > sequence.n_prompt:
+        chains = [(sequence, model, caches[:n_layers])]
+        if sequence.draft is not None and model.draft is not None:
+            chains.append((sequence.draft, model.draft, caches[n_layers:]))
+        for chain, chain_model, chain_caches in chains:
+            try:
+                n_saved = chain_model.save(chain, tokens, chain_caches, cache_type, self.store)
+            except Exception:
+                logger.exception("kvpersist: a turn could not be saved")
+                continue
+            if cache_type == REPLY and n_saved > sequence.n_prompt and chain is sequence:
                 n_prompt = sequence.n_prompt
                 state.produced = tokens[:n_prompt], tokens[n_prompt:n_saved]
-        except Exception:
-            logger.exception("kvpersist: a turn could not be saved")
-        if sequence.draft is not None and self.model.draft is not None:
-            draft, draft_caches = self.model.draft, caches[n_layers:]
-            try:
-                draft.save(sequence.draft, tokens, draft_caches, cache_type, self.store)
-            except Exception:
-                logger.exception("kvpersist: a turn of the draft model could not be saved")
         self.remember(state)
 
     def finish(self, state: RequestState) -> None:
@@ -162,7 +161,10 @@ class Serving:
             return
         if sent is not None:
             state.produced = None
-        keys = remember(state.messages, *produced, sent, root, self.store, self.model)
+        prompt, reply = produced
+        keys = remember(
+            state.messages, prompt, reply, sent, root, self.store, self.model, state.digest
+        )
         state.remembered |= frozenset(keys)
 
 
@@ -239,6 +241,7 @@ class ServedRequest(TakenRequest):
             is_common = self._serving.model.ranks.are_several and lookup is not None
             fed = lookup.stored.prompt if is_common and lookup else state.rendered or self.prompt
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
+            state.digest = None  # its text may be another one
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             outcome = reuse.outcome
             why = outcome.detail or (outcome.reason.text if outcome.reason else "")
@@ -338,10 +341,13 @@ class ServedRequest(TakenRequest):
         return runs.after(root, run, n)
 
     def resume(self, prompt: Prompt) -> None:
-        """Look up what was saved of a sequence: by its ids, which must stay these."""
+        """Look up what was saved of a sequence: by its ids, which must stay these.
+
+        O(blocks), and a hash and copies of the ids.
+        """
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
-        state.move(Stage.PARKED)  # a prompt that failed in a call with others was not
+        state.move(Stage.PARKED)  # also a prompt whose chunk failed
         if self._serving.model.ranks.decides:
             state.lookup = Lookup(prompt, self._root, self._serving.store, model)
         self._claim = self._new_claim()
@@ -352,7 +358,7 @@ def awaits_another(
 ) -> bool:
     """Tell whether a prompt does better to wait for blocks that another request is computing.
 
-    n_shared: how many of its tokens will be stored for both, as far as they were compared before.
+    n_shared: how many of its tokens each other request will store, if the two were compared.
     O(requests), and a comparison of ids with each request that is new.
     """
     for other in others:

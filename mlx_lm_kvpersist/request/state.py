@@ -1,4 +1,4 @@
-"""One request, from its arrival to the end of its reply: its state, and all that is known of it."""
+"""One request, from its arrival to the end of its reply."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RequestState:
     note: Mapping[str, str] = field(default_factory=dict, repr=False)
     """For people: the `client`, and the first `words` of its user."""
     is_kept: bool = True
-    """Whether anything of it may be stored, on disk or in RAM."""
+    """Whether its tokens may be stored, on disk or in RAM."""
     id: str = field(default_factory=lambda: f"kvp-{token_hex(8)}")
     """Random: a number that grows would tell how many requests the server gets."""
     stage: Stage = Stage.NEW
@@ -63,6 +63,8 @@ class RequestState:
     """The messages that the prompt was rendered from."""
     rendered: Prompt | None = field(default=None, repr=False)
     """The prompt that was looked up."""
+    digest: tuple[int, str] | None = field(default=None, repr=False)
+    """The size in bytes and the digest of the text that is fed, if it is known."""
     fetched: str = ""
     """A sentence about the fetch from the shared tier, or ""."""
     lookup: Lookup | None = field(default=None, repr=False)

@@ -18,7 +18,7 @@ from .bodies import DELTAS, MESSAGES, SCHEMA, USAGE, Delta, call, mutated
 
 def chat(**changes: Any) -> dict[str, Any]:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **changes}
-    return MessagesAPI().translate(body, Headers()).chat_body
+    return MessagesAPI().parse(body, Headers()).fields
 
 
 def user(*blocks: dict[str, Any]) -> dict[str, Any]:
@@ -26,14 +26,14 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_conversation_as_chat_clients_send_it() -> None:
-    request = MessagesAPI().translate(MESSAGES, Headers())
+    request = MessagesAPI().parse(MESSAGES, Headers())
     look = {"type": "function", "function": {"name": "look", "description": "Look."}}
     look["function"] |= {"parameters": SCHEMA}  # type: ignore[operator]
     later = {"type": "function", "function": {"name": "later", "parameters": SCHEMA}}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
     arguments = '{"where": "hä", "n": 1}'
     assert request.tools == [look, later]
-    assert request.chat_body == {
+    assert request.fields == {
         "model": "claude-x",
         "max_tokens": 100,
         "stop": ["end"],
@@ -210,11 +210,11 @@ def test_tools_that_must_not_be_called_are_not_shown() -> None:
 @given(mutated(MESSAGES))
 def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
     try:
-        request = MessagesAPI().translate(body, Headers())
+        request = MessagesAPI().parse(body, Headers())
     except RequestRefused as error:
         assert "expected" in str(error) or "not valid Unicode" in str(error)
     else:
-        assert isinstance(request.chat_body["messages"], list)
+        assert isinstance(request.fields["messages"], list)
 
 
 @given(DELTAS)

@@ -18,17 +18,17 @@ from .bodies import DELTAS, RESPONSES, SCHEMA, USAGE, Delta, call, mutated
 
 
 def chat(**changes: Any) -> dict[str, Any]:
-    return ResponsesAPI().translate({"input": "x", **changes}, Headers()).chat_body
+    return ResponsesAPI().parse({"input": "x", **changes}, Headers()).fields
 
 
 def test_a_conversation_as_chat_clients_send_it() -> None:
-    request = ResponsesAPI().translate(RESPONSES, Headers())
+    request = ResponsesAPI().parse(RESPONSES, Headers())
     look = {"name": "look", "description": "Look.", "parameters": SCHEMA}
     sail = {"name": "sea__sail", "parameters": {}}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
     look_call = {"name": "look", "arguments": '{"n": 1}'}
     sail_call = {"name": "sea__sail", "arguments": "{}"}
-    assert request.chat_body == {
+    assert request.fields == {
         "model": "m",
         "max_tokens": 100,
         "prompt_cache_key": "s",
@@ -55,7 +55,7 @@ def test_a_conversation_as_chat_clients_send_it() -> None:
             {"role": "user", "content": "Go on."},
         ],
     }
-    assert request.tools == request.chat_body["tools"] and request.stream
+    assert request.tools == request.fields["tools"] and request.stream
 
 
 def test_agents_send_no_limit_and_are_not_cut_off() -> None:
@@ -143,11 +143,11 @@ def test_tools_that_must_not_be_called_are_not_shown() -> None:
 @given(mutated(RESPONSES))
 def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
     try:
-        request = ResponsesAPI().translate(body, Headers())
+        request = ResponsesAPI().parse(body, Headers())
     except RequestRefused as error:
         assert any(word in str(error) for word in ("expected", "not valid Unicode", "nothing is"))
     else:
-        assert isinstance(request.chat_body["messages"], list)
+        assert isinstance(request.fields["messages"], list)
 
 
 def reply_to(**body: Any) -> ResponsesReply:
@@ -161,7 +161,7 @@ def test_events_put_together_are_the_reply(deltas: list[Delta], encrypts: bool) 
     reply = reply_to(include=include)
     events = reply.begin(10, 7)
     for delta in deltas:
-        events += reply.add(*delta) + reply.beat()
+        events += reply.add(*delta) + reply.wait()
     events += reply.end("stop", None, *USAGE)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items: list[dict[str, Any]] = []
@@ -200,11 +200,11 @@ def test_what_is_sent_back_is_the_reply(deltas: list[Delta]) -> None:
     output = json.loads(json.dumps(reply.whole()["output"]))
     if not output:
         return
-    talk = ResponsesAPI().translate({"input": output}, Headers()).chat_body["messages"]
+    talk = ResponsesAPI().parse({"input": output}, Headers()).fields["messages"]
     for item in output:
         if item["type"] == "reasoning":
             item["content"] = None
-    assert ResponsesAPI().translate({"input": output}, Headers()).chat_body["messages"] == talk
+    assert ResponsesAPI().parse({"input": output}, Headers()).fields["messages"] == talk
     (message,) = talk
     assert message["content"] == reply.content
     calls = [one for delta in deltas for one in delta[2]]

@@ -210,18 +210,15 @@ class Editing:
 
     @hookimpl
     def request_received(self, request: ClientRequest, headers: Message, body: Any) -> None:
-        with contextlib.suppress(TypeError):
-            body.clear()
-        with contextlib.suppress(TypeError):
-            del headers["X-Session-ID"]
+        body.clear()
+        del headers["X-Session-ID"]
         request.messages[0].clear()
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Any) -> Any:
         with contextlib.suppress(AttributeError):
             prompt.segments.clear()
-        with contextlib.suppress(TypeError):
-            prompt.messages[0]["content"] = "changed"
+        prompt.messages[0]["content"] = "changed"
         return prompt.ids
 
     @hookimpl

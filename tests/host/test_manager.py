@@ -91,7 +91,7 @@ def answering(*answers: Any) -> list[Any]:
 
 def test_none_is_no_answer() -> None:
     with plugged(*answering(None, HEADERS, OTHERS)):
-        assert manager.ask("response_headers") == [HEADERS, OTHERS]
+        assert manager.ask("response_headers", request=None) == [HEADERS, OTHERS]
         assert manager.is_implemented("response_headers")
     assert not manager.is_implemented("response_headers")
 
@@ -101,13 +101,13 @@ def test_plugins_are_asked_in_the_order_of_the_command_line(entry_points: dict[s
     names = [name for name, _ in loaded.list_name_plugin()]
     assert names.index("module") < names.index("echo")
     with plugged(*answering(HEADERS, OTHERS)):
-        assert manager.ask("response_headers") == [HEADERS, OTHERS]
+        assert manager.ask("response_headers", request=None) == [HEADERS, OTHERS]
 
 
 def test_one_plugins_exception_silences_no_other(caplog: pytest.LogCaptureFixture) -> None:
     with plugged(*answering(ValueError("bug"), HEADERS)):
         for _ in range(3):
-            assert manager.ask("response_headers") == [HEADERS]
+            assert manager.ask("response_headers", request=None) == [HEADERS]
     failures = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(failures) == 1 and "failed in hook response_headers" in failures[0].message
     assert failures[0].exc_info, "the first failure of a kind has its traceback"
@@ -120,7 +120,7 @@ def test_what_failed_before_the_server_began_is_logged_again(
     failing = answering(ValueError("bug"))
     for n_failures in (1, 2):
         with plugged(*failing):
-            assert manager.ask("response_headers") == []
+            assert manager.ask("response_headers", request=None) == []
         failures = [record for record in caplog.records if record.levelname == "ERROR"]
         assert len(failures) == n_failures
 
@@ -131,7 +131,7 @@ def test_a_wrong_answer_names_its_plugin_and_hook_and_is_ignored(
     wrong = manager.make_manager()
     wrong.register(answering(5)[0], name="five")
     with manager.using(wrong):
-        assert manager.ask("response_headers") == []
+        assert manager.ask("response_headers", request=None) == []
         said = "plugin five in hook response_headers answered 5, expected a list of pairs"
         wrong.register(SimpleNamespace(routes=hookspecs.hookimpl(lambda: 5)), name="six")
         with pytest.raises(PluginFault, match="plugin six in hook routes answered 5, expected a l"):

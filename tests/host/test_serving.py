@@ -129,7 +129,7 @@ def test_a_plugin_that_edits_what_it_is_given_changes_no_reply(
         conversations.append(texts)
         if n > 0:
             assert texts == conversations[0]
-            assert "plugin editing failed in hook request_received" in server.log
+            assert "plugin editing failed in hook serving_changed" in server.log
 
 
 def n_turn_is_odd(messages: list[dict[str, str]]) -> bool:

@@ -9,15 +9,16 @@ import time
 from queue import Queue
 from threading import Event, Thread
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped
 from mlx_lm_kvpersist.host import run
 from mlx_lm_kvpersist.host.http import server as http_server
+from mlx_lm_kvpersist.host.http.clients import Clients
 from mlx_lm_kvpersist.host.http.server import PluginHTTPServer
 from mlx_lm_kvpersist.host.run import ending_cleanly
-from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests
 from mlx_lm_kvpersist.host.scheduling.response_generator import RequestQueue
 from tests.support.waiting import wait_until
 
@@ -159,14 +160,24 @@ class Listening:
         self.is_shut_down.set()
 
 
+class WaitingClient:
+    """A client that is there, and waits for its reply."""
+
+    def has_left(self) -> bool:
+        return False
+
+    def keep_alive(self) -> None: ...
+
+
 class Serving(PluginHTTPServer, Listening):
     """A server with one client that waits for its reply."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         Listening.__init__(self, number)
-        self.request = SimpleNamespace()
-        self.generator = SimpleNamespace(open_requests=OpenRequests(), requests=RequestQueue())
-        self.generator.open_requests.begin(self.request)
+        self.clients = Clients()
+        self.client: Any = WaitingClient()
+        self.generator = SimpleNamespace(requests=RequestQueue())
+        self.clients.begin(self.client, SimpleNamespace())  # type: ignore[arg-type]
 
     def serve(self) -> None:
         with pytest.raises(KeyboardInterrupt):
@@ -181,7 +192,7 @@ def test_running_replies_end_before_the_server_does() -> None:
     with pytest.raises(GenerationStopped, match="ask again"):
         server.generator.requests.put((Queue(), None, None))
     assert not server.is_shut_down.is_set()
-    server.generator.open_requests.end(server.request)
+    server.clients.end(server.client)
     thread.join(10)
     assert server.is_shut_down.is_set()
 
@@ -195,6 +206,6 @@ def test_the_time_for_replies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_running_replies_or_at_a_keyboard_the_server_ends_at_once() -> None:
     (keyboard := Serving(signal.SIGINT)).serve()
-    (idle := Serving()).generator.open_requests.end(idle.request)
+    (idle := Serving()).clients.end(idle.client)
     idle.serve()
     assert keyboard.n_times == idle.n_times == 1

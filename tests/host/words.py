@@ -12,9 +12,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from mlx_lm_kvpersist.api.admin import answering
+from mlx_lm_kvpersist.apis import Request
 from mlx_lm_kvpersist.host.answers import Route
-from mlx_lm_kvpersist.host.dialects import chat_api
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.http import apis
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from tests.support.host import plugged
 
@@ -37,7 +38,7 @@ class WordsReply:
     ) -> list[dict[str, Any]]:
         return [{"type": "end", "why": finish_reason, "tokens": n_prompt}]
 
-    def beat(self) -> list[dict[str, Any]]:
+    def wait(self) -> list[dict[str, Any]]:
         return [{"type": "beat"}]
 
     def fail(self, status: int, message: str, code: str | None) -> list[dict[str, Any]]:
@@ -50,11 +51,9 @@ class WordsReply:
 class WordsAPI:
     refuses_in_stream = True
 
-    def translate(self, body: dict[str, Any], headers: Any) -> Any:
-        chat = {"messages": [{"role": "user", "content": body["say"]}]}
-        return SimpleNamespace(
-            chat_body=chat, tools=[], stream=body.get("stream", False), reply=WordsReply()
-        )
+    def parse(self, body: dict[str, Any], headers: Any) -> Request:
+        fields = {"messages": [{"role": "user", "content": body["say"]}]}
+        return Request(fields, body.get("stream", False), WordsReply(), [])
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return {"oh": message, "status": status, "code": code}
@@ -69,8 +68,8 @@ class WordsPlugin:
     @hookimpl
     def routes(self) -> list[Route]:
         return [
-            Route("POST", "/words", lambda handler: chat_api.serve(handler, WordsAPI())),
-            Route("POST", "/read", answering(chat_api.read_body)),
+            Route("POST", "/words", lambda handler: apis.serve(handler, WordsAPI())),
+            Route("POST", "/read", answering(apis.read_body)),
         ]
 
     @hookimpl

@@ -113,7 +113,7 @@ def test_a_window_that_is_one_token_off_is_found_out(monkeypatch: pytest.MonkeyP
 
 
 def test_a_store_that_finds_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models_check.stored.insert", lambda *_: None)
+    monkeypatch.setattr(LoadedModel, "save", lambda *_: 0)
     finding = sweep("llama")
     assert finding.result == "WRONG"
     assert finding.reason.startswith("turn 2 reused nothing")

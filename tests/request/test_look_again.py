@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
+from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.lookup import MAX_MATCHED_TOKENS, Lookup
 from mlx_lm_kvpersist.request.machine import Pressure
@@ -63,8 +63,8 @@ def serving(talk: Conversations) -> Iterator[Serving]:
 def prepared(serving: Serving, ids: list[int]) -> tuple[ClientRequest, Prompt]:
     """Return a request whose HTTP thread has looked its prompt up."""
     request = ClientRequest(SimpleNamespace(request_type="text", prompt="", messages=[]))
-    prompt = Prompt(ids, [ids], ["user"])
-    thread = threading.Thread(target=serving.prepare, args=(RequestState.of(request), prompt))
+    prompt = Prompt(ids, [ids], ["user"], [{"role": "user", "content": "a question"}])
+    thread = threading.Thread(target=serving.look_up, args=(RequestState.of(request), prompt))
     thread.start()
     thread.join(60)
     return request, prompt
@@ -103,7 +103,7 @@ def test_stages_follow_each_other_and_done_is_the_last(
     served.insert(prompt.ids, caches, "user")
     stages.append(state.stage)
     talk.forward([7], caches)
-    served.insert([*prompt.ids, 7], caches, "assistant")
+    served.insert([*prompt.ids, 7], caches, REPLY)
     stages.append(state.stage)
     state.move(Stage.DECODE)
     assert [*stages, state.stage] == [
@@ -191,3 +191,19 @@ def test_the_same_prompt_twice_at_once_computes_its_beginning_once(
     while not second.advance():
         pass
     assert second.enter().n_cached == LONG - 1
+
+
+def test_the_end_of_a_reply_reads_no_text_of_its_prompt(
+    talk: Conversations, serving: Serving
+) -> None:
+    ids = sampled_turn(talk.loaded, LONG)
+    talk.remember(ids, n_prompt=LONG - 10)
+    request, prompt = prepared(serving, [*ids, 5])
+    served = ServedRequest(serving, request, prompt)
+    caches = list(served.enter().caches or ())
+    reply = [7, 8, 9]  # without an end token
+    talk.forward([5, *reply], caches)
+    with decoded_tokens() as counts:
+        served.insert([*prompt.ids, *reply], caches, REPLY)
+    assert RequestState.of(request).remembered
+    assert 0 < counts[0] <= 4 * 256

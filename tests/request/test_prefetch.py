@@ -24,6 +24,7 @@ from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
+from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.state import RequestState
 from mlx_lm_kvpersist.store.block_store import BlockStore
@@ -243,6 +244,22 @@ def test_replies_go_on_while_a_prompt_is_tokenized(
     asked = server.served(synthetic_text(40, seed=7))
     assert threads == [asked.thread]
     assert decoding.longest_gap_s(started, started + READ_S) < READ_S / 2
+
+
+def test_a_prompt_is_looked_up_once_and_not_on_the_generation_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, threads = Lookup._find, []
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return find(*args)
+
+    monkeypatch.setattr(Lookup, "_find", noted)
+    prompt = synthetic_text(400, seed=3)
+    for _ in range(2):
+        server.served(prompt)
+    assert [name.partition("_")[0] for name in threads] == ["kvpersist-lookup"] * 2
 
 
 def test_only_the_loaded_model_has_its_prompts_tokenized_ahead(server: Server) -> None:

@@ -189,7 +189,8 @@ def test_a_start_says_where_and_how(start_server: StartServer, tiny_model: Path)
     (line,) = (line for line in server.log.splitlines() if "a token, keys" in line)
     assert str(tiny_model) in line
     assert re.search(
-        r": \d[\d.]* \w+ a token, keys 4 bits, values 4 \(\d\.\d on average with scales\)", line
+        r": \d[\d.]* \w+ a token, keys 4 bits, values 4, rotated \(\d\.\d on average with scales\)",
+        line,
     )
     assert "of full memory; replies in batches, " in line
     assert "attention: prefill " in line

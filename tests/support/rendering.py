@@ -52,8 +52,8 @@ class Renderer:
         """Return the prompt of a body. Raises RequestRefused as the server does."""
         body, places = request_checks.tidy(copy.deepcopy(body)), ()
         if api != "chat":
-            request = APIS[api].translate(body, Headers())
-            body, places = json.loads(json.dumps(request.chat_body)), request.places
+            request = APIS[api].parse(body, Headers())
+            body, places = json.loads(json.dumps(request.fields)), request.places
         request_checks.check_chat(body)
         continues = request_checks.is_continued(body)
         tools = body.get("tools") or None

@@ -43,7 +43,7 @@ DYNAMIC = {
     ("cache/geometry/architectures.py", "facts.refused"),
     ("cli/asking.py", "why"),
     ("cli/spec.py", "str(error)"),
-    ("host/dialects/chat_api.py", "message"),
+    ("host/http/request_checks.py", "str(error)"),
     ("host/http/server.py", "_UNSAID[status_code]"),
     ("host/http/server.py", "message"),
     ("store/disk.py", "str(error)"),

@@ -33,6 +33,8 @@ NOTES: dict[str, str] = {
     "kvpersist: what is stored could not be looked up": "All ranks computed the prompt. " + _REPORT,
     "kvpersist: the prompt could not be restored": "The prompt was computed. " + _REPORT,
     "kvpersist: a turn could not be saved": "The turn is computed again next time. " + _REPORT,
+    "kvpersist: a turn of the draft model could not be saved": "The draft model computes the turn "
+    "again next time. " + _REPORT,
     "kvpersist: served as stock does, nothing is kept: …": "The end of the line says why: see "
     '"A model is not kept" below.',
     "kvpersist: this tokenizer's prompts are matched by ids, not by text": "Less is found again "

@@ -1,4 +1,4 @@
-"""Refuses requests that would end stock's generation thread or leave a client without an answer.
+"""Reads requests; refuses those that would end stock's generation thread or get no answer.
 
 Stock's batched path catches no exception, and MLX checks no index on the CPU. Odd values that stock
 can serve are left to stock.
@@ -7,6 +7,7 @@ can serve are left to stock.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,16 @@ _MLX_INTEGERS = 2**63
 _CONVERSATION = ("system", "instructions", "tools", "messages", "input")
 _NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
+logger = logging.getLogger(__name__)
+
 
 def check_body_length(length: str | None) -> int:
     """Return a Content-Length; refuse one that is no number, negative, or too large."""
     try:
         n_bytes = int(length if length is not None else 0)
     except ValueError:
-        found = repr((length or "")[:20])
-        raise RequestRefused(f"Content-Length is {found}, expected a number of bytes") from None
+        shown = repr((length or "")[:20])
+        raise RequestRefused(f"Content-Length is {shown}, expected a number of bytes") from None
     if n_bytes < 0:
         raise RequestRefused(f"Content-Length is {n_bytes}, expected 0 or more")
     if n_bytes > MAX_BODY_BYTES:
@@ -50,7 +53,7 @@ def read_json(handler: Any) -> dict[str, Any]:
     try:
         read = handler.rfile.read(n_bytes)
     except TimeoutError:
-        raise late_body(handler) from None
+        raise late_body(handler.timeout) from None
     if len(read) < n_bytes:
         raise RequestRefused(f"the body ended after {len(read):,} of {n_bytes:,} bytes")
     try:
@@ -76,9 +79,62 @@ def tidy(body: Any) -> Any:
     }
 
 
-def late_body(handler: Any) -> RequestRefused:
+def late_body(timeout_s: float) -> RequestRefused:
     """Return what a client is told that stopped sending."""
-    return RequestRefused(f"the body did not come within {handler.timeout:.0f} s", 408)
+    return RequestRefused(f"the body did not come within {timeout_s:.0f} s", 408)
+
+
+def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
+    """Return what a client is told of an error. The log has an error that has no status.
+
+    timeout_s: how long the server waits for a body.
+    """
+    if isinstance(error, RequestRefused):
+        return error
+    if isinstance(error, TimeoutError):
+        return late_body(timeout_s)
+    status, code = getattr(error, "status", 500), getattr(error, "code", None)
+    if status == 500:
+        logger.exception("a reply failed", exc_info=error)
+    return RequestRefused(str(error), status, code)
+
+
+def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Return a request's parameters by the attributes in which stock's handler has them.
+
+    Stock's own `do_POST` reads these of a body in its own form. args: the server's options, which
+    have some of the defaults.
+    """
+    values = {
+        "stream_options": None,
+        "num_draft_tokens": args.num_draft_tokens,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temp,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": 0.0,
+        "repetition_context_size": 20,
+        "presence_penalty": 0.0,
+        "presence_context_size": 20,
+        "frequency_penalty": 0.0,
+        "frequency_context_size": 20,
+        "xtc_probability": 0.0,
+        "xtc_threshold": 0.1,
+        "logit_bias": None,
+        "logprobs": False,
+        "top_logprobs": -1,
+        "seed": None,
+        "chat_template_kwargs": None,
+    }
+    values |= {name: fields[name] for name in values.keys() & fields.keys()}
+    if fields.get("max_completion_tokens") is not None:
+        values["max_tokens"] = fields["max_completion_tokens"]
+    return values | {
+        "requested_model": fields.get("model", "default_model"),
+        "requested_draft_model": fields.get("draft_model", "default_model"),
+        "adapter": fields.get("adapters"),
+    }
 
 
 def check_bias(bias: Any) -> None:
@@ -88,31 +144,31 @@ def check_bias(bias: Any) -> None:
         require(is_right, "logit_bias", bias, "numbers for token ids")
 
 
-def check_parameters(body: Mapping[str, Any], given: Any) -> None:
+def check_parameters(body: Mapping[str, Any], values: Any) -> None:
     """Refuse parameters that stock's own checks let pass. HTTP thread, after these.
 
-    given: has the parameters as attributes, with the server's defaults in them.
+    values: has the parameters as attributes, with the server's defaults in them.
     """
     for name in _NUMBERS:
-        number = getattr(given, name)
+        number = getattr(values, name)
         require(_fits_float(number), name, number, "a number below 8e307")
         if isinstance(number, int) and abs(number) >= _MLX_INTEGERS:
-            setattr(given, name, float(number))  # MLX takes no such integer, and stock dies of it
+            setattr(values, name, float(number))  # MLX takes no such integer, and stock dies of it
     # 0.32.0 lets 0 pass, and its generation thread ends.
-    require(given.max_tokens >= 1, "max_tokens", given.max_tokens, "at least 1")
+    require(values.max_tokens >= 1, "max_tokens", values.max_tokens, "at least 1")
     for kind in ("repetition", "presence", "frequency"):
-        size = getattr(given, name := f"{kind}_context_size")
+        size = getattr(values, name := f"{kind}_context_size")
         require(size <= _MAX_SLICE, name, size, f"at most {_MAX_SLICE:,}")
-    is_seed = given.seed is None or 0 <= given.seed < 2**64
-    require(is_seed, "seed", given.seed, "an integer from 0 to 2**64 - 1")
-    top = given.top_logprobs
+    is_seed = values.seed is None or 0 <= values.seed < 2**64
+    require(is_seed, "seed", values.seed, "an integer from 0 to 2**64 - 1")
+    top = values.top_logprobs
     require(top is not True, "top_logprobs", top, "an integer")
-    if given.temperature != 0:  # else mlx-lm asks no sampler
-        require(given.top_k is not True, "top_k", given.top_k, "an integer")
-        require(given.min_p == given.min_p, "min_p", given.min_p, "a number from 0 to 1")
-        is_right = not given.xtc_probability > 0 or given.xtc_threshold <= 0.5
-        require(is_right, "xtc_threshold", given.xtc_threshold, "a number from 0 to 0.5")
-    options = body.get("stream_options") if given.stream else None  # read in a stream only
+    if values.temperature != 0:  # else mlx-lm asks no sampler
+        require(values.top_k is not True, "top_k", values.top_k, "an integer")
+        require(values.min_p == values.min_p, "min_p", values.min_p, "a number from 0 to 1")
+        is_right = not values.xtc_probability > 0 or values.xtc_threshold <= 0.5
+        require(is_right, "xtc_threshold", values.xtc_threshold, "a number from 0 to 0.5")
+    options = body.get("stream_options") if values.stream else None  # read in a stream only
     require(options is None or isinstance(options, dict), "stream_options", options, "an object")
     stop = body.get("stop")
     is_right = not stop or isinstance(stop, str | list | dict)  # stock takes an object's keys
@@ -196,15 +252,15 @@ def check_messages(messages: Any) -> None:
     for i, message in enumerate(require_objects("messages", messages)):
         content, role = message.get("content"), message.get("role")
         require(role is not None, f"messages[{i}].role", role, '"user" or another role')
-        for j, part in enumerate(content if isinstance(content, list) else ()):
+        for j, block in enumerate(content if isinstance(content, list) else ()):
             name = f"messages[{i}].content[{j}]"
-            require(isinstance(part, dict), name, part, "an object")
-            kind = part.get("type")
+            require(isinstance(block, dict), name, block, "an object")
+            kind = block.get("type")
             require(isinstance(kind, str), f"{name}.type", kind, "text, image_url or file")
-            text = part.get("text")
+            text = block.get("text")
             require(isinstance(text, str | None), f"{name}.text", text, "text")
             if kind in IMAGE_KINDS:
-                url = part.get("image_url", part.get("image"))
+                url = block.get("image_url", block.get("image"))
                 url = url.get("url") if isinstance(url, dict) else url
                 require(isinstance(url, str | None), f"{name}.image_url", url, "a URL")
 

@@ -13,30 +13,34 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from email.message import Message
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from ...apis import API, Request
 from ...error_forms import openai_error
 from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
 from ...fields import require_text
 from .. import manager
-from ..answers import ClientRequest, FrozenHeaders, Route, frozen
+from ..answers import ClientRequest, Route, copied
 from ..attachments import fit_attachments
 from ..run import uninterrupted
 from ..scheduling.model_provider import loaded_name, own_names
 from ..scheduling.reply import ARRIVING
 from ..stopping import stop
 from . import request_checks
-from .client import ClientSocket
-from .completion_output import CompletionOutput
+from .chat import ChatReply
+from .clients import ClientConnection, Clients
+from .completion import Completion
 from .stop_words import StopWords
 
 if TYPE_CHECKING:
@@ -51,6 +55,8 @@ CLIENT_TIMEOUT_S = 300.0
 RETRY_AFTER_S = 5
 DRAIN_S = 5.0
 """How long replies may go on after SIGTERM."""
+LAST_ANSWERS_S = 5.0
+"""How long the process waits until clients whose replies were cut off have been told."""
 BACKLOG = 128
 """Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
 _UNSAID = {400: "Request should be a JSON dictionary", 411: "Content-Length header is required"}
@@ -62,9 +68,8 @@ logger = logging.getLogger(__name__)
 class ObservedGenerator:
     """The server's response generator, as the handler of one completion sees it. HTTP thread.
 
-    Whatever a handler generates passes here, whichever path the server has it for: plugins see the
-    request before it is queued, the handler's output sees how far the prompt is, and the reply ends
-    at a stop word.
+    All that a handler generates passes here, for every path: plugins see the request before it is
+    queued, and the completion sees how far the prompt is.
     """
 
     def __init__(self, handler: PluginAPIHandler, generator: Any) -> None:
@@ -79,22 +84,16 @@ class ObservedGenerator:
         args: Any,
         progress_callback: Callable[[int, int], None] = lambda n_done, n_all: None,
     ) -> tuple[Any, Iterator[Any]]:
-        output = self._handler.output
+        handler = self._handler
+        completion = handler.completion = handler.completion or Completion(handler, None)
 
         def on_progress(n_done: int, n_all: int) -> None:
-            output.doing = f"prefill {n_done:,} of {n_all:,}"
+            completion.show_progress(n_done, n_all)
             progress_callback(n_done, n_all)
 
-        self._handler.receive(request)
-        if output.counts:
-            output.n_prompt = self._generator.count_tokens(request, args)
-            raise RequestRefused("counted, not generated")
+        handler.receive(request)
         context, responses = self._generator.generate(request, args, progress_callback=on_progress)
-        if output.is_translated:
-            output.read_calls(context, self.model_provider)
-        if self._handler.stops is not None:
-            responses = self._handler.until_stopped(context, responses)
-        return context, responses
+        return context, completion.responses(context, responses)
 
 
 class PluginAPIHandler(Stock):  # type: ignore[misc]
@@ -102,23 +101,29 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     Stock closes a connection after one request. Kept open, one can carry several, and only some are
     completions: the state of a request is reset when the next one begins.
+
+    Stock's own paths are parsed by stock's `do_POST`, and other APIs by themselves. From there all
+    take one way: stock's loop (`handle_completion`) always streams, and hands each part of the
+    reply to a `Completion`. Nobody reads the bytes that the loop writes.
     """
 
     timeout = CLIENT_TIMEOUT_S
     plugin_routes: Mapping[tuple[str, str], Route]
+    pattern_routes: Sequence[Route]
+    clients: Clients
+    stream_options: Any
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
     requested_model: str
     path: str
     wfile: Any
-    client: ClientSocket
+    client: ClientConnection
     close_connection = True
     generator: Any
     """The server's response generator, not observed."""
-    output: Any = None
-    """Where a completion goes: a CompletionOutput."""
-    stream = False
-    stops: StopWords | None = None
-    _completion: Any = None
+    completion: Any = None
+    """The `Completion` of the request, while one is generated."""
+    places: Sequence[str] = ()
+    """The name of each message in the body of another API."""
     _status = 0
 
     @property
@@ -138,19 +143,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def response_generator(self, generator: Any) -> None:
         self.generator = generator
 
-    def _begin_request(self) -> None:
-        self._completion = None
-        self._status = 0
-        self._has_replied = False
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._tool_calls: list[dict[str, Any]] = []
-        self._tokens: list[Any] = []
-        """Stock's responses, where the whole reply is put together here."""
-
     def setup(self) -> None:
         super().setup()
-        self.wfile = self.client = ClientSocket(self.connection, self.protocol_version)
+        self.wfile = self.client = ClientConnection(self.connection, self.protocol_version)
 
     def handle(self) -> None:
         try:
@@ -164,12 +159,12 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         try:
             super().handle_one_request()
         finally:
+            self.clients.end(self.client)
             ARRIVING.pop(threading.get_ident(), None)
 
     def parse_request(self) -> bool:
-        self._begin_request()
-        self.body = {}
-        self.stops = None
+        self.completion, self._body, self.places = None, {}, ()
+        self._status, self._has_replied = 0, False
         parsed: bool = super().parse_request()
         if parsed and self.command == "POST":
             ARRIVING[threading.get_ident()] = time.perf_counter()
@@ -181,10 +176,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return parsed
 
     def _route(self) -> Route | None:
-        asked = self.command, self.path.partition("?")[0]
-        exact = self.plugin_routes.get(asked)
-        routes = self.plugin_routes.values()
-        return exact or next((route for route in routes if route.matches(*asked)), None)
+        method, path = self.command, self.path.partition("?")[0]
+        exact = self.plugin_routes.get((method, path))
+        patterns = (route for route in self.pattern_routes if route.matches(method, path))
+        return exact or next(patterns, None)
 
     def _answer(self, route: Route) -> None:
         try:
@@ -199,33 +194,35 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 self.send_error(500)
 
     def do_POST(self) -> None:
-        if self.output is None or not self.output.is_translated:
-            self.output = CompletionOutput(self)
-        client = self.wfile
+        """Answer a request to one of stock's own paths."""
         self.path = self.path.partition("?")[0]
-        try:
+        with self.failures_told(None):
             request_checks.check_body_length(self.headers.get("Content-Length"))
-            super().do_POST()
+            try:
+                super().do_POST()
+            except (RecursionError, ValueError) as error:
+                # Stock catches only json's own error while it reads a body.
+                if self.body or isinstance(error, RequestRefused):
+                    raise
+                message = f"the body is no JSON that can be read: {error}"
+                raise RequestRefused(message) from error
+
+    @contextmanager
+    def failures_told(self, api: API | None) -> Iterator[None]:
+        """Tell the client, in the form of its API, what is raised in the block."""
+        try:
+            yield
         except ConnectionError:
             raise
-        except TimeoutError:
-            if self._has_replied:
-                raise
-            self._fail(request_checks.late_body(self))
         except Exception as error:
-            # Stock catches only json's own error while it reads a body.
-            is_unread = isinstance(error, RecursionError | ValueError) and not self.body
-            if is_unread and not isinstance(error, RequestRefused):
-                error = RequestRefused(f"the body is no JSON that can be read: {error}")
-            self._fail(error)
-        finally:
-            self.wfile, self.output = client, None  # which holds this handler
-
-    def _fail(self, error: Exception) -> None:
-        self.close_connection = True
-        self._completion = None
-        self._headers_buffer: list[bytes] = []  # of a reply that did not come
-        self.output.fail(error)
+            if isinstance(error, TimeoutError) and self._has_replied:
+                raise
+            self.close_connection = True
+            completion, self.completion = self.completion, None
+            self._headers_buffer: list[bytes] = []  # of a reply that did not come
+            refusal = request_checks.refusal_of(error, self.timeout)
+            fail = (completion or Completion(self, api)).fail
+            fail(refusal.status, str(refusal), refusal.code)
 
     def answer_json(self, status: int, content: Any) -> None:
         body = json.dumps(content).encode()
@@ -233,6 +230,38 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
+        """Generate a reply to a parsed request, and send it. Raises what generating raises.
+
+        api: that of the errors, and of the stream; None for stock's own.
+        """
+        self._begin(request)
+        self.completion = Completion(self, api, request.reply, self.stream, request.tools)
+        self.completion.is_sent = is_sent
+        stop_words = self.body.get("stop") or []
+        self.handle_completion(
+            self.handle_chat_completions(),
+            [stop_words] if isinstance(stop_words, str) else stop_words,
+        )
+
+    def count_tokens(self, request: Request) -> int:
+        """Return how many tokens the prompt of a request has, without the generation thread."""
+        self._begin(request)
+        completion = self.handle_chat_completions()
+        self._show_plugins(completion)
+        model = SimpleNamespace(model=self.requested_model)
+        args = SimpleNamespace(model=model, chat_template_kwargs=self.chat_template_kwargs)
+        n_tokens: int = self.generator.count_tokens(completion, args)
+        return n_tokens
+
+    def _begin(self, request: Request) -> None:
+        self._body, self.places = request.fields, request.places
+        values = request_checks.parameters(request.fields, self.generator.cli_args)
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.stream = request.stream
+        self.validate_model_parameters()
 
     def validate_model_parameters(self) -> None:
         request_checks.check_bias(self.logit_bias)
@@ -243,17 +272,14 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             raise RequestRefused(message) from error
         request_checks.check_parameters(self.body, self)
         if self.requested_model != "default_model":
-            provider = self.response_generator.model_provider
+            provider = self.generator.model_provider
             own, loaded = own_names(provider.cli_args), loaded_name(provider)
             if is_alias(self.requested_model) and (own or loaded):
                 self.requested_model = "default_model" if own else str(loaded)
             else:
                 request_checks.check_model(self.requested_model, own, loaded)
         draft, adapter = self.requested_draft_model, self.adapter
-        request_checks.check_beside_model(draft, adapter, self.response_generator.cli_args)
-        if isinstance(self.stream_options, dict):
-            # Stock reads it without a default when the stream ends.
-            self.stream_options.setdefault("include_usage", False)
+        request_checks.check_beside_model(draft, adapter, self.generator.cli_args)
 
     def handle_health_check(self) -> None:
         healthy = self.response_generator.is_healthy
@@ -288,26 +314,26 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             models.append(alias_of(name, self.created))
             if provider.max_context:
                 models[-1]["max_model_len"] = provider.max_context
-        asked = unquote(self.path.partition("?")[0]).removeprefix("/v1/models").strip("/")
-        if not asked:
+        asked_name = unquote(self.path.partition("?")[0]).removeprefix("/v1/models").strip("/")
+        if not asked_name:
             self.answer_json(200, {"object": "list", "data": models, "has_more": False})
             return
-        found = next((model for model in models if model["id"].strip("/") == asked), None)
-        why_not = f"there is no model {asked} here; GET /v1/models lists those that are"
+        named = [model for model in models if model["id"].strip("/") == asked_name]
+        why_not = f"there is no model {asked_name} here; GET /v1/models lists those that are"
         refusal = openai_error(404, why_not, "model_not_found")
-        self.answer_json(200 if found else 404, found or refusal)
+        self.answer_json(200 if named else 404, named[0] if named else refusal)
 
     def handle_chat_completions(self) -> Any:
         request_checks.check_chat(self.body)
-        continues = request_checks.is_continued(self.body, self.output.places)
+        continues = request_checks.is_continued(self.body, self.places)
         reads_images = self.response_generator.reads_images(self.requested_model)
         if reads_images is not None:  # else it is known once the model is loaded
             self.body["messages"] = fit_attachments(self.body["messages"], reads_images)
         if self.body.get("tool_choice") == "none":
             self.body.pop("tools", None)
         request = super().handle_chat_completions()
-        seen = ClientRequest.of(request)
-        seen.continues, seen.places = continues, self.output.places
+        client_request = ClientRequest.of(request)
+        client_request.continues, client_request.places = continues, self.places
         return request
 
     def handle_text_completions(self) -> Any:
@@ -316,66 +342,44 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def receive(self, request: Any) -> None:
         """Let plugins see a request before it is queued. They may refuse it."""
-        self._begin_request()
-        self._completion = request
+        self._status, self._has_replied = 0, False
         self.client.begin_reply()
-        request.client = self.client
+        self._show_plugins(request)
+        self.completion.request = request
+        self.clients.begin(self.client, ClientRequest.of(request))
+        if self.completion.streams:
+            self.client.begin_keepalives(self.completion.keepalive)
+
+    def _show_plugins(self, request: Any) -> None:
         manager.ask(
             "request_received",
             request=ClientRequest.of(request),
-            headers=FrozenHeaders(self.headers),
-            body=frozen(self.body),
+            headers=copied(self.headers),
+            body=copied(self.body),
         )
 
     def handle_completion(
         self, request: Any, stop_words: Iterable[str], *args: Any, **kwargs: Any
     ) -> None:
         """Generate a reply. Stock looks for the tokens of stop words, and is given none."""
-        output, client = self.output, self.wfile
-        output.streams = output.streams or (self.stream and not output.is_translated)
-        self.stops = StopWords(stop_words) if stop_words else None
-        if self.stops is not None and not self.stream:
-            # A stream shows each part of the reply here; the client gets it whole.
-            self.stream, self.stream_options = True, {"include_usage": True}
-        self.wfile = output if self.stream else client
-        with output.beating() if output.streams else nullcontext():
+        if self.completion is None:  # on one of stock's own paths
+            reply = ChatReply(self)
+            self.completion = Completion(self, None, reply, self.stream)
+        completion = self.completion
+        completion.stop_words = StopWords(stop_words) if stop_words else None
+        self.stream, self.stream_options = True, {"include_usage": True}
+        self.wfile = io.BytesIO()
+        try:
             super().handle_completion(request, [], *args, **kwargs)
-        if self.stream and not output.streams:
-            self.wfile, self.stream = client, False
-            if output.is_translated:
-                output.finish(self)
-            else:
-                self.answer_json(200, self._whole())
-
-    def until_stopped(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
-        """Yield a reply's tokens until a stop word was found in its text; then none is made."""
-        for response in responses:
-            if self.stream and not self.output.streams:
-                self._tokens.append(response)
-            yield response
-            if self.stops is not None and self.stops.found is not None:
-                context.stop()
-                return  # stock ends the reply as at its last token
-
-    def _whole(self) -> dict[str, Any]:
-        """Return a reply that stock streamed as it would have sent it whole."""
-        for call in self._tool_calls:
-            del call["index"]
-        tokens = self._tokens
-        reasoning = "".join(self._reasoning)
-        response: dict[str, Any] = super().generate_response(
-            "".join(self._content),
-            self._finish_reason,
-            *self._counts,
-            token_logprobs=[token.logprob for token in tokens] if self.logprobs else [],
-            top_tokens=[token.top_tokens for token in tokens] if self.top_logprobs > 0 else [],
-            tokens=[token.token for token in tokens],
-            tool_calls=self._tool_calls,
-            reasoning_text=reasoning,
-        )
-        if reasoning:
-            name_reasoning(response)
-        return response
+        except BaseException:
+            # Stock stops a reply only after it has sent the head.
+            ClientRequest.of(request).client_gone = True
+            raise
+        finally:
+            self.wfile = self.client
+            self.client.end_keepalives()
+        if completion.is_sent and not completion.streams:
+            self.answer_json(200, completion.reply.whole())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         """Begin an answer. An error of stock's is raised instead: one place sends all errors."""
@@ -392,7 +396,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         super()._set_completion_headers(status_code)
 
     def _set_stream_headers(self, status_code: int = 200) -> None:
-        if self.output.streams:
+        completion = self.completion
+        if completion is None or completion.reply is None or completion.streams:
             super()._set_stream_headers(status_code)
 
     def send_response(self, code: int, message: str | None = None) -> None:
@@ -403,18 +408,19 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def end_headers(self) -> None:
         """Add the plugins' headers as late as possible: without streaming, the reply is known."""
-        if self._completion is not None and self._status == 0:
+        completion = self.completion
+        if completion is not None and self._status == 0:
             return  # the head of a stream that is not sent as one
-        is_reply = self._completion is not None and self._status == 200
-        headers: list[tuple[str, str]] = []
-        if is_reply:
-            seen = ClientRequest.of(self._completion)
-            for answer in manager.ask("response_headers", request=seen):
-                headers += answer
         self._has_replied = True
-        if is_reply and self.stream:
+        if completion is None or completion.request is None or self._status != 200:
+            super().end_headers()
+            return
+        client_request = ClientRequest.of(completion.request)
+        answers = manager.ask("response_headers", request=client_request)
+        headers = list(chain.from_iterable(answers))
+        if completion.streams:
             head, self._headers_buffer = b"".join(self._headers_buffer), []
-            self.output.begin(head, headers)
+            completion.begin(head, headers)
             return
         for name, value in headers:
             self.send_header(name, value)
@@ -429,55 +435,29 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         reasoning_text: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return a part of the reply, or the whole, for stock to send; {} if it is translated."""
-        calls, reasoning = tool_calls or [], reasoning_text or ""
-        if self.stops is not None:
-            text = self.stops.cut(text)
-            if finish_reason or calls or reasoning:
-                text += self.stops.rest()
-            if finish_reason == "length" and self.stops.found is not None:
-                finish_reason = "stop"
-        self._content.append(text)
-        self._reasoning.append(reasoning)
-        self._tool_calls += calls
-        self.output.doing = "generating"
-        response: dict[str, Any] = {}
-        if self.output.is_translated:
-            self.output.add(text, reasoning, calls)
-        elif not self.stream or self.output.streams:
-            given = {**kwargs, "tool_calls": calls, "reasoning_text": reasoning}
-            response = super().generate_response(text, finish_reason, *args, **given)
-            if reasoning:
-                name_reasoning(response)
-        if finish_reason is not None:
-            self._finish_reason = finish_reason
-            content = self.output.content if self.output.is_translated else "".join(self._content)
-            manager.ask(
-                "reply_sent",
-                request=ClientRequest.of(self._completion),
-                content=content,
-                reasoning="".join(self._reasoning),
-                tool_calls=frozen(self._tool_calls),
-            )
-        return response
+        """Hand a part of the reply on. Stock writes what this returns to nobody."""
+        if self.completion.reply is None:
+            fields = {**kwargs, "tool_calls": tool_calls, "reasoning_text": reasoning_text}
+            return self.stock_response(text, finish_reason, *args, **fields)
+        self.completion.add(text, reasoning_text or "", tool_calls or [], finish_reason)
+        return {}
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """End the reply. Stock writes what this returns to nobody."""
+        if self.completion.reply is None:
+            return self.stock_usage(*args, **kwargs)
+        self.completion.end(*args, **kwargs)
+        return {}
+
+    def stock_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return a chunk of a reply, or the whole reply, as stock makes it."""
+        response: dict[str, Any] = super().generate_response(*args, **kwargs)
+        return response
+
+    def stock_usage(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the last chunk of a stream; stock calls it a `chat.completion`."""
         response: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
-        if self.output.is_translated:
-            found = self.stops.found if self.stops is not None else None
-            self.output.end(self._finish_reason, found, *args)
-            return {}
-        self._counts = args
         return {**response, "object": self.object_type}
-
-
-def name_reasoning(response: dict[str, Any]) -> None:
-    """Give a reply's reasoning a second name, which half of the clients read."""
-    choice = response["choices"][0]
-    message = choice.get("delta") or choice.get("message")
-    if message is not None:  # a text completion has none
-        message["reasoning_content"] = message["reasoning"]
 
 
 def is_alias(model: str) -> bool:
@@ -506,10 +486,14 @@ def plugin_routes() -> dict[tuple[str, str], Route]:
     return routes
 
 
-def handler_with(stock: type[Any], routes: Mapping[tuple[str, str], Route]) -> type[Any]:
+def handler_with(
+    stock: type[Any], routes: Mapping[tuple[str, str], Route], clients: Clients
+) -> type[Any]:
     """Return the stock handler class with the methods of PluginAPIHandler before its own."""
     bases = (PluginAPIHandler, stock)
-    return type(PluginAPIHandler.__name__, bases, {"plugin_routes": dict(routes)})
+    patterns = [route for route in routes.values() if "{" in route.path]
+    attributes = {"plugin_routes": dict(routes), "pattern_routes": patterns, "clients": clients}
+    return type(PluginAPIHandler.__name__, bases, attributes)
 
 
 def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[Any], None]) -> None:
@@ -519,7 +503,10 @@ def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[An
         def handle(self) -> None:
             self.headers = Message()
             self.command, self.requestline, self.request_version = "POST", "", "HTTP/1.1"
-            work(self)
+            try:
+                work(self)
+            finally:
+                self.clients.end(self.client)
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -534,12 +521,13 @@ class PluginHTTPServer(StockServer):
 
     request_queue_size = BACKLOG
     generator: Any
+    clients: Clients
 
     def serve_forever(self, *args: Any) -> None:
         try:
             super().serve_forever(*args)
         except KeyboardInterrupt as asked:
-            if signal.SIGTERM in asked.args and len(self.generator.open_requests):
+            if signal.SIGTERM in asked.args and len(self.clients):
                 stopped = GenerationStopped("the server ends; ask again when it runs")
                 self.generator.requests.refuse(stopped)
                 threading.Thread(target=self._end_after_replies, daemon=True).start()
@@ -547,7 +535,7 @@ class PluginHTTPServer(StockServer):
             raise
 
     def _end_after_replies(self) -> None:
-        if not self.generator.open_requests.wait_for_none(DRAIN_S):
+        if not self.clients.wait_for_none(DRAIN_S):
             logger.info("some replies have not ended within %g s; they are cut off", DRAIN_S)
         self.shutdown()
 
@@ -577,25 +565,29 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(stock)
     def run_http_server(*args: Any, **kwargs: Any) -> None:
+        clients = Clients()
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         try:
             generator = call.arguments["response_generator"]
             try:
-                handler = handler_with(call.arguments["handler_class"], plugin_routes())
+                stock_handler = call.arguments["handler_class"]
+                handler = handler_with(stock_handler, plugin_routes(), clients)
                 manager.ask("started", serve=partial(serve_ourselves, handler, generator))
             except Exception as error:
                 stop(error)
             call.arguments["handler_class"] = handler
             server_class = call.arguments["server_class"]
             bases = (PluginHTTPServer, server_class)
-            ours = type(server_class.__name__, bases, {"generator": generator})
-            call.arguments["server_class"] = ours
+            attributes = {"generator": generator, "clients": clients}
+            call.arguments["server_class"] = type(server_class.__name__, bases, attributes)
             stock(*call.args, **call.kwargs)
         except BaseException:
             # A port in use, a signal before the server listens: stock would leave the generation
             # thread running, and the process would never end.
             call.arguments["response_generator"].stop_and_join()
             raise
+        finally:
+            clients.wait_for_none(LAST_ANSWERS_S)  # those whose replies were cut off are told
 
     return run_http_server

@@ -35,8 +35,8 @@ class StopWords:
 
     def rest(self) -> str:
         """Return what was held back: the text has ended without a stop word."""
-        held, self._held = self._held, ""
-        return held
+        rest, self._held = self._held, ""
+        return rest
 
 
 def _n_begun(text: str, word: str) -> int:

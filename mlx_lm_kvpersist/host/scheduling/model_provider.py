@@ -77,7 +77,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
 
     def _tell_plugins(self) -> None:
         try:
-            answers = list(manager.ask_each("model_loaded", provider=self))
+            answers = manager.ask("model_loaded", provider=self)
             if answers:
                 plugin, support = answers[0]
                 caches = PluginCaches(self.model, plugin, support)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from ...errors import ClientGone, DeviceFailed
 from ..answers import ClientRequest
 
-LOOK_S = 0.1
-"""How often the sockets of waiting clients are looked at."""
 WEIGH_EVERY = 32
 """Tokens of replies after which their memory is looked at, though none came or went."""
 ASK_EVERY = 8
@@ -19,8 +15,6 @@ ASK_EVERY = 8
 ARRIVING: dict[int, float] = {}
 """The HTTP threads, by their numbers, that read or tokenize a request, and since when: it is queued
 in a moment."""
-LAST_BYTES_S = 0.2
-"""How long after its last token a reply, or an error in its place, may take to be written."""
 
 
 class ReplyQueue:
@@ -79,55 +73,3 @@ class ReplyQueue:
             self.is_over = True
             self._queue.put(error)
         self._stop()
-
-
-class OpenRequests:
-    """The requests that clients wait for. While there are any, a thread looks for those that left.
-
-    Without it a client that does not stream would be missed only when its reply is written.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[Any, Any] = {}
-        self._changed = threading.Condition()
-        self._is_watched = False
-        self._last_ended_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def begin(self, request: Any) -> None:
-        """A request is about to be queued; its `client` is a `ClientSocket`, if known."""
-        with self._changed:
-            self._open[id(request)] = request
-            if not self._is_watched:
-                self._is_watched = True
-                threading.Thread(target=self._watch, name="clients", daemon=True).start()
-
-    def end(self, request: Any) -> None:
-        """The reply has ended. Any number of times."""
-        with self._changed:
-            self._open.pop(id(request), None)
-            self._last_ended_s = time.monotonic()
-            self._changed.notify_all()
-
-    def wait_for_none(self, seconds: float) -> bool:
-        """Wait until all replies have ended and are written; False if that takes longer."""
-        with self._changed:
-            are_over = self._changed.wait_for(lambda: not self._open, seconds)
-        time.sleep(max(0.0, self._last_ended_s + LAST_BYTES_S - time.monotonic()))
-        return are_over
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(LOOK_S)
-            with self._changed:
-                if not self._open:
-                    self._is_watched = False
-                    return
-                requests = list(self._open.values())
-            for request in requests:
-                client = getattr(request, "client", None)
-                if client is not None and client.has_left():
-                    ClientRequest.of(request).client_gone = True
-                    self.end(request)  # its thread may have ended without a word

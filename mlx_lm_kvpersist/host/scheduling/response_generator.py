@@ -24,7 +24,7 @@ from weakref import WeakSet
 from ...errors import ClientGone, DeviceFailed, GenerationStopped, RequestRefused
 from ...ranks import Ranks, ranks
 from .. import manager
-from ..answers import ClientRequest, Prompt, frozen, has_text_only
+from ..answers import ClientRequest, Prompt, copied, has_text_only
 from ..attachments import fit_attachments
 from ..history import PLACE, Templates, without
 from ..http.request_checks import check_ids, check_prompt_ids
@@ -34,7 +34,7 @@ from .context_length import check_length
 from .continuation import Continuing, with_first_space
 from .images import fed_images, named, vision_of, with_images
 from .model_provider import loaded_name
-from .reply import ARRIVING, ASK_EVERY, OpenRequests, ReplyQueue
+from .reply import ARRIVING, ASK_EVERY, ReplyQueue
 from .waiting import QUIET_GAP_S, Line, Rendered, Waiting
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ ARRIVING_S = 0.1
 """What is read or tokenized for longer is not waited for."""
 LOOK_S = 0.005
 """How often to look whether it still is."""
-LAST_ANSWERS_S = 5.0
-"""How long the process waits until those whose replies were cut off have been told."""
 FAILED_S = 1.0
 """How long a server whose generation thread has failed still answers, with an error."""
 
@@ -114,7 +112,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         self._templates = Templates()
         self._replies: list[ReplyQueue] = []
         """Those of the requests that have entered and not ended."""
-        self.open_requests = OpenRequests()
         self._has_ended = threading.Event()
         super().__init__(*args, **kwargs)
 
@@ -306,7 +303,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     ) -> tuple[Any, Iterator[Any]]:
         """Queue a request; return stock's context and an iterator of its tokens. HTTP thread."""
         queued_s = time.perf_counter()
-        self.open_requests.begin(request)
         try:
             ARRIVING[threading.get_ident()] = queued_s
             self._render_ahead(request, generation_args)
@@ -331,7 +327,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             is_loaded = self.model_provider.is_loaded(args.model.model)
             if is_loaded and has_text_only(request.messages):
                 rendered = self._render(self.model_provider.tokenizer, request, args)
-                ARRIVING.pop(threading.get_ident(), None)  # plugins may wait
                 manager.ask("prompt_rendered", request=rendered.request, prompt=rendered.prompt)
                 ARRIVING[threading.get_ident()] = time.perf_counter()
         except Exception:
@@ -353,7 +348,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._ended(request, times_s)
 
     def _ended(self, request: Any, times_s: list[float]) -> None:
-        self.open_requests.end(request)
         manager.ask("reply_timed", request=ClientRequest.of(request), times_s=tuple(times_s))
 
     # Tokenizing.
@@ -500,7 +494,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             ids = with_images(ids, vision)
             segments, segment_types = [ids], ["user"]
             messages = named(messages, ids)
-        prompt = Prompt(ids, segments, segment_types, frozen(messages or []))
+        prompt = Prompt(ids, segments, segment_types, copied(messages or []))
         request.rendered = rendered = Rendered(ClientRequest.of(request), tokenizer, stock, prompt)
         return rendered
 
@@ -553,10 +547,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._stop = True
             self._has_ended.wait()
         super().join()
-
-    def stop_and_join(self) -> None:
-        super().stop_and_join()
-        self.open_requests.wait_for_none(LAST_ANSWERS_S)  # those that were cut off are told
 
     def _end_server(self, error: BaseException) -> None:
         """Answer all clients, and interrupt the main thread: `run` reports `fatal_error`."""

@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.errors import ConfigError, PluginFault, RequestRefused
 from mlx_lm_kvpersist.host.answers import Route, check_headers
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.http import server as http_server
-from mlx_lm_kvpersist.host.http.client import ClientSocket
+from mlx_lm_kvpersist.host.http.clients import ClientConnection, Clients
 from mlx_lm_kvpersist.host.http.server import handler_with, is_alias, plugin_routes
 from mlx_lm_kvpersist.host.patching.probes import ARGS, answer
 from tests.support.host import plugged
@@ -98,13 +98,13 @@ def test_a_reply_is_told_once_and_before_its_last_part(
     patched_server: ModuleType, stream: bool, stop: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[bytes] = []
-    write = ClientSocket.write
+    write = ClientConnection.write
 
-    def recorded(self: ClientSocket, part: bytes) -> int:
+    def recorded(self: ClientConnection, part: bytes) -> int:
         written.append(part)
         return write(self, part)
 
-    monkeypatch.setattr(ClientSocket, "write", recorded)
+    monkeypatch.setattr(ClientConnection, "write", recorded)
 
     class Notes(Echo):
         @hookimpl
@@ -215,7 +215,7 @@ def test_a_path_that_fails_when_it_has_answered_says_nothing_more(
 def test_a_part_in_braces_is_any_but_none_and_comes_last(server: ModuleType) -> None:
     braces, plain = Route("GET", "/x/{id}", print), Route("GET", "/x/y", print)
     routes = {("GET", route.path): route for route in (braces, plain)}
-    handler = object.__new__(handler_with(server.APIHandler, routes))
+    handler = object.__new__(handler_with(server.APIHandler, routes, Clients()))
     handler.command = "GET"
 
     def found(path: str) -> Route | None:
@@ -320,7 +320,7 @@ def test_a_given_handler_class_is_kept(server: ModuleType) -> None:
         pass
 
     route = Route("GET", "/x", lambda handler: None)
-    handler = handler_with(Own, {("GET", "/x"): route})
+    handler = handler_with(Own, {("GET", "/x"): route}, Clients())
     assert issubclass(handler, Own)
     assert handler.plugin_routes == {("GET", "/x"): route}
 

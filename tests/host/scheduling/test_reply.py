@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from queue import Queue
 from types import SimpleNamespace
@@ -12,13 +10,9 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
-from mlx_lm_kvpersist.host.answers import ClientRequest
 from mlx_lm_kvpersist.host.scheduling.reply import (
-    LAST_BYTES_S,
-    OpenRequests,
     ReplyQueue,
 )
-from tests.support import wait_until
 
 
 class Context:
@@ -95,47 +89,3 @@ def test_nothing_more_is_sent_to_a_client_that_left() -> None:
     first, progress, error = taken(queue)
     assert (first, progress) == (context, (1, 9)) and isinstance(error, ClientGone)
     assert context._should_stop
-
-
-def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
-    requests = OpenRequests()
-    assert requests.wait_for_none(0)
-    for _ in range(2):  # the thread that looks ends in between
-        left = threading.Event()
-        unknown, leaves = (SimpleNamespace(request_type="", prompt="", messages=[]) for _ in "ab")
-        leaves.client = SimpleNamespace(has_left=left.is_set)
-        before = set(threading.enumerate())
-        requests.begin(unknown)
-        requests.begin(leaves)
-        (looking,) = set(threading.enumerate()) - before
-        assert looking.daemon, "the process would not end before the reply"
-        assert len(requests) == 2 and not requests.wait_for_none(0.25)
-        assert not ClientRequest.of(leaves).client_gone
-        left.set()
-        wait_until(lambda: len(requests) == 1, "the client that left", 5)
-        assert ClientRequest.of(leaves).client_gone and not ClientRequest.of(unknown).client_gone
-        requests.end(unknown)
-        requests.end(unknown)
-        assert requests.wait_for_none(5)
-        wait_until(lambda: not requests._is_watched, "the end of the thread", 5)
-
-
-def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:
-    requests = OpenRequests()
-    requests.begin(request := SimpleNamespace())
-    clock = threading.Timer(0.2, requests.end, (request,))
-    clock.start()
-    began = time.monotonic()
-    assert requests.wait_for_none(30) and time.monotonic() - began < 20
-    clock.join()
-
-
-def test_the_last_bytes_of_a_reply_have_time_to_be_written() -> None:
-    requests = OpenRequests()
-    assert requests.wait_for_none(0)
-    request = SimpleNamespace(client=None)
-    requests.begin(request)
-    requests.end(request)
-    began = time.monotonic()
-    assert requests.wait_for_none(0)
-    assert time.monotonic() - began > LAST_BYTES_S / 2

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from io import BytesIO
-from threading import Thread
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from mlx_lm_kvpersist.error_forms import openai_error
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host.http import completion_output
-from mlx_lm_kvpersist.host.http.completion_output import CompletionOutput
+from mlx_lm_kvpersist.host.http import clients
 
 from ..words import WordsServer, request
 
@@ -37,8 +34,8 @@ def words(patched_server: ModuleType) -> WordsServer:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion_output, "HEADERS_AFTER_S", 0.1)
-    monkeypatch.setattr(completion_output, "BEAT_S", 0.2)
+    monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.1)
+    monkeypatch.setattr(clients, "KEEPALIVE_S", 0.2)
 
 
 def parts(body: str) -> list[str]:
@@ -171,40 +168,6 @@ def test_an_error_in_a_reply_that_is_sent_whole_has_its_own_head_only(
     status, headers, answer = words.post({**body, "stream": False}, path)
     assert (status, json.loads(answer)) == (500, openai_error(500, "out of memory"))
     assert "X-Words" not in headers
-
-
-def test_a_beat_after_the_reply_says_nothing() -> None:
-    client = BytesIO()
-    output = CompletionOutput(SimpleNamespace(wfile=client))
-    output._is_open = True
-    with output._lock:
-        beat = Thread(target=output._beat, daemon=True)
-        beat.start()
-        time.sleep(0.05)  # it waits for the lock
-        output._done.set()
-    beat.join(5)
-    assert client.getvalue() == b"" and not beat.is_alive()
-
-
-def test_a_beat_and_a_reply_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Client:
-        n_writers, most = 0, 0
-
-        def write(self, written: bytes) -> None:
-            self.n_writers += 1
-            self.most = max(self.most, self.n_writers)
-            time.sleep(0.01)
-            self.n_writers -= 1
-
-        def flush(self) -> None: ...
-
-    monkeypatch.setattr(completion_output, "BEAT_S", 0.0)
-    output = CompletionOutput(SimpleNamespace(wfile=(client := Client())))
-    output._is_open = output.streams = True
-    with output.beating():
-        for _ in range(10):
-            output.write(b"data: {}\n\n")
-    assert client.most == 1
 
 
 def test_a_beat_to_nobody_harms_nobody(words: WordsServer, quick: None) -> None:

@@ -1,18 +1,18 @@
-"""What the translations of other APIs share: requests as chat completions, and their replies."""
+"""What other APIs share: their requests in the terms of Chat Completions, and their replies."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..apis import Event
 from ..contents import joined, text_of
 from ..fields import require, require_object, require_text
 
 Message = dict[str, Any]
 Part = dict[str, Any]
-Event = dict[str, Any]
 Kind = Literal["thinking", "text"]
 
 _MAX_TOKENS = 2**31 - 1
@@ -21,22 +21,6 @@ _READABLE = (
 )
 """Fields that hold what a reader of a block sees, in the order in which they are read."""
 _MAX_DEPTH = 6
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """A request as a chat completion, and the reply that it will get.
-
-    `tools` also has deferred tools, which may be called but are not in the chat completion's list.
-    `reply` is a `ReplyTranslation` of the host's. `places` says where each message of the chat
-    completion stands in the client's body.
-    """
-
-    chat_body: dict[str, Any]
-    tools: list[dict[str, Any]]
-    stream: bool
-    reply: Any
-    places: Sequence[str] = ()
 
 
 def max_tokens(name: str, n: Any) -> int:
@@ -53,11 +37,11 @@ def is_stream(body: Mapping[str, Any]) -> bool:
 
 def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
     """Return a tool as a chat completion has it; `parameters` names the field of its schema."""
-    made: dict[str, Any] = {"name": name}
+    signature: dict[str, Any] = {"name": name}
     if tool.get("description") is not None:
-        made["description"] = require_text(f"{place}.description", tool["description"])
-    made["parameters"] = require_object(f"{place}.{parameters}", tool.get(parameters))
-    return {"type": "function", "function": made}
+        signature["description"] = require_text(f"{place}.description", tool["description"])
+    signature["parameters"] = require_object(f"{place}.{parameters}", tool.get(parameters))
+    return {"type": "function", "function": signature}
 
 
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
@@ -69,14 +53,14 @@ def append(messages: list[tuple[str, Message]], place: str, message: Message) ->
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
-    are_texts = all(isinstance(text_of(each.get("content")), str) for each in (last, message))
+    are_texts = all(isinstance(text_of(turn.get("content")), str) for turn in (last, message))
     is_behind_calls = "tool_calls" in last and bool(message["content"] or "reasoning" in message)
     if not (is_more and are_texts) or is_behind_calls:
         messages.append((place, message))
         return
-    both = {name: joined(last.get(name), message.get(name)) for name in ("content", "reasoning")}
-    both["tool_calls"] = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-    last |= {name: value for name, value in both.items() if value}
+    merged = {name: joined(last.get(name), message.get(name)) for name in ("content", "reasoning")}
+    merged["tool_calls"] = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+    last |= {name: value for name, value in merged.items() if value}
 
 
 def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -109,7 +93,7 @@ def readable(value: Any, depth: int = 0) -> str:
         return ""
     if isinstance(value, dict):
         value = [value[name] for name in _READABLE if name in value]
-    texts = (readable(each, depth + 1) for each in value) if isinstance(value, list) else ()
+    texts = (readable(inner, depth + 1) for inner in value) if isinstance(value, list) else ()
     return "\n".join(text for text in texts if text)
 
 
@@ -123,7 +107,7 @@ class OpenPart:
 
 
 class ReplyParts(ABC):
-    """One reply, on its way from the chunks of a chat completion to another API's events.
+    """One reply, on its way to another API's events.
 
     White space alone makes no part: clients drop such a part and would send back another reply.
     """
@@ -141,15 +125,15 @@ class ReplyParts(ABC):
         return "".join(self._texts)
 
     @abstractmethod
-    def start_part(self, part: OpenPart) -> Iterator[Event]:
+    def start_part(self, block: OpenPart) -> Iterator[Event]:
         """Yield the events that begin a part."""
 
     @abstractmethod
-    def add_text(self, part: OpenPart, text: str) -> Iterator[Event]:
+    def add_text(self, block: OpenPart, text: str) -> Iterator[Event]:
         """Yield the events for new text of a part. The part's `text` includes it already."""
 
     @abstractmethod
-    def end_part(self, part: OpenPart) -> Iterator[Event]:
+    def end_part(self, block: OpenPart) -> Iterator[Event]:
         """Yield the events that end a part."""
 
     @abstractmethod
@@ -167,32 +151,32 @@ class ReplyParts(ABC):
             events += self.close()
             self._held = ("text", "")
             function = call["function"]
-            given = call["id"], function["name"], function["arguments"]
-            events += self.add_call(self._next_index(), *given)
+            details = call["id"], function["name"], function["arguments"]
+            events += self.add_call(self._next_index(), *details)
         return events
 
     def close(self) -> Iterator[Event]:
         """Yield the events that end the open part, if there is one."""
         if self._open is not None:
-            part, self._open = self._open, None
-            yield from self.end_part(part)
+            block, self._open = self._open, None
+            yield from self.end_part(block)
 
     def _add(self, kind: Kind, text: str) -> Iterator[Event]:
-        part = self._open
-        if part is None or part.kind != kind:
-            held_kind, held = self._held
-            text = held + text if held_kind == kind else text
+        block = self._open
+        if block is None or block.kind != kind:
+            pending_kind, pending = self._held
+            text = pending + text if pending_kind == kind else text
             if not text.strip():
                 self._held = (kind, text)
                 return
             yield from self.close()
             self._held = (kind, "")
-            part = self._open = OpenPart(kind, self._next_index())
-            yield from self.start_part(part)
-        part.text += text
+            block = self._open = OpenPart(kind, self._next_index())
+            yield from self.start_part(block)
+        block.text += text
         if kind == "text":
             self._texts.append(text)
-        yield from self.add_text(part, text)
+        yield from self.add_text(block, text)
 
     def _next_index(self) -> int:
         self._n_parts += 1

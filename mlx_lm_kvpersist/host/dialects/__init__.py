@@ -1,1 +1,0 @@
-"""Other APIs over stock's chat completions."""

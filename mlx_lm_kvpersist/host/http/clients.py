@@ -1,0 +1,178 @@
+"""The connections of clients, and the one thread that watches those that wait for a reply."""
+
+from __future__ import annotations
+
+import io
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..answers import ClientRequest
+
+WATCH_S = 0.1
+"""How often the connections of waiting clients are looked at."""
+PROBE_AGAIN_S = 1.0
+"""The pause between the first two probes of a reply; each later pause is twice as long."""
+HEADERS_AFTER_S = 2.0
+"""How long a stream's headers wait for the request's own status, and for the plugins' headers."""
+KEEPALIVE_S = 10.0
+"""How long a stream may be silent: clients give up after 300 s."""
+_COMMENT = b":\n\n"
+
+
+class ClientConnection(io.BufferedIOBase):
+    """Writes to a client in place of http.server's writer. HTTP thread; the watching: any.
+
+    A client that closes its connection sends a FIN, and so does a client that has nothing more to
+    send and waits for its reply. Only the first answers later bytes with a reset. So after a FIN,
+    `has_left` writes bytes that change no reply: before the head the first bytes of its version,
+    one at a time, and later comments, if the reply is a stream of events.
+
+    version: of the protocol, with which the head of every reply begins, such as "HTTP/1.0".
+    """
+
+    def __init__(self, connection: socket.socket, version: str) -> None:
+        self._connection = connection
+        self._version = version.encode()
+        self.lock = threading.RLock()
+        """Held while a piece of a reply is made and written, so that pieces keep their order."""
+        self.begin_reply()
+
+    def begin_reply(self) -> None:
+        """Say that the next bytes are the head of a reply, in one piece."""
+        with self.lock:
+            self._has_head = self._is_stream = False
+            self._unsent = b""
+            self._n_probes, self._probe_at_s = 0, 0.0
+            self._make_keepalive: Callable[[], bytes] | None = None
+            self._keepalive_at_s = 0.0
+
+    def begin_keepalives(self, make_keepalive: Callable[[], bytes]) -> None:
+        """Show from now on, while the reply is a silent stream, that the server is at work."""
+        with self.lock:
+            self._make_keepalive = make_keepalive
+            self._keepalive_at_s = time.monotonic() + HEADERS_AFTER_S
+
+    def end_keepalives(self) -> None:
+        with self.lock:
+            self._make_keepalive = None
+
+    def write(self, written: Any) -> int:
+        """Send bytes. In a stream these are whole events."""
+        with self.lock:
+            self._keepalive_at_s = time.monotonic() + KEEPALIVE_S
+            rest, self._unsent = self._unsent + self._without_probes(written), b""
+            self._connection.sendall(rest)
+        return len(written)
+
+    def _without_probes(self, written: bytes) -> bytes:
+        """Return the bytes of a reply without the beginning that probes have sent."""
+        if self._has_head:
+            return written
+        self._has_head = True
+        self._is_stream = b"text/event-stream" in written
+        return written.removeprefix(self._version[: self._n_probes])
+
+    def has_left(self) -> bool:
+        """Return whether the client is known to have left. What it sent is left unread."""
+        try:
+            if _is_ready(self._connection, select.POLLIN):
+                if self._connection.recv(1, socket.MSG_PEEK):
+                    return False
+                self._send_if_idle(self._probe)
+            return self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        except (OSError, ValueError):
+            return True  # reset, or closed by the thread that served it
+
+    def keep_alive(self) -> None:
+        """Send a keepalive if the reply is a stream that has been silent for long."""
+        try:
+            self._send_if_idle(self._keepalive)
+        except (OSError, ValueError):
+            return  # the HTTP thread will meet the error, too
+
+    def _send_if_idle(self, make: Callable[[], bytes]) -> None:
+        """Send some bytes; never wait for the client, nor for a thread that writes to it."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if _is_ready(self._connection, select.POLLOUT) and (written := make()):
+                n_sent = self._connection.send(self._unsent + written, socket.MSG_DONTWAIT)
+                self._unsent = (self._unsent + written)[n_sent:]
+        finally:
+            self.lock.release()
+
+    def _probe(self) -> bytes:
+        """Return a probe that a client which has left answers with a reset, b"" if none is due."""
+        now_s, n_probes = time.monotonic(), self._n_probes
+        if now_s < self._probe_at_s or (self._has_head and not self._is_stream):
+            return b""
+        self._n_probes += 1
+        self._probe_at_s = now_s + PROBE_AGAIN_S * 2**n_probes
+        return _COMMENT if self._is_stream else self._version[n_probes : n_probes + 1]
+
+    def _keepalive(self) -> bytes:
+        now_s = time.monotonic()
+        if self._make_keepalive is None or now_s < self._keepalive_at_s:
+            return b""
+        self._keepalive_at_s = now_s + KEEPALIVE_S
+        return self._without_probes(self._make_keepalive())
+
+
+def _is_ready(connection: socket.socket, event: int) -> bool:
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(0))
+
+
+class Clients:
+    """The clients that wait for replies. One thread watches them while there are any.
+
+    It sends keepalives, and marks the requests of clients that have left. Without it, a client that
+    does not stream would be missed only when its reply is written.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[ClientConnection, ClientRequest] = {}
+        self._changed = threading.Condition()
+        self._is_watched = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, client: ClientConnection, request: ClientRequest) -> None:
+        """Watch a client from now on. Any number of times."""
+        with self._changed:
+            self._waiting[client] = request
+            if not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="clients", daemon=True).start()
+
+    def end(self, client: ClientConnection) -> None:
+        """The reply has ended. Any number of times."""
+        with self._changed:
+            self._waiting.pop(client, None)
+            self._changed.notify_all()
+
+    def wait_for_none(self, timeout_s: float) -> bool:
+        """Wait until all replies have ended; return False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(WATCH_S)
+            with self._changed:
+                if not self._waiting:
+                    self._is_watched = False
+                    return
+                waiting = list(self._waiting.items())
+            for client, request in waiting:
+                if client.has_left():
+                    request.client_gone = True
+                    self.end(client)  # its thread may have ended without a word
+                else:
+                    client.keep_alive()

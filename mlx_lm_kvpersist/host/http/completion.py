@@ -1,0 +1,196 @@
+"""A reply on its way from stock's loop to its client, in the form of the client's API.
+
+Stock sends nothing before a request's prompt is about to be computed, and then a comment for each
+chunk of it. A request can wait for others before that, or for what is restored, and one chunk can
+take long. Clients and proxies give up if nothing comes. So a stream has headers early, and
+keepalives while it waits.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from ...apis import API, Event
+from ...error_forms import openai_error
+from .. import manager
+from ..answers import ClientRequest, copied
+from .chat import ChatReply
+from .stop_words import StopWords
+
+
+class Completion:
+    """One reply. HTTP thread; `keepalive` on the thread of the clients.
+
+    api: None for stock's own, whose errors are OpenAI's. reply: the `ReplyFormat`; None on a path
+    that is not known here, where stock itself sends the reply.
+    """
+
+    stop_words: StopWords | None = None
+    request: Any = None
+    """Stock's request, once plugins have seen it."""
+    is_sent = True
+    """Whether the client gets the reply."""
+    doing = "waiting"
+    """What the server is at, for the reader of a stream."""
+
+    def __init__(
+        self,
+        handler: Any,
+        api: API | None,
+        reply: Any = None,
+        streams: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        self._handler, self._client = handler, handler.client
+        self._api, self.reply, self._tools = api, reply, tools
+        self.streams = streams
+        """Whether the client gets the reply as a stream."""
+        self._context: Any = None
+        """Stock's, of the reply."""
+        self._is_open = False
+        """Whether a head was sent: stock's, or an early one."""
+        self._reasoning: list[str] = []
+        self._tool_calls: list[dict[str, Any]] = []
+        self._finish_reason = "stop"
+        self._unread: list[str] = []
+        """The text of calls that could not be read."""
+
+    def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
+        """Return the reply's tokens, up to a stop word in their text. It begins with `context`."""
+        self._context = context
+        if self._api is not None and context.tool_parser is not None:
+            context.tool_parser = partial(self._parse_call, context.tool_parser)
+        if isinstance(self.reply, ChatReply) and not self.streams:
+            responses = self.reply.keep_tokens(responses)
+        return self._until_stopped(responses)
+
+    def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
+        """Parse a call of any tool, also of a deferred one; keep text that stock would drop."""
+        try:
+            if self._tools is None:
+                raise ValueError("no call is wanted")
+            return parse(text, self._tools or None)
+        except ValueError:
+            tokenizer = self._handler.generator.model_provider.tokenizer
+            start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+            self._unread.append(f"{start}{text}{end or ''}")
+            raise
+
+    def _until_stopped(self, responses: Iterable[Any]) -> Iterator[Any]:
+        for response in responses:
+            yield response
+            if self.stop_words is not None and self.stop_words.found is not None:
+                self._context.stop()
+                return  # stock ends the reply as at its last token
+
+    def begin(self, head: bytes, headers: Iterable[tuple[str, str]]) -> None:
+        """Send the head of a stream; `headers` are those of plugins."""
+        self.doing = "prefill"
+        lines = [f"{name}: {text}" for name, text in headers]
+        with self._client.lock:
+            if self._is_open:  # too late for headers, but a reader can still see them
+                self._client.write("".join(f": {line}\n\n" for line in lines).encode())
+                return
+            self._is_open = True
+            self._client.write(head + "\r\n".join([*lines, "\r\n"]).encode())
+            n_prompt, n_cached = len(self._context.prompt), self._context.prompt_cache_count
+            self._send(self.reply.begin(n_prompt, max(0, n_cached)))
+
+    def show_progress(self, n_done: int, n_all: int) -> None:
+        """Note how far the prompt is computed. Stock's own streams have a comment that tells it."""
+        self.doing = f"prefill {n_done:,} of {n_all:,}"
+        if self._api is None and self.streams:
+            self._client.write(f": keepalive {n_done}/{n_all}\n\n".encode())
+
+    def add(
+        self, text: str, reasoning: str, tool_calls: list[dict[str, Any]], finish_reason: str | None
+    ) -> None:
+        """Send a part of the reply. The last part is kept for `end`."""
+        if self.stop_words is not None:
+            text = self.stop_words.cut(text)
+            if finish_reason or tool_calls or reasoning:
+                text += self.stop_words.rest()
+            if finish_reason == "length" and self.stop_words.found is not None:
+                finish_reason = "stop"
+        text += "".join(self._unread)
+        self._unread.clear()
+        self.doing = "generating"
+        self._reasoning.append(reasoning)
+        self._tool_calls += tool_calls
+        if finish_reason is not None:
+            self._finish_reason, self._last = finish_reason, (text, reasoning, tool_calls)
+            return
+        with self._client.lock:
+            self._send(self.reply.add(text, reasoning, tool_calls))
+
+    def end(self, n_prompt: int, n_new: int, n_cached: int) -> None:
+        """Send the end of the reply, after the plugins have seen the reply."""
+        stop_word = self.stop_words.found if self.stop_words is not None else None
+        with self._client.lock:
+            self._client.end_keepalives()
+            events = self.reply.add(*self._last)
+            counts = n_prompt, max(0, n_cached), n_new
+            events += self.reply.end(self._finish_reason, stop_word, *counts)
+        manager.ask(
+            "reply_sent",
+            request=ClientRequest.of(self.request),
+            content=self.reply.content,
+            reasoning="".join(self._reasoning),
+            tool_calls=copied(self._tool_calls),
+        )
+        self._send(events)
+        if self._api is None and self.streams:
+            self._client.write(b"data: [DONE]\n\n")
+
+    def fail(self, status: int, message: str, code: str | None) -> None:
+        """Tell the client why there is no reply, or why it ends early. Stock closes silently."""
+        with self._client.lock:
+            self._client.end_keepalives()
+            in_stream = self._api is not None and self._api.refuses_in_stream
+            if in_stream and self.streams and status == 400 and code and not self._is_open:
+                self._client.write(self._early_head())
+            if self._is_open:
+                self._send(self.reply.fail(status, message, code))
+                return
+        error = self._api.error if self._api is not None else openai_error
+        self._handler.answer_json(status, error(status, message, code))
+
+    def keepalive(self) -> bytes:
+        """Return a comment, and events for clients that do not count a comment."""
+        head = self._early_head()
+        events = _encoded(self.reply.wait())
+        return head + f": {self.doing}\n".encode() + (events or b"\n")
+
+    def _early_head(self) -> bytes:
+        """Return what the handler sends before a stream whose request still waits, once."""
+        if self._is_open:
+            return b""
+        self._is_open = True
+        inner, written = copy.copy(self._handler), io.BytesIO()
+        inner.completion, inner.wfile, inner._headers_buffer = None, written, []
+        inner.log_request = lambda *args: None  # the request is logged with stock's own head
+        inner._set_stream_headers(200)
+        if self.request is not None:
+            for answer in manager.ask("early_headers", request=ClientRequest.of(self.request)):
+                for name, value in answer:
+                    inner.send_header(name, value)
+        inner.end_headers()
+        return written.getvalue() + _encoded(self.reply.begin(0, 0))
+
+    def _send(self, events: list[Event]) -> None:
+        if events and self.streams:
+            self._client.write(_encoded(events))
+
+
+def _encoded(events: Iterable[Event]) -> bytes:
+    """Return events as the bytes of a stream of server-sent events."""
+    lines = []
+    for event in events:
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        lines.append(f"{name}data: {json.dumps(event)}\n\n")
+    return "".join(lines).encode()

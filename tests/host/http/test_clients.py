@@ -1,0 +1,212 @@
+"""Clients that close their connection, or their own side of it, on real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.host.answers import ClientRequest
+from mlx_lm_kvpersist.host.http import clients
+from mlx_lm_kvpersist.host.http.clients import ClientConnection, Clients
+from tests.support import wait_until
+
+HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: %b\r\n\r\n"
+STREAM, JSON = HEAD % b"text/event-stream", HEAD % b"application/json"
+EVENTS = [b"data: 1\n\n", b"data: 2\n\n"]
+
+
+@contextmanager
+def connected() -> Iterator[tuple[ClientConnection, socket.socket]]:
+    """A client as the server sees it, about to be sent a reply, and its own end."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        theirs = socket.create_connection(listening.getsockname(), timeout=10)
+        ours, _ = listening.accept()
+    with ours, theirs:
+        client = ClientConnection(ours, "HTTP/1.0")
+        client.begin_reply()
+        yield client, theirs
+
+
+def received(client: ClientConnection, theirs: socket.socket) -> bytes:
+    """Return all that came, once the server has closed its side."""
+    client._connection.shutdown(socket.SHUT_WR)
+    return b"".join(iter(lambda: theirs.recv(4096), b""))
+
+
+def test_what_came_from_a_client_is_left_to_be_read() -> None:
+    with connected() as (client, theirs):
+        assert not client.has_left()
+        theirs.sendall(b"more")
+        assert not client.has_left()
+        assert client._connection.recv(9) == b"more"
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)  # nothing was sent to a client that is there
+
+
+@pytest.mark.parametrize("head", [STREAM, JSON])
+def test_a_client_that_only_stops_sending_gets_its_whole_reply(head: bytes) -> None:
+    with connected() as (client, theirs):
+        theirs.shutdown(socket.SHUT_WR)
+        assert not client.has_left()
+        for written in (head, *EVENTS):
+            client.write(written)
+            assert not client.has_left()
+        reply = received(client, theirs)
+        assert reply.replace(b":\n\n", b"") == head + b"".join(EVENTS)
+
+
+@pytest.mark.parametrize("sent", [[], [STREAM], [STREAM, *EVENTS]])
+def test_a_client_that_closed_its_connection_is_noticed_by_a_write(sent: list[bytes]) -> None:
+    with connected() as (client, theirs):
+        for written in sent:
+            client.write(written)
+        theirs.recv(4096) if sent else None
+        assert not client.has_left()
+        theirs.close()
+        wait_until(client.has_left, "the client that left", 10)
+        with pytest.raises(ConnectionError):
+            for _ in range(9):
+                client.write(b"data: 3\n\n")
+
+
+def test_a_reset_connection_is_noticed_without_a_write() -> None:
+    with connected() as (client, theirs):
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        theirs.close()
+        wait_until(client.has_left, "the client that left", 10)
+
+
+def test_the_body_of_a_reply_that_is_no_stream_is_not_disturbed() -> None:
+    with connected() as (client, theirs):
+        client.write(JSON)
+        theirs.shutdown(socket.SHUT_WR)
+        for _ in range(3):
+            assert not client.has_left()
+        client.write(b"{}")
+        assert received(client, theirs) == JSON + b"{}"
+
+
+def test_a_client_that_reads_nothing_is_not_waited_for() -> None:
+    with connected() as (client, theirs):
+        client.write(STREAM)
+        theirs.shutdown(socket.SHUT_WR)
+        client._connection.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                client._connection.send(bytes(1 << 16))
+        client._connection.settimeout(300)
+        assert not client.has_left()
+
+
+def test_a_connection_that_its_thread_has_closed_counts_as_left() -> None:
+    with connected() as (client, _):
+        client._connection.close()
+        assert client.has_left()
+
+
+def test_a_silent_stream_gets_keepalives_whose_bytes_are_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first has the head; a client that has closed its sending side was sent a part of it."""
+    monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
+    monkeypatch.setattr(clients, "KEEPALIVE_S", 0.0)
+    with connected() as (client, theirs):
+        theirs.shutdown(socket.SHUT_WR)
+        assert not client.has_left()
+        made = iter([STREAM + b": waiting\n\n", b": prefill\n\n"])
+        client.begin_keepalives(lambda: next(made))
+        client.keep_alive()
+        client.keep_alive()
+        client.write(EVENTS[0])
+        client.end_keepalives()
+        client.keep_alive()
+        sent = b": waiting\n\n: prefill\n\n" + EVENTS[0]
+        assert received(client, theirs) == STREAM + sent
+
+
+def test_a_keepalive_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for a thread that writes to the client, nor for a client that reads nothing."""
+    monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
+    large = b": " + bytes(1 << 24) + b"\n\n"
+    with connected() as (client, theirs):
+        client.write(STREAM)
+        client.begin_keepalives(lambda: large)
+        with client.lock:
+            other = threading.Thread(target=client.keep_alive)
+            other.start()
+            other.join(10)
+            assert not other.is_alive()
+        assert client._unsent == b""
+        client.keep_alive()
+        n_unsent = len(client._unsent)
+        assert 0 < n_unsent < len(large)
+        writer = threading.Thread(target=client.write, args=(EVENTS[0],))
+        writer.start()
+        read = b""
+        while len(read) < len(STREAM + large + EVENTS[0]):
+            read += theirs.recv(1 << 20)
+        writer.join(10)
+        assert read == STREAM + large + EVENTS[0]
+
+
+class Client(SimpleNamespace):
+    """The part of a connection that `Clients` uses."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def client_request() -> ClientRequest:
+    return ClientRequest(SimpleNamespace(request_type="", prompt="", messages=[]))
+
+
+def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
+    waiting = Clients()
+    assert waiting.wait_for_none(0)
+    kept: list[int] = []
+    for _ in range(2):  # the thread that watches ends in between
+        left = threading.Event()
+        requests = client_request(), client_request()
+        stays: Any = Client(has_left=lambda: False, keep_alive=lambda: kept.append(1))
+        leaves: Any = Client(has_left=left.is_set, keep_alive=lambda: None)
+        before = set(threading.enumerate())
+        waiting.begin(stays, requests[0])
+        waiting.begin(leaves, requests[1])
+        (watching,) = set(threading.enumerate()) - before
+        assert watching.daemon, "the process would not end before the reply"
+        assert len(waiting) == 2 and not waiting.wait_for_none(0.25)
+        assert not requests[1].client_gone and kept
+        left.set()
+        wait_until(lambda: len(waiting) == 1, "the client that left", 5)
+        assert requests[1].client_gone and not requests[0].client_gone
+        waiting.end(stays)
+        waiting.end(stays)
+        assert waiting.wait_for_none(5)
+        wait_until(lambda: not waiting._is_watched, "the end of the thread", 5)
+
+
+def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:
+    waiting = Clients()
+    client: Any = Client(has_left=lambda: False, keep_alive=lambda: None)
+    waiting.begin(client, client_request())
+    clock = threading.Timer(0.2, waiting.end, (client,))
+    clock.start()
+    assert waiting.wait_for_none(30)
+    clock.join()
+
+
+def test_each_reply_of_a_connection_begins_anew() -> None:
+    with connected() as (client, theirs):
+        theirs.shutdown(socket.SHUT_WR)
+        for _ in range(2):
+            client.begin_reply()
+            assert not client.has_left()
+            client.write(JSON)
+            client.write(b"{}")
+        assert received(client, theirs) == 2 * (JSON + b"{}")
