@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.config import Config
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.state import RequestState, Stage
 from mlx_lm_kvpersist.store.records import StoreLimits
 
 
@@ -118,4 +118,4 @@ def test_a_reply_that_was_parked_and_left_lets_go_of_its_blocks() -> None:
     lookup: Any = SimpleNamespace(close=lambda: closed.append(True))
     RequestState.of(request).lookup = lookup
     plugin.reply_timed(request=request, times_s=(0.1, 0.2))
-    assert closed and RequestState.of(request).is_over
+    assert closed and RequestState.of(request).stage is Stage.DONE

@@ -48,13 +48,13 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 class TokenText:
     """The bytes of every token of a vocabulary, by token id; ids may have holes between them.
 
-    Decoding is UTF-8 with replacement characters, the way a client sees a reply. A sequence can
-    end inside a character; the bytes that wait for their rest are called `pending`. Ids without
-    known bytes decode to a replacement character: ask `covers` before comparing texts.
+    Decoding is UTF-8 with replacement characters, the way a client sees a reply. The bytes at the
+    end of a sequence that wait for the rest of a character are called `pending`. Ids without known
+    bytes decode to a replacement character: ask `covers` before comparing texts.
 
-    The text of an image is IMAGE_MARK and its digest in hex. Ordinary tokens can spell it, as they
-    can spell control tokens: texts are the same only if their `controls` are the same as well. The
-    control tokens are the ids `controls`, which the tokenizer finds in a text before anything else.
+    The text of an image is IMAGE_MARK and its digest in hex. Ordinary tokens can spell it, and
+    control tokens: texts are the same only if their `controls` are the same as well. The control
+    tokens are the ids `controls`, which the tokenizer finds in a text before anything else.
     """
 
     def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
@@ -119,7 +119,7 @@ class TokenText:
 
     def known_text(self, ids: Sequence[int]) -> str | None:
         """Return what `decode` does; None unless the bytes of all tokens are known."""
-        return self.to_bytes(ids).decode("utf-8", "replace") if self.covers(ids) else None
+        return self.decode(ids) if self.covers(ids) else None
 
     def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
         """Return the characters that are complete before the first token without known bytes."""
@@ -137,7 +137,7 @@ class TokenText:
     ) -> list[tuple[int, bool]]:
         """Return each token's end: how many characters are complete, whether bytes are pending.
 
-        Nothing follows the first token that ends behind `max_chars`.
+        The first token that ends behind `max_chars` is the last one.
         """
         decoder = _Decoder("replace")
         decoder.setstate((pending, 0))

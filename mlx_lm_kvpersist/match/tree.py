@@ -16,7 +16,7 @@ Encode = Callable[[str], list[int]]
 """Text to token ids, special tokens recognised but none added."""
 
 SHOWN_CHARS = 40
-"""This number of stored characters is shown at most, if a prompt diverges from them."""
+"""Most stored characters that are shown if a prompt diverges from them."""
 
 AHEAD = 8192
 """Characters or bytes of a prompt that are shown to a source: more than a block has."""
@@ -30,10 +30,9 @@ class BlockSource(Protocol):
     ) -> Sequence[Block]:
         """Return the blocks that continue `parent`, at most `limit`.
 
-        With the text or the packed ids that lie ahead, those that have nothing more in common
-        with it than others may be left out.
+        With the text or the packed ids `ahead`, those that have less in common with it than others
+        may be left out.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ class Match:
 
     @property
     def packed_ids(self) -> bytes:
-        """The ids of these tokens; see `pack_ids`."""
         packed = b"".join(node.packed_ids for node in self.path)
         if self.has_text_only:
             return packed[: 4 * self.n_tokens]
@@ -83,16 +81,14 @@ def match_prompt(
     packed_ids: bytes = b"",
     after: Sequence[Block] = (),
 ) -> Match:
-    """Find the longest stored prefix of a prompt that ends with a token.
-
-    It never ends inside an image of its `packed_ids`.
+    """Find the longest stored prefix of a prompt that ends with a token, and not inside an image.
 
     The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
     `packed_ids` are the own ids of a text, if `tokens` covers them all: it then covers every block
     that has the same ids. A match then ends before a control token that is spelled on one side.
 
-    after: blocks that the prompt begins with, in text and ids; the last one ends with a character.
-    The walk begins there.
+    The walk begins behind `after`: blocks that the prompt begins with, in text and ids; the last
+    one ends with a character.
     """
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids, after)
@@ -127,10 +123,7 @@ def match_prompt(
 
 
 def before_image(ids: Sequence[int], n_tokens: int) -> int:
-    """Return how many of the first `n_tokens` tokens stand before the image that ends there.
-
-    That is all of them, unless a part of the image follows.
-    """
+    """Return how many of the first `n_tokens` tokens stand before an image that they end within."""
     if n_tokens < len(ids) and ids[n_tokens] == IMAGE_GOES_ON:
         while n_tokens and ids[n_tokens] == IMAGE_GOES_ON:
             n_tokens -= 1
@@ -141,9 +134,8 @@ def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
     """Return a match that does not end inside an image of the prompt, whose ids these are."""
     stored = match.ids
     n_images = sum(token_id < 0 for token_id in stored)
-    if [token_id for token_id in prompt if token_id < 0][n_images : n_images + 1] != [
-        IMAGE_GOES_ON
-    ]:
+    of_images = [token_id for token_id in prompt if token_id < 0]
+    if of_images[n_images : n_images + 1] != [IMAGE_GOES_ON]:
         return match
     n_tokens = before_image([*stored, IMAGE_GOES_ON], len(stored))
     path = tuple(node for node in match.path if node.start < n_tokens)
@@ -154,8 +146,8 @@ def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
 class _Step:
     """A block whose first `n_equal` characters (or bytes of ids) stand at `position`.
 
-    `pending` are the bytes of an incomplete character that it begins in. Its packed ids end at
-    `ids_end`, counted from the root.
+    `pending` are the bytes of a character that it begins in. Its packed ids end at `ids_end`,
+    counted from the root.
     """
 
     node: Block
@@ -176,8 +168,8 @@ def _steps(
 ) -> list[_Step]:
     """Return all blocks that agree with the prompt, at least in part, those farthest in first.
 
-    The prompt is a text for `tokens`, or packed ids. An index may be damaged: only blocks with
-    the right start, whose key is the hash of their ids, are followed.
+    An index may be damaged: only blocks with the right start, whose key is the hash of their ids,
+    are followed.
     """
     last: _Step | None = None
     start = ids_start = 0
@@ -201,7 +193,7 @@ def _steps(
             has_same_ids = packed_ids.startswith(node.packed_ids, ids_end)
             is_known = tokens is None or has_same_ids or tokens.covers(node.ids)
             if tokens is not None and not is_known:
-                # The text of an unknown token does not tell its id; what is before it counts.
+                # The text of an unknown token does not tell its id.
                 content = tokens.known_beginning(node.ids, pending)
             is_whole = is_known and prompt.startswith(content, position)
             n_equal = len(content) if is_whole else common_prefix(content, prompt, position)
@@ -224,8 +216,8 @@ def _n_alike(
 ) -> int:
     """Return up to where `n_chars` equal characters have the same control tokens.
 
-    stored: the block's, see `TokenText.controls`; own: the prompt's. The characters begin at
-    `position` in the prompt.
+    stored: the block's, see `TokenText.controls`; own: the prompt's, where the characters begin at
+    `position`.
     """
     first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
     controls = {(start - position, token_id) for start, token_id in own[first:stop]}
@@ -233,7 +225,7 @@ def _n_alike(
 
 
 def common_prefix(content: Any, prompt: Any, position: int) -> int:
-    """Return how many items of `content` equal `prompt` from `position` on (bisecting slices).
+    """Return how many items of `content` equal `prompt` from `position` on, by bisection.
 
     Both are texts, bytes, or ids in tuples.
     """
@@ -278,7 +270,7 @@ FEW = 16
 """If a parent has this number of blocks at most, all of them are compared with the prompt."""
 
 MAX_ALIKE = 64
-"""This number of blocks with the same text is compared with the prompt at most."""
+"""Most blocks with the same text that are compared with the prompt."""
 
 _MAX_STEPS = 64
 
@@ -291,7 +283,7 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
 
     In sorted order these are the first after `ahead` and the last before it. A block that `ahead`
     begins with can stand farther up; the last block before `ahead` then begins with it, too. So
-    the search continues with the text that the block and `ahead` have in common.
+    the search continues with the text that both have in common.
     """
     nodes = find(">", ahead)
     key = ahead
@@ -313,8 +305,8 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
 class Splice:
     """A prompt whose first `n_stored` ids come from the store.
 
-    `boundaries` maps token boundaries of the rendered prompt behind the cut to boundaries of `ids`
-    at the same character.
+    `boundaries` maps token boundaries of the rendered prompt behind the cut to those of `ids` at
+    the same character.
     """
 
     ids: list[int]
@@ -328,15 +320,14 @@ def splice(
     """Return the prompt with the matched ids in front; None if its text or a control token changes.
 
     `text` is what `prompt` decodes to. A cut in the middle of what is stored moves back to the end
-    of a token that the prompt has, too, and the prompt's own ids follow. At the end of what is
-    stored, the prompt's own ids follow if a token begins there; if none does, the rest of the text
-    is encoded again. Whole blocks that the prompt begins with, id by id, are not looked at.
+    of a token that the prompt has, too. The prompt's own ids follow; at the end of what is stored,
+    if no token begins there, the rest of the text is encoded again. Whole blocks that the prompt
+    begins with, id by id, are not looked at.
     """
     n_same = n_chars = n_nodes = 0
     for node in match.path:
-        if node.pending or node.stop >= match.n_tokens:
-            break
-        if pack_ids(prompt[node.start : node.stop]) != node.packed_ids:
+        is_same = pack_ids(prompt[node.start : node.stop]) == node.packed_ids
+        if node.pending or node.stop >= match.n_tokens or not is_same:
             break
         n_same, n_chars, n_nodes = node.stop, n_chars + len(node.text), n_nodes + 1
     own, text = prompt[n_same:], text[n_chars:]
@@ -348,15 +339,13 @@ def splice(
         if tokens.decode(stored + tail) != text:
             tail = _encode_rest(text[match.n_chars - n_chars :], tokens, encode)
     else:
-        # What follows can change how the last word is cut into tokens. Spelled as in the other
-        # prompt, the same text would get another reply than it gets alone.
+        # What follows can change how the last word is cut into tokens, and so the reply.
         n_stored, n_own = _common_boundary(own, ends, stored, stored_ends)
         stored, tail = stored[:n_stored], list(own[n_own:])
         stored_ends = stored_ends[:n_stored]
     if not (n_same or stored) or tokens.decode(stored + tail) != text:
         return None
-    # The boundaries of the tail are aligned with those of the prompt, counting from the end. The
-    # stored ids may end within a character.
+    # Boundaries are counted from the end: the stored ids may end within a character.
     tail_ends = [0, *_ends(tail, text, tokens)]
     n_before = ceil(ends[-1]) - ceil(tail_ends[-1])
     controls = _controls(stored, stored_ends, tokens)
@@ -380,8 +369,8 @@ def _controls(
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
     """Return each token's end in bytes; in characters where `text` has replacement characters.
 
-    A byte that is not valid text becomes a replacement character of three bytes when it is encoded
-    again. Counting characters takes ten times as long. An end inside a character counts half.
+    A byte that is not valid text becomes a replacement character of three bytes. Counting
+    characters takes ten times as long. An end inside a character counts half.
     """
     if REPLACEMENT in text:
         return [n_chars + incomplete / 2 for n_chars, incomplete in tokens.ends(ids)]
@@ -394,10 +383,7 @@ def _common_boundary(
     stored: Sequence[int],
     stored_ends: Sequence[float],
 ) -> tuple[int, int]:
-    """Return how many stored ids end with a token that the prompt has there, and how many of its.
-
-    ends, stored_ends: where their tokens end.
-    """
+    """Return how many stored ids end with a token that the prompt has there, too, and its place."""
     place = {end: i for i, end in enumerate(ends)}
     for n in range(len(stored), 0, -1):
         i = place.get(stored_ends[n - 1])
@@ -409,8 +395,7 @@ def _common_boundary(
 def _encode_rest(rest: str, tokens: TokenText, encode: Encode) -> list[int]:
     """Encode text from the middle of a prompt.
 
-    SentencePiece-like tokenizers put a space in front of what they encode; behind a line break
-    they do not.
+    SentencePiece-like tokenizers put a space in front of it, but not behind a line break.
     """
     ids = encode(rest)
     if tokens.decode(ids) != rest:

@@ -1,10 +1,10 @@
 """Models with windows or recurrent layers: their checkpoints, and which of them stay.
 
-Such a model can go on only from a place where the last tokens of its windows and its states are
-stored: from a checkpoint. The ends of the system prompt, of the user's messages and of the replies
-become one, and some places of a long prompt, until it is computed. A checkpoint that would be
-computed again from one on disk in a few seconds is postponed: the next one takes its place. The one
-on disk stays for as long as any conversation may have to go on from there.
+Such a model can go on only from a checkpoint, where the last tokens of its windows and its states
+are stored. Checkpoints are the ends of the system prompt, of the user's messages and of the
+replies, and some places of a long prompt, until it is computed. One that would be computed again
+from one on disk in a few seconds is postponed: the next takes its place. The one on disk stays for
+as long as any conversation may have to go on from there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain as chained
 from itertools import takewhile
 from operator import attrgetter
 from typing import Any
@@ -59,10 +60,7 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Saves checkpoints besides, and finds the one to go on from.
-
-    `pace` says what it takes to compute them again.
-    """
+    """Saves checkpoints besides; `pace` says what it takes to compute them again."""
 
     pace: Pace = field(default_factory=Pace)
 
@@ -125,17 +123,13 @@ class CheckpointSaver(Saver):
             stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
-        # All that the checkpoint needs, windows that were stored before included: while it waits to
-        # be written, none of it is evicted.
+        # Also windows that were stored before: while the checkpoint waits to be written, none of
+        # what it needs is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
-        checkpoints_kept, gone, added = (
-            tuple(needed.values()),
-            tuple(superseded),
-            tuple(new or chain[-1:]),
-        )
-        commit = Commit(sequence.root, added, leaf, {}, checkpoints_kept, gone)
+        checkpoints_kept, added = tuple(needed.values()), tuple(new or chain[-1:])
+        commit = Commit(sequence.root, added, leaf, {}, checkpoints_kept, tuple(superseded))
         store.commit(commit, [*blocks, *checkpoints], loss_s)
 
     def _loss_s(
@@ -143,8 +137,8 @@ class CheckpointSaver(Saver):
     ) -> float:
         """Return how long a chain's end takes to compute from a checkpoint that a kill leaves.
 
-        The first of a conversation, which others share, must not be lost: infinite. Of those that
-        go when the prompt is computed, only a chunk of the prompt counts.
+        The first of a conversation, which others share, must not be lost: infinite. Temporary ones
+        count for a chunk of the prompt only.
         """
         is_chunk = cache_type == PREFILL
         before = [
@@ -169,8 +163,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the windows and the state at the end of the chain that are not stored yet.
 
-        If they are written `at_once`, a window in RAM that has more tokens of a block than are
-        needed is as good as none: it would be more to write.
+        `at_once` writes them: a window in RAM with more tokens than needed is then as good as none.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -210,9 +203,8 @@ class CheckpointSaver(Saver):
         below RAM, and the first (the end of the system prompt, which others share). Where another
         session ends, or conversations diverge, the last one up to there stays, and the last below
         RAM: so a kill, or eviction from RAM, costs no other conversation more than it may.
-        Temporary ones served while their prompt was computed: they stay only in such places. An
-        earlier reply at the place that the sequence went on from, left out or repeated in other
-        words, loses its checkpoint.
+        Temporary ones stay only in such places. An earlier reply at the place that the sequence
+        went on from, left out or repeated in other words, loses its checkpoint.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -223,36 +215,27 @@ class CheckpointSaver(Saver):
             return block.key in states and is_of_use
 
         useful = list(filter(is_kept, chain))
-        safe = [
-            block
-            for block in useful
-            if block is not chain[-1] and store.is_safe(states[block.key].key)
-        ]
+        older = [block for block in useful if block is not chain[-1]]
+        safe = [block for block in older if store.is_safe(states[block.key].key)]
 
         def last_up_to(stop: int) -> set[bytes]:
-            of_each = (
-                [block.key for block in blocks if block.stop <= stop] for blocks in (useful, safe)
-            )
-            return {key for keys in of_each for key in keys[-1:]}
+            before = ([b.key for b in blocks if b.stop <= stop] for blocks in (useful, safe))
+            return {key for keys in before for key in keys[-1:]}
 
         newest = [*useful[:1], *useful[-MAX_CHECKPOINTS:], *safe[-N_SAFE:]]
         stay = {block.key for block in newest}
         stay.update(*(last_up_to(block.stop) for block in chain if block.key in ends))
-        older = (last_up_to(block.stop) for block in chain if block.key in forks)
-        stay.update(*[keys for keys in older if not keys <= stay][-MAX_BRANCHES:])
+        at_forks = (last_up_to(block.stop) for block in chain if block.key in forks)
+        stay.update(*[keys for keys in at_forks if not keys <= stay][-MAX_BRANCHES:])
         needed = {states[key].key for key in stay}
         for block in chain:
             if block.key in stay:
                 at_end = self._needed_at(chain, block.stop, stored) or ()
                 needed.update(need.record.key for need in at_end)
-        unneeded = [
-            checkpoint
-            for at_block in stored.values()
-            for checkpoint in at_block
-            if checkpoint.key not in needed
-        ]
+        all_stored = chained.from_iterable(stored.values())
+        unneeded = [point for point in all_stored if point.key not in needed]
         left = _replies_left(chain, sequence.n_reused, store)
-        return list({checkpoint.key: checkpoint for checkpoint in [*unneeded, *left]}.values())
+        return list({point.key: point for point in [*unneeded, *left]}.values())
 
     def _needed_at(
         self, path: Sequence[Block], n_tokens: int, stored: Stored
@@ -276,9 +259,8 @@ class CheckpointSaver(Saver):
                 if block.start >= n_tokens:
                     break
                 first, last = max(block.start, start), min(block.stop, n_tokens)
-                stored_window = _stored_window(
-                    stored.get(block.key, ()), window, block.stop - first
-                )
+                at_block = stored.get(block.key, ())
+                stored_window = _stored_window(at_block, window, block.stop - first)
                 if stored_window is None:
                     return None
                 found_start = block.stop - stored_window.n_tokens
@@ -296,20 +278,15 @@ def _is_temporary(block: Block) -> bool:
 
 def _stored_state(stored: Stored, block: Block) -> Checkpoint | None:
     """Return the state at the end of a block; it says that a checkpoint was made there."""
-    return next(
-        (checkpoint for checkpoint in stored.get(block.key, ()) if checkpoint.kind == STATE), None
-    )
+    states = (point for point in stored.get(block.key, ()) if point.kind == STATE)
+    return next(states, None)
 
 
 def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> Checkpoint | None:
     """Return the smallest stored window that covers a block's last `n_tokens`."""
     kind = window_kind(window)
-    fitting = [
-        checkpoint
-        for checkpoint in stored
-        if checkpoint.kind == kind and checkpoint.n_tokens >= n_tokens
-    ]
-    return min(fitting, key=lambda checkpoint: checkpoint.n_tokens, default=None)
+    fitting = (point for point in stored if point.kind == kind and point.n_tokens >= n_tokens)
+    return min(fitting, key=attrgetter("n_tokens"), default=None)
 
 
 def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> list[Checkpoint]:
@@ -332,7 +309,7 @@ def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> l
             branch += following
             following = store.children(branch[-1].key, limit=2)
         stored = store.checkpoints([block.key for block in branch])
-        checkpoints = [checkpoint for at_block in stored.values() for checkpoint in at_block]
+        checkpoints = list(chained.from_iterable(stored.values()))
         is_reply = sum(checkpoint.kind == STATE for checkpoint in checkpoints) == 1
         if branch and not following and is_reply:
             left += checkpoints

@@ -1,8 +1,4 @@
-"""A model that the server has loaded is made ready, in some milliseconds. Generation thread.
-
-Nothing is measured: facts about the architecture ship with the package, the caches follow from
-shapes, and attention follows a fixed policy, after a numeric probe.
-"""
+"""A model that the server has loaded is made ready, in some milliseconds. Generation thread."""
 
 from __future__ import annotations
 
@@ -40,11 +36,9 @@ logger = logging.getLogger(__name__)
 def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
     """Return what is known of the provider's model, and of its draft model if it has one.
 
-    provider: has `model`, `tokenizer` and `model_key`, as mlx-lm's ModelProvider.
-
-    Raises:
-        ModelNotSupported: the model's conversations cannot be kept.
-        OSError: a file of the model cannot be read.
+    provider: has `model`, `tokenizer` and `model_key`, as mlx-lm's ModelProvider. Raises
+    ModelNotSupported if the model's conversations cannot be kept, OSError if a file of the model
+    cannot be read.
     """
     model_path, adapter_path, draft_path = provider.model_key
     name, adapter = str(model_path), Path(adapter_path) if adapter_path else None
@@ -77,11 +71,8 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
         logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
     for group in spec.full:
         if group.precision is None and not options.choice.is_full_precision:
-            logger.warning(
-                "kvpersist: %d of its layers stay in full precision: %s",
-                len(group.slots),
-                group.why,
-            )
+            n_slots, why = len(group.slots), group.why
+            logger.warning("kvpersist: %d of its layers stay in full precision: %s", n_slots, why)
     if facts is None:
         logger.warning(
             "kvpersist: no facts ship about the architecture of %s: each prompt is computed alone, "
@@ -116,10 +107,10 @@ def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
 
 
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
-    """Return what is known of the draft model. It reads the ids of the other's tokenizer.
+    """Return what is known of the draft model, which reads the ids of the other's tokenizer.
 
-    `spec` belongs to the model. Raises ModelNotSupported if tokens cannot be taken back from the
-    caches of either model, as mlx-lm does after each draft.
+    Raises ModelNotSupported if tokens cannot be taken back from the caches of either model, as
+    mlx-lm does after each draft.
     """
     loaded = SimpleNamespace(
         model=provider.draft_model, tokenizer=provider.tokenizer, model_key=(path, None, None)

@@ -1,14 +1,12 @@
 """A prompt's way to restored caches: match it, read the stored blocks, join and check them.
 
-A lookup is made before its request is queued, on a thread of its own. It decodes the prompt,
-matches it with the stored text, splices stored ids into it, and finds out why no more is stored.
-The generation thread does the rest. Its work grows with the number of blocks, and with the tokens
-behind the last stored block, but not with the length of the prompt.
+A lookup is made before its request is queued, on a thread of its own. It matches the prompt with
+the stored text, splices stored ids into it, and finds out why no more is stored. The generation
+thread does the rest. Its work grows with the number of blocks, and with the tokens behind the last
+stored block, but not with the length of the prompt.
 
 If the store raises, the request loses its restore, never its reply: the caller catches it. The
-store verifies the checksum of arrays from a tier below RAM. Their shapes tell whether they fit this
-model. A canary computes the last restored tokens again and compares them, if the caches can step
-back.
+store verifies checksums, the lookup the shapes of arrays, and the canary what they hold.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from .saver import RestorePoint
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 16
-"""Fewer tokens are computed in less time than it takes to make caches of them, on any device."""
+"""Fewer tokens are computed sooner than caches are made of them, on any device."""
 
 MIN_PREFETCH_BYTES = 8 << 20
 """Less than this is read from disk in the time of one or two steps: no request waits for it."""
@@ -58,17 +56,16 @@ _NOT_READ, _FROM_RAM, _FROM_BELOW = range(3)
 """A rank reports one of these numbers of a restore."""
 
 _MAX_MATCHED = 3
-"""How often a prompt is matched again. Blocks can disappear between a match and a restore: a turn
-that is being saved replaces the end of the turn before it, another server evicts, a check fails."""
+"""How often a prompt is matched again, because blocks disappeared between a match and a restore."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredPrefix:
     """A prompt whose first ids are stored. The first `n_tokens` of them are to be restored.
 
-    `prompt` is what the model reads; `packed_ids` are its ids. `diverges`: the prompt continues
-    differently from the stored text, or is not stored at all. `reason` and `detail` then say why
-    no more tokens are stored or used; `divergence` is the place.
+    `prompt` is what the model reads; `packed_ids` are its ids. If the prompt `diverges` from the
+    stored text, or is not stored at all, `reason` and `detail` say why no more tokens are stored or
+    used; `divergence` is the place.
     """
 
     prompt: Prompt
@@ -85,8 +82,7 @@ class StoredPrefix:
 class Reuse:
     """The result of a restore: the prompt to feed, and caches that hold its first tokens.
 
-    `caches` is None if nothing is reused. `chain` are the stored blocks that the caches hold
-    as a whole. `outcome` counts the tokens and says why no more were reused.
+    `caches` is None if nothing is reused. `chain` are the stored blocks that the caches hold whole.
     """
 
     prompt: Prompt
@@ -113,9 +109,8 @@ class Lookup:
 
     `prompt` has replies as the ids that the model produced.
 
-    Several ranks restore together: rank 0 matches the prompt, and decides how many tokens are
-    worth a restore. The other ranks look for that prompt's ids and for at most that number of
-    tokens, `n_worth`. They restore the tokens that all of them have.
+    Several ranks restore together the tokens that all of them have: rank 0 matches the prompt, and
+    the others look for its ids, and for at most `n_worth` tokens, which rank 0 finds worth it.
     """
 
     def __init__(
@@ -131,10 +126,9 @@ class Lookup:
         self.prompt, self.model, self.root = prompt, model, root
         self._store, self._canary, self._n_worth = store, canary, n_worth
         self._others_have_less = False
-        # The prompt is matched by ids unless the text of every id is known.
         tokens = model.text if n_worth is None else None
         self.text = tokens.known_text(prompt.ids) if tokens else None
-        """The text of the prompt, if the text of all ids is known."""
+        """None: the prompt is matched by ids."""
         self._prefetch: Prefetch | None = None
         self._pinned: list[KVBlock] = []
         self._steps: Generator[None, None, Reuse] | None = None
@@ -143,7 +137,7 @@ class Lookup:
         self._spent_s = 0.0
         self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
         self._planned: tuple[tuple[Any, ...], RestorePoint | None] | None = None
-        """The last restore point, with the arguments that it was found for."""
+        """The last restore point, with what it was found for."""
         self._needed: set[bytes] = set()
         """Keys of blocks and checkpoints that were to be restored."""
         self.stored = StoredPrefix(prompt, b"")
@@ -159,20 +153,19 @@ class Lookup:
     def _find(self, prompt: Prompt, known: Sequence[Block] | None = None) -> StoredPrefix:
         """Match a prompt with the stored text, and replace its beginning by the stored ids.
 
-        known: blocks that the prompt begins with. The work is then in proportion to their number
-        and to the tokens behind them, of which only MAX_MATCHED_TOKENS are matched by text.
+        O(prompt); with `known`, blocks that the prompt begins with, O(known) and the tokens behind
+        them, of which only MAX_MATCHED_TOKENS are matched by text.
         """
         self._n_changes = self._store.n_changes
         store, tokens, text = self._store, self.model.text, self.text
-        packed, after = (
-            pack_ids(prompt.ids) if known is None else self.stored.packed_ids,
-            known or (),
-        )
+        packed = pack_ids(prompt.ids) if known is None else self.stored.packed_ids
+        after = known or ()
+        parent = after[-1].key if after else self.root.key
         n_left = len(prompt.ids) - (after[-1].stop if after else 0)
         nearest, match = NO_MATCH, None
         if tokens and text is not None and (known is None or n_left <= MAX_MATCHED_TOKENS):
             start = sum(len(block.text) for block in after)
-            source = store.ram_first(after[-1].key if after else self.root.key, text[start:])
+            source = store.ram_first(parent, text[start:])
             nearest = match = match_prompt(source, self.root.key, text, tokens, packed, after)
             if match.n_tokens and not packed.startswith(match.packed_ids):
                 spliced = splice(prompt.ids, text, match, tokens, self.model.encode)
@@ -183,7 +176,7 @@ class Lookup:
                     match = replace(nearest, n_tokens=spliced.n_stored)
         if match is None:
             start = sum(len(block.packed_ids) for block in after)
-            source = store.ram_first(after[-1].key if after else self.root.key, packed[start:])
+            source = store.ram_first(parent, packed[start:])
             match = match_prompt(source, self.root.key, packed, after=after)
         match = match if match.n_tokens else nearest
         n_most = len(prompt.ids) - 1  # the last token must run, to give logits
@@ -193,22 +186,21 @@ class Lookup:
             n_tokens = min(n_tokens, self._n_worth)
         elif diverges:
             n_tokens, refusal = tokens_to_reuse(match, n_tokens, store, self.model)
-        reason, detail = self.stored.reason, self.stored.detail
+        reason, detail = None, ""
         if diverges:
-            before = (reason, detail) if known is not None and reason is not None else None
+            found = self.stored.reason if known is not None else None
+            before = (found, self.stored.detail) if found is not None else None
             reason, detail = why_not_stored(prompt.ids, text, match, self.root, store, before)
             if refusal and reason is Reason.DIVERGED:
                 reason = refusal
-        else:
-            reason, detail = None, ""
         divergence = divergence_at(text or "", nearest, self.prompt.messages)
         return StoredPrefix(prompt, packed, match, diverges, n_tokens, reason, detail, divergence)
 
     def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
         """Match the prompt again, because blocks came or went; keys in `lost` cannot be used.
 
-        A stored block's parent is stored, too: blocks are evicted from the end of a chain. So one
-        key is looked for, and one more for each block that is gone.
+        A stored block's parent is stored, too. So one key is looked for, and one more for each
+        block that is gone.
         """
         stored = self.stored
         if len(stored.prompt.ids) <= MAX_MATCHED_TOKENS:
@@ -271,7 +263,7 @@ class Lookup:
     def prefetch(self) -> bool:
         """Start to read the blocks that `restore` will need; False if that would not take long.
 
-        `restore` does not depend on it: until then blocks may come or go. O(blocks).
+        O(blocks). `restore` does not depend on it.
         """
         point = self._point()
         if point is None:
@@ -392,12 +384,12 @@ class Lookup:
     ) -> Generator[None, None, _Joined | None]:
         """Load the records of a restore point into caches with room for the rest of the prompt.
 
-        Returns None if one of the ranks cannot read a block, or if the canary finds that the blocks
-        are not this model's; then these go to quarantine. `lost` gets their keys.
+        Yields after each block, and after some buffers that are made. Returns None if one of the
+        ranks cannot read a block, or if the canary finds that the blocks, which then go to
+        quarantine, are not this model's. `lost` gets their keys.
 
-        Yields after each block, and after some buffers that are made. in_steps: whether replies go
-        on between, so that no step may be long; otherwise blocks in RAM are joined all at once,
-        which takes less time in all.
+        in_steps: whether replies go on between, so that no step may be long; otherwise blocks in
+        RAM are joined all at once, which takes less time in all.
         """
         ids, store, together = self.stored.prompt.ids, self._store, self.model.ranks
         read: list[Record] = []
@@ -431,10 +423,7 @@ class Lookup:
     def _joined(
         self, point: RestorePoint, lost: set[bytes], read: list[Record], in_steps: bool
     ) -> Generator[None, None, _Joined | None]:
-        """Do the work of `_load` without the checks of its result.
-
-        `read` gets the records that came from below RAM.
-        """
+        """Do the work of `_load` without the checks; `read` gets the records from below RAM."""
         spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
         n_bytes: Counter[str] = Counter()

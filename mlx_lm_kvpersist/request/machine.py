@@ -50,7 +50,7 @@ def _system_level() -> int:
 def offered_bytes() -> int:
     """Return the memory that this process may have on its device, with what it has already.
 
-    Metal: the recommended working set. CUDA: what is free. Else the machine's available memory,
+    Metal: the recommended working set. CUDA: what is free. Else what the machine has available,
     within the limits of its cgroups.
     """
     info, own = mx.device_info(), mx.get_active_memory() + mx.get_cache_memory()

@@ -1,8 +1,7 @@
 """One account of all memory but a model's weights: used, promised, and given back.
 
 The pool gets the memory that sequences leave, and a share of the total at least. A request begins
-if the caches of its prompt and of all other requests fit at their full length. Bytes follow from
-the shapes of arrays. Generation thread, but for `parts`.
+if the caches of all requests fit at their full length. Generation thread, but for `parts`.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ class Claim:
 
 
 class Memory(BatchMemory):
-    """The account of one loaded model and of the store.
+    """The account of one loaded model and of the store: `total_bytes` for all but the weights.
 
-    `total_bytes` are for all but the weights.
     `refuses`: whether a request is refused where it would have to wait.
     """
 
@@ -146,8 +144,8 @@ class Memory(BatchMemory):
         self._store.resize(idle_bytes)
         if (n_more := len(pool) - self._most_blocks) > 0:
             pool.release(pool.n_bytes * n_more // len(pool) + 1)
-        # MLX frees what it keeps where that and the arrays would be more. Beyond its limit it waits
-        # for the device before each step: what runs alone, and needs more, shall not.
+        # Beyond its limit MLX frees what it keeps, and waits for the device before each step: what
+        # runs alone, and needs more, shall not.
         limit = self.weights_bytes + max(self._whole_bytes, needed + idle_bytes)
         if limit != self._limit_bytes:
             self._limit_bytes = limit
@@ -272,8 +270,7 @@ def weights_bytes(*models: Any) -> int:
 def total_bytes(option: int | None, n_weights: int) -> int:
     """Return the bytes for all but a model's weights: the option, else what the device leaves.
 
-    Other programs get a part of that. A server has LEAST_BYTES at least, because stock would serve
-    the model, too.
+    Other programs get a part of that. LEAST_BYTES at least: stock would serve the model, too.
     """
     if option is not None:
         return option

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -39,12 +39,10 @@ _SUPPOSED_TOKEN_S = 1e-3
 class Speed:
     """How quickly a model's prompts are computed and restored on this device.
 
-    The generation thread learns; any thread may ask.
-
-    Everything is learned while serving, from time of working alone: chunks without the steps of
-    replies between them, reads in their own threads, joins without the pauses between their steps.
-    So the same prompt is restored, or not, whatever else runs. Until a speed is known, restoring
-    counts as quicker: on most devices it is, by one or two orders of magnitude.
+    The generation thread learns; any thread may ask. All is learned from time of working alone:
+    chunks without the steps of replies between them, reads in their own threads, joins without the
+    pauses between their steps. So the same prompt is restored, or not, whatever else runs. Until a
+    speed is known, restoring counts as quicker: on most devices it is, by far.
 
     `pace` learns from the chunks of prompts. `rates` has the bytes per second of each tier, as a
     running average: for RAM those of joining, which every restored byte needs, for the others those
@@ -67,8 +65,7 @@ class Speed:
 
         `stepped` is told of the steps of the replies.
         """
-        memory = self.memory
-        if memory is None:
+        if (memory := self.memory) is None:
             return None
         return PrefillLimits(
             max_stall_s,
@@ -116,7 +113,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model whose conversations are kept.
+    """A model whose conversations are kept, called `name`; `ranks` compute it.
 
     `model` may be a weak proxy: the server drops a model before it loads the next, and two do not
     always fit into memory.
@@ -129,18 +126,15 @@ class LoadedModel:
     text: TokenText | None
     """None when prompts are matched by ids: text is not to be stored, or not understood."""
     name: str = ""
-    """The name for people."""
     is_known: bool = True
     """Whether facts about its architecture ship with the package."""
     speed: Speed = field(default_factory=Speed, compare=False)
     draft: LoadedModel | None = field(default=None, compare=False)
     """The draft model, whose caches are kept below a root of its own."""
     ranks: Ranks = field(default=ALONE, compare=False)
-    """The processes that compute the model."""
 
     @property
     def precision(self) -> str:
-        """The precision in words."""
         return layout_in_words(self.spec.layout)
 
     @cached_property
@@ -152,7 +146,6 @@ class LoadedModel:
 
     @cached_property
     def saver(self) -> Saver:
-        """Saves this model's caches, and finds the records of a restore."""
         if self.spec.any_prefix:
             return Saver(self.spec, self.text)
         return CheckpointSaver(self.spec, self.text, self.speed.pace)
@@ -165,10 +158,7 @@ class LoadedModel:
         cache_type: str,
         store: BlockStore,
     ) -> int:
-        """Store the prefix that `caches` hold; return how many of the `tokens` that are.
-
-        0 if nothing can be stored.
-        """
+        """Store the prefix that `caches` hold; return how many of the `tokens` that are, or 0."""
         n_cached = n_cached_tokens(self.spec, caches)
         n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
         if not self.spec.any_prefix and n_cached not in (None, n_tokens):
@@ -184,6 +174,6 @@ class LoadedModel:
 
     def describe(self) -> dict[str, Any]:
         """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""
-        plans = {name: plan.describe() for name, plan in self.spec.plans.items()}
+        plans = {name: asdict(plan) for name, plan in self.spec.plans.items()}
         model = {"model": self.name, "kept": True, "precision": self.precision}
         return {**model, **self.spec.describe(), "attention": plans}

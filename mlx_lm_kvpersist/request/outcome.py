@@ -70,8 +70,8 @@ class Divergence:
     """Where a prompt diverges from the nearest stored branch.
 
     `char` counts in the whole rendered prompt. `message` is the index of the message it falls
-    into, `role` is that message's, and `message_char` the character in its content; all are None
-    between messages. `stored` and `asked` are the texts that follow on either side.
+    into, `role` that message's, and `message_char` the character in its content; all None between
+    messages. `stored` and `asked` are the texts that follow on either side.
     """
 
     char: int
@@ -136,10 +136,9 @@ class Outcome:
 def divergence_at(
     text: str, nearest: Match, messages: Sequence[dict[str, Any]]
 ) -> Divergence | None:
-    """Find the message that a prompt's first character falls into that is not stored.
+    """Find the message of a prompt's first character that is not stored, by its content.
 
-    Templates insert content unchanged, so each message is looked for in the text. None if the
-    prompt or the stored text ends there.
+    None if the prompt or the stored text ends there.
     """
     n_agreed = nearest.n_agreed
     prompt_next = text[n_agreed : n_agreed + SHOWN_CHARS]
@@ -151,9 +150,10 @@ def divergence_at(
         content = message.get("content")
         if not isinstance(content, str) or not content.strip():
             continue
-        # A template may trim.
-        content = content if text.find(content, position) >= 0 else content.strip()
         start = text.find(content, position)
+        if start < 0:  # a template may trim
+            content = content.strip()
+            start = text.find(content, position)
         if start < 0:
             continue
         if n_agreed < start:
@@ -176,8 +176,8 @@ def why_not_stored(
     """Return why the text after a match is not stored: removed, elsewhere, or never saved.
 
     The second text says more than the reason's own, or is "". The tenant's own blocks are compared
-    first, so that the word in a reply does not depend on other tenants. `before` is an answer for
-    the same prompt: other trees are then not searched again.
+    first, so that the word in a reply does not depend on other tenants. With `before`, an answer
+    for the same prompt, other trees are not searched again.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
     full = [block for block in used if block.n_tokens == BLOCK_TOKENS]

@@ -12,9 +12,9 @@ conversation. There is one exception. A reply may be fed as the model's own ids,
 4. the reply's ids begin and end with the white space that is rendered there, so that none which
    the template writes is lost or doubled.
 
-Everything else stays as rendered: the model reads whatever a client changes, and also if that is a
-space or a line break at the end. So the server, the template and the tokenizer alone make rendering
-and ids differ. The form leaves out these differences:
+Everything else stays as rendered: the model reads whatever a client changes, also a space or a line
+break at the end. The form leaves out the differences that the server, the template and the
+tokenizer make:
 
 - white space at the ends of content, of reasoning and of tool calls: templates trim and write it,
   and the server's detokenizer drops a space at either end of a reply;
@@ -56,7 +56,7 @@ token of white space, such as Gemma's line breaks."""
 class _Reply:
     """The ids of a reply; size and digest of the text of its prompt; what its client was sent.
 
-    has_ended: whether the model ended it itself; else max_tokens, a stop string or its client did.
+    has_ended: whether the model ended it; else max_tokens, a stop string or its client did.
     is_known: whether it is known what was sent.
     """
 
@@ -94,8 +94,8 @@ def remember(
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
     client was `sent` content, reasoning and tool calls; None if that is not known, or not yet. A
-    reply without an end token is also found by its conversation alone, the newest one: its client
-    may have read less of it.
+    reply without an end token is also found by its conversation alone: its client may have read
+    less of it.
     """
     if model.text is None or not reply or not messages:
         return ()
@@ -133,10 +133,7 @@ def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) ->
 
 
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
-    """Return a prompt, the replies of its messages fed as the model's own ids.
-
-    Replies to which the rule does not apply stay as rendered.
-    """
+    """Return a prompt, the replies of its messages fed as the model's own ids, by the rule."""
     tokens = model.text
     among = list(_replies_among(prompt.messages))
     if tokens is None or not among:
@@ -229,10 +226,8 @@ def _n_rendered(
 
 
 def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
-    """Return a reply in the form in which the rendered one and the model's own are compared.
-
-    These are texts, and between them control tokens and what stands around tool calls.
-    """
+    """Return a reply in the form in which the rendered one and the model's own are compared: texts,
+    and between them control tokens and what stands around tool calls."""
     tokens, tokenizer = model.text, model.tokenizer
     assert tokens is not None
     around = (tokenizer.tool_call_start, tokenizer.tool_call_end)
@@ -281,7 +276,7 @@ def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
 def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
     """Yield each assistant message with two keys: hashes over the messages up to it, and before it.
 
-    They do not depend on the form in which a client sends content, nor on reasoning.
+    The form of content and the reasoning do not change them.
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-3")
     for message in messages:

@@ -1,7 +1,7 @@
-"""What is computed is saved: cut into blocks, which are handed to the store. And what is restored.
+"""What is computed is cut into blocks, which are handed to the store. And what is restored.
 
-Runs on the generation thread, so it does as little as it can: hash the ids, copy the new tokens' KV
-out of the live cache, evaluate. Files and index are the writer's work.
+Generation thread: hash the ids, copy the new tokens' KV out of the live cache, evaluate. Files and
+index are the writer's work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Needed:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its arrays."""
         return forms_bytes(self.forms)
 
 
@@ -83,8 +82,8 @@ class Saver:
     ) -> RestorePoint | None:
         """Return what to restore of the first `n_tokens` of a chain, as many as are stored.
 
-        Whatever has its key in `lost` counts as missing. Within a block that is stored quantized,
-        queries see it as computed: what is used of it is computed again.
+        Keys in `lost` count as missing. Within a block that is stored quantized, queries see it as
+        computed: what is used of it is computed again.
         """
         needed, end = [], 0
         for block in path:
@@ -102,7 +101,6 @@ class Saver:
 
     @cached_property
     def _forms(self) -> dict[int, tuple[ArrayForm, ...]]:
-        """The arrays of blocks by their number of tokens."""
         return {}
 
     def save(
@@ -115,9 +113,9 @@ class Saver:
     ) -> None:
         """Save the blocks of a sequence, whose caches hold `tokens`.
 
-        At the end of a reply all new blocks are written, and the session's leaf moves. Before that,
-        full blocks are written. An unfinished block stays in RAM, except after a chunk of a prompt:
-        no other request can begin with it.
+        At the end of a reply all new blocks are written, and the session's leaf moves; before, only
+        full blocks. An unfinished block stays in RAM, except after a chunk of a prompt: no other
+        request can begin with it.
         """
         before = sequence.chain
         if before and not _is_full(before[-1]):
@@ -125,10 +123,10 @@ class Saver:
         new = self._following(before, tokens, sequence)
         full = list(takewhile(_is_full, new))
         unfinished: list[tuple[Block, Arrays]] = []
+        if cache_type == PREFILL and not full:
+            return
         if cache_type == PREFILL:
             new = full
-            if not new:
-                return
         elif new and not _is_full(new[-1]) and new[-1].key not in store:
             if newest := copy_newest(self.spec.full, caches, new[-1].stop):
                 unfinished = [(new[-1], newest)]
@@ -181,8 +179,8 @@ def _replaced_tails(
 ) -> list[tuple[bytes, bytes]]:
     """Return the keys of partial blocks that a block of the chain contains, each with that block's.
 
-    They are the ends of this conversation's earlier turns, so they are siblings of blocks after the
-    `n_reused` tokens. A partial block that is in RAM only is dropped.
+    They are the ends of earlier turns, siblings of blocks after the `n_reused` tokens. A partial
+    block that is in RAM only is dropped.
     """
     replaced = []
     for block in dropwhile(lambda block: block.stop <= n_reused, chain):

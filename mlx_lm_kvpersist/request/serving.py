@@ -78,8 +78,7 @@ class Serving:
     def look_up(self, state: RequestState, prompt: Prompt) -> None:
         """Look up what is stored of a prompt, before it is queued. O(prompt).
 
-        On the generation thread only if that was not done: for a prompt with images, or for a model
-        that was not loaded then.
+        On the generation thread only for a prompt with images, or a model that was not loaded then.
         """
         state.drop_lookup()
         state.lookup, state.rendered, state.messages = None, prompt, prompt.messages
@@ -112,8 +111,8 @@ class Serving:
             except Exception:
                 logger.exception("kvpersist: a turn could not be saved")
                 continue
-            if cache_type == REPLY and n_saved > sequence.n_prompt and chain is sequence:
-                n_prompt = sequence.n_prompt
+            n_prompt = sequence.n_prompt
+            if cache_type == REPLY and n_saved > n_prompt and chain is sequence:
                 state.produced = tokens[:n_prompt], tokens[n_prompt:n_saved]
         self.remember(state)
 
@@ -142,7 +141,7 @@ class Serving:
     ) -> bool:
         """Say whether a kill would lose more of a turn than it may.
 
-        are_ids_lost: whether it would lose the ids of the reply, without which text alone is found.
+        are_ids_lost: also the ids of the reply, without which text alone is found.
         """
         chain, n_prompt, end = sequence.chain, sequence.n_prompt, sequence.chain[-1]
         are_ids_lost = are_ids_lost and not sequence.is_draft
@@ -162,17 +161,13 @@ class Serving:
         if sent is not None:
             state.produced = None
         prompt, reply = produced
-        keys = remember(
-            state.messages, prompt, reply, sent, root, self.store, self.model, state.digest
-        )
+        messages, digest = state.messages, state.digest
+        keys = remember(messages, prompt, reply, sent, root, self.store, self.model, digest)
         state.remembered |= frozenset(keys)
 
 
 class ServedRequest(TakenRequest):
-    """One request for the loaded model, from the lookup to the saved reply.
-
-    `advance` alone decides whether the request may enter.
-    """
+    """One request for the loaded model, from the lookup to the saved reply."""
 
     def __init__(self, serving: Serving, request: ClientRequest, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -181,8 +176,7 @@ class ServedRequest(TakenRequest):
         self._order = next(_ORDER)
         self._has_asked_runs = False
         self._n_shared: dict[RequestState, int] = {}
-        lookup = state.lookup
-        is_other_model = lookup is not None and lookup.model is not serving.model
+        is_other_model = state.lookup is not None and state.lookup.model is not serving.model
         if state.rendered is not prompt or is_other_model:
             serving.look_up(state, prompt)
         if state.lookup is not None:
@@ -193,7 +187,7 @@ class ServedRequest(TakenRequest):
         state, request = self._state, self._request
 
         def is_over() -> bool:
-            return state.is_over or request.client_gone
+            return state.stage is Stage.DONE or request.client_gone
 
         return Claim(self._order, len(self.prompt.ids), is_over, state.lookup)
 
@@ -285,7 +279,6 @@ class ServedRequest(TakenRequest):
         return self._state.root
 
     def _sequence_of(self, root: Root, reuse: Reuse, *, is_draft: bool = False) -> RunningSequence:
-        """Return the tokens of a prompt that enters, in the tree below a root."""
         state = self._state
         return RunningSequence(
             root,
@@ -341,10 +334,7 @@ class ServedRequest(TakenRequest):
         return runs.after(root, run, n)
 
     def resume(self, prompt: Prompt) -> None:
-        """Look up what was saved of a sequence: by its ids, which must stay these.
-
-        O(blocks), and a hash and copies of the ids.
-        """
+        """Look up what was saved of a sequence: by its ids, which must stay these. O(prompt)."""
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
         state.move(Stage.PARKED)  # also a prompt whose chunk failed
@@ -358,8 +348,8 @@ def awaits_another(
 ) -> bool:
     """Tell whether a prompt does better to wait for blocks that another request is computing.
 
-    n_shared: how many of its tokens each other request will store, if the two were compared.
-    O(requests), and a comparison of ids with each request that is new.
+    n_shared: how many of its tokens each request compared so far will store. O(requests), and a
+    comparison of ids with each new request.
     """
     for other in others:
         sequence = other.sequence

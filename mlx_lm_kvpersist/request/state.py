@@ -60,7 +60,6 @@ class RequestState:
     root: Root | None = None
     """The root of the tree that the request's tenant may see, once its model is loaded."""
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
-    """The messages that the prompt was rendered from."""
     rendered: Prompt | None = field(default=None, repr=False)
     """The prompt that was looked up."""
     digest: tuple[int, str] | None = field(default=None, repr=False)
@@ -68,7 +67,7 @@ class RequestState:
     fetched: str = ""
     """A sentence about the fetch from the shared tier, or ""."""
     lookup: Lookup | None = field(default=None, repr=False)
-    """The lookup of a request that has not entered."""
+    """None once the request has entered."""
     sequence: RunningSequence | None = field(default=None, repr=False)
     """Its tokens, once it has entered. Generation thread."""
     sent: dict[str, Any] | None = field(default=None, repr=False)
@@ -104,11 +103,6 @@ class RequestState:
             self.stage = stage
         if stage is Stage.DONE:
             self.drop_lookup()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the reply has ended, or was given up."""
-        return self.stage is Stage.DONE
 
     def drop_lookup(self) -> None:
         """Let go of all that was read for the request. Any thread."""

@@ -1,7 +1,4 @@
-"""The canary: compute the last tokens of restored caches again, and compare.
-
-It runs over each restore from disk.
-"""
+"""The canary: compute the last tokens of restored caches again, and compare."""
 
 from __future__ import annotations
 
@@ -22,11 +19,8 @@ from .cut_join import concatenated
 CANARY_TOKENS = 8
 """Tokens whose median difference is judged together."""
 CANARY_TOLERANCE = 0.25
-"""Most that recomputed KV may differ from stored KV, as a share of its norm.
-
-Arithmetic noise moves a few values to the next of 16 steps: some percent. KV of other tokens, other
-positions or another model differs by about its whole norm.
-"""
+"""Most that recomputed KV may differ from stored KV, as a share of its norm. Arithmetic noise is
+some percent; KV of other tokens, positions or models differs by about its whole norm."""
 
 
 def canary_difference(
@@ -34,13 +28,12 @@ def canary_difference(
 ) -> float:
     """Compute the last tokens of restored caches again; return how far their KV differs.
 
-    The caches hold the tokens `ids`. The result is the largest, over slots, keys, values and runs
-    of `CANARY_TOKENS` tokens, of the median over a run of |new - old| / |old|. Afterwards the
-    caches hold the stored values again, so a reply does not depend on the canary. The result is 0
-    if the caches cannot step back: states never can, windows cannot once they have dropped tokens.
-    At the end of a block of the grid its tokens see each other quantized now, so half the
-    difference is returned. Only tokens after the last image are computed: ids do not say what it
-    looked like.
+    The caches hold the tokens `ids`, and afterwards the stored values again. The result is the
+    largest, over slots, keys, values and runs of `CANARY_TOKENS` tokens, of the median over a run
+    of |new - old| / |old|. It is 0 if the caches cannot step back: states never can, windows cannot
+    once they have dropped tokens. At the end of a block of the grid its tokens see each other
+    quantized now, so half the difference is returned. Only tokens after the last image are
+    computed: ids do not say what it looked like.
 
     One call computes the tokens if they are `least_rows` or more. Otherwise they are computed one
     after another, because MLX may compile kernels for a call of a few rows.
@@ -108,8 +101,7 @@ def _ratios(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> 
 def _medians(ratios: mx.array) -> mx.array:
     """Return the medians of runs of the last tokens, [slots * runs], of ratios [slots, n].
 
-    A run has `CANARY_TOKENS` tokens, or all if they are fewer. So a fault in a few of many tokens
-    shows. The first tokens, too few for a run, are not compared.
+    The first tokens, too few for a run, are not compared.
     """
     n_run = min(CANARY_TOKENS, ratios.shape[1])
     runs = ratios[:, ratios.shape[1] % n_run :].reshape(-1, n_run)

@@ -12,8 +12,7 @@ of a block: "2.0" [L, ...] is the first array of group 2; and the newest tokens 
 those of the unfinished block of the grid, as they were computed.
 
 Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
-whole: the number of operations then depends on the number of layers, and no longer on the number
-of blocks times layers. Generation thread.
+whole, in fewer operations: their number depends on the number of layers only. Generation thread.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ _SPARE_SHARE = 16
 def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
     """Return how many tokens all caches have seen; None if no cache counts them.
 
-    Raises:
-        ValueError: a cache holds something, but the model left it empty when it was probed; or
-            caches disagree in a model with windows or states.
+    Raises ValueError if a cache that the model did not use when it was probed holds something, or
+    if caches disagree in a model with windows or states.
     """
     slots = slots_of(caches)
     used = {number for group in spec.groups for number in group.slots}
@@ -89,8 +87,7 @@ def first_cached(spec: ModelCacheSpec, window: int, caches: Sequence[Any]) -> in
 def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.array]:
     """Return the recurrent groups' states, as evaluated arrays of their own.
 
-    Raises:
-        ValueError: they have other shapes or dtypes than when the model was probed.
+    Raises ValueError if they have other shapes or dtypes than when the model was probed.
     """
     slots = slots_of(caches)
     state: dict[str, mx.array] = {}
@@ -113,8 +110,7 @@ def copy_newest(
 ) -> dict[str, mx.array]:
     """Return the tokens before `n_tokens` in its block of the grid as they were computed.
 
-    They are evaluated arrays of their own. Nothing where no block is begun, or where the caches
-    have forgotten it.
+    The arrays are evaluated, and their own. {} if no block is begun, or the caches forgot it.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -131,15 +127,11 @@ def split(
 ) -> list[dict[str, mx.array]]:
     """Return keys and values of groups per token range [start, stop), evaluated, of their own.
 
-    The ranges are in order; each is a block, or a part of one.
-
-    Raises:
-        ValueError: a range goes beyond what a cache holds.
+    The ranges are in order. Raises ValueError if one goes beyond what a cache holds.
     """
     if not ranges:
         return []
     if prefers_few_copies() and len(ranges) > _STRETCH_BLOCKS:
-        # Stacking makes a second copy for a moment, so the conversation is cut in stretches.
         head, tail = ranges[:_STRETCH_BLOCKS], ranges[_STRETCH_BLOCKS:]
         return [*split(groups, caches, head), *split(groups, caches, tail)]
     slots = slots_of(caches)
@@ -172,8 +164,7 @@ def split(
 def prefers_few_copies() -> bool:
     """Whether two copies in few large pieces are quicker than one copy in many small pieces.
 
-    Blocks times slots are ten thousand small copies for a long conversation. A GPU spends more
-    time on starting them than on copying; a CPU does not.
+    A GPU spends more time on starting ten thousand small copies than on copying; a CPU does not.
     """
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
@@ -215,14 +206,11 @@ class Joiner:
         *,
         whole: bool,
     ) -> None:
-        self._spec = spec
-        self._n_tokens = n_tokens
-        self._whole = whole
+        self._spec, self._n_tokens, self._whole = spec, n_tokens, whole
         self._n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
         self._buffers: dict[int | None, _Buffers] = {}
         n_held: dict[int | None, int] = {None: n_tokens} if spec.full else {}
-        n_held.update(windows.items())
-        for at, n_cached in n_held.items():
+        for at, n_cached in (n_held | dict(windows)).items():
             groups = spec.full if at is None else spec.sliding[at]
             room = headroom if at is None else 0
             forms = list(token_arrays(groups, n_cached + room))
@@ -271,11 +259,7 @@ class Joiner:
         self._at_end, self._n_newest = state, n_newest
 
     def finish(self) -> list[Any]:
-        """Return the prompt cache, evaluated.
-
-        Raises:
-            ValueError: tokens are missing, or there are too many.
-        """
+        """Return the prompt cache, evaluated. Raises ValueError unless all tokens were added."""
         caches = self._spec.make_cache()
         slots = slots_of(caches)
         for buffers in self._buffers.values():
@@ -292,8 +276,7 @@ class Joiner:
                         tuple(buffers.arrays[name][place] for name in names)
                         for names in group.array_names.values()
                     )
-                    cache = slots[slot]
-                    kind_of(cache).refill(cache, keys, values, start, self._n_tokens)
+                    kind_of(slots[slot]).refill(slots[slot], keys, values, start, self._n_tokens)
         for group in self._spec.quantized if self._n_newest else ():
             newest = [self._at_end[f"{group.name}.{side}"] for side in group.shapes]
             for place, slot in enumerate(group.slots):
@@ -315,7 +298,7 @@ class _Buffers:
     """The buffers of some groups' slots, by array name, filled from token 0 on.
 
     `arrays` [1, H, S, ...], one for each slot, have the `forms` of `n_tokens` and `headroom`.
-    `waiting` are the pieces that were added and not yet copied.
+    `waiting` are the pieces that were not copied yet.
     """
 
     groups: Sequence[LayerGroup]
@@ -345,8 +328,8 @@ class _Buffers:
     def join(self) -> None:
         """Make every buffer of all pieces at once, those with the most bytes first.
 
-        Starting a copy costs more than copying. So slots are joined while they are stacked, as many
-        as memory allows, with one copy per piece and array, and are then taken apart.
+        Slots are joined while they are stacked, as many as memory allows, with one copy per piece
+        and array, and are then taken apart: starting a copy costs more than copying.
         """
         pieces, self.waiting = self.waiting, []
         total = forms_bytes(self.forms)

@@ -19,7 +19,6 @@ from .probe import probe_model
 from .spec import ModelCacheSpec
 
 FILE = Path(__file__).with_name("architectures.json")
-
 _MODELS = "mlx_lm.models."
 
 
@@ -30,8 +29,7 @@ class Architecture:
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: their
     prompts may be computed in one call, too. `packed`: a layer that calls attention over its
     packed keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why
-    its conversations cannot be kept, "" if they can. `probe_model`, not this, refuses
-    models for the classes of their caches.
+    its conversations cannot be kept, "" if they can; classes of caches are `probe_model`'s matter.
     """
 
     batches: bool
@@ -42,8 +40,7 @@ class Architecture:
     def applied_to(self, spec: ModelCacheSpec) -> ModelCacheSpec:
         """Return the spec of a model of this architecture, with `batches` and `joins`.
 
-        Raises:
-            ModelNotSupported: the architecture is refused.
+        Raises ModelNotSupported if the architecture is refused.
         """
         if self.refused:
             raise ModelNotSupported(f"its architecture cannot be kept: {self.refused}")
@@ -54,10 +51,8 @@ def architecture_of(model: Any) -> Architecture | None:
     """Return the facts of a model's architecture, or None if nothing is proven about it.
 
     Nothing is proven about a class from outside `mlx_lm.models`, about a module that the file does
-    not name, and about a version of mlx-lm that is not a release in the file.
-
-    Raises:
-        KVPersistError: the package is damaged: the file is missing, or is not what was written.
+    not name, and about a version of mlx-lm that is not a release in the file. Raises KVPersistError
+    if the file is missing, or is not what was written.
     """
     module = str(model.__class__.__module__)  # a proxy answers for its model
     if not module.startswith(_MODELS):
@@ -71,10 +66,7 @@ def architecture_of(model: Any) -> Architecture | None:
 
 @cache
 def known() -> dict[str, dict[str, Architecture]]:
-    """Return the facts by version of mlx-lm, and by module.
-
-    Raises KVPersistError as `architecture_of` does.
-    """
+    """Return the facts by version of mlx-lm, and by module; see `architecture_of`."""
     try:
         content = json.loads(FILE.read_text(encoding="utf-8"))
         newest = _read(content["architectures"])
@@ -94,9 +86,8 @@ def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
     """Return how a model's caches are kept in a precision, and what is computed together.
 
-    If `facts` is None, replies are batched as in stock, and prompts are never computed together.
-
-    Raises ModelNotSupported if the caches cannot be kept.
+    Without `facts` replies are batched as in stock, and prompts are never computed together. Raises
+    ModelNotSupported if the caches cannot be kept.
     """
     spec = probe_model(model, choice)
     return spec if facts is None else facts.applied_to(spec)

@@ -35,10 +35,8 @@ def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
     """Return a hex digest that two models share only if equal ids give equal KV in both.
 
     Large files are sampled (`content_hash`): `docs/store.md` says which changes are not noticed.
-
-    Raises:
-        ModelNotSupported: a folder has no config or no weights, or the config is not JSON.
-        OSError: a file cannot be read.
+    Raises ModelNotSupported if a folder has no config or no weights, or the config is not JSON, and
+    OSError if a file cannot be read.
     """
     weights = sorted(model_path.glob("*.safetensors"))
     if not weights:
@@ -88,13 +86,12 @@ def content_hash(path: Path) -> str:
 
     In a Hugging Face hub cache a file is a link to `blobs/<sha256>`, so its hash is in its name. A
     file up to 16 MiB has the hex xxh3_128 of its content. A larger file has its size, and the hex
-    xxh3_128 of its header and of samples.
-
-    Raises:
-        OSError: the file cannot be read.
+    xxh3_128 of its header and of samples. Raises OSError if the file cannot be read.
     """
-    if sha256 := _hash_in_name(path):
-        return sha256
+    if path.is_symlink():
+        target = path.resolve(strict=True)
+        if target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
+            return target.name
     n_bytes = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         if n_bytes <= _WHOLE_BYTES:
@@ -124,8 +121,8 @@ def _tensor_places(header: bytes) -> list[int]:
     """Return at which byte of the file the sample of each tensor begins.
 
     The place within a tensor differs from tensor to tensor, so the samples of stacked experts are
-    not all of the same expert. mlx-lm does not load every file in a folder: a header that is not
-    safetensors gives no places, or those before the first tensor that cannot be read.
+    not all of the same expert. A header that is not safetensors gives no places, or those before
+    the first tensor that cannot be read: mlx-lm does not load every file in a folder.
     """
     places = list[int]()
     try:
@@ -138,14 +135,6 @@ def _tensor_places(header: bytes) -> list[int]:
     except (ValueError, LookupError, TypeError, AttributeError):
         pass
     return places
-
-
-def _hash_in_name(path: Path) -> str | None:
-    if path.is_symlink():
-        target = path.resolve(strict=True)
-        if target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
-            return target.name
-    return None
 
 
 def _config(path: Path) -> Any:

@@ -49,9 +49,9 @@ class CacheKind:
     A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other holds
     keys and values [1, H, S, ...], also quantized, of the positions from `first` on; `in_order`
     puts an array of them in the order of positions. `window` is how many of its last tokens a
-    sliding cache needs to continue. `filled` sets the counters of a cache that got positions
-    [start, stop) and no others. `refusal` says why a cache is not supported. `can_be_quantized`:
-    whether a SequenceQuantizedKVCache can take its place; else it stays in full precision.
+    sliding cache needs to continue. `filled` returns the attributes, but for `offset`, that count
+    the tokens of a cache that got positions [start, stop) and no others. `refusal` says why a cache
+    is not supported. `can_be_quantized`: whether a SequenceQuantizedKVCache can take its place.
     `most_taken_back` is how many tokens a call of the model may append so that `trim` can remove
     any number of them; it is also called with batches of this class, which are of `batches`.
     """
@@ -60,7 +60,7 @@ class CacheKind:
     first: Callable[[Any], int] = lambda cache: 0
     in_order: Callable[[Any, mx.array], mx.array] = lambda cache, x: x
     window: Callable[[Any], int] | None = None
-    filled: Callable[[Any, int, int], None] = lambda cache, start, stop: None
+    filled: Callable[[int, int], dict[str, int]] = lambda start, stop: {}
     states: Callable[[Any], list[Any]] = lambda cache: []
     refusal: Callable[[Any], str] = lambda cache: ""
     can_be_quantized: bool = False
@@ -96,20 +96,7 @@ class CacheKind:
         """
         cache.keys, cache.values = pk.held_of(keys), pk.held_of(values)
         cache.offset = stop
-        self.filled(cache, start, stop)
-
-
-def _first_of_ring(cache: Any) -> int:
-    # A ring that still grows has room for more tokens than it has seen.
-    return max(0, int(cache.offset) - int(cache.keys.shape[2]))
-
-
-def _ring_filled(cache: Any, start: int, stop: int) -> None:
-    cache._idx = stop - start
-
-
-def _chunk_filled(cache: Any, start: int, stop: int) -> None:
-    cache.start_position = start
+        vars(cache).update(self.filled(start, stop))
 
 
 def _refused_ring(cache: Any) -> str:
@@ -117,19 +104,12 @@ def _refused_ring(cache: Any) -> str:
     return lost if cache.keep else ""
 
 
-def _left_in_block(cache: Any) -> int:
-    # A block is packed when the next block begins.
-    return int(min(pk.GRID - n_tokens % pk.GRID for n_tokens in cache.lengths))
-
-
-def _left_in_ring(cache: Any) -> int:
-    # A full ring drops a token for each new one.
-    return int(cache.max_size - 1 - cache.size())
-
-
 KINDS: dict[type, CacheKind] = {
     SequenceQuantizedKVCache: CacheKind(
-        GroupKind.FULL, most_taken_back=_left_in_block, batches=(BatchQuantizedKVCache,)
+        GroupKind.FULL,
+        # A block is packed when the next block begins.
+        most_taken_back=lambda cache: min(pk.GRID - n % pk.GRID for n in cache.lengths),
+        batches=(BatchQuantizedKVCache,),
     ),
     KVCache: CacheKind(
         GroupKind.FULL,
@@ -139,19 +119,21 @@ KINDS: dict[type, CacheKind] = {
     ),
     RotatingKVCache: CacheKind(
         GroupKind.SLIDING,
-        first=_first_of_ring,
+        # A ring that still grows has room for more tokens than it has seen.
+        first=lambda cache: max(0, int(cache.offset) - int(cache.keys.shape[2])),
         in_order=lambda cache, x: cache._temporal_order(x),
         window=lambda cache: int(cache.max_size),
-        filled=_ring_filled,
+        filled=lambda start, stop: {"_idx": stop - start},
         refusal=_refused_ring,
-        most_taken_back=_left_in_ring,
+        # A full ring drops a token for each new one.
+        most_taken_back=lambda cache: int(cache.max_size - 1 - cache.size()),
         batches=(BatchRotatingKVCache,),
     ),
     ChunkedKVCache: CacheKind(
         GroupKind.SLIDING,
         first=lambda cache: int(cache.start_position),
         window=lambda cache: int(cache.chunk_size),
-        filled=_chunk_filled,
+        filled=lambda start, stop: {"start_position": start},
     ),
     ArraysCache: CacheKind(GroupKind.RECURRENT, states=lambda cache: cache.cache),
 }
@@ -167,9 +149,9 @@ REFUSED = {
 def most_taken_back(caches: Sequence[Any]) -> int:
     """Return how many tokens a call of the model may append so that `trim` can remove any of them.
 
-    The caches are of a sequence or of a batch, before that call. mlx-lm's `is_trimmable` does not
-    answer this: a window is trimmable right before the call that fills it, and not after. The
-    answer is `pk.GRID` at most, and 0 for states, full windows and all other classes.
+    The caches are of a sequence or of a batch, before that call: a window is trimmable right before
+    the call that fills it, and not after. At most `pk.GRID`; 0 for states, full windows and unknown
+    classes.
     """
     return max(0, min(map(_most_taken_back, slots_of(caches)), default=0))
 

@@ -1,8 +1,7 @@
 """Prompts in pieces that end on the grid, where a cache gives attention arrays.
 
 All queries of a call then see the same arrays, and a query is to see its own block of the grid as
-it was computed, older ones quantized. So no call may go beyond a block, whoever makes it: the
-server's own batch, stock if it serves one request at a time, a command.
+it was computed, older ones quantized. So no call may go beyond a block, whoever makes it.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ def end_on_grid(model: Any) -> None:
     @wraps(own.__call__)  # mlx-lm looks at its parameters
     def call(self: Any, inputs: mx.array, cache: Any = None, **embedded: Any) -> Any:
         n_rows, n_tokens = inputs.shape[:2]
-        of_arrays = (
-            _of_arrays(cache) if n_tokens > 1 and n_rows == 1 and cache is not None else None
-        )
+        is_cut = n_tokens > 1 and n_rows == 1 and cache is not None
+        of_arrays = _of_arrays(cache) if is_cut else None
         if of_arrays is None:
             return own.__call__(self, inputs, cache=cache, **embedded)
         logits = []

@@ -26,9 +26,9 @@ class Quantization:
     """How keys, or values, are quantized: MLX affine, `bits` per number.
 
     `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
-    before, because a channel far larger than the others would leave these few of the steps. So
-    that groups are whole, a head of 80 numbers becomes one of 96: `padding` is 16. Raises
-    ValueError where MLX has no kernel for these bits or this group size.
+    before, because a channel far larger than the others would leave these few of the steps. A head
+    of 80 numbers becomes one of 96, so that groups are whole: `padding` is 16. Raises ValueError
+    where MLX has no kernel for these bits or this group size.
     """
 
     bits: int = 4
@@ -51,19 +51,17 @@ class Quantization:
     def fitted(self, dim: int) -> Quantization:
         """Return this with the padding that heads of `dim` numbers need.
 
-        Groups across the heads of a token would need none: 80 numbers in 6 bits would be 520 bits
-        with their scales, and are 672. But what is stored is what is computed on, and kernels over
-        packed keys take each head by itself.
+        Groups across the heads of a token would need none. But what is stored is what is computed
+        on, and kernels over packed keys take each head alone.
         """
         return replace(self, padding=-dim % self.group_size)
 
 
 @dataclass(frozen=True)
 class KVPrecision:
-    """How the keys and the values of a layer are quantized: in groups of one size, rotated or not.
+    """How the keys and the values of a layer are quantized; a layer in full precision has none.
 
-    A layer that is not quantized has no KVPrecision. Raises ValueError where keys and values differ
-    in more than bits and padding.
+    Raises ValueError where keys and values differ in more than bits and padding.
     """
 
     keys: Quantization = Quantization()
@@ -97,14 +95,13 @@ class KVPrecision:
         """Those of keys and of values."""
         return self.keys, self.values
 
-    @cached_property
+    @property
     def group_size(self) -> int:
         return self.keys.group_size
 
     def __str__(self) -> str:
-        bits = str(self.keys)
-        if self.values != self.keys:
-            bits = f"k{self.keys}v{self.values}"
+        is_same = self.keys == self.values
+        bits = str(self.keys) if is_same else f"k{self.keys}v{self.values}"
         return f"{bits}b{self.group_size}"
 
 
@@ -139,7 +136,6 @@ class PrecisionChoice:
 
     @property
     def is_full_precision(self) -> bool:
-        """Whether full precision is requested."""
         return self.key_bits == self.value_bits == FULL_BITS
 
     def candidates(self) -> list[KVPrecision]:

@@ -1,8 +1,8 @@
 """Trace a model for a few tokens to learn its caches' geometry, and which can be quantized.
 
-Nothing is decided by a model's name, and nothing is evaluated: shapes need no weights and no time.
-The caches that the model makes are filled first, to learn their geometry. Then ours take their
-place, and a forward pass shows whether the model's code accepts them.
+Nothing is decided by a model's name, and nothing is evaluated. The caches that the model makes are
+filled first, to learn their geometry. Then ours take their place, and a forward pass shows whether
+the model's code accepts them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ def probe_model(model: Any, choice: PrecisionChoice | None = None) -> ModelCache
     """Return a model's spec for the requested precision, from shapes; nothing is evaluated.
 
     Full groups get the precision whose group size needs the least padding, if it saves memory and
-    the model's code accepts it; all other groups stay in full precision. Shapes say nothing about
-    batches: `batches` and `joins` have their defaults (`architectures.py` has the facts).
+    the model's code accepts it; all other groups stay in full precision. `batches` and `joins` have
+    their defaults (`architectures.py` has the facts).
 
-    Raises:
-        ModelNotSupported: a layer's cache is of a class that is not supported, or has another form
-            than its class should have; or the model fails on a few tokens.
-        ValueError: MLX cannot quantize to these bits, or in groups of this size.
+    Raises ModelNotSupported if a layer's cache is of a class that is not supported, or has another
+    form than its class should have, or the model fails on a few tokens; ValueError if MLX cannot
+    quantize to these bits, or in groups of this size.
     """
     choice = choice or PrecisionChoice()
     choice.candidates()  # its ValueError is about the choice, not about the model
@@ -103,7 +102,7 @@ def _check_classes(caches: Sequence[Any], place: str = "layer") -> None:
 
 
 def _forward(model: Any, caches: list[Any]) -> None:
-    """Feed a prompt and then one token, as prefill and decode do; the results stay lazy."""
+    """Feed a prompt and then one token; the results stay lazy."""
     for ids in (_PROBE_IDS[:-1], _PROBE_IDS[-1:]):
         model(mx.array([ids], mx.int32), cache=caches)
 

@@ -116,10 +116,9 @@ class ModelCacheSpec:
     """The layer groups of a model, and how its live caches are made.
 
     `template` is an empty prompt cache of the live classes. `batches`: whether the replies of
-    sequences of unequal length can be decoded together with correct results; else the model mixes
-    rows up, fails, or its caches cannot be merged. `joins`: whether prompts can be computed
-    together, too. `plans` has, by the name of a quantized group, its attention plan; layers
-    without a plan dequantize.
+    sequences of unequal length can be decoded together with correct results. `joins`: whether
+    prompts can be computed together, too. `plans` has, by the name of a quantized group, its
+    attention plan; layers without a plan dequantize.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -152,7 +151,7 @@ class ModelCacheSpec:
     def is_unfinished(self, n_tokens: int) -> bool:
         """Whether a block of so many tokens is stored as it was computed.
 
-        Not where there are windows or states: their blocks end at checkpoints and stay so.
+        Not in models with windows or states: their blocks end at checkpoints and stay so.
         """
         return self.any_prefix and n_tokens < GRID
 
@@ -172,7 +171,6 @@ class ModelCacheSpec:
 
     @cached_property
     def recurrent(self) -> tuple[LayerGroup, ...]:
-        """Groups whose state is copied at checkpoints."""
         return tuple(group for group in self.groups if group.kind is GroupKind.RECURRENT)
 
     @cached_property
@@ -186,8 +184,8 @@ class ModelCacheSpec:
 
         It lists the precisions of layers in order. If layers differ, for example in the size of
         their heads, it counts them: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256" says that queries see
-        their own block of the grid in full precision, that an unfinished block is stored in full
-        precision, and that scales and biases have 16 bits.
+        their own block of the grid, and an unfinished block is stored, in full precision, and that
+        scales and biases have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]
@@ -242,10 +240,7 @@ class ModelCacheSpec:
 
 
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
-    """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...], in stored order.
-
-    No tokens have none.
-    """
+    """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...]; none of 0 tokens."""
     for group in groups if n_tokens else ():
         sides = group.precision.sides if group.precision else (None, None)
         for (side, shape), quantization in zip(group.shapes.items(), sides, strict=False):

@@ -3,7 +3,7 @@
 `dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
 dequantizes: it reads a quarter of the bytes, but in two steps that write the scores between them.
 `tiled` dequantizes a few heads at a time, at least one, so that what is dequantized together stays
-below a limit. One head of 128 numbers in 16 bits reaches 256 MiB at 524,288 tokens.
+below a limit.
 
 Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...]. Hq is a multiple of Hkv; query
 head h reads key head h // (Hq // Hkv). The result [B, Hq, N, Dv] has the dtype of the queries. A
@@ -51,10 +51,6 @@ class _Span(NamedTuple):
     first: int
     last: int
 
-    @property
-    def queries(self) -> slice:
-        return slice(self.start, self.stop)
-
 
 class PackedKV(tuple[mx.array, mx.array, mx.array]):
     """Packed keys, or values, of one layer on their way from the cache to attention.
@@ -88,7 +84,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         newest: mx.array | None = None,
         n_own: int = 0,
     ) -> PackedKV:
-        """Return the first `n_tokens` of `buffers`, which are keys or values quantized so."""
+        """Return the first `n_tokens` of `buffers`."""
         packed = cls(buffers)
         packed.quantization, packed.n_tokens = quantization, n_tokens
         packed.strategy, packed.tile_bytes = strategy, tile_bytes
@@ -142,10 +138,10 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     def joined(self, packed: mx.array, own: mx.array, spans: Sequence[_Span]) -> mx.array:
         """Return what the queries of a span see of their own block.
 
-        With a single span, `packed` and `own` have zeros where a row's tokens are in the other. The
-        first token that a single row has as computed is the first of `own`, so nothing of `packed`
-        is read: a read before a write makes MLX copy the whole buffer. With several spans, the
-        block may be packed already, for the queries of later spans.
+        With a single span, `packed` and `own` have zeros where a row's tokens are in the other. A
+        single row has only computed tokens from the first of `own` on, so `packed` is not read: a
+        read before a write makes MLX copy the whole buffer. With several spans, the block may be
+        packed already, for the queries of later spans.
         """
         return own if len(spans) > 1 or self[0].shape[0] == 1 else packed + own
 
@@ -160,8 +156,8 @@ def dequantized_attention(
 ) -> mx.array:
     """Dequantize and run the fused kernel, as mlx-lm does with full precision.
 
-    With `tile_bytes`, at most this number of bytes are dequantized together. Heads are independent,
-    so a tile is some heads, or some rows. It has one head of one row at least.
+    A tile is some heads, or some rows, of at most `tile_bytes` dequantized together. It has one
+    head of one row at least.
     """
     n_rows, n_heads = queries.shape[:2]
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
@@ -177,7 +173,9 @@ def dequantized_attention(
         heads_out: list[mx.array] = []
         for heads in _slices(0, n_kv_heads, max(1, n_at_once)):
             query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
-            tile_mask = _part_of(mask, rows, query_heads)
+            tile_mask = mask
+            if isinstance(mask, mx.array):
+                tile_mask = _cut(_cut(_with_axes(mask), 0, rows), 1, query_heads)
             block = queries[rows, query_heads]
             last = _fused(block, keys, values, (rows, heads), scale, tile_mask, last)
             heads_out.append(last)
@@ -221,14 +219,15 @@ def _fused(
             done_tokens = slice(done.first - first, done.last - first)
             for array, older in zip(keys_and_values, rounded, strict=True):
                 array[:, :, done.first : done.last] = older[:, :, done_tokens]
+        own_queries = slice(span.start, span.stop)
         span_mask, n_seen = mask, last + n_more if is_padded else span.last
         if is_padded:
             span_mask = _causal(span, n_seen, queries.dtype)
         elif len(spans) > 1 and isinstance(mask, mx.array):
-            span_mask = _cut(_cut(_with_axes(mask), 2, span.queries), 3, slice(span.last))
+            span_mask = _cut(_cut(_with_axes(mask), 2, own_queries), 3, slice(span.last))
         out.append(
             mx.fast.scaled_dot_product_attention(
-                queries[:, :, span.queries],
+                queries[:, :, own_queries],
                 *(array[:, :, :n_seen] for array in keys_and_values),
                 scale=scale,
                 mask=span_mask,
@@ -265,8 +264,8 @@ def packed_attention(
 ) -> mx.array:
     """Attend without dequantizing; the result of a query that sees no key is finite.
 
-    The query heads of one key head are rows of one product, so nothing is broadcast. Queries are
-    cut into blocks whose scores take at most `max_score_bytes`.
+    The query heads of one key head are rows of one product. Queries are cut into blocks whose
+    scores take at most `max_score_bytes`.
     """
     n_rows, n_heads, n_queries = queries.shape[:3]
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
@@ -353,15 +352,7 @@ def _cut(x: mx.array, axis: int, kept_slice: slice) -> mx.array:
     return x[place]
 
 
-def _part_of(mask: Mask, rows: slice, heads: slice) -> Mask:
-    """Return the mask of some rows and query heads."""
-    if not isinstance(mask, mx.array):
-        return mask
-    return _cut(_cut(_with_axes(mask), 0, rows), 1, heads)
-
-
 def _with_axes(mask: mx.array) -> mx.array:
-    """Return a mask with all four axes."""
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 

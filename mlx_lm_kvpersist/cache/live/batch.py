@@ -1,10 +1,9 @@
 """The KV caches of several sequences that run as one batch.
 
 The layout is that of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
-the left. Unlike there, the padding is also known to Python. So no step waits for the device to
-learn it, and an unpadded batch needs no array mask (a chunk of prefill against a boolean mask
-takes several times as long as against "causal"). Each prompt has caches of its own until it is
-computed, so no row is ever padded on the right.
+the left. Python knows the padding, too. So no step waits for the device to learn it, and an
+unpadded batch needs no array mask, against which prefill takes several times as long as against
+"causal". Each prompt has caches of its own until it is computed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from mlx_lm.models.cache import KVCache, _BaseCache
 from . import packed as pk
 
 Batch = TypeVar("Batch", bound="PaddedBatch")
-KeysAndValues = tuple[Any, ...]
-"""Arrays, or `Packed`, of some rows [B, H, n, ...]."""
 
 
 class Buffers(_BaseCache, ABC):  # type: ignore[misc]
@@ -36,7 +33,7 @@ class Buffers(_BaseCache, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def size(self) -> int:
-        """Return how many tokens from the beginning of the buffers count as cached."""
+        """Return how many tokens from the beginning of the buffers are cached."""
 
     @property
     @abstractmethod
@@ -45,7 +42,7 @@ class Buffers(_BaseCache, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def _end_at(self, n_tokens: int) -> None:
-        """Count `n_tokens` from the beginning of the buffers as cached."""
+        """Set `size`."""
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
@@ -139,7 +136,7 @@ class PaddedBatch(Buffers):
     def extend(self, *batches: Any) -> None:
         """Add the rows of others, batches of this class, behind our own, in one copy.
 
-        Any may be empty. What joins an empty batch by itself is not copied.
+        Any may be empty. What joins an empty batch alone is not copied.
         """
         sides = [side for side in (self, *batches) if side._padding]
         if len(sides) < 2:
@@ -169,11 +166,11 @@ class PaddedBatch(Buffers):
             self.keys = pk.each(joined, *(keys for _, keys, _ in views))
             self.values = pk.each(joined, *(values for *_, values in views))
 
-    def _row(self, idx: int) -> KeysAndValues | None:
-        """Return lazy views of one row without its padding, or None where it is empty.
+    def _row(self, idx: int) -> tuple[Any, ...] | None:
+        """Return lazy views of one row's keys and values, without padding; None where it is empty.
 
-        A single row without padding keeps the room behind it. Drop the views soon: a live view
-        makes the next update copy everything.
+        A single row without padding keeps the room behind it. A live view makes the next update
+        copy everything.
         """
         padding = self._padding[idx]
         if self.keys is None or padding >= self._idx:
@@ -198,11 +195,9 @@ class PaddedBatch(Buffers):
             self.keys, self.values = pk.share(cache.keys), pk.share(cache.values)
 
     def _capacity(self, n_tokens: int) -> int:
-        """Return how long to make buffers that hold so many tokens."""
         return n_tokens + pk.headroom(1)
 
     def _place(self, padding: list[int], idx: int) -> None:
-        """Set where each row begins and where all end."""
         self._padding = padding
         self.left_padding = mx.array(padding, mx.int32)
         self._end_at(idx)
@@ -228,10 +223,9 @@ class FullPrecisionBatchKVCache(PaddedBatch):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all, padding in front."""
-        start = self._idx
-        self.keys = pk.append(self.keys, start, keys)
-        self.values = pk.append(self.values, start, values)
-        self._end_at(start + keys.shape[2])
+        self.keys = pk.append(self.keys, self._idx, keys)
+        self.values = pk.append(self.values, self._idx, values)
+        self._end_at(self._idx + keys.shape[2])
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

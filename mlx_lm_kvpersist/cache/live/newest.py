@@ -2,7 +2,7 @@
 
 A query sees the keys and values of its own block of `pk.GRID` positions as they were computed, and
 those of all older blocks quantized. Position alone decides, so it does not matter how a prompt is
-cut. Those of a row's own block are kept here; they are packed when the next token begins another.
+cut. They are packed when the next token begins another block.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Newest(PaddedBatch):
     def only(self, n_tokens: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Return so many of the last tokens of each row, behind zeros, [B, H, most of these, D]."""
         width = max(n_tokens)
-        keys_and_values = self.last(width)
+        newest = self.last(width)
         if min(n_tokens) == width:
-            return keys_and_values
+            return newest
         padding = mx.array([width - n for n in n_tokens])
         is_kept = (mx.arange(width) >= padding[:, None])[:, None, :, None]
-        keys, values = (mx.where(is_kept, x, mx.zeros((), x.dtype)) for x in keys_and_values)
+        keys, values = (mx.where(is_kept, x, mx.zeros((), x.dtype)) for x in newest)
         return keys, values
 
     def trim(self, n: int) -> int:

@@ -39,8 +39,8 @@ def headroom(n_new: int) -> int:
     """Return how many tokens to allocate beyond `n_new` that did not fit.
 
     Decoding, and the last 768 tokens of a prompt, then find room for many steps. Each chunk of a
-    long prompt makes new buffers, as in mlx-lm's KVCache: room for the next chunk would stay empty
-    behind the last one, in every sequence of a batch.
+    long prompt makes new buffers: room for a further chunk would stay empty in every sequence of a
+    batch.
     """
     return min(max(n_new + 256, 512), 1024)
 
@@ -71,8 +71,8 @@ def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
 def prepared(x: mx.array, quantization: Quantization) -> mx.array:
     """Return `x` [..., D] as it is packed, [..., W]: rotated, and padded.
 
-    A rotation into more dimensions pads as well, and leaves smaller numbers, with smaller errors,
-    than zeros behind rotated ones. Products of two arrays stay as they were.
+    A rotation into more dimensions leaves smaller numbers, with smaller errors, than zeros behind
+    rotated ones. Products of two arrays stay as they were.
     """
     dim, padding = x.shape[-1], quantization.padding
     if quantization.rotated:
@@ -92,8 +92,7 @@ def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """Return the dtype of the scales and biases of numbers of `dtype`: 16 bits.
 
     bfloat16 has the range of float32, so nothing overflows. SmolLM2 in float32, keys 6 bits, values
-    4, has the same divergence with it (0.00068 nats), and a copy with keys 24 to 32 times as large
-    0.0066 with both.
+    4, has the same divergence with both (0.00068 nats).
     """
     return mx.bfloat16 if dtype == mx.float32 else dtype
 
@@ -106,9 +105,8 @@ def with_scales(packed: tuple[mx.array, ...], dtype: mx.Dtype) -> Packed:
 
 def quantize(x: mx.array, quantization: Quantization) -> Packed:
     """Pack `x` [B, H, T, D]."""
-    packed = mx.quantize(
-        prepared(x, quantization), group_size=quantization.group_size, bits=quantization.bits
-    )
+    group_size, bits = quantization.group_size, quantization.bits
+    packed = mx.quantize(prepared(x, quantization), group_size=group_size, bits=bits)
     return with_scales(packed, scale_dtype(x.dtype))
 
 
@@ -154,7 +152,7 @@ def zeros(x: mx.array, quantization: Quantization) -> Packed:
 
 
 def view(stored: Held, start: int, stop: int) -> Held:
-    """Return tokens [start, stop) as lazy views; a later write to `held` does not change them."""
+    """Return tokens [start, stop) as lazy views; a later write does not change them."""
     return each(
         lambda x: copy.copy(x) if (start, stop) == (0, x.shape[2]) else x[:, :, start:stop], stored
     )
@@ -166,11 +164,11 @@ def share(stored: Held) -> Held:
 
 
 def append(stored: Held | None, start: int, new: Held, room: int | None = None) -> Held:
-    """Write `new` behind the first `start` tokens of `held` and return the result.
+    """Write `new` behind the first `start` tokens of `stored` and return the result.
 
     Buffers are written in place while they have room and nothing else refers to them; otherwise
-    they are copied into buffers with room for `room` more tokens, `headroom` where it is None.
-    Tokens from `start` on are lost.
+    they are copied, with room for `room` more tokens, or `headroom`. Tokens from `start` on are
+    lost.
     """
 
     def grown(arrays: list[mx.array]) -> mx.array:

@@ -9,7 +9,7 @@ row only if the row's strategy was found right for the layers on this device
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -99,8 +99,8 @@ def backend() -> Backend:
 def least_rows() -> int:
     """Return the least number of rows, above 1, that a call of our own may give a model.
 
-    Stock needs the kernels of one row, for decoding, and those of long prompts. So a call of one
-    row, or of this number and more, never waits for a kernel that stock would not compile.
+    Stock needs the kernels of one row and of long prompts. So a call of one row, or of this number
+    and more, never waits for a kernel that stock would not compile.
     """
     return _CUDA_ROWS if backend() == "cuda" else 1
 
@@ -141,10 +141,6 @@ class AttentionPlan:
         limit = self.max_dequantized_bytes if self.can_take_packed else None
         is_tiled = limit is not None and n_rows * n_keys * token_bytes > limit
         return "tiled" if is_tiled else "dequantize"
-
-    def describe(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        return asdict(self)
 
     def __str__(self) -> str:
         sizes = _PHASES.items()

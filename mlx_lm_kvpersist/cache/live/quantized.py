@@ -146,7 +146,6 @@ class PackedCache(Buffers):
             buffer[:, :, at] = mx.where(is_packed, buffer[:, :, at], mx.zeros((), buffer.dtype))
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
         n_packed, stop = self.n_packed, self.size()
         n = super().trim(n)
         self.newest.trim(n)
@@ -156,19 +155,17 @@ class PackedCache(Buffers):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, padding and spare room included; 0 when empty."""
         return super().nbytes + self.newest.nbytes
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays to evaluate, and the number of tokens."""
         return *super().state, self.newest.keys, self.newest.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values dequantized, padding included; models read them here too.
 
-        Raises ValueError where the cache is empty, or its fetches are packed: a model that reads
-        both would see other keys here than there.
+        Raises ValueError where the cache is empty, or its fetches are packed: a model would see
+        other keys here than there.
         """
         if self.empty() or hasattr(self, "bits"):
             raise ValueError("the cache is empty, or its fetches are packed")
@@ -209,7 +206,7 @@ class SequenceQuantizedKVCache(PackedCache):
     ) -> mx.array | str | None:
         """Return the mask for the next N tokens: None, "causal" or a boolean array [N, S].
 
-        An array only where it is asked for, or where the window cuts something off.
+        The array only where it is asked for, or where the window cuts something off.
         """
         if window_size is not None and self.offset + N <= window_size:
             window_size = None
@@ -262,7 +259,6 @@ class SequenceQuantizedKVCache(PackedCache):
         self._clear(self.offset)
 
     def size(self) -> int:
-        """Return the number of cached tokens."""
         return self.offset
 
     def as_computed(self) -> ChunkedKVCache:
@@ -277,7 +273,6 @@ class SequenceQuantizedKVCache(PackedCache):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
-        """Return one batch cache for the caches of several sequences."""
         return BatchQuantizedKVCache.merge(caches)
 
 
@@ -306,10 +301,7 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         self.newest.filter(batch_indices)
 
     def extend(self, *batches: Any) -> None:
-        """Add the rows of others behind our own, in one copy. Any batch may be empty.
-
-        Raises TypeError for another class, and ValueError for another precision.
-        """
+        """As above. Raises TypeError for another class, and ValueError for another precision."""
         for batch in batches:
             if not isinstance(batch, BatchQuantizedKVCache):
                 raise TypeError(f"cannot extend a quantized batch by a {type(batch).__name__}")
@@ -321,8 +313,8 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
 
     def extract(self, idx: int) -> SequenceQuantizedKVCache:
         """Return row `idx` as a cache of its own (see `_row`)."""
-        row, cache = self._row(idx), SequenceQuantizedKVCache(self.precision, self.plan)
-        if row is not None:
+        cache = SequenceQuantizedKVCache(self.precision, self.plan)
+        if (row := self._row(idx)) is not None:
             cache.keys, cache.values = row
             cache.offset = self._idx - self._padding[idx]
             cache.newest = self.newest.extract(idx)

@@ -1,8 +1,8 @@
 """One layer's caches of several prompts, while a chunk of each is computed in one call.
 
-The prompts stay apart: each has a cache of its own, a batch of one row. What comes in is padded on
-the right, to the longest chunk, and what was padded is never cached. So prompts of any lengths, at
-any places, are computed together without a batch being made of them, or taken apart again.
+Each prompt has a cache of its own, a batch of one row. What comes in is padded on the right, to the
+longest chunk, and padding is never cached. So prompts of any lengths, at any places, are computed
+together without a batch being made of them, or taken apart again.
 """
 
 from __future__ import annotations
@@ -63,13 +63,11 @@ class PackedRows(_Rows):
     @property
     def bits(self) -> int:
         """Bits of the keys: mlx-lm then calls attention over packed keys."""
-        bits: int = self._caches[0].bits
-        return bits
+        return int(self._caches[0].bits)
 
     @property
     def group_size(self) -> int:
-        size: int = self._caches[0].group_size
-        return size
+        return int(self._caches[0].group_size)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None

@@ -1,9 +1,9 @@
 """Plan the attention of a model's layers by the policy, and probe it against plain arithmetic.
 
 MLX chooses among kernels by the number of queries and keys, and some versions have kernels that are
-wrong on some devices: docs/upstream.md has an example. So the strategies of a plan are compared
-with plain arithmetic at each load, for the model's own heads and dtype, on both sides of the
-numbers at which MLX takes another kernel. The probe takes milliseconds: nothing is persisted.
+wrong on some devices (docs/upstream.md). So each load takes some milliseconds to compare the
+strategies of a plan with plain arithmetic, for the model's own heads and dtype, on both sides of
+the numbers at which MLX takes another kernel.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def plan_attention(
 ) -> ModelCacheSpec:
     """Plan every quantized group: by the policy, or always `choice`, as far as that is right here.
 
-    `packed` says whether the architecture's attention accepts packed keys. Tracing the model shows
-    the shapes. A group whose layers do not attend to packed keys, or attend in several shapes,
-    dequantizes. Groups that are alike are probed once. If packed attention is wrong for any group,
-    or in another process of the model, all groups dequantize: each process calls `least` with how
-    many strategies are right there, and `least` returns the least of these numbers.
+    `packed` says whether the architecture's attention accepts packed keys. A group whose layers do
+    not attend to packed keys, or attend in several shapes, dequantizes. Groups that are alike are
+    probed once. If packed attention is wrong for any group, or in another process of the model, all
+    groups dequantize: each process calls `least` with how many strategies are right there, and
+    `least` returns the least of these numbers.
 
     Raises ModelNotSupported if dequantizing is wrong, which no other strategy could replace.
     """
@@ -105,7 +105,9 @@ def plan_attention(
         plans[group.name] = plan
     n_right = least(0 if "dequantize" in wrong else 1 if "packed" in wrong else 2)
     keys = " and ".join(dict.fromkeys(str(group.precision) for group in spec.quantized))
-    device = _device()
+    info = mx.device_info()
+    device = info.get("device_name") or info.get("architecture")
+    device = f"{device} {mx.default_device()} mlx {version('mlx')}"
     if n_right == 0:
         raise ModelNotSupported(f"dequantizing attention over {keys} keys is wrong on {device}")
     if n_right == 1:
@@ -122,13 +124,6 @@ def plan_attention(
         for slot in group.slots:
             slots[slot].plan = plans[group.name]
     return replace(spec, template=replaced(spec.template, slots), plans=plans)
-
-
-def _device() -> str:
-    """Return a name for this device and version of MLX: results apply to this pair only."""
-    info = mx.device_info()
-    name = info.get("device_name") or info.get("architecture")
-    return f"{name} {mx.default_device()} mlx {version('mlx')}"
 
 
 def _wrong_strategies(
@@ -154,8 +149,7 @@ def _wrong_strategies(
 def _cases(plan: AttentionPlan) -> _Cases:
     """Return the cases of this backend that a plan needs.
 
-    The CPU has one kernel for all sizes. On CUDA, only packed products have kernels that depend on
-    the size.
+    The CPU has one kernel for all sizes. On CUDA only packed kernels depend on the size.
     """
     on = backend()
     if on == "metal":
@@ -214,7 +208,7 @@ class _Layer:
     def _attend(self, strategy: Strategy, queries: mx.array) -> mx.array:
         """Attend by a strategy; return the result in float32.
 
-        The same call over NaN goes first: it leaves NaN in the memory that the second one gets, so
+        The same call over NaN goes first: it leaves NaN in the memory that the second call gets, so
         a kernel that reads what nobody wrote cannot be right by chance.
         """
         n_queries = queries.shape[2]

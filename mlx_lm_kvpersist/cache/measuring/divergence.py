@@ -1,7 +1,7 @@
 """How far a model's predictions of a text move when its cache is quantized, token by token.
 
-The Kullback-Leibler divergence from the model's own precision is taken for every next token, so a
-few hundred tokens say as much as a perplexity over thousands. In nats.
+The Kullback-Leibler divergence from the model's own precision is taken for every next token. With
+it a few hundred tokens say as much as a perplexity over thousands. In nats.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Predictions:
     """What was predicted after each token of a text; one number, in nats, or flag for each.
 
     `nll` is the negative log-likelihood of the token that follows, `above` by how much the model's
-    own precision has less, `divergence` that of the prediction from the model's own, and `same`
-    says whether both have the same likeliest token.
+    own precision has less, `divergence` that from the model's own prediction, and `same` whether
+    both have the same likeliest token.
     """
 
     nll: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Predictions:
     same: list[bool] = field(default_factory=list)
 
     def add(self, more: Predictions, start: int = 0) -> None:
-        """Append the predictions of `other` from the one at `start` on."""
+        """Append the predictions of `more` from the one at `start` on."""
         for name, values in vars(self).items():
             values += getattr(more, name)[start:]
 
@@ -86,9 +86,8 @@ def compared(
 ) -> dict[str, Predictions]:
     """Return what the model predicts after each of `ids` but the last, over each of `caches`.
 
-    ids: the next of a text, up to `AT_ONCE` and the one that follows; all but that one are of one
-    block of the grid. All caches hold what was before them; `own_caches` are in the model's own
-    precision. Evaluates MLX.
+    ids: the next of a text, up to `AT_ONCE` of one block of the grid, and the one that follows. All
+    caches hold what was before; `own_caches` are in the model's own precision. Evaluates MLX.
     """
     fed, followed = mx.array([list(ids[:-1])]), mx.array(list(ids[1:]))
     predictions = {name: Predictions() for name in caches}
@@ -117,16 +116,14 @@ def _predictions(own_logits: mx.array, its_logits: mx.array, targets: mx.array) 
 
 
 def _log_probabilities(logits: mx.array) -> mx.array:
-    """Return what logits [n, vocabulary] say, in float32."""
     logits = logits.astype(mx.float32)
     return mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), _LEAST_LOGPROB)
 
 
 def part_means(nats: Sequence[float], places: Mapping[str, range]) -> dict[str, float]:
-    """Return the mean divergence of each part of a text.
+    """Return the mean divergence of each part of a text that has predictions.
 
-    nats: of each position of the text; `places` has the positions of its parts. Positions without
-    a prediction, such as the last, do not count, nor do parts that have no others.
+    nats: of each position of the text; `places` has the positions of its parts.
     """
     return {
         name: _mean(nats[place.start : place.stop]).value

@@ -26,8 +26,7 @@ _PROMPT = ((1, 2, 3), (4,))
 def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
     """Yield a list that collects shape and values of each attention over our packed keys.
 
-    This works with and without the attention patch, because our keys bring a method that attends
-    to them. It applies to all threads until the context ends.
+    It needs no attention patch, and applies to all threads until the context ends.
     """
     calls: list[tuple[AttentionShape, PackedKV]] = []
     before = getattr(base, _TARGET)
@@ -54,9 +53,9 @@ def packed_shapes(
 ) -> list[AttentionShape | None]:
     """Return, for each slot of a prompt cache, the shape of its layer's attention over packed keys.
 
-    `make_caches` returns a new prompt cache. Its quantized caches at the places `slots` are read
-    packed. Nothing is evaluated. The shape is None for every other slot, for a slot whose layer
-    does not call attention over its packed keys, and for all slots of a model that raises.
+    The quantized caches at `slots` of a new prompt cache are read packed. Nothing is evaluated. The
+    shape is None for every other slot, for a slot whose layer does not call attention over its
+    packed keys, and for all slots of a model that raises.
     """
     caches = list(make_caches())
     all_slots = slots_of(caches)
@@ -74,7 +73,6 @@ def packed_shapes(
                 shape = traced.get(id(cache.values[0]))
                 shapes[i] = shape if n == 0 or shape == shapes[i] else None
     except Exception as error:
-        # A model may raise anything when it gets keys that it does not expect.
         logger.debug("the model does not take packed keys: %r", error)
         return [None] * len(all_slots)
     return shapes

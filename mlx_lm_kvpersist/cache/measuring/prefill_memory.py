@@ -59,8 +59,8 @@ class PrefillMemory:
     `token_bytes` are one layer's activations, for each token. `score_bytes` are the scores of
     attention that is not fused, for each pair of token and key. `key_bytes` are one layer's
     dequantized keys and values, for each key, cached or new. No layer sees more than `window`
-    cached keys; None: some layer sees all of them. With `stops_every`, chunks end at its multiples,
-    at which a checkpoint is made. The generation thread learns; any thread may ask.
+    cached keys, unless that is None. With `stops_every`, chunks end at its multiples, at which a
+    checkpoint is made. The generation thread learns; any thread may ask.
     """
 
     token_bytes: float
@@ -70,15 +70,15 @@ class PrefillMemory:
     stops_every: int | None = None
     window: int | None = None
     _factors: Mapping[int, float] = field(default_factory=dict)
-    """The measured bytes of chunks over the formula's, by the power of two of the position. The
-    mapping is replaced, never changed."""
+    """The measured bytes of chunks over the formula's, by the power of two of the position;
+    replaced, never changed."""
 
     @classmethod
     def of(cls, model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
         """Return the memory of a model's chunks by the shapes of its parameters; evaluate nothing.
 
-        On the CPU the formula tells 0.5 to 2 times the measured bytes for most architectures of
-        mlx-lm, and up to 7 times for layers with states or without matrices of their own.
+        On the CPU the formula tells 0.5 to 2 times the measured bytes for most architectures, and
+        up to 7 times for layers with states or without matrices of their own.
         """
         attending = [group for group in spec.groups if group.keys is not None]
         n_heads = max(_arguments(model, _HEADS), default=64)
@@ -116,8 +116,7 @@ class PrefillMemory:
         """Learn that a chunk after `position` cached tokens took `n_bytes`.
 
         Predictions rise at once and fall slowly. A short chunk, unless the limit made it short, is
-        mostly overhead: it never lowers predictions, and raises them only if it took more than
-        longer chunks should.
+        mostly overhead: it raises predictions only if it took more than longer chunks should.
         """
         predicted = self._formula(n_tokens, position)
         place, before = position.bit_length(), self._factor(position)
@@ -133,13 +132,11 @@ class PrefillMemory:
         self._factors = {**self._factors, place: factor}
 
     def _factor(self, position: int) -> float:
-        """Return the factor of this place.
-
-        At an unknown place, if the formula told too little elsewhere, it may tell half as much.
-        """
+        """Return the factor of this place; at an unknown place, up to twice the highest factor."""
         factors, place = self._factors, position.bit_length()
         if place in factors:
             return factors[place]
+        # If the formula told too little elsewhere, it may tell half as much here.
         highest = max(factors.values(), default=0.0)
         return max(1.0, 2 * highest if highest > _MARGIN else highest)
 
@@ -155,8 +152,8 @@ class PrefillMemory:
 def _activation_bytes(model: Any) -> tuple[int, int]:
     """Return the bytes of a token in the widest layer, and of a number in most weights or scales.
 
-    A matrix [..., out, in], packed or not, makes `out` numbers for each of its parts. In a stack of
-    experts, only the experts that a token is routed to make numbers.
+    A matrix [..., out, in], packed or not, makes `out` numbers for each of its parts. Of a stack of
+    experts only those that a token is routed to make numbers.
     """
     top_k = max(_arguments(model, _TOP_K), default=8)
     n_experts = set(_arguments(model, _EXPERTS))
@@ -183,7 +180,7 @@ def _activation_bytes(model: Any) -> tuple[int, int]:
 
 
 def _state_bytes(group: LayerGroup) -> int:
-    """Return the bytes that a recurrent layer takes for a token: a state, unless it has a kernel.
+    """Return the bytes that a recurrent layer takes for a token.
 
     Metal has kernels for states of heads, [heads, ...].
     """

@@ -72,16 +72,12 @@ class SequenceMemory:
         return n_rows * (width * self.token_bytes + self.row_bytes) + windows
 
     def step_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
-        """Return the most bytes that a chunk, or a step of the replies, takes beside the caches.
-
-        Between two steps MLX keeps this amount of freed buffers.
-        """
+        """Return the most bytes that a chunk, or a step of the replies, takes beside the caches."""
         if self.prefill is None:
             return 0
         n_rows, longest = len(replies) + len(prompts), max(*replies, *prompts, 0, 0)
         shortest = self.prefill.peak_bytes(MIN_CHUNK, longest) if prompts else 0
-        # When rows come or go the batch is copied, a layer after the other: the old one goes when
-        # the next is made.
+        # When rows come or go the batch is copied, one layer after the other.
         layers = 2 * self.caches_bytes(replies, prompts, room) // self.n_layers
         dequantized = int(n_rows * longest * self.prefill.key_bytes)
         return max(self.chunk_bytes, shortest, dequantized, layers)

@@ -1,8 +1,8 @@
 """Short texts of many kinds, on which a cache's precision is judged. All written for this project.
 
-A query sees its own block of the grid as it was computed, so the first `GRID` tokens lose nothing.
-They are the context. The parts after it take up its names and facts, each in a language or format
-of its own, and the last one copies a passage of it.
+The first `GRID` tokens lose nothing, since a query sees its own block of the grid as computed. They
+are the context. Each part after it takes up its names and facts in another language or format, and
+the last part copies a passage of it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def placed(
 ) -> tuple[list[int], dict[str, range]]:
     """Return the ids of all parts as one text, and where each but the context lies in them.
 
-    The ranges are of positions; together they are all positions from the end of the context on. The
-    context is at least `GRID` tokens long: it is repeated where it is shorter. There are 800 to
-    1,050 ids in all, and some hundreds more where a vocabulary knows few languages.
+    The ranges together are all positions from the end of the context on. The context is repeated
+    up to `GRID` tokens. There are 800 to 1,050 ids in all, and some hundreds more where a
+    vocabulary knows few languages.
     """
     (_, context), *passages = (all_parts() if texts is None else texts).items()
     ids, again = encode(tokenizer, context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_a_plan_takes_the_first_rule_that_applies_and_keeps_its_limit(
     rules = (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1))
     plan = AttentionPlan(rules, can_take_packed=True, max_dequantized_bytes=10_000)
     assert plan.choose(n_queries, n_keys, n_rows, token_bytes=100) == expected
-    described = json.loads(json.dumps(plan.describe(), allow_nan=False))
+    described = json.loads(json.dumps(asdict(plan), allow_nan=False))
     assert [rule["strategy"] for rule in described["rules"]] == ["tiled", "packed"]
 
 
