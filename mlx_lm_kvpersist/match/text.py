@@ -65,8 +65,7 @@ class TokenText:
     def of(cls, tokenizer: Any) -> TokenText | None:
         """Read the vocabulary of a Hugging Face fast tokenizer, also in mlx-lm's wrapper.
 
-        Byte-level BPE and SentencePiece-like decoders are understood; for any other this is None,
-        and prompts are matched by ids instead of by text.
+        None unless its decoder is like byte-level BPE's or SentencePiece's.
         """
         tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -119,7 +118,7 @@ class TokenText:
 
     def known_text(self, ids: Sequence[int]) -> str | None:
         """Return what `decode` does; None unless the bytes of all tokens are known."""
-        return self.decode(ids) if self.covers(ids) else None
+        return self.to_bytes(ids).decode("utf-8", "replace") if self.covers(ids) else None
 
     def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
         """Return the characters that are complete before the first token without known bytes."""

@@ -40,10 +40,9 @@ class Match:
     """The stored blocks that begin as the prompt does.
 
     The first `n_tokens` tokens of `path` are to be used; they decode to the first `n_chars`
-    characters of the prompt, less an image that is stored in part. `at_end` says that nothing is
-    stored beyond them on this branch. Otherwise the stored text agrees with the prompt for
-    `n_agreed` characters and continues with `stored_next`. `n_agreed` can be a few characters more,
-    because a match ends with a token.
+    characters of the prompt, less an image that is stored in part. `at_end`: nothing is stored
+    beyond them on this branch. Otherwise the stored text agrees with the prompt for `n_agreed`
+    characters, a few more if no token ends there, and continues with `stored_next`.
     """
 
     path: tuple[Block, ...]
@@ -66,7 +65,6 @@ class Match:
 
     @property
     def has_text_only(self) -> bool:
-        """Whether no image is in these blocks."""
         return all(node.has_text_only for node in self.path)
 
 
@@ -86,9 +84,7 @@ def match_prompt(
     The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
     `packed_ids` are the own ids of a text, if `tokens` covers them all: it then covers every block
     that has the same ids. A match then ends before a control token that is spelled on one side.
-
-    The walk begins behind `after`: blocks that the prompt begins with, in text and ids; the last
-    one ends with a character.
+    The walk begins behind `after`: blocks that the prompt begins with, up to a character's end.
     """
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids, after)
@@ -131,7 +127,6 @@ def before_image(ids: Sequence[int], n_tokens: int) -> int:
 
 
 def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
-    """Return a match that does not end inside an image of the prompt, whose ids these are."""
     stored = match.ids
     n_images = sum(token_id < 0 for token_id in stored)
     of_images = [token_id for token_id in prompt if token_id < 0]
@@ -146,8 +141,7 @@ def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
 class _Step:
     """A block whose first `n_equal` characters (or bytes of ids) stand at `position`.
 
-    `pending` are the bytes of a character that it begins in. Its packed ids end at `ids_end`,
-    counted from the root.
+    It begins in a character of bytes `pending`. Its packed ids end at `ids_end` from the root.
     """
 
     node: Block
@@ -216,8 +210,7 @@ def _n_alike(
 ) -> int:
     """Return up to where `n_chars` equal characters have the same control tokens.
 
-    stored: the block's, see `TokenText.controls`; own: the prompt's, where the characters begin at
-    `position`.
+    stored: the block's, see `TokenText.controls`; own: the prompt's, from `position` on.
     """
     first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
     controls = {(start - position, token_id) for start, token_id in own[first:stop]}
@@ -242,8 +235,7 @@ def common_prefix(content: Any, prompt: Any, position: int) -> int:
 def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
     """Return tokens and characters of a block up to its last token that ends in the common part.
 
-    A token that ends inside a character counts if the prompt has a replacement character there,
-    as a client does that was sent an incomplete one.
+    A token that ends inside a character counts if the prompt has a replacement character there.
     """
     node, n_equal = step.node, step.n_equal
     if tokens is None:
@@ -305,8 +297,7 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
 class Splice:
     """A prompt whose first `n_stored` ids come from the store.
 
-    `boundaries` maps token boundaries of the rendered prompt behind the cut to those of `ids` at
-    the same character.
+    `boundaries` maps token boundaries behind the cut in the rendered prompt to those of `ids`.
     """
 
     ids: list[int]
@@ -362,7 +353,7 @@ def splice(
 def _controls(
     ids: Sequence[int], ends: Sequence[float], tokens: TokenText
 ) -> list[tuple[float, int]]:
-    """Return the control tokens, and the tokens of images, each with its end."""
+    """Return the ends and ids of the control tokens, and of those of images."""
     return [(ends[place], ids[place]) for place in tokens.control_places(ids)]
 
 

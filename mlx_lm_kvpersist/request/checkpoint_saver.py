@@ -32,8 +32,8 @@ from .saver import CheckpointSource, Needed, RestorePoint, Saver
 from .sequence import RunningSequence
 
 STATE = "state"
-"""The kind of the record that every checkpoint has: it holds the states of recurrent layers, and of
-quantized ones the newest tokens as they were computed."""
+"""The kind of the record of every checkpoint: the states of recurrent layers, and the newest tokens
+of quantized layers as they were computed."""
 
 MAX_CHECKPOINTS = 6
 """Newest checkpoints that a conversation keeps, beside its first: two for each of three turns."""

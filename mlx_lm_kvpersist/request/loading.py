@@ -36,9 +36,8 @@ logger = logging.getLogger(__name__)
 def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
     """Return what is known of the provider's model, and of its draft model if it has one.
 
-    provider: has `model`, `tokenizer` and `model_key`, as mlx-lm's ModelProvider. Raises
-    ModelNotSupported if the model's conversations cannot be kept, OSError if a file of the model
-    cannot be read.
+    provider: has `model`, `tokenizer` and `model_key`, as mlx-lm's ModelProvider. Raises OSError,
+    and ModelNotSupported if the model's conversations cannot be kept.
     """
     model_path, adapter_path, draft_path = provider.model_key
     name, adapter = str(model_path), Path(adapter_path) if adapter_path else None

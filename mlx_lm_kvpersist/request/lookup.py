@@ -63,9 +63,8 @@ _MAX_MATCHED = 3
 class StoredPrefix:
     """A prompt whose first ids are stored. The first `n_tokens` of them are to be restored.
 
-    `prompt` is what the model reads; `packed_ids` are its ids. If the prompt `diverges` from the
-    stored text, or is not stored at all, `reason` and `detail` say why no more tokens are stored or
-    used; `divergence` is the place.
+    `prompt` is what the model reads; `packed_ids` are its ids. If it `diverges` from the stored
+    text at `divergence`, or is not stored, `reason` and `detail` say why no more is used.
     """
 
     prompt: Prompt
@@ -93,10 +92,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Caches that hold the first `n_tokens` of a prompt.
-
-    `n_read` of the tokens came from tiers below RAM. `tier` is the slowest tier that was read.
-    """
+    """Caches with `n_tokens` of a prompt, `n_read` from below RAM, the slowest from `tier`."""
 
     n_tokens: int = 0
     caches: list[Any] | None = None
@@ -107,10 +103,9 @@ class _Joined:
 class Lookup:
     """A prompt, from the match with the stored text to the caches that hold its beginning.
 
-    `prompt` has replies as the ids that the model produced.
-
-    Several ranks restore together the tokens that all of them have: rank 0 matches the prompt, and
-    the others look for its ids, and for at most `n_worth` tokens, which rank 0 finds worth it.
+    `prompt` has replies as the ids that the model produced. Several ranks restore the tokens that
+    all of them have: rank 0 matches the prompt, and the others look for its ids, and for at most
+    `n_worth` tokens, which rank 0 finds worth it.
     """
 
     def __init__(
@@ -199,8 +194,7 @@ class Lookup:
     def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
         """Match the prompt again, because blocks came or went; keys in `lost` cannot be used.
 
-        A stored block's parent is stored, too. So one key is looked for, and one more for each
-        block that is gone.
+        A stored block's parent is stored, too: one key is looked for, and one for each block gone.
         """
         stored = self.stored
         if len(stored.prompt.ids) <= MAX_MATCHED_TOKENS:
@@ -446,11 +440,10 @@ class Lookup:
             yield
             started = perf_counter()
             loaded = next(coming)
-            if loaded is None:
-                lost.add(need.record.key)
-                return None
-            if (misfit := arrays_fit(need.forms, loaded.arrays)) is not None:
+            misfit = arrays_fit(need.forms, loaded.arrays) if loaded is not None else None
+            if misfit is not None:
                 store.lose(need.record, f"does not fit the model: {misfit}")
+            if loaded is None or misfit is not None:
                 lost.add(need.record.key)
                 return None
             n_bytes[RAM] += loaded.n_bytes
@@ -511,7 +504,7 @@ def tokens_to_reuse(
 ) -> tuple[int, Reason | None]:
     """Return how many of the first `n_tokens` of a diverging match to use, and why not all.
 
-    The time to restore them is compared with the time to compute them again. O(blocks).
+    It compares the time to restore them with the time to compute them. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
         return 0, None  # a template's first words; nothing of the conversation is stored

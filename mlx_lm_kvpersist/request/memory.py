@@ -46,10 +46,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Claim:
-    """What a request needs to begin: the caches of `n_tokens`.
+    """What a request, `order`-th of all, needs to begin: the caches of `n_tokens`.
 
-    `order` is its place among all requests. `is_over` says whether it needs nothing any more.
-    `lookup` pins the blocks that it restores.
+    `is_over`: whether it needs nothing any more. `lookup` pins the blocks that it restores.
     """
 
     order: int
@@ -231,7 +230,7 @@ class Memory(BatchMemory):
     def parts(self) -> dict[str, int]:
         """Return what is used, in bytes, and how many requests wait. Any thread.
 
-        "caches" to "unused" are parts of "total", and what they leave of it is free.
+        "caches" to "unused" are parts of "total".
         """
         lookups = [claim.lookup for claim in list(self._claims) if claim.lookup is not None]
         arrays = {

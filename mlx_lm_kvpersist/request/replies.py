@@ -93,9 +93,8 @@ def remember(
     O(reply), and a hash over the messages; O(prompt) without the prompt's `digest`.
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
-    client was `sent` content, reasoning and tool calls; None if that is not known, or not yet. A
-    reply without an end token is also found by its conversation alone: its client may have read
-    less of it.
+    client was `sent` content, reasoning and tool calls; None if not known, or not yet. A reply
+    without an end token is also found by its conversation: its client may have read less of it.
     """
     if model.text is None or not reply or not messages:
         return ()

@@ -114,8 +114,8 @@ class Saver:
         """Save the blocks of a sequence, whose caches hold `tokens`.
 
         At the end of a reply all new blocks are written, and the session's leaf moves; before, only
-        full blocks. An unfinished block stays in RAM, except after a chunk of a prompt: no other
-        request can begin with it.
+        full blocks. An unfinished block stays in RAM, unless it ends a chunk: no other request
+        can begin with it.
         """
         before = sequence.chain
         if before and not _is_full(before[-1]):

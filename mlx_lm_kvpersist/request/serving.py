@@ -218,9 +218,9 @@ class ServedRequest(TakenRequest):
         return awaits_another(lookup, self._serving.computing, self._n_shared)
 
     def enter(self) -> Prepared:
-        """Restore what is stored of the prompt, and record the outcome. Raises ClientGone.
+        """Restore what is stored of the prompt, and record the outcome. O(blocks), and MLX's work.
 
-        O(blocks), and the work of MLX on each.
+        Raises ClientGone.
         """
         state, serving = self._state, self._serving
         lookup, state.lookup = self._common(state.lookup), None
@@ -348,8 +348,7 @@ def awaits_another(
 ) -> bool:
     """Tell whether a prompt does better to wait for blocks that another request is computing.
 
-    n_shared: how many of its tokens each request compared so far will store. O(requests), and a
-    comparison of ids with each new request.
+    n_shared: how many of its tokens requests will store. O(requests), and ids of each new one.
     """
     for other in others:
         sequence = other.sequence

@@ -61,8 +61,8 @@ _SPARE_SHARE = 16
 def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
     """Return how many tokens all caches have seen; None if no cache counts them.
 
-    Raises ValueError if a cache that the model did not use when it was probed holds something, or
-    if caches disagree in a model with windows or states.
+    Raises ValueError if a cache that the model did not use holds something, or if caches disagree
+    in a model with windows or states.
     """
     slots = slots_of(caches)
     used = {number for group in spec.groups for number in group.slots}
@@ -108,9 +108,9 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
 def copy_newest(
     groups: Sequence[LayerGroup], caches: Sequence[Any], n_tokens: int
 ) -> dict[str, mx.array]:
-    """Return the tokens before `n_tokens` in its block of the grid as they were computed.
+    """Return the evaluated tokens before `n_tokens` in its block of the grid as they were computed.
 
-    The arrays are evaluated, and their own. {} if no block is begun, or the caches forgot it.
+    {} if no block is begun, or the caches forgot it.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -193,8 +193,7 @@ class Joiner:
 
     Every full slot gets its own buffers with room for `headroom` more tokens. `windows` says, by
     window, how many of the last tokens will be added. Pieces must fit the spec (`arrays_fit`) and
-    come in the order of their tokens. `whole` keeps them until `finish`, for pieces that are in RAM
-    anyway.
+    come in the order of their tokens. `whole` keeps them until `finish`.
     """
 
     def __init__(

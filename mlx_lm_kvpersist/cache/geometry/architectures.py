@@ -50,9 +50,8 @@ class Architecture:
 def architecture_of(model: Any) -> Architecture | None:
     """Return the facts of a model's architecture, or None if nothing is proven about it.
 
-    Nothing is proven about a class from outside `mlx_lm.models`, about a module that the file does
-    not name, and about a version of mlx-lm that is not a release in the file. Raises KVPersistError
-    if the file is missing, or is not what was written.
+    Nothing is proven about a class from outside `mlx_lm.models`, and about a module or a release of
+    mlx-lm that the file does not name. Raises KVPersistError if the file is missing or damaged.
     """
     module = str(model.__class__.__module__)  # a proxy answers for its model
     if not module.startswith(_MODELS):

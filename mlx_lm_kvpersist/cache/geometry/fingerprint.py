@@ -34,9 +34,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
     """Return a hex digest that two models share only if equal ids give equal KV in both.
 
-    Large files are sampled (`content_hash`): `docs/store.md` says which changes are not noticed.
-    Raises ModelNotSupported if a folder has no config or no weights, or the config is not JSON, and
-    OSError if a file cannot be read.
+    Large files are sampled: `docs/store.md` says which changes are not noticed. Raises OSError, and
+    ModelNotSupported if a folder has no config or no weights, or the config is not JSON.
     """
     weights = sorted(model_path.glob("*.safetensors"))
     if not weights:
@@ -108,7 +107,7 @@ def content_hash(path: Path) -> str:
 
 
 def _header(file: BinaryIO) -> bytes:
-    """Return the header of a safetensors file: the length of its JSON in 8 bytes, then the JSON.
+    """Return the header of a safetensors file: 8 bytes of length, then JSON.
 
     Source: https://github.com/huggingface/safetensors#format
     """

@@ -1,7 +1,7 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
-To support another class, add it to `KINDS`. This module alone knows the internals of mlx-lm's
-caches. A CacheList is taken apart: its leaves, in order, are the slots. Generation thread.
+This module alone knows the internals of mlx-lm's caches. A CacheList is taken apart: its leaves, in
+order, are the slots. Generation thread.
 """
 
 from __future__ import annotations
@@ -91,17 +91,11 @@ class CacheKind:
     def refill(self, cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> None:
         """Make an empty cache hold positions [start, stop), as if it had seen all tokens before.
 
-        The arrays become its own. Those of a full cache may have spare room; those of a sliding
-        cache hold exactly these positions.
+        The arrays become its own. Only those of a full cache may have spare room.
         """
         cache.keys, cache.values = pk.held_of(keys), pk.held_of(values)
         cache.offset = stop
         vars(cache).update(self.filled(start, stop))
-
-
-def _refused_ring(cache: Any) -> str:
-    lost = f"it never drops its first {cache.keep} tokens, which mlx-lm loses in a batch"
-    return lost if cache.keep else ""
 
 
 KINDS: dict[type, CacheKind] = {
@@ -124,7 +118,11 @@ KINDS: dict[type, CacheKind] = {
         in_order=lambda cache, x: cache._temporal_order(x),
         window=lambda cache: int(cache.max_size),
         filled=lambda start, stop: {"_idx": stop - start},
-        refusal=_refused_ring,
+        refusal=lambda cache: (
+            f"it never drops its first {cache.keep} tokens, which mlx-lm loses in a batch"
+            if cache.keep
+            else ""
+        ),
         # A full ring drops a token for each new one.
         most_taken_back=lambda cache: int(cache.max_size - 1 - cache.size()),
         batches=(BatchRotatingKVCache,),
@@ -149,9 +147,8 @@ REFUSED = {
 def most_taken_back(caches: Sequence[Any]) -> int:
     """Return how many tokens a call of the model may append so that `trim` can remove any of them.
 
-    The caches are of a sequence or of a batch, before that call: a window is trimmable right before
-    the call that fills it, and not after. At most `pk.GRID`; 0 for states, full windows and unknown
-    classes.
+    The caches are as before that call: a window is trimmable right before the call that fills it,
+    and not after. At most `pk.GRID`; 0 for states, full windows and unknown classes.
     """
     return max(0, min(map(_most_taken_back, slots_of(caches)), default=0))
 

@@ -19,13 +19,12 @@ from ..live.quantized import PackedCache
 from .kinds import slots_of
 
 _MARK = "ends_on_grid"
-"""An attribute of the classes that are made here."""
 
 
 def end_on_grid(model: Any) -> None:
     """Have `model` compute a prompt of one row up to the end of a block of the grid at a time.
 
-    It computes as before over caches whose fetches are packed, or are in full precision.
+    Caches whose fetches are packed, or in full precision, change nothing.
     """
     own: Any = model.__class__  # of what a proxy stands for
     if _MARK in vars(own):

@@ -1,7 +1,4 @@
-"""The precision of keys and values: how it is asked for, how it is named, how people read it.
-
-Nothing here needs mlx.
-"""
+"""The precision of keys and values: asked for, named, and read by people. Nothing needs mlx."""
 
 from __future__ import annotations
 
@@ -123,10 +120,9 @@ def parse_precision(name: str) -> KVPrecision | None:
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The requested bits of keys and of values; `FULL_BITS` for both requests full precision.
+    """The requested bits, the server's by default; `FULL_BITS` for both requests full precision.
 
-    The default is the server's, k8v4. If no group size is given, each layer group takes the size of
-    `GROUP_SIZES` that needs the least padding.
+    Without a group size, each layer group takes that of `GROUP_SIZES` with the least padding.
     """
 
     key_bits: int = 8

@@ -142,9 +142,8 @@ def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
         states = []
         for x in kind.states(slot):
             if x is not None and (not isinstance(x, mx.array) or x.shape[0] != 1):
-                raise ModelNotSupported(
-                    f"cache {number} has a state that is not an array with one row"
-                )
+                why = f"cache {number} has a state that is not an array with one row"
+                raise ModelNotSupported(why)
             states.append(None if x is None else (tuple(x.shape[1:]), dtype_name(x.dtype)))
         return tuple(states) if any(states) else None
     if slot.keys is None and slot.values is None:
@@ -180,7 +179,6 @@ def _fitting(
 
 
 def _why_not(model: Any, spec: ModelCacheSpec) -> str | None:
-    """Return why the model cannot work with these live caches, or None if it can."""
     try:
         _forward(model, spec.make_cache())
     except Exception as error:

@@ -1,8 +1,4 @@
-"""The geometry of a model's prompt cache, and what its slots hold.
-
-A prompt cache is a list with one cache per layer. A CacheList is flattened; only its leaf caches
-count. These, in order, are the slots. Generation thread.
-"""
+"""The geometry of a model's prompt cache, and what its slots hold. Generation thread."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ class LayerGroup:
     `name` is the group's number as text and `cache` the class that the model makes. `slots` are
     places in the flattened prompt cache, ascending. A recurrent group has no `keys` and `values`;
     its `states` have the shape (without the row) and dtype of each array, None for one that the
-    model leaves empty. A sliding group has a `window`. `why` says why a group is not quantized.
+    model leaves empty. `why` says why a group is not quantized.
     """
 
     name: str
@@ -80,7 +76,7 @@ class LayerGroup:
 
     @cached_property
     def array_names(self) -> dict[str, list[str]]:
-        """The names of the arrays of the keys ("k") and values ("v") of this group."""
+        """The names of the arrays of keys ("k") and values ("v")."""
         fields = [f".{field}" for field in _FIELDS] if self.precision else [""]
         return {side: [f"{self.name}.{side}{field}" for field in fields] for side in self.shapes}
 
@@ -101,9 +97,8 @@ class LayerGroup:
             "why_not_quantized": self.why or None,
             "bytes_per_token": self.bytes_per_token,
         }
-        for name, shape in (("keys", self.keys), ("values", self.values)):
-            if shape is not None:
-                described[name] = asdict(shape)
+        for name, shape in zip(("keys", "values"), self.shapes.values(), strict=False):
+            described[name] = asdict(shape)
         if self.window is not None:
             described["window"] = self.window
         if self.states:
@@ -164,10 +159,7 @@ class ModelCacheSpec:
     def sliding(self) -> dict[int, tuple[LayerGroup, ...]]:
         """Sliding groups by their window, in tokens."""
         windows = sorted({group.window for group in self.groups if group.window is not None})
-        return {
-            window: tuple(group for group in self.groups if group.window == window)
-            for window in windows
-        }
+        return {w: tuple(group for group in self.groups if group.window == w) for w in windows}
 
     @cached_property
     def recurrent(self) -> tuple[LayerGroup, ...]:
@@ -209,11 +201,7 @@ class ModelCacheSpec:
     @cached_property
     def bytes_per_checkpoint(self) -> int:
         """Most bytes that a restore needs beside the blocks: windows, states, newest tokens."""
-        windows = sum(
-            window * group.bytes_per_token
-            for window, groups in self.sliding.items()
-            for group in groups
-        )
+        windows = sum((group.window or 0) * group.bytes_per_token for group in self.groups)
         newest = 0 if self.any_prefix else (GRID - 1) * self.newest_bytes
         return windows + newest + sum(group.state_bytes for group in self.recurrent)
 

@@ -56,12 +56,10 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
     As a tuple: weights, scales and biases, the cache's own buffers, with spare room behind the
-    first `n_tokens`. `strategy` says how to attend to them, `tile_bytes` in tiles of which size.
-
-    `newest` are the last tokens [B, H, n, D] as they were computed: those of the queries, and some
-    of the `n_own` before them that are in the first query's block of the grid; the others of these
-    are packed. Rows that differ in this have one query each: `n_own` is then the most of any row,
-    and a row with fewer tokens here has zeros in front of them.
+    first `n_tokens`. `newest` are the last tokens [B, H, n, D] as they were computed: those of the
+    queries, and some of the `n_own` before them that are in the first query's block of the grid;
+    the others of these are packed. Rows that differ in this have one query each: `n_own` is then
+    the most of any row, and a row with fewer tokens here has zeros in front of them.
     """
 
     quantization: Quantization
@@ -139,9 +137,8 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         """Return what the queries of a span see of their own block.
 
         With a single span, `packed` and `own` have zeros where a row's tokens are in the other. A
-        single row has only computed tokens from the first of `own` on, so `packed` is not read: a
-        read before a write makes MLX copy the whole buffer. With several spans, the block may be
-        packed already, for the queries of later spans.
+        single row has all from the first of `own` on computed, so `packed` is not read: a read
+        before a write makes MLX copy the buffer. With several spans, the block may be packed.
         """
         return own if len(spans) > 1 or self[0].shape[0] == 1 else packed + own
 
@@ -156,8 +153,7 @@ def dequantized_attention(
 ) -> mx.array:
     """Dequantize and run the fused kernel, as mlx-lm does with full precision.
 
-    A tile is some heads, or some rows, of at most `tile_bytes` dequantized together. It has one
-    head of one row at least.
+    A tile is some heads, or some rows, at least a head of a row, of at most `tile_bytes`.
     """
     n_rows, n_heads = queries.shape[:2]
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
@@ -194,8 +190,8 @@ def _fused(
 ) -> mx.array:
     """Dequantize the rows and key heads `where` and run the fused kernel, span after span.
 
-    Queries are, and the result is, in the form that is packed. The tokens of all spans are made
-    precise first; those of a span that is done are then written over in place, rounded.
+    Queries and results are in the form that is packed. The tokens of all spans are made precise
+    first; those of a span that is done are then written over in place, rounded.
     """
     spans = keys.spans(queries.shape[2], mask)
     first, last = spans[0].first, keys.n_tokens
@@ -237,9 +233,9 @@ def _fused(
 
 
 def builds_for_each_length() -> bool:
-    """Tell whether MLX's fused kernel is built anew for each number of keys: on CUDA, by cuDNN.
+    """Tell whether MLX's fused kernel is built for each number of keys: on CUDA, by cuDNN.
 
-    It takes 40 to 65 ms on an H200, a hundred times what the attention of a span takes there.
+    It takes 40 to 65 ms on an H200, a hundred times the attention of a span.
     """
     return mx.cuda.is_available()
 
@@ -319,8 +315,7 @@ def packed_attention(
 def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: slice) -> mx.array:
     """Return `scores` [B, Hkv, Hq / Hkv, n, S] with the lowest number for hidden keys, in place.
 
-    `queries` says which of all queries the scores are for. Keys behind the first `n_keys` are
-    hidden from every query.
+    `queries` says which of all they are for. No query sees keys behind the first `n_keys`.
     """
     if isinstance(mask, str) and mask != "causal":
         raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')

@@ -23,10 +23,7 @@ Batch = TypeVar("Batch", bound="PaddedBatch")
 
 
 class Buffers(_BaseCache, ABC):  # type: ignore[misc]
-    """Keys and values [B, H, S, ...] of one layer, with spare room behind the last token.
-
-    `keys` and `values` are None, arrays, or `Packed`.
-    """
+    """Keys and values [B, H, S, ...] of one layer: None, or arrays or `Packed` with spare room."""
 
     keys: Any = None
     values: Any = None
@@ -70,8 +67,8 @@ class Buffers(_BaseCache, ABC):  # type: ignore[misc]
 class PaddedBatch(Buffers):
     """B sequences in buffers [B, H, S, ...]: all rows end at `_idx`, each begins at its padding.
 
-    `left_padding` and `offset` (tokens cached, for rotary embeddings) are int32 arrays [B],
-    replaced and never written to; always offset = _idx - left_padding.
+    `left_padding` and `offset` (_idx - left_padding, for rotary embeddings) are int32 arrays [B],
+    replaced and never written to.
     """
 
     extends_by_many = True
@@ -104,10 +101,9 @@ class PaddedBatch(Buffers):
 
     @classmethod
     def merge(cls: type[Batch], caches: Sequence[Any]) -> Batch:
-        """Return one batch for the caches of several sequences, in their order.
+        """Return one batch for the caches of several sequences; a single cache is not copied.
 
-        A single cache is not copied. Raises TypeError for a cache of another class, and ValueError
-        if caches differ in precision.
+        Raises TypeError for a cache of another class, and ValueError if caches differ in precision.
         """
         batch, *rows = map(cls._of_one, caches)
         batch.extend(*rows)
@@ -169,8 +165,7 @@ class PaddedBatch(Buffers):
     def _row(self, idx: int) -> tuple[Any, ...] | None:
         """Return lazy views of one row's keys and values, without padding; None where it is empty.
 
-        A single row without padding keeps the room behind it. A live view makes the next update
-        copy everything.
+        While they live, an update copies everything. A single row without padding keeps its room.
         """
         padding = self._padding[idx]
         if self.keys is None or padding >= self._idx:

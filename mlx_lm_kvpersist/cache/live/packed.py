@@ -2,9 +2,9 @@
 
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint32
 [B, H, T, W * bits / 32], then scales and biases [B, H, T, W / group size] in the array's own
-dtype, or in bfloat16 if that is float32. Zeros in all three stand for zeros, so zeroed buffers are
-finite padding. W is the number of numbers a head, D, and the padding that makes groups whole.
-In full precision keys, and values, are one array; `each` and what is built on it take both forms.
+dtype, or in bfloat16 if that is float32. Zeros in all three stand for zeros. W is the number of
+numbers a head, D, and the padding that makes groups whole. In full precision keys, and values, are
+one array; `each` and what is built on it take both forms.
 """
 
 from __future__ import annotations
@@ -39,20 +39,18 @@ def headroom(n_new: int) -> int:
     """Return how many tokens to allocate beyond `n_new` that did not fit.
 
     Decoding, and the last 768 tokens of a prompt, then find room for many steps. Each chunk of a
-    long prompt makes new buffers: room for a further chunk would stay empty in every sequence of a
-    batch.
+    long prompt makes new buffers: more room would stay empty in every sequence of a batch.
     """
     return min(max(n_new + 256, 512), 1024)
 
 
 @lru_cache(maxsize=32)
 def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
-    """Return the matrix [dim, width] that keys and values are multiplied by; its rows are
-    orthonormal, so its transpose undoes it.
+    """Return the matrix [dim, width] to multiply keys and values by; its transpose undoes it.
 
-    They are the first of a Hadamard matrix where MLX knows one (2**k times 1, 12, 20 or 28), else
-    of the product of one and of a cosine transform of the odd rest. It spreads a large channel over
-    all of them: https://arxiv.org/abs/2404.00456
+    Its rows are the first of a Hadamard matrix where MLX knows one (2**k times 1, 12, 20 or 28),
+    else of the product of one and of a cosine transform of the odd rest. It spreads a large channel
+    over all of them: https://arxiv.org/abs/2404.00456
     """
     power = width & -width
     odd = width // power
@@ -92,7 +90,7 @@ def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """Return the dtype of the scales and biases of numbers of `dtype`: 16 bits.
 
     bfloat16 has the range of float32, so nothing overflows. SmolLM2 in float32, keys 6 bits, values
-    4, has the same divergence with both (0.00068 nats).
+    4, has the same divergence with either (0.00068 nats).
     """
     return mx.bfloat16 if dtype == mx.float32 else dtype
 
@@ -164,11 +162,10 @@ def share(stored: Held) -> Held:
 
 
 def append(stored: Held | None, start: int, new: Held, room: int | None = None) -> Held:
-    """Write `new` behind the first `start` tokens of `stored` and return the result.
+    """Write `new` behind the first `start` tokens of `stored`, in place of what was there.
 
     Buffers are written in place while they have room and nothing else refers to them; otherwise
-    they are copied, with room for `room` more tokens, or `headroom`. Tokens from `start` on are
-    lost.
+    they are copied, with room for `room` more tokens, or `headroom`.
     """
 
     def grown(arrays: list[mx.array]) -> mx.array:

@@ -1,9 +1,8 @@
 """Which strategy attends over quantized keys: a fixed policy, and the plan of a group of layers.
 
-The policy is a table. A call without a row dequantizes: the fused kernel over dequantized keys is
-right on every backend, and the fastest for prompts. A row only makes a call faster. A plan keeps a
-row only if the row's strategy was found right for the layers on this device
-(`measuring/attention_check.py`), so no other code may choose a strategy.
+A call without a row in the policy dequantizes: the fused kernel over dequantized keys is right on
+every backend, and the fastest for prompts. A plan keeps a row only if its strategy was found right
+for the layers on this device (`measuring/attention_check.py`): no other code may choose a strategy.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ POLICY = (
 )
 """CUDA has no row. MLX compiles each packed kernel when it is first used, which took up to 47 s on
 an H100, and packed products over keys of 8 bits are wrong on Hopper for heads of 64
-(docs/upstream.md). A request would wait for the first, and the second would need a check."""
+(docs/upstream.md)."""
 
 
 def backend() -> Backend:

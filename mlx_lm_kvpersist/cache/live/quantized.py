@@ -25,11 +25,11 @@ class PackedCache(Buffers):
     """Packed keys and values, and the newest as they were computed; a plan says how they are read.
 
     mlx-lm asks `hasattr(cache, "bits")`, after each fetch, which attention to use. So `bits` and
-    `group_size` exist only where fetches are packed. Without a plan they are arrays. All queries
-    see the same ones, so they should all be of one block of the grid.
+    `group_size` exist only where fetches are packed. Otherwise they are arrays, which all queries
+    see, so these should be of one block of the grid.
 
-    What a query no longer sees as computed is packed, and forgotten before the next fetch. Where a
-    token is not packed, the buffers hold zeros.
+    What a query no longer sees as computed is packed before the next fetch. Where a token is not
+    packed, the buffers hold zeros.
     """
 
     precision: KVPrecision
@@ -39,9 +39,9 @@ class PackedCache(Buffers):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.
 
-        By the plan: arrays of the dtypes of what came in, [B, H, S, D], or two `PackedKV`. Rows of
-        a batch have their padding in front. Raises ValueError for several tokens, packed, where
-        rows are at different places of their blocks of the grid.
+        By the plan: arrays [B, H, S, D] of the dtypes of what came in, padding in front, or two
+        `PackedKV`. Raises ValueError for several tokens, packed, where rows are at different places
+        of their blocks of the grid.
         """
         n_own, n_new = self.forget(), keys.shape[2]
         first = self.n_packed if n_new > 1 else []
@@ -90,10 +90,7 @@ class PackedCache(Buffers):
         return self.precision.group_size
 
     def forget(self) -> list[int]:
-        """Forget how the tokens were computed that the next query sees quantized.
-
-        Return how many tokens each row has in the block of the grid where it goes on.
-        """
+        """Pack what the next query sees quantized; return each row's length modulo `GRID`."""
         n_own = [n % pk.GRID for n in self.lengths]
         n_held = self.newest.lengths
         if any(map(gt, n_held, n_own)):
@@ -112,7 +109,7 @@ class PackedCache(Buffers):
         ]
 
     def _pack(self, first: Sequence[int], last: Sequence[int]) -> None:
-        """Pack tokens [first, last) of each row: a whole block, or several, in one operation."""
+        """Pack tokens [first, last) of each row."""
         if first == last:
             return
         # Rows end at one column, here and in `newest`.
@@ -129,7 +126,7 @@ class PackedCache(Buffers):
                         buffer[row, :, at] = x
 
     def _make_room(self, *new: mx.array) -> None:
-        """Make the buffers long enough, with zeros, for all tokens; the `new` ones are the last."""
+        """Make the buffers long enough, with zeros, for all tokens, of which `new` are the last."""
         if self.keys is None or self.keys[0].shape[2] < self.size():
             start = self.size() - new[0].shape[2]
             self.keys, self.values = (
@@ -190,8 +187,7 @@ class SequenceQuantizedKVCache(PackedCache):
     """
 
     def __init__(self, precision: KVPrecision, plan: AttentionPlan | None = None) -> None:
-        self.precision = precision
-        self.plan = plan
+        self.precision, self.plan = precision, plan
         self.offset = 0
         self.newest = Newest(1)
         self._before: tuple[int, Newest] | None = None
@@ -216,11 +212,9 @@ class SequenceQuantizedKVCache(PackedCache):
         return mask
 
     def packed(self, start: int, stop: int) -> tuple[pk.Packed, pk.Packed]:
-        """Return keys and values of tokens [start, stop), lazy.
-
-        Those of an unfinished block are packed for this, and stay as they were computed here.
-        """
+        """Return keys and values of tokens [start, stop), lazy and packed."""
         self.forget()
+        # Those of an unfinished block are packed for this only.
         (n_packed,), first = self.n_packed, self.offset - self.newest.size()
         middle = min(max(start, n_packed), stop)
         keys, values = (
@@ -282,8 +276,7 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
     def __init__(
         self, left_padding: Sequence[int], precision: KVPrecision, plan: AttentionPlan | None = None
     ) -> None:
-        self.precision = precision
-        self.plan = plan
+        self.precision, self.plan = precision, plan
         self._place(ints(left_padding), 0)
         self.newest = Newest(len(self._padding))
 

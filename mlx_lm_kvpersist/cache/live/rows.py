@@ -105,7 +105,7 @@ class RowsKV:
 
 
 class ArrayRows(_Rows):
-    """Rows of caches in full precision: attention gets them as a batch of mlx-lm's would give them.
+    """Rows of caches in full precision: attention gets them as from a batch of mlx-lm's.
 
     The new tokens of all rows begin at one column, with padding in front of shorter rows.
     """
@@ -180,7 +180,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
 
 
 def _joined(states: Sequence[mx.array | None]) -> mx.array | None:
-    """Return states of one row each as rows of one array; one that has not begun is zeros."""
+    # A state that has not begun is zeros.
     begun = [state for state in states if state is not None]
     if not begun:
         return None
@@ -190,7 +190,7 @@ def _joined(states: Sequence[mx.array | None]) -> mx.array | None:
 def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | StateRows | None:
     """Return one cache for a layer's caches of several prompts; None where they have to be apart.
 
-    caches: batches of one row. n_tokens: how many tokens of each come next.
+    caches: batches of one row, of which `n_tokens` come next.
     """
     if all(type(cache) is FullPrecisionBatchKVCache for cache in caches):
         lengths = [cache.size() for cache in caches]

@@ -41,8 +41,7 @@ _CUDA_CASES: _Cases = {
     (33_000, 0): (1,),
 }
 """CUDA takes other packed kernels if the keys, here with their spare room, are a multiple of 4, of
-128, or neither, and for 16, 32, 64 and 128 rows of a product: the queries of all heads of a key
-head. MLX compiles each kernel when it is first used."""
+128, or neither, and for 16, 32, 64 and 128 rows of a product: queries of a key head."""
 
 _METAL_CASES: _Cases = {
     (301, 0): (1, 2, 3, 4, 17, 32),

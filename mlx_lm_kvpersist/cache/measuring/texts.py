@@ -26,11 +26,10 @@ def all_parts() -> dict[str, str]:
 def placed(
     tokenizer: Any, texts: Mapping[str, str] | None = None
 ) -> tuple[list[int], dict[str, range]]:
-    """Return the ids of all parts as one text, and where each but the context lies in them.
+    """Return the ids of all parts as one text, and the positions of each but the context.
 
-    The ranges together are all positions from the end of the context on. The context is repeated
-    up to `GRID` tokens. There are 800 to 1,050 ids in all, and some hundreds more where a
-    vocabulary knows few languages.
+    The context is repeated up to `GRID` tokens. There are 800 to 1,050 ids in all, and some
+    hundreds more where a vocabulary knows few languages.
     """
     (_, context), *passages = (all_parts() if texts is None else texts).items()
     ids, again = encode(tokenizer, context)
