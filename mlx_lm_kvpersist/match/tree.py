@@ -374,7 +374,7 @@ def _common_boundary(
     stored: Sequence[int],
     stored_ends: Sequence[float],
 ) -> tuple[int, int]:
-    """Return how many stored ids end with a token that the prompt has there, too, and its place."""
+    """Return how many stored ids, and own ids, end with the last token that both have there."""
     place = {end: i for i, end in enumerate(ends)}
     for n in range(len(stored), 0, -1):
         i = place.get(stored_ends[n - 1])
