@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,7 @@ Part = dict[str, Any]
 Kind = Literal["thinking", "text"]
 
 _MAX_TOKENS = 2**31 - 1
-_READABLE = (
-    *("title", "source", "url", "context", "text", "refusal", "content", "stdout", "stderr"),
-)
+_READABLE = "title source url context text refusal content stdout stderr".split()
 """Fields that hold what a reader of a block sees, in the order in which they are read."""
 _MAX_DEPTH = 6
 
@@ -113,7 +112,7 @@ class ReplyParts(ABC):
     """
 
     def __init__(self) -> None:
-        self._n_parts = 0
+        self._indices = itertools.count()
         self._open: OpenPart | None = None
         self._held: tuple[Kind, str] = ("text", "")
         """White space that may begin a part."""
@@ -152,7 +151,7 @@ class ReplyParts(ABC):
             self._held = ("text", "")
             function = call["function"]
             details = call["id"], function["name"], function["arguments"]
-            events += self.add_call(self._next_index(), *details)
+            events += self.add_call(next(self._indices), *details)
         return events
 
     def close(self) -> Iterator[Event]:
@@ -171,13 +170,9 @@ class ReplyParts(ABC):
                 return
             yield from self.close()
             self._held = (kind, "")
-            block = self._open = OpenPart(kind, self._next_index())
+            block = self._open = OpenPart(kind, next(self._indices))
             yield from self.start_part(block)
         block.text += text
         if kind == "text":
             self._texts.append(text)
         yield from self.add_text(block, text)
-
-    def _next_index(self) -> int:
-        self._n_parts += 1
-        return self._n_parts - 1

@@ -35,8 +35,7 @@ _ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(
 class PrintableFormatter(logging.Formatter):
     """Formats as `stock` does, with control characters escaped, but for line ends and tabs.
 
-    Log lines quote clients: names of sessions, bodies that are no JSON. A terminal that shows the
-    log would obey what they send.
+    Log lines quote clients, and a terminal that shows the log would obey what they send.
     """
 
     def __init__(self, stock: logging.Formatter) -> None:
@@ -50,8 +49,8 @@ class PrintableFormatter(logging.Formatter):
 class PluginArgumentParser(argparse.ArgumentParser):
     """A parser that takes `--plugin` and the options of the plugins.
 
-    They are added when the command line is parsed, after all stock options. So the help shows them
-    last, and if an option clashes with one of stock's, the error is reported for the plugin.
+    They are added when the command line is parsed, after all stock options, so the help shows them
+    last, and an option that clashes with one of stock's is reported for the plugin.
     """
 
     _plugin_option: argparse.Action | None = None

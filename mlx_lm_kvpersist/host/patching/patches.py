@@ -88,10 +88,7 @@ PATCHES: tuple[Patch, ...] = (
             Overrides(
                 "ResponseGenerator",
                 PluginResponseGenerator,
-                (
-                    *("_tokenize", "_next_request", "_generate", "generate"),
-                    "_share_object",
-                ),
+                ("_tokenize", "_next_request", "_generate", "generate", "_share_object"),
             ),
             Uses("ResponseGenerator.__init__", "requests"),
             Uses("ResponseGenerator._generate", "_next_request"),

@@ -168,7 +168,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @cache
 def probe_manager() -> tuple[pluggy.PluginManager, ProbePlugin]:
     """Return a manager that asks a ProbePlugin only; making one takes milliseconds."""
-    plugins, plugin = manager.make_manager(), ProbePlugin()
+    plugins, plugin = manager.PluginManager(), ProbePlugin()
     plugins.register(plugin, name="probe")
     return plugins, plugin
 
@@ -261,10 +261,7 @@ PROVIDER.max_context = None
 
 def requests_pass_plugins(server: ModuleType) -> None:
     """Plugins see what is queued, change its messages, and take it."""
-    with (
-        probing() as plugin,
-        replaced(server.ResponseGenerator, "_generate", lambda self: None),
-    ):
+    with probing() as plugin, replaced(server.ResponseGenerator, "_generate", lambda self: None):
         generator = server.ResponseGenerator(PROVIDER, None)  # as `run` makes its own
         generator.join()
         chat = [{"role": "user", "content": "x"}]
@@ -278,11 +275,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
     prompt = [ord("x"), ord("!")]
     expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
     expect("plugin that took the request", ids[:].taken.plugin, "probe")
-    expect(
-        "requests that join",
-        (joined and joined[1], none),
-        (text_request, None),
-    )
+    expect("requests that join", (joined and joined[1], none), (text_request, None))
     hooks = ["serving_changed True", "take_request text p", "take_request chat "]
     expect("hooks asked", plugin.asked, hooks)
 
