@@ -228,8 +228,8 @@ def loaded_models_make_plugin_caches(server: ModuleType) -> None:
         caches = server.make_prompt_cache(provider.model)
     expect("hooks asked", plugin.asked, ["wired_limit 8", "model_loaded"])
     expect("limits of wired memory", limits, [7])
-    found = ([type(cache) for cache in caches], provider.is_batchable)
-    expect("caches of the model, and batching", found, ([ProbeCache, ProbeCache], True))
+    expect("caches of the model", [type(cache) for cache in caches], [ProbeCache, ProbeCache])
+    expect("whether the model is batched", provider.is_batchable, True)
 
 
 class ProbeModel:
