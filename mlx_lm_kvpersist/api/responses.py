@@ -107,7 +107,6 @@ def _tools(
 
 
 def _full_name(namespace: str, name: str) -> str:
-    """Return the name under which the model knows a tool of a namespace."""
     if not namespace:
         return name
     return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
@@ -178,7 +177,6 @@ def _file(name: str, block: Mapping[str, Any]) -> Part:
 
 
 def _decoded(encoded: str) -> str | None:
-    """Return a text that came in base64; None if it is none."""
     try:
         return base64.b64decode(encoded, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -204,7 +202,6 @@ def _output(place: str, item: Mapping[str, Any]) -> Message:
 
 
 def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
-    """Add one item of the assistant's turn to its message."""
     kind = item.get("type", "message")
     if kind == "message":
         message["content"] += _text(f"{place}.content", item.get("content"))

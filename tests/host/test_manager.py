@@ -32,7 +32,7 @@ def entry_points(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         assert group == "mlx_lm.server.plugins"
         return [EntryPoint(n, v, group) for n, v in installed.items() if name in (None, n)]
 
-    monkeypatch.setattr(manager.metadata, "entry_points", found)
+    monkeypatch.setattr("importlib.metadata.entry_points", found)
     return installed
 
 

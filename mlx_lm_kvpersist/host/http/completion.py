@@ -188,9 +188,8 @@ class Completion:
 
 
 def _encoded(events: Iterable[Event]) -> bytes:
-    """Return events as the bytes of a stream of server-sent events."""
-    lines = []
+    text = ""
     for event in events:
         name = f"event: {event['type']}\n" if "type" in event else ""
-        lines.append(f"{name}data: {json.dumps(event)}\n\n")
-    return "".join(lines).encode()
+        text += f"{name}data: {json.dumps(event)}\n\n"
+    return text.encode()

@@ -87,7 +87,11 @@ class PromptLookup:
         if ids:
             gain = len(responses) - seconds / self._step_s
             self._gain = min(self._gain + gain, MOST_CREDIT)
-            self._n_ids = self._next_length(len(ids) - 1, len(responses) - 1)
+            n_right = len(responses) - 1
+            if n_right == len(ids) - 1:
+                self._n_ids = min(MOST_DRAFTED, 2 * self._n_ids)
+            else:
+                self._n_ids = max(2, min(self._n_ids, 2 * n_right or self._n_ids // 2))
         else:
             # Slow steps are the work of other requests, or the first of a shape.
             step_s = self._step_s or seconds
@@ -97,12 +101,6 @@ class PromptLookup:
         if responses and responses[-1].finish_reason is not None:
             self._occurrences = None
         return responses, bool(ids)
-
-    def _next_length(self, n_drafted: int, n_right: int) -> int:
-        """Return how many ids to draft next."""
-        if n_right == n_drafted:
-            return min(MOST_DRAFTED, 2 * self._n_ids)
-        return max(2, min(self._n_ids, 2 * n_right or self._n_ids // 2))
 
     def _ids(self, batch: Any) -> list[int]:
         """Return the token that is due and its drafts; nothing if no draft is known.
