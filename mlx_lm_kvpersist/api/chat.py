@@ -46,9 +46,8 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
     """Append a message, with its place in the body, or join it with the speaker's last message.
 
-    Anthropic's API reads consecutive messages of a user, or of the assistant, as one. A text after
-    calls stays in a message of its own, and so does an image, which may be refused in the newest
-    message only.
+    Anthropic's API reads consecutive messages as one. A text after calls stays in a message of its
+    own, and so does an image, which may be refused in the newest message only.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
@@ -149,9 +148,8 @@ class ReplyParts(ABC):
         for call in tool_calls:
             events += self.close()
             self._held = ("text", "")
-            function = call["function"]
-            details = call["id"], function["name"], function["arguments"]
-            events += self.add_call(next(self._indices), *details)
+            index, function = next(self._indices), call["function"]
+            events += self.add_call(index, call["id"], function["name"], function["arguments"])
         return events
 
     def close(self) -> Iterator[Event]:

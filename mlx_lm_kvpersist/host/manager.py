@@ -161,10 +161,8 @@ def safely(
             raise PluginFault(f"plugin {plugin} in hook {hook} {error}") from error
         raise
     except Exception as error:
-        how: Any = {
-            "kind": f"plugin {plugin} in {hook}: {type(error).__name__}",
-            "level": logging.ERROR,
-        }
+        kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
+        how: Any = {"kind": kind, "level": logging.ERROR}
         if isinstance(error, PluginFault):
             failures.add("plugin %s in hook %s %s; ignored", plugin, hook, error, **how)
         else:
@@ -258,11 +256,9 @@ def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
 
 
 class TakenTokens(list[int]):
-    """Token ids of a request that a plugin took.
+    """Token ids of a request that a plugin took. Slices and in-place appends keep `taken`.
 
-    The stock server passes a prompt's ids, and slices of them, through the batch generator and back
-    to the prompt cache. It passes nothing else of the request. Slices and in-place appends keep
-    `taken`.
+    The stock server passes nothing else of a request through its generator and its prompt cache.
     """
 
     def __init__(self, ids: Iterable[int], taken: Taken) -> None:

@@ -130,8 +130,7 @@ def _is_ready(connection: socket.socket, event: int) -> bool:
 class Clients:
     """The clients that wait for replies. One thread watches them while there are any.
 
-    It sends keepalives, and marks the requests of clients that have left. A client that does not
-    stream would otherwise be missed only when its reply is written.
+    It sends keepalives, and marks the requests of clients that have left.
     """
 
     def __init__(self) -> None:

@@ -98,12 +98,10 @@ class ObservedGenerator:
 class PluginAPIHandler(Stock):  # type: ignore[misc]
     """Answers as stock does, between the plugins' hooks. One object a connection, on its thread.
 
-    Stock closes a connection after one request. Kept open, one can carry several, and only some are
-    completions: the state of a request is reset when the next one begins.
-
-    Stock's `do_POST` parses requests to stock's own paths, and each other API parses its own. From
-    there all take one way: stock's loop (`handle_completion`) always streams, and hands each part
-    of the reply to a `Completion`. Nobody reads the bytes that the loop writes.
+    A connection that is kept open carries several requests: the state of a request is reset when
+    the next one begins. Stock's `do_POST` parses requests to stock's own paths, and each other API
+    parses its own. Then stock's loop (`handle_completion`) always streams, and hands each part of
+    the reply to a `Completion`. Nobody reads the bytes that the loop writes.
     """
 
     timeout = CLIENT_TIMEOUT_S
@@ -575,8 +573,7 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
             call.arguments["server_class"] = type(server_class.__name__, bases, attributes)
             stock(*call.args, **call.kwargs)
         except BaseException:
-            # A port in use, a signal before the server listens: stock would leave the generation
-            # thread running, and the process would never end.
+            # Stock would leave the generation thread running, and the process would never end.
             call.arguments["response_generator"].stop_and_join()
             raise
         finally:

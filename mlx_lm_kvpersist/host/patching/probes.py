@@ -253,10 +253,8 @@ def encode(text: str) -> list[int]:
 
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=encode)
-PROVIDER = SimpleNamespace(
-    cli_args=ARGS, tokenizer=TOKENIZER, processor=None, reads_images=False, is_batchable=True
-)
-PROVIDER.max_context = None
+PROVIDER = SimpleNamespace(cli_args=ARGS, tokenizer=TOKENIZER, processor=None, max_context=None)
+PROVIDER.reads_images, PROVIDER.is_batchable = False, True
 
 
 def requests_pass_plugins(server: ModuleType) -> None:
@@ -297,9 +295,8 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
         inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
         (cache,) = prompt_caches
         fetched, rest = cache.fetch_nearest_cache("model", TakenTokens([1, 2], plugin_request))
-        cache.insert_cache(
-            "model", TakenTokens([1], plugin_request), [ProbeCache()], cache_type="user"
-        )
+        tokens = TakenTokens([1], plugin_request)
+        cache.insert_cache("model", tokens, [ProbeCache()], cache_type="user")
     expect("fetched", ([type(c) for c in fetched or []], rest), ([ProbeCache], [2]))
     expect("hooks asked", plugin.asked, ["take_request text p", "insert [1] user"])
     expect("sequences kept by stock", len(cache), 0)
@@ -433,16 +430,13 @@ def wired_memory_is_chosen(mlx: ModuleType) -> None:
 def http_reaches_plugins(server: ModuleType) -> None:
     """A server started as `run` starts it answers a completion and a plugin's path."""
     body = json.dumps({"prompt": "ping"}).encode()
-    completion = b"POST /v1/completions HTTP/1.1\r\nX-Probe: 1\r\nContent-Length: %d\r\n\r\n%s" % (
-        len(body),
-        body,
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nX-Probe: 1\r\nContent-Length: %d\r\n\r\n" % len(body)
     with probing() as plugin:
-        reply = answer(server, completion)
+        reply = answer(server, head + body)
         health = answer(server, b"GET /health HTTP/1.1\r\n\r\n")
         route = answer(server, b"GET /probe?a=b HTTP/1.1\r\n\r\n")
-    head, _, payload = reply.partition("\r\n\r\n")
-    expect("header of the reply", "\r\nX-Probe-Reply: yes" in head, True)
+    reply_head, _, payload = reply.partition("\r\n\r\n")
+    expect("header of the reply", "\r\nX-Probe-Reply: yes" in reply_head, True)
     expect("reply", json.loads(payload)["choices"][0]["text"], "pong")
     expect("hooks asked", plugin.asked, ["request_received ping 1", "reply_sent pong"])
     expect("header of another reply", "X-Probe-Reply" in health, False)

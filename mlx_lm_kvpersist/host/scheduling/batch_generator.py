@@ -128,7 +128,17 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if self._looks_first():
             return [], []
         with mx.stream(self.stream):
-            return self._next_responses()
+            for response in self._tokens:
+                response.prompt_cache = None  # it is saved; stock keeps the list for another step
+            self._progress = []
+            self._tokens, step_s = self._decode()
+            if not self._is_short:
+                self._admit()
+            running = self._running()
+            if self.prefills.all or self.queue or self.parked or running != self._weighed:
+                decide = partial(self._decide, running, step_s)
+                self._apply(self._ranks.first(decide, "a step"), running)
+            return self._progress, self._tokens
 
     def next_generated(self) -> list[Any]:
         """Make steps until one has tokens of replies; return its responses for replies."""
@@ -171,19 +181,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         waiting = chain.from_iterable(prefill.caches for prefill in self.queue)
         computed = chain.from_iterable(prefill.batch.prompt_cache for prefill in self.prefills.all)
         return sum(cache.nbytes for cache in chain(waiting, computed, self.replies.prompt_cache))
-
-    def _next_responses(self) -> tuple[list[Any], list[Any]]:
-        for response in self._tokens:
-            response.prompt_cache = None  # it is saved; stock keeps the list for another step
-        self._progress = []
-        self._tokens, step_s = self._decode()
-        if not self._is_short:
-            self._admit()
-        running = self._running()
-        if self.prefills.all or self.queue or self.parked or running != self._weighed:
-            decide = partial(self._decide, running, step_s)
-            self._apply(self._ranks.first(decide, "a step"), running)
-        return self._progress, self._tokens
 
     def _decode(self) -> tuple[list[Any], float]:
         """Make one step of all replies; return their tokens, and how long it took."""

@@ -1,11 +1,10 @@
 """Prompt-lookup decoding: a reply that repeats known text is computed several tokens in a step.
 
-Agents write files, edits and tool output again that they have read before. If the last four ids
-have occurred before in the conversation, or a few more in what the plugin has stored, the ids that
-followed are drafts: the model checks them in one call, behind the token that is due. Drafts are
-kept as far as the model samples them; the caches forget the rest. So a greedy reply is that of one
-token a step, but for the rounding of other kernels, and every sampled token is drawn from the same
-distribution. No second model is needed: https://github.com/apoorvumang/prompt-lookup-decoding
+If the last four ids have occurred before in the conversation, or a few more in what the plugin has
+stored, the ids that followed are drafts: the model checks them in one call, behind the token that
+is due. Drafts are kept as far as the model samples them; the caches forget the rest. So a greedy
+reply is that of one token a step, but for the rounding of other kernels, and every sampled token is
+drawn from the same distribution: https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
 from __future__ import annotations

@@ -89,8 +89,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Tokenizes as stock does, between the plugins' hooks. Generation thread.
 
     Stock calls `_next_request` where nothing catches an exception: nothing in it may raise. When
-    the thread ends all the same, the server ends. Stock would go on without generating: up to
-    0.31.3 every request then waits for ever, later it gets 404 for ever.
+    the thread ends all the same, the server ends. Stock would go on without generating.
     """
 
     _serving = False
@@ -219,8 +218,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Tell whether rank 0 is asked for something. Every rank calls this after each step."""
         if not self._ranks.are_several:
             return self._is_asked()
-        # A rank that asks waits until the running step of the replies has ended. So ranks ask in
-        # a step in which all have waited for each other anyway, else now and then.
+        # A rank that asks waits for the running step. So ranks ask in a step in which all have
+        # waited for each other anyway, else now and then.
         self._n_steps += 1
         self._ranks.progressed()
         has_waited, is_asked = self._n_messages != self._ranks.n_messages, False
@@ -397,8 +396,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def count_tokens(self, request: Any, args: Any) -> int:
         """Return how many tokens the prompt of a request would have now. HTTP thread.
 
-        Only the tokenizer of the loaded model is used. It may encode in several threads: mlx-lm has
-        encoded with it, so it changes no setting of its own any more.
+        The tokenizer may encode in several threads: mlx-lm has encoded with it, so it changes no
+        setting of its own any more.
 
         Raises:
             RequestRefused: the request's model is not loaded, or it has images, whose tokens only
