@@ -255,7 +255,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if running == self._weighed:
             return False
         self._weighed = running
-        computed = [prompt for prompt in [*self.prefills.all, *self.queue]]
+        computed = [*self.prefills.all, *self.queue]
         prompts = [
             len(prompt.tokens) + prompt.n_left for prompt in computed if prompt.uid not in stopped
         ]

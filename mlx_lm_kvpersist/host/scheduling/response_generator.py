@@ -128,9 +128,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         self._has_looked = True
         self._set_serving(timeout is None)
         entering: list[Waiting] = []
-        look, are_told = self._ranks.first_and_all(
-            partial(self._look, timeout, entering), self._is_told_to_stop, "a request"
-        )
+        find = partial(self._look, timeout, entering)
+        look, are_told = self._ranks.first_and_all(find, self._is_told_to_stop, "a request")
         if self._ranks.are_several and any(are_told):
             self._stop_all()
             return None
@@ -233,9 +232,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         is_asked = self._line.step_ended() or not self.requests.empty()
         # Each reply that was stopped is told once: then stock removes it.
         n_stopped = sum(reply.is_stopped for reply in self._replies)
-        self._replies = [
-            reply for reply in self._replies if not (reply.is_over or reply.is_stopped)
-        ]
+        replies = self._replies
+        self._replies = [reply for reply in replies if not (reply.is_over or reply.is_stopped)]
         return is_asked or n_stopped > 0
 
     def _stop_all(self) -> None:
