@@ -89,7 +89,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Tokenizes as stock does, between the plugins' hooks. Generation thread.
 
     Stock calls `_next_request` where nothing catches an exception: nothing in it may raise. When
-    the thread ends all the same, the server ends. Stock would go on without generating.
+    the thread ends all the same, the server ends. Stock's server would run without generating.
     """
 
     _serving = False
@@ -303,7 +303,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _render_ahead(self, request: Any, args: Any) -> None:
         """Tokenize a request for the loaded model, and let plugins wait for its data. HTTP thread.
 
-        What fails is done again, and reported, where stock does it.
+        Stock does the same work again after a failure, and reports the error.
         """
         try:
             is_loaded = self.model_provider.is_loaded(args.model.model)

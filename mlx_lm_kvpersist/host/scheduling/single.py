@@ -1,6 +1,6 @@
 """A request that is served alone: its prompt is computed in chunks, as prompts in a batch are.
 
-Stock would compute the prompt in one go, and a client that leaves would lose all of it. Here
+Stock would compute the prompt in one go, and a client that leaves would lose the whole prompt. Here
 plugins save each chunk, and stock computes the last token. Generation thread.
 """
 
