@@ -14,6 +14,7 @@ import json
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
@@ -400,10 +401,8 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
     if not template.reads_id(call.get("id")):
         call = {**call, "id": _made_id(call.get("id") or usual_id)}
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):  # cut off perhaps: it is read as a text
             parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass  # perhaps it was cut off: it is read as a text
     form = template.form_of(readable(parsed))
     if form is parsed and parsed is not arguments:
         return call

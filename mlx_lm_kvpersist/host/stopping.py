@@ -53,9 +53,7 @@ def one_line(error: BaseException, plugins: Sequence[str]) -> str:
 
         message = f"{message} ({found_and_known()})"
     if not isinstance(error, KVPersistError):
-        message = (
-            f"stopped by an unexpected {type(error).__name__}: {message} "
-            "(--log-level DEBUG shows the traceback)"
-        )
+        reason = f"stopped by an unexpected {type(error).__name__}: {message}"
+        message = f"{reason} (--log-level DEBUG shows the traceback)"
     options = "".join(f" --plugin {name}" for name in plugins)
     return f"mlx_lm.server{options}: {message}"

@@ -74,9 +74,8 @@ class Uses:
         functions = vars(target).values() if isinstance(target, type) else [inspect.unwrap(target)]
         codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
         if not any(self.uses in names_in(code) for code in codes):
-            raise SignatureChanged(
-                f"{module.__name__}:{self.name} no longer uses {self.uses}; {_ADVICE}"
-            )
+            place = f"{module.__name__}:{self.name}"
+            raise SignatureChanged(f"{place} no longer uses {self.uses}; {_ADVICE}")
 
 
 @dataclass(frozen=True)

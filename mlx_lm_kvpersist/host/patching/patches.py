@@ -3,7 +3,7 @@
 All targets but two are globals of `mlx_lm.server`. The stock objects behind them stay as they are,
 so other users of mlx_lm in the process are not affected. The exceptions are attention over packed
 keys, which differs only for keys that bring an attention of their own, and MLX's wired limit, which
-mlx-lm sets in three modules. Beside several CUDA GPUs one more function of MLX is replaced.
+mlx-lm sets in three modules. If there are several CUDA GPUs, `mlx.core.clear_cache` is replaced.
 """
 
 from __future__ import annotations

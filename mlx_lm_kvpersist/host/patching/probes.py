@@ -287,9 +287,8 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
         replaced(server, "_run_http_server", lambda *args, **kwargs: None),
     ):
         request = SimpleNamespace(request_type="text", prompt="p", messages=[])
-        plugin_request = take_request(
-            answers.ClientRequest(request), answers.Prompt([1], [[1]], ["user"])
-        )
+        prompt = answers.Prompt([1], [[1]], ["user"])
+        plugin_request = take_request(answers.ClientRequest(request), prompt)
         assert plugin_request is not None
         plugin_request.enter()
         inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))

@@ -123,7 +123,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """Make one step of the replies, then compute one chunk of one prompt, or of several.
 
         Returns stock's responses for prompts and for replies. At the end of a segment stock asks
-        for a prompt's caches, and saves them. Without any response stock looks for requests.
+        for a prompt's caches, and saves them. If there is no response, stock looks for requests.
         """
         if self._looks_first():
             return [], []
@@ -255,7 +255,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if running == self._weighed:
             return False
         self._weighed = running
-        computed = [prompt for prompt in [*self.prefills.all, *self.queue]]
+        computed = [*self.prefills.all, *self.queue]
         prompts = [
             len(prompt.tokens) + prompt.n_left for prompt in computed if prompt.uid not in stopped
         ]

@@ -28,7 +28,7 @@ def max_context(model: str, tokenizer: Any) -> int | None:
     """Return how many tokens a loaded model's context has, None where its files do not say.
 
     model: a folder, or a repository of Hugging Face, which is looked for on this machine only.
-    Of several lengths the largest counts: a wrong refusal is worse than none. A tokenizer alone
+    The largest of several lengths counts: a wrong refusal is worse than none. A tokenizer alone
     does not count, because it is often another model's.
     """
     folder = Path(model)

@@ -1,8 +1,8 @@
 """The prompts that are being computed: whose turn it is, how much of it, and with which others.
 
-A chunk beside replies takes no longer than the plugin allows. If several prompts wait, the one with
-the least left goes first, but the oldest one gets every fourth chunk. Where the rest of a prompt
-leaves room in a chunk, those of others are computed with it. Generation thread.
+While replies run, a chunk takes no longer than the plugin allows. The prompt with the least left
+goes first, but the oldest prompt gets every fourth chunk. If the rest of a prompt leaves room in a
+chunk, the rests of more prompts are computed with it. Generation thread.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Prefills:
     ) -> tuple[list[list[int]], dict[int, int], Exception | None]:
         """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
-        An error of the plugin is returned, too. stopped: prompts that end now. step_s: the time of
-        the last step of the replies. beside: whether replies run.
+        A plugin error comes with the prompt whose turn it is. stopped: prompts that end now.
+        step_s: the time of the last step of the replies. beside: whether replies run.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]
@@ -150,7 +150,7 @@ class Prefills:
         begins = _groups(ready, unready, beside=beside)
         if not unready:
             return begins, {}, None
-        # The oldest has its turns, too. If all of them aged, short ones would wait beside many.
+        # Only the oldest prompt ages: else a short prompt would wait for many long prompts.
         oldest, turn = unready[0], min(unready, key=lambda prefill: prefill.n_left)
         if oldest.passed_over >= MOST_PASSED_OVER:
             turn = oldest
@@ -164,7 +164,7 @@ class Prefills:
     ) -> dict[int, int]:
         """Return how many tokens of which prompts to compute, first of the prompt `turn`.
 
-        If its segment ends, others whose segments end join it, if all, padded, fit into a chunk.
+        If its segment ends, prompts whose segments end join it while all fit, padded, in a chunk.
         """
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}

@@ -89,7 +89,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Tokenizes as stock does, between the plugins' hooks. Generation thread.
 
     Stock calls `_next_request` where nothing catches an exception: nothing in it may raise. When
-    the thread ends all the same, the server ends. Stock would go on without generating.
+    the thread ends all the same, the server ends. Stock's server would run without generating.
     """
 
     _serving = False
@@ -128,9 +128,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         self._has_looked = True
         self._set_serving(timeout is None)
         entering: list[Waiting] = []
-        look, are_told = self._ranks.first_and_all(
-            partial(self._look, timeout, entering), self._is_told_to_stop, "a request"
-        )
+        find = partial(self._look, timeout, entering)
+        look, are_told = self._ranks.first_and_all(find, self._is_told_to_stop, "a request")
         if self._ranks.are_several and any(are_told):
             self._stop_all()
             return None
@@ -233,9 +232,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         is_asked = self._line.step_ended() or not self.requests.empty()
         # Each reply that was stopped is told once: then stock removes it.
         n_stopped = sum(reply.is_stopped for reply in self._replies)
-        self._replies = [
-            reply for reply in self._replies if not (reply.is_over or reply.is_stopped)
-        ]
+        replies = self._replies
+        self._replies = [reply for reply in replies if not (reply.is_over or reply.is_stopped)]
         return is_asked or n_stopped > 0
 
     def _stop_all(self) -> None:
@@ -305,7 +303,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _render_ahead(self, request: Any, args: Any) -> None:
         """Tokenize a request for the loaded model, and let plugins wait for its data. HTTP thread.
 
-        What fails is done again, and reported, where stock does it.
+        Stock does the same work again after a failure, and reports the error.
         """
         try:
             is_loaded = self.model_provider.is_loaded(args.model.model)

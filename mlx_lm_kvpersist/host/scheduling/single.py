@@ -1,6 +1,6 @@
 """A request that is served alone: its prompt is computed in chunks, as prompts in a batch are.
 
-Stock would compute the prompt in one go, and a client that leaves would lose all of it. Here
+Stock would compute the prompt in one go, and a client that leaves would lose the whole prompt. Here
 plugins save each chunk, and stock computes the last token. Generation thread.
 """
 
@@ -82,11 +82,6 @@ class ComputedModel:
     def limits(self) -> PrefillLimits:
         return caches_of(self.model).limits
 
-    def size(self, step_size: int) -> int:
-        """Return how many tokens nobody minds to wait for."""
-        position = self.n_tokens
-        return chunk_size(position, most_tokens(self.limits, position, step_size))
-
     def compute(self, ids: list[int], embeddings: mx.array | None) -> None:
         """Compute the next `ids`.
 
@@ -153,7 +148,10 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
 
 def _next_size(request: Taken, computed: ComputedModel, step_size: int) -> int:
     """Return how many tokens to compute now, 0 if the client has left."""
-    return 0 if _is_stopped(request) else computed.size(step_size)
+    if _is_stopped(request):
+        return 0
+    position = computed.n_tokens
+    return chunk_size(position, most_tokens(computed.limits, position, step_size))
 
 
 def _shown_all(before: mx.array, processor: Callable[..., Any]) -> Callable[..., Any]:
