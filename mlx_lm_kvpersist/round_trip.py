@@ -1,9 +1,8 @@
 """The long check of the numbers: a tiny model's live path gives what mlx-lm's caches give.
 
-`selftest`, `patches_check` and CI run it; a server does not. The reference is stock arithmetic
-without any class of ours: each sequence alone in mlx-lm's KVCache, over keys and values that
-`mx.quantize` and `mx.dequantize` have rounded. The live path is the server's: sequences are
-batched, join, leave, are cancelled, stored, and restored from disk while others decode.
+The reference is each sequence alone in mlx-lm's KVCache, over keys and values that `mx.quantize`
+and `mx.dequantize` have rounded. On the live path sequences are batched, join, leave, are
+cancelled, stored, and restored from disk while others decode.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from .cache.geometry.precision import (
-    KVPrecision,
-    PrecisionChoice,
-    Quantization,
-    layout_in_words,
-)
+from .cache.geometry.precision import KVPrecision, PrecisionChoice, Quantization, layout_in_words
 from .cache.geometry.probe import probe_model
 from .cache.live.attention import Strategy
 from .cache.live.batch import PaddedBatch

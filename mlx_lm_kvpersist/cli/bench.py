@@ -1,9 +1,7 @@
 """`mlx-lm-kvpersist bench`: the plugin against the stock server on this machine, with any model.
 
-Two servers take turns, so that the model is in memory once: stock, ours, and after `kill -9` both
-again. Each is asked the same conversations: a new prompt, the next turn, and after the restart one
-turn more. The length of the prompts follows from a rate that is measured first, so that the whole
-fits into the time.
+Each server is asked the same conversations: a new prompt, the next turn, and after `kill -9` one
+turn more. The length of the prompts follows from a rate that is measured first.
 """
 
 from __future__ import annotations
@@ -122,7 +120,6 @@ class Bench:
         return server
 
     def _speed(self, server: StartedServer) -> StockSpeed:
-        """Measure by about 250 tokens, and by about 2,000 where these took no time."""
         with ongoing("stock: how fast is this machine"):
             for n_chars in (1000, 8000):
                 prompt = f"{n_chars} characters.\n\n{document(n_chars)}"

@@ -1,8 +1,6 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
-`connect router` prints the command of a router in front of several servers, which it asks first.
 A JSON file that exists is merged: its other settings stay. A TOML file is our own and is replaced.
-The former content is kept in a file next to it.
 """
 
 from __future__ import annotations
@@ -71,10 +69,8 @@ def run(args: argparse.Namespace) -> int:
         except (ValueError, OSError, RuntimeError) as error:
             # RuntimeError: links in a circle, deep JSON.
             print(f"What to add to {file}:\n\n{ours}")
-            why = " ".join(str(error).split())
-            raise ConfigError(
-                f"{file} is left as it is ({why}); add the lines above by hand"
-            ) from error
+            left = f"{file} is left as it is ({' '.join(str(error).split())})"
+            raise ConfigError(f"{left}; add the lines above by hand") from error
     print(f"Start it:\n\n  {client.start}")
     if client.without_file and not args.write:
         print(f"\nOr without the file:\n\n  {client.without_file}")
@@ -162,12 +158,10 @@ def _merged(current: Any, settings: Settings) -> dict[str, Any]:
 
 
 def _folder(variable: str, *otherwise: str) -> Path:
-    """Return the folder that a variable names, else one below the user's own."""
     return Path(os.environ.get(variable) or Path.home().joinpath(*otherwise))
 
 
 def _with(variables: Mapping[str, str], command: str) -> str:
-    """Return a shell's command with variables set before it."""
     return " ".join([*(f"{name}={shlex.quote(v)}" for name, v in variables.items()), command])
 
 

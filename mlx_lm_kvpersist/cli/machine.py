@@ -1,8 +1,4 @@
-"""The conditions of a measurement: the machine, the versions, the speed of MLX's CPU backend.
-
-MLX's wheel for Linux brings netlib's reference BLAS. A server that computes prompts with it takes
-many times as long as with OpenBLAS; `doctor` and `bench` say so.
-"""
+"""The conditions of a measurement: the machine, the versions, the speed of MLX's CPU backend."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from ..units import parse_days, parse_size
 PROG = "mlx-lm-kvpersist"
 _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
-"""The commands that are run for the stores of all ranks."""
 _BUDGETS = (*_STORE, "disk", "min-free")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = args.run.partition(":")
     try:
         run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
-        status: int = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
+        return _of_each_rank(run, args) if args.command in _OF_RANKS else int(run(args))
     except KVPersistError as error:
         message = str(error)
     except PermissionError as error:
@@ -62,8 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"the index of the store cannot be used: {error}"
     except KeyboardInterrupt:
         return 130
-    else:
-        return status
     print(f"{PROG} {args.command}: {message}", file=sys.stderr)
     return 1
 
@@ -197,12 +194,7 @@ def _adder(commands: Any, *names: str) -> Any:
 
 
 def _add_bench(add: Any) -> None:
-    bench = add(
-        "bench",
-        "bench:run",
-        "compare first tokens and replies with stock's",
-        json=False,
-    )
+    bench = add("bench", "bench:run", "compare first tokens and replies with stock's")
     bench.add_argument("--model", required=True, help="a folder, or a name on the hub")
     bench.add_argument(
         "--minutes",

@@ -36,10 +36,9 @@ def folders_of(args: argparse.Namespace) -> list[Path]:
 
 
 def existing(args: argparse.Namespace) -> OwnFiles:
-    """Return the files of the folder that the options name.
+    """Return the files of the folder that the options name; nothing is touched.
 
-    Raises StoreError unless it holds a store of this key, with an index or without. Nothing is
-    touched, whatever it holds.
+    Raises StoreError unless it holds a store of this key, with an index or without.
     """
     folder = folder_of(args)
     files = OwnFiles(folder, encryption_of(args))

@@ -94,10 +94,7 @@ def console() -> Console:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> Table:
-    """Return a table; `right` names the columns of numbers, separated by blanks.
-
-    Cells that are too long for the terminal go on in the next line; none is cut.
-    """
+    """Return a table; `right` names the columns of numbers, separated by blanks."""
     grid = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for column in columns:
         align: Any = "right" if column in right.split() else "left"

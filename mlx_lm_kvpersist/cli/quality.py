@@ -63,7 +63,12 @@ def run(args: argparse.Namespace) -> int:
             return 0
         windows = checks.windows_of(ids, begin, _WINDOW, _STRIDE)
         context = args.context if args.context > 0 else None
-        questions = _questions(tokenizer, text, context) if context else []
+        questions: list[list[int]] = []
+        if context:
+            document = checks.document_with_facts(tokenizer, text, context)
+            # The hidden facts come first: `_judged` counts on it.
+            for question in (*checks.fact_questions(), *checks.QUESTIONS):
+                questions.append(checks.prompt_of(tokenizer, f"{document}\n\n{question}"))
         calls = checks.tool_prompts(tokenizer, text[:_TOOL_CHARS])
         with progress("quality") as on_progress:
             rows = _measured(
@@ -90,13 +95,6 @@ def run(args: argparse.Namespace) -> int:
     reasons_left_out = (f"{name}: left out, {reason}" for name, reason in left_out.items())
     tell(args, content, heading, _table(rows), *reasons_left_out)
     return 0
-
-
-def _questions(tokenizer: Any, text: str, n_context: int) -> list[list[int]]:
-    """Return prompts about `n_context` tokens of a text; the first ask for the hidden facts."""
-    document = checks.document_with_facts(tokenizer, text, n_context)
-    questions = (*checks.fact_questions(), *checks.QUESTIONS)
-    return [checks.prompt_of(tokenizer, f"{document}\n\n{question}") for question in questions]
 
 
 def _judged(

@@ -1,8 +1,6 @@
 """`mlx-lm-kvpersist store map`: what takes a store's bytes, by session, shared segment and age.
 
-A segment is a run of blocks that the same sessions go through. Segments form a tree: a segment that
-sessions share, such as the system prompt, has segments of fewer sessions below it. JSON calls them
-parts.
+A segment is a run of blocks that the same sessions go through. JSON calls segments parts.
 """
 
 from __future__ import annotations
@@ -139,7 +137,6 @@ def _described(index: Index, segment: Segment, roots: Mapping[bytes, Root]) -> d
 
 
 def _words(index: Index, segment: Segment) -> str:
-    """Return the text that a segment begins with, "" if none is stored."""
     row = index.block(segment.first)
     return row[0].text[:_MOST_CHARS] if row else ""
 
@@ -182,7 +179,6 @@ def _drawn(
 
 
 def _label(index: Index, segment: Segment) -> str:
-    """Return what people know a segment by."""
     sessions = ""
     if segment.ending:
         first, n_more = segment.ending[0], len(segment.ending) - 1
