@@ -1,7 +1,4 @@
-"""The plugin: the server's hooks one to one, the configuration and the routes.
-
-Only this module knows all parts. `request/serving.py` does the work of a request.
-"""
+"""The plugin: the server's hooks one to one, the configuration and the routes."""
 
 from __future__ import annotations
 
@@ -165,13 +162,11 @@ class KVPersistPlugin:
         )
 
     def _drop_model(self) -> None:
-        """Forget the loaded model."""
         if self._serving is not None:
             self._serving.memory.close()
         self._serving = None
 
     def _refuse(self, provider: Any, why: str) -> None:
-        """Let stock serve the loaded model."""
         self._refusal = why
         provider.cli_args.kv_bits = self._config.stock_kv_bits  # stock quantizes here
         if provider.model_key[0] not in self._refused:
@@ -228,7 +223,6 @@ class KVPersistPlugin:
         return TakenRequest(prompt) if has_tenants or not state.is_kept else None
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
-        """Log the request's one line, and remember it for `why`."""
         model = serving.model if (serving := self._serving) else None
         name, precision = (model.name, model.precision) if model else ("", None)
         n_reused, n_restored = outcome.n_reused, outcome.n_restored

@@ -110,10 +110,9 @@ class _Generator(PluginBatchGenerator, BatchGenerator):  # type: ignore[misc]
 
 
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
-    """mlx-lm's own cache, of keys and values that were quantized and dequantized by MLX.
+    """mlx-lm's own cache, of rounded keys and values, then those that were computed.
 
-    A second one has them as they were computed. A mask over both says which a query sees: of its
-    own block of the grid the latter.
+    By the mask a query sees the computed ones of its own block of the grid.
     """
 
     def __init__(self, precision: KVPrecision) -> None:
@@ -148,10 +147,7 @@ def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
 
 @dataclass(eq=False)
 class _Sequence:
-    """The ids of one sequence, and the log-probabilities [_VOCAB] that its tokens came from.
-
-    `logprobs` has them by the token's place in `ids`; `caches` are there when it has ended.
-    """
+    """The ids of a sequence, its log-probabilities [_VOCAB] by place in `ids`, its last caches."""
 
     name: str
     ids: list[int]

@@ -1,7 +1,6 @@
 """Agents: sessions with a beginning of their own, which is computed before the first question.
 
-An agent is known as long as the server runs. Its session stays in the store, so an agent that is
-created again finds what was computed.
+An agent is known as long as the server runs. Its session stays in the store.
 """
 
 from __future__ import annotations

@@ -145,10 +145,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def ongoing(what: str) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is being done: with a clock in a terminal, else in a line for each step.
-
-    The yielded function says the next step, in the place of the one before.
-    """
+    """Say each step on stderr, with a clock in a terminal. The yielded function says the next."""
     with _progress(TimeElapsedColumn()) as clock:
         task = clock.add_task("", total=None)
 

@@ -152,10 +152,7 @@ def _feed(model: Any, ids: Sequence[int], caches: list[Any], start: int) -> None
 
 
 def document_with_facts(tokenizer: Any, text: str, n_tokens: int) -> str:
-    """Return about `n_tokens` of a text, over and over where it is too short, with facts in it.
-
-    The number of each of `THINGS` is hidden, the first at a tenth of it, the last at nine tenths.
-    """
+    """Return about `n_tokens` of a text, repeated if it is too short, with all `THINGS` in it."""
     ids = encode(tokenizer, text)[1]
     joined: str = tokenizer.decode([ids[n % len(ids)] for n in range(n_tokens)])
     joined = joined[: _word_end(joined, len(joined))].rstrip("\ufffd")
@@ -192,8 +189,8 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> lis
 def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
     """Return a chain of calls: each prompt's ids, and the call that should follow.
 
-    Each prompt has the calls of those before it, and their results. None where the model's template
-    renders no tools; one where it renders no calls.
+    Each prompt has the calls before it. Without tools in the template there is none, without calls
+    one.
     """
     content = f"{text}\n\nHow many metres high is the water at each of these locks: "
     content += f"{', '.join(LOCKS)}? Use the tool for one after the other, in this order."

@@ -119,10 +119,7 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
 
 
 def check_numbers(server_options: Sequence[str] = ()) -> str:
-    """Take a tiny model through the live path as the options name it; return what was compared.
-
-    Raises SelfTestFailed, or ModelNotSupported.
-    """
+    """Check a tiny model's numbers; return what was compared. Raises as `check_round_trip`."""
     parser = argparse.ArgumentParser()
     add_options(parser)
     args, _ = parser.parse_known_args(server_options)

@@ -65,7 +65,6 @@ def stats(args: argparse.Namespace) -> int:
 
 
 def _budgets(limits: StoreLimits) -> dict[str, int]:
-    """Return the budgets in bytes; a model that is alone may have all."""
     return {
         "max_disk_bytes": limits.max_disk_bytes,
         "max_model_bytes": int(limits.max_disk_bytes * limits.model_share),
