@@ -133,9 +133,8 @@ class _Tested:
             caches = support.make_caches()
             check_caches(caches, len(model.layers))
             logits = model(mx.array([ids]), cache=list(caches))
-            expect(
-                bool(mx.isfinite(logits).all()), "caches with which logits are not finite", "any"
-            )
+            is_finite = bool(mx.isfinite(logits).all())
+            expect(is_finite, "caches with which logits are not finite", "any")
             rows.append(caches)
         is_new = all(first is not second for first, second in zip(*rows, strict=True))
         expect(is_new, "the caches of another sequence", "new ones")
@@ -170,11 +169,8 @@ class _Tested:
             messages, tools = copy.deepcopy(_MESSAGES), copy.deepcopy(_TOOLS)
             manager.prepare_messages(messages, tools)
             chats.append((messages, tools))
-        expect(
-            chats[0] == chats[1],
-            "other messages for the same chat",
-            "the same: prompts are reused",
-        )
+        is_same = chats[0] == chats[1]
+        expect(is_same, "other messages for the same chat", "the same: prompts are reused")
 
     def _serve(self, answer: Any, model: Any) -> None:
         """Let a `TakenRequest` wait, enter, and save a prompt and its reply."""
@@ -189,11 +185,8 @@ class _Tested:
         caches = list(prepared.caches or self._make_caches())
         ids, n_done = [*prepared.prompt.ids, 50, 51], prepared.n_cached
         system = len(prepared.prompt.segments[0])
-        for end, cache_type in (
-            (system, "system"),
-            (len(ids) - 2, PREFILL),
-            (len(ids), "assistant"),
-        ):
+        ends = ((system, "system"), (len(ids) - 2, PREFILL), (len(ids), "assistant"))
+        for end, cache_type in ends:
             if end <= n_done:
                 continue
             mx.eval(model(mx.array([ids[n_done:end]]), cache=caches))

@@ -109,7 +109,7 @@ class Server:
         self.plugin.add_options(parser)
         args = parser.parse_args(["--kvpersist-dir", str(store)], copy.copy(ARGS))
         args.model = str(model)
-        plugins = manager.make_manager()
+        plugins = manager.PluginManager()
         plugins.register(self.plugin, name="kvpersist")
         manager.set_current(plugins)
         for name, value in {"decode_concurrency": 4, "prompt_concurrency": 4}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,7 @@ Part = dict[str, Any]
 Kind = Literal["thinking", "text"]
 
 _MAX_TOKENS = 2**31 - 1
-_READABLE = (
-    *("title", "source", "url", "context", "text", "refusal", "content", "stdout", "stderr"),
-)
+_READABLE = "title source url context text refusal content stdout stderr".split()
 """Fields that hold what a reader of a block sees, in the order in which they are read."""
 _MAX_DEPTH = 6
 
@@ -47,9 +46,8 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
     """Append a message, with its place in the body, or join it with the speaker's last message.
 
-    Anthropic's API reads consecutive messages of a user, or of the assistant, as one. A text after
-    calls stays in a message of its own, and so does an image, which may be refused in the newest
-    message only.
+    Anthropic's API reads consecutive messages as one. A text after calls stays in a message of its
+    own, and so does an image, which may be refused in the newest message only.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
@@ -113,7 +111,7 @@ class ReplyParts(ABC):
     """
 
     def __init__(self) -> None:
-        self._n_parts = 0
+        self._indices = itertools.count()
         self._open: OpenPart | None = None
         self._held: tuple[Kind, str] = ("text", "")
         """White space that may begin a part."""
@@ -150,9 +148,8 @@ class ReplyParts(ABC):
         for call in tool_calls:
             events += self.close()
             self._held = ("text", "")
-            function = call["function"]
-            details = call["id"], function["name"], function["arguments"]
-            events += self.add_call(self._next_index(), *details)
+            index, function = next(self._indices), call["function"]
+            events += self.add_call(index, call["id"], function["name"], function["arguments"])
         return events
 
     def close(self) -> Iterator[Event]:
@@ -171,13 +168,9 @@ class ReplyParts(ABC):
                 return
             yield from self.close()
             self._held = (kind, "")
-            block = self._open = OpenPart(kind, self._next_index())
+            block = self._open = OpenPart(kind, next(self._indices))
             yield from self.start_part(block)
         block.text += text
         if kind == "text":
             self._texts.append(text)
         yield from self.add_text(block, text)
-
-    def _next_index(self) -> int:
-        self._n_parts += 1
-        return self._n_parts - 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from email.message import Message as Headers
 from hashlib import blake2b
 from typing import Any
@@ -76,13 +77,10 @@ class MessagesAPI:
 
 
 def _tools(tools: Any) -> Iterator[tuple[str, tuple[dict[str, Any], bool]]]:
-    """Yield each tool by its name, as a chat completion has it, and whether it is deferred.
-
-    Tools that the API's own servers would run have no schema, and are left out.
-    """
+    """Yield each tool by its name, as a chat completion has it, and whether it is deferred."""
     for i, tool in enumerate(require_objects("tools", tools) if tools is not None else ()):
         if "input_schema" not in tool and tool.get("type") not in (None, "custom"):
-            continue
+            continue  # the API's own servers would run it
         name = require_text(f"tools[{i}].name", tool.get("name"))
         function = chat.function(f"tools[{i}]", name, tool, "input_schema")
         yield name, (function, bool(tool.get("defer_loading")))
@@ -132,10 +130,7 @@ def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
 
 
 def _assistant(name: str, content: Any) -> Message:
-    """Return the message that a chat client would send back for the same reply.
-
-    Of what other servers did by themselves, such as a search, the text is left.
-    """
+    """Return the message that a chat client would send back; unknown blocks become their text."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -280,11 +275,9 @@ class MessagesReply(ReplyParts):
             "stop_sequence": stop_word if reason == "stop_sequence" else None,
         }
         counts = self._usage(n_prompt, n_cached, n_new)
-        events = list(self.close())
         self._message |= {**stopped, "usage": counts}
-        events.append({"type": "message_delta", "delta": stopped, "usage": counts})
-        events.append({"type": "message_stop"})
-        return events
+        delta = {"type": "message_delta", "delta": stopped, "usage": counts}
+        return [*self.close(), delta, {"type": "message_stop"}]
 
     def wait(self) -> list[Event]:
         return [{"type": "ping"}]
@@ -348,10 +341,8 @@ def _arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments as the object that the API wants."""
     arguments = json.loads(text)
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):
             arguments = json.loads(arguments)
-        except ValueError:
-            pass
     if isinstance(arguments, dict):
         return arguments
     return {} if arguments is None else {"arguments": arguments}

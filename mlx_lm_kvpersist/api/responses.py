@@ -72,9 +72,8 @@ class ResponsesAPI:
             fields["tools"] = tools
         fields |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
         most = body.get("max_output_tokens")
-        fields["max_tokens"] = chat.max_tokens(
-            "max_output_tokens", _USUAL_TOKENS if most is None else most
-        )
+        most = _USUAL_TOKENS if most is None else most
+        fields["max_tokens"] = chat.max_tokens("max_output_tokens", most)
         if body.get("tool_choice") == "none":
             fields["tool_choice"] = "none"
         require_text("model", body.get("model", "default_model"))
@@ -108,7 +107,6 @@ def _tools(
 
 
 def _full_name(namespace: str, name: str) -> str:
-    """Return the name under which the model knows a tool of a namespace."""
     if not namespace:
         return name
     return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
@@ -179,7 +177,6 @@ def _file(name: str, block: Mapping[str, Any]) -> Part:
 
 
 def _decoded(encoded: str) -> str | None:
-    """Return a text that came in base64; None if it is none."""
     try:
         return base64.b64decode(encoded, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -205,7 +202,6 @@ def _output(place: str, item: Mapping[str, Any]) -> Message:
 
 
 def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
-    """Add one item of the assistant's turn to its message."""
     kind = item.get("type", "message")
     if kind == "message":
         message["content"] += _text(f"{place}.content", item.get("content"))
@@ -216,17 +212,13 @@ def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
         name = require_text(f"{place}.name", item.get("name", kind.removesuffix("_call")))
         namespace = require_text(f"{place}.namespace", item.get("namespace") or "")
         call_id = require_text(f"{place}.call_id", item.get("call_id"))
-        arguments = _arguments(f"{place}.arguments", item)
+        arguments = item.get("arguments") or ""
+        if kind != "function_call":
+            fields = {field: item[field] for field in ("input", "action") if field in item}
+            arguments = json.dumps(fields, ensure_ascii=False)
+        require_text(f"{place}.arguments", arguments)
         call = chat.call(call_id, _full_name(namespace, name), arguments)
         message.setdefault("tool_calls", []).append(call)
-
-
-def _arguments(name: str, item: Mapping[str, Any]) -> str:
-    """Return a call's arguments as JSON; other calls than functions have them elsewhere."""
-    if item.get("type") != "function_call":
-        arguments = {field: item[field] for field in ("input", "action") if field in item}
-        return require_text(name, json.dumps(arguments, ensure_ascii=False))
-    return require_text(name, item.get("arguments") or "")
 
 
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:
@@ -236,12 +228,10 @@ def _reasoning(place: str, item: Mapping[str, Any]) -> str:
     """
     content = item.get("content")
     if content:
-        contents = require_objects(f"{place}.content", content)
-        texts = (
+        return "".join(
             require_text(f"{place}.content[{i}].text", block.get("text"))
-            for i, block in enumerate(contents)
+            for i, block in enumerate(require_objects(f"{place}.content", content))
         )
-        return "".join(texts)
     sealed = item.get("encrypted_content")
     if isinstance(sealed, str) and sealed.startswith(REASONING_PREFIX):
         return _decoded(sealed.removeprefix(REASONING_PREFIX)) or ""

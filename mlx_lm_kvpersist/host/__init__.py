@@ -36,4 +36,4 @@ def uninstall() -> None:
     from .patching.patch import PATCH_SET
 
     PATCH_SET.undo()
-    manager.set_current(manager.make_manager())
+    manager.set_current(manager.PluginManager())

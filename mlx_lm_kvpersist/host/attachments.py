@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ..contents import parts_of
 from ..errors import RequestRefused
 from ..fields import refuse
 
@@ -77,24 +78,18 @@ def _told(block: Part) -> Part:
 
 
 def _images_moved(messages: list[Message]) -> list[Message]:
-    """Put the images of tools' results into the user's message after them.
-
-    Chat templates look for images there.
-    """
+    """Put the images of tools' results into the next user message, where templates look."""
     moved: list[Message] = []
     images: list[Part] = []
     for message in messages:
         content, role = message.get("content"), message.get("role")
         if role == "tool" and isinstance(content, list):
             images += (block for block in content if block["type"] != "text")
-            message = {
-                **message,
-                "content": [block for block in content if block["type"] == "text"],
-            }
+            texts = [block for block in content if block["type"] == "text"]
+            message = {**message, "content": texts}
         elif images and role != "tool":
             if role == "user":
-                rest = content if isinstance(content, list) else [_text(content or "")]
-                message = {**message, "content": images + rest}
+                message = {**message, "content": images + parts_of(content)}
             else:
                 moved.append({"role": "user", "content": images})
             images = []

@@ -123,8 +123,6 @@ class Template:
         except Exception:
             return None
 
-    # Refusals.
-
     def fits(self, before: Sequence[str], kind: str) -> bool:
         """Tell whether the template takes a kind of message here, and a system message in place."""
         ends: Sequence[tuple[str, ...]] = _ENDS
@@ -270,8 +268,6 @@ class _Fitting:
             if result is not None:
                 yield result
 
-    # Calls and their results.
-
     def _fit_calls(self, message: Message) -> tuple[Message, list[dict[str, Any]]]:
         """Return a message with calls, and its calls, in a form that the template renders."""
         template = self._template
@@ -311,8 +307,6 @@ class _Fitting:
             message = {**message, "name": str(own["function"].get("name")) if own else ""}
         return message, own
 
-    # Roles.
-
     def _place(self, message: Message) -> None:
         """Add a message in a role in which it may stand there."""
         kind, before = _kind(message), self._kinds[-1] if self._kinds else ""
@@ -339,7 +333,6 @@ class _Fitting:
             self._append(message, kind)
 
     def _is_left(self, message: Message, kind: str) -> bool:
-        """Tell whether a message can stay in its role."""
         template = self._template
         if not self._adapts_all and kind != "system":
             return True
@@ -371,7 +364,6 @@ class _Fitting:
             del kinds[-2:]
 
     def _join(self, message: Message, kind: str) -> None:
-        """Make a message a part of the one before it."""
         last = self.fitted[-1]
         names = [name for name in ("content", *_REASONING) if name in last or name in message]
         merged = {name: joined(last.get(name), message.get(name)) for name in names}
@@ -419,10 +411,7 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
 
 
 def _cleaned(message: Message, knows_developer: bool) -> Message:
-    """Return a message without fields of null, which transformers drops, too.
-
-    A developer's message is a system message, unless the template knows developers.
-    """
+    """Return a message without null fields. An unknown developer's becomes a system message."""
     message = {name: message[name] for name in message if message[name] is not None}
     if message.get("role") == "developer" and not knows_developer:
         message["role"] = "system"

@@ -11,13 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import (
-    EntryPoint,
-    EntryPoints,
-    PackageNotFoundError,
-    distribution,
-    entry_points,
-)
+from importlib import metadata
 from typing import Any
 
 import pluggy
@@ -76,18 +70,13 @@ def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) ->
     return (plugin, answer) if hook in NAMED and answer is not None else answer
 
 
-def make_manager() -> PluginManager:
-    """Return a manager that knows the hooks of the server and has no plugins."""
-    return PluginManager()
-
-
 def load_plugins(names: Sequence[str]) -> PluginManager:
     """Return a manager with the named plugins, each from an entry point of the same name.
 
     Raises PluginNotFound for a name that is not installed, and pluggy's PluginValidationError
     for a hook that the server does not have or that takes other arguments.
     """
-    manager = make_manager()
+    manager = PluginManager()
     # pluggy asks the plugin first that was registered last.
     for name in reversed(names):
         plugin = find_entry_point(name).load()
@@ -97,17 +86,17 @@ def load_plugins(names: Sequence[str]) -> PluginManager:
     return manager
 
 
-def find_entry_point(name: str) -> EntryPoint:
+def find_entry_point(name: str) -> metadata.EntryPoint:
     """Return the entry point of a plugin; raises PluginNotFound with the names there are.
 
     This package is asked first: to ask all that are installed takes longer.
     """
     try:
-        candidates = distribution("mlx-lm-kvpersist").entry_points
-    except PackageNotFoundError:  # a checkout on PYTHONPATH
-        candidates = EntryPoints()
+        candidates = metadata.distribution("mlx-lm-kvpersist").entry_points
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        candidates = metadata.EntryPoints()
     candidates = candidates.select(group=ENTRY_POINT_GROUP, name=name)
-    for entry_point in candidates or entry_points(group=ENTRY_POINT_GROUP, name=name):
+    for entry_point in candidates or metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry_point
     raise PluginNotFound(
         f"no plugin named {name!r} is installed in this environment; "
@@ -117,10 +106,11 @@ def find_entry_point(name: str) -> EntryPoint:
 
 def installed_plugins() -> list[str]:
     """Return the names that `--plugin` takes."""
-    return sorted({entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)})
+    entry_points = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return sorted({entry_point.name for entry_point in entry_points})
 
 
-_current: pluggy.PluginManager = make_manager()
+_current: pluggy.PluginManager = PluginManager()
 """The manager whose plugins the server asks."""
 failures = Failures(logger)
 """Failures of its plugins."""
@@ -171,10 +161,8 @@ def safely(
             raise PluginFault(f"plugin {plugin} in hook {hook} {error}") from error
         raise
     except Exception as error:
-        how: Any = {
-            "kind": f"plugin {plugin} in {hook}: {type(error).__name__}",
-            "level": logging.ERROR,
-        }
+        kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
+        how: Any = {"kind": kind, "level": logging.ERROR}
         if isinstance(error, PluginFault):
             failures.add("plugin %s in hook %s %s; ignored", plugin, hook, error, **how)
         else:
@@ -268,11 +256,9 @@ def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
 
 
 class TakenTokens(list[int]):
-    """Token ids of a request that a plugin took.
+    """Token ids of a request that a plugin took. Slices and in-place appends keep `taken`.
 
-    The stock server passes a prompt's ids, and slices of them, through the batch generator and back
-    to the prompt cache. It passes nothing else of the request. Slices and in-place appends keep
-    `taken`.
+    The stock server passes nothing else of a request through its generator and its prompt cache.
     """
 
     def __init__(self, ids: Iterable[int], taken: Taken) -> None:

@@ -35,8 +35,7 @@ _ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(
 class PrintableFormatter(logging.Formatter):
     """Formats as `stock` does, with control characters escaped, but for line ends and tabs.
 
-    Log lines quote clients: names of sessions, bodies that are no JSON. A terminal that shows the
-    log would obey what they send.
+    Log lines quote clients, and a terminal that shows the log would obey what they send.
     """
 
     def __init__(self, stock: logging.Formatter) -> None:
@@ -50,8 +49,8 @@ class PrintableFormatter(logging.Formatter):
 class PluginArgumentParser(argparse.ArgumentParser):
     """A parser that takes `--plugin` and the options of the plugins.
 
-    They are added when the command line is parsed, after all stock options. So the help shows them
-    last, and if an option clashes with one of stock's, the error is reported for the plugin.
+    They are added when the command line is parsed, after all stock options, so the help shows them
+    last, and an option that clashes with one of stock's is reported for the plugin.
     """
 
     _plugin_option: argparse.Action | None = None
@@ -78,10 +77,7 @@ class PluginArgumentParser(argparse.ArgumentParser):
 
 
 def plugin_argparse(stock: ModuleType) -> ModuleType:
-    """Return argparse as `mlx_lm.server` is to see it: only ArgumentParser is another.
-
-    The name is replaced in the server's module only, so no other part of the program is affected.
-    """
+    """Return argparse as `mlx_lm.server` alone is to see it: only ArgumentParser is another."""
     view = ModuleType(stock.__name__, stock.__doc__)
     vars(view).update({**vars(stock), "ArgumentParser": PluginArgumentParser})
     return view
@@ -97,9 +93,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(stock)
     def run(*args: Any, **kwargs: Any) -> None:
-        # What was imported stays, so that nothing need ever look for garbage in it. Stock does so
-        # before it loads a model.
-        gc.freeze()
+        gc.freeze()  # what was imported stays: no collection needs to look there
         call = signature.bind(*args, **kwargs).arguments
         provider = call["model_provider"]
         status = 0
@@ -172,12 +166,11 @@ def uninterrupted() -> Iterator[None]:
 def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[list[int]]:
     """Make SIGTERM end the server as Ctrl-C does; a second signal, or `grace_s`, forces the end.
 
-    SIGTERM kills a stock server before its threads have ended. Here the handler raises
-    KeyboardInterrupt with its number; stock catches it, stops listening and joins the generation
-    thread. Outside the main thread nothing changes. Yields the list of the signals received. The
-    timer of `grace_s` keeps running after the block, because threads that are left can keep a
-    process alive. A generation thread that fails sends a signal, too: where the server ends
-    already, and `provider` has its `fatal_error`, the second signal is taken for that one.
+    The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
+    and joins the generation thread. Outside the main thread nothing changes. Yields the list of the
+    signals received. The timer of `grace_s` keeps running after the block, because threads that are
+    left can keep a process alive. A generation thread that fails sends a signal, too: a second
+    signal counts as this one if `provider` has a `fatal_error`.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -218,8 +211,7 @@ def end_process(status: int) -> NoReturn:
     """End the process as the end of `main` would, but without running C++ destructors.
 
     A thread that computed with MLX leaves a C++ thread behind, whose destructor aborts the process
-    after all work is done. So every second stock server ends with SIGABRT, and macOS reports a
-    crash (mlx 0.31.2 to 0.32.4, Linux).
+    (mlx 0.31.2 to 0.32.4).
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

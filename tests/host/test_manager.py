@@ -32,7 +32,7 @@ def entry_points(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         assert group == "mlx_lm.server.plugins"
         return [EntryPoint(n, v, group) for n, v in installed.items() if name in (None, n)]
 
-    monkeypatch.setattr(manager, "entry_points", found)
+    monkeypatch.setattr("importlib.metadata.entry_points", found)
     return installed
 
 
@@ -128,7 +128,7 @@ def test_what_failed_before_the_server_began_is_logged_again(
 def test_a_wrong_answer_names_its_plugin_and_hook_and_is_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wrong = manager.make_manager()
+    wrong = manager.PluginManager()
     wrong.register(answering(5)[0], name="five")
     with manager.using(wrong):
         assert manager.ask("response_headers", request=None) == []

@@ -125,7 +125,7 @@ class Replayer:
         support = self._plugin.model_loaded(self._provider)
         assert support is not None
         self._make_caches = support.make_caches
-        self._manager = manager.make_manager()
+        self._manager = manager.PluginManager()
         self._manager.register(self._plugin)
 
     def close(self) -> None:

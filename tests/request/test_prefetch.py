@@ -148,7 +148,7 @@ def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
     args.model = str(tiny_model)
     vars(args).update(decode_concurrency=8, prompt_concurrency=4, prefill_step_size=512)
     plugin.configure(args)
-    plugins = manager.make_manager()
+    plugins = manager.PluginManager()
     plugins.register(plugin)
     PATCH_SET.apply(PATCHES)
     try:

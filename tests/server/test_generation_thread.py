@@ -44,7 +44,7 @@ def patched(tmp_path: Path) -> Iterator[Patched]:
     options = ["--kvpersist-dir", str(tmp_path / "store"), *UNMEASURED]
     args = parser.parse_args(options, copy.copy(ARGS))
     plugin.configure(args)
-    made = manager.make_manager()
+    made = manager.PluginManager()
     made.register(plugin)
     PATCH_SET.apply(PATCHES)
     try:

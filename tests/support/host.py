@@ -151,7 +151,7 @@ def patched_server(server: ModuleType) -> Iterator[ModuleType]:
 @contextmanager
 def plugged(*plugins: Any) -> Iterator[pluggy.PluginManager]:
     """Let the patches ask these plugins, in this order."""
-    made = manager.make_manager()
+    made = manager.PluginManager()
     for plugin in reversed(plugins):
         made.register(plugin)
     with manager.using(made):

@@ -41,11 +41,9 @@ class ChatReply:
         self._texts.append(text)
         self._reasoning.append(reasoning)
         self._calls += tool_calls
-        chunk = self._handler.stock_response(
-            text, None, tool_calls=tool_calls, reasoning_text=reasoning
-        )
-        self._last_chunk = _with_reasoning(chunk)
-        return [chunk]
+        parts = {"tool_calls": tool_calls, "reasoning_text": reasoning}
+        self._last_chunk = _with_reasoning(self._handler.stock_response(text, None, **parts))
+        return [self._last_chunk]
 
     def end(
         self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int

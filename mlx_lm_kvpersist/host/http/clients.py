@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ..answers import ClientRequest
@@ -89,10 +90,8 @@ class ClientConnection(io.BufferedIOBase):
 
     def keep_alive(self) -> None:
         """Send a keepalive if the reply is a stream that has been silent for long."""
-        try:
+        with suppress(OSError, ValueError):  # the HTTP thread will meet the error, too
             self._send_if_idle(self._keepalive)
-        except (OSError, ValueError):
-            return  # the HTTP thread will meet the error, too
 
     def _send_if_idle(self, make: Callable[[], bytes]) -> None:
         """Send some bytes; never wait for the client, nor for a thread that writes to it."""
@@ -131,8 +130,7 @@ def _is_ready(connection: socket.socket, event: int) -> bool:
 class Clients:
     """The clients that wait for replies. One thread watches them while there are any.
 
-    It sends keepalives, and marks the requests of clients that have left. A client that does not
-    stream would otherwise be missed only when its reply is written.
+    It sends keepalives, and marks the requests of clients that have left.
     """
 
     def __init__(self) -> None:

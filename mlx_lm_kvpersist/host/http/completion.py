@@ -1,9 +1,7 @@
 """A reply on its way from stock's loop to its client, in the form of the client's API.
 
-Stock sends nothing before it computes a request's prompt, and then a comment for each chunk. A
-request can wait for other requests first, or for restored blocks, and a chunk can take long.
-Clients and proxies give up if nothing comes. So a stream has headers early, and keepalives while it
-waits.
+A request can wait for other requests, for restored blocks, or for a long chunk, and clients and
+proxies give up if nothing comes. So a stream has headers early, and keepalives while it waits.
 """
 
 from __future__ import annotations
@@ -188,9 +186,8 @@ class Completion:
 
 
 def _encoded(events: Iterable[Event]) -> bytes:
-    """Return events as the bytes of a stream of server-sent events."""
-    lines = []
+    text = ""
     for event in events:
         name = f"event: {event['type']}\n" if "type" in event else ""
-        lines.append(f"{name}data: {json.dumps(event)}\n\n")
-    return "".join(lines).encode()
+        text += f"{name}data: {json.dumps(event)}\n\n"
+    return text.encode()

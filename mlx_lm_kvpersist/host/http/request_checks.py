@@ -66,10 +66,7 @@ def read_json(handler: Any) -> dict[str, Any]:
 
 
 def tidy(body: Any) -> Any:
-    """Return a body without fields of null, and with readable texts in its conversation.
-
-    SDKs send null for what they leave out. Stock takes null for a wrong value.
-    """
+    """Return a body without null fields, which SDKs send, and with readable texts."""
     if not isinstance(body, dict):
         return body
     return {
@@ -102,8 +99,7 @@ def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
 def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """Return a request's parameters by the attributes in which stock's handler has them.
 
-    Stock's own `do_POST` reads these of a body in its own form. args: the server's options, which
-    have some of the defaults.
+    args: the server's options, which have some of the defaults.
     """
     values = {
         "stream_options": None,
@@ -188,9 +184,8 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
         hf_hub_download(name, "config.json")
     except Exception as error:
         here = f"this server has {own[0]}; ask for default_model" if own else "see GET /v1/models"
-        raise RequestRefused(
-            f"there is no model {_short(name)}; {here}", 404, "model_not_found"
-        ) from error
+        message = f"there is no model {_short(name)}; {here}"
+        raise RequestRefused(message, 404, "model_not_found") from error
 
 
 def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
@@ -235,9 +230,8 @@ def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
     last = messages[-1] if messages else {}
     text = text_of(last.get("content"))
     if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(text, str):
-        raise RequestRefused(
-            "continue_final_message is true, expected a text of the assistant's as the last message"
-        )
+        expected = "expected a text of the assistant's as the last message"
+        raise RequestRefused(f"continue_final_message is true, {expected}")
     if text != text.rstrip():  # templates trim it, and the next word begins with that space
         place = [f"messages[{len(messages) - 1}].content", *places][-1]
         why = "final assistant content cannot end with trailing whitespace; leave it out"

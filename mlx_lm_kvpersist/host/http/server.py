@@ -68,8 +68,7 @@ logger = logging.getLogger(__name__)
 class ObservedGenerator:
     """The server's response generator, as the handler of one completion sees it. HTTP thread.
 
-    All that a handler generates passes here, for every path: plugins see the request before it is
-    queued, and the completion sees how far the prompt is.
+    Plugins see the request before it is queued, and the completion sees how far the prompt is.
     """
 
     def __init__(self, handler: PluginAPIHandler, generator: Any) -> None:
@@ -99,12 +98,10 @@ class ObservedGenerator:
 class PluginAPIHandler(Stock):  # type: ignore[misc]
     """Answers as stock does, between the plugins' hooks. One object a connection, on its thread.
 
-    Stock closes a connection after one request. Kept open, one can carry several, and only some are
-    completions: the state of a request is reset when the next one begins.
-
-    Stock's `do_POST` parses requests to stock's own paths, and each other API parses its own. From
-    there all take one way: stock's loop (`handle_completion`) always streams, and hands each part
-    of the reply to a `Completion`. Nobody reads the bytes that the loop writes.
+    A connection that is kept open carries several requests: the state of a request is reset when
+    the next one begins. Stock's `do_POST` parses requests to stock's own paths, and each other API
+    parses its own. Then stock's loop (`handle_completion`) always streams, and hands each part of
+    the reply to a `Completion`. Nobody reads the bytes that the loop writes.
     """
 
     timeout = CLIENT_TIMEOUT_S
@@ -240,10 +237,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.completion = Completion(self, api, request.reply, self.stream, request.tools)
         self.completion.is_sent = is_sent
         stop_words = self.body.get("stop") or []
-        self.handle_completion(
-            self.handle_chat_completions(),
-            [stop_words] if isinstance(stop_words, str) else stop_words,
-        )
+        stop_words = [stop_words] if isinstance(stop_words, str) else stop_words
+        self.handle_completion(self.handle_chat_completions(), stop_words)
 
     def count_tokens(self, request: Request) -> int:
         """Return how many tokens the prompt of a request has, without the generation thread."""
@@ -363,8 +358,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     ) -> None:
         """Generate a reply. Stock looks for the tokens of stop words, and is given none."""
         if self.completion is None:  # on one of stock's own paths
-            reply = ChatReply(self)
-            self.completion = Completion(self, None, reply, self.stream)
+            self.completion = Completion(self, None, ChatReply(self), self.stream)
         completion = self.completion
         completion.stop_words = StopWords(stop_words) if stop_words else None
         self.stream, self.stream_options = True, {"include_usage": True}
@@ -479,9 +473,8 @@ def plugin_routes() -> dict[tuple[str, str], Route]:
     for answer in manager.ask("routes"):
         for route in answer:
             if (route.method, route.path) in routes:
-                raise ConfigError(
-                    f"two plugins answer {route.method} {route.path}; leave one of them out"
-                )
+                both = f"two plugins answer {route.method} {route.path}"
+                raise ConfigError(f"{both}; leave one of them out")
             routes[route.method, route.path] = route
     return routes
 
@@ -545,10 +538,7 @@ class PluginHTTPServer(StockServer):
             super()._handle_request_noblock()  # type: ignore[misc]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log why a connection failed, in place of socketserver's traceback on stderr.
-
-        At the end of the server a connection can be closed before its thread has begun to read it.
-        """
+        """Log why a connection failed, in place of socketserver's traceback on stderr."""
         if isinstance(sys.exc_info()[1], OSError):
             logger.info("a connection was closed before its request was read")
         else:
@@ -583,8 +573,7 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
             call.arguments["server_class"] = type(server_class.__name__, bases, attributes)
             stock(*call.args, **call.kwargs)
         except BaseException:
-            # A port in use, a signal before the server listens: stock would leave the generation
-            # thread running, and the process would never end.
+            # Stock would leave the generation thread running, and the process would never end.
             call.arguments["response_generator"].stop_and_join()
             raise
         finally:

@@ -40,11 +40,7 @@ class Overrides:
             stock = look_up(module, name := f"{self.name}.{method}")
             theirs = inspect.signature(stock).parameters
             own = inspect.signature(getattr(self.by, method))
-            named = [
-                parameter.name
-                for parameter in own.parameters.values()
-                if parameter.kind not in _REST
-            ]
+            named = [key for key, value in own.parameters.items() if value.kind not in _REST]
             added = [parameter for parameter in theirs.values() if parameter.name not in named]
             takes_rest = len(named) < len(own.parameters)
             if (

@@ -1,10 +1,9 @@
 """Everything that this package changes in mlx-lm: one table. docs/plugins.md shows it, too.
 
 All targets but two are globals of `mlx_lm.server`. The stock objects behind them stay as they are,
-so other users of mlx_lm in the process are not affected. One exception is attention over packed
-keys, a global of the module that all models call it through. It behaves differently only for keys
-that bring an attention of their own. The other is MLX's wired limit, which mlx-lm sets in three
-modules. Beside several CUDA GPUs one more function of MLX is replaced.
+so other users of mlx_lm in the process are not affected. The exceptions are attention over packed
+keys, which differs only for keys that bring an attention of their own, and MLX's wired limit, which
+mlx-lm sets in three modules. Beside several CUDA GPUs one more function of MLX is replaced.
 """
 
 from __future__ import annotations
@@ -88,10 +87,7 @@ PATCHES: tuple[Patch, ...] = (
             Overrides(
                 "ResponseGenerator",
                 PluginResponseGenerator,
-                (
-                    *("_tokenize", "_next_request", "_generate", "generate"),
-                    "_share_object",
-                ),
+                ("_tokenize", "_next_request", "_generate", "generate", "_share_object"),
             ),
             Uses("ResponseGenerator.__init__", "requests"),
             Uses("ResponseGenerator._generate", "_next_request"),

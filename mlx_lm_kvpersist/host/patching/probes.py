@@ -168,7 +168,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @cache
 def probe_manager() -> tuple[pluggy.PluginManager, ProbePlugin]:
     """Return a manager that asks a ProbePlugin only; making one takes milliseconds."""
-    plugins, plugin = manager.make_manager(), ProbePlugin()
+    plugins, plugin = manager.PluginManager(), ProbePlugin()
     plugins.register(plugin, name="probe")
     return plugins, plugin
 
@@ -253,18 +253,13 @@ def encode(text: str) -> list[int]:
 
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=encode)
-PROVIDER = SimpleNamespace(
-    cli_args=ARGS, tokenizer=TOKENIZER, processor=None, reads_images=False, is_batchable=True
-)
-PROVIDER.max_context = None
+PROVIDER = SimpleNamespace(cli_args=ARGS, tokenizer=TOKENIZER, processor=None, max_context=None)
+PROVIDER.reads_images, PROVIDER.is_batchable = False, True
 
 
 def requests_pass_plugins(server: ModuleType) -> None:
     """Plugins see what is queued, change its messages, and take it."""
-    with (
-        probing() as plugin,
-        replaced(server.ResponseGenerator, "_generate", lambda self: None),
-    ):
+    with probing() as plugin, replaced(server.ResponseGenerator, "_generate", lambda self: None):
         generator = server.ResponseGenerator(PROVIDER, None)  # as `run` makes its own
         generator.join()
         chat = [{"role": "user", "content": "x"}]
@@ -278,11 +273,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
     prompt = [ord("x"), ord("!")]
     expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
     expect("plugin that took the request", ids[:].taken.plugin, "probe")
-    expect(
-        "requests that join",
-        (joined and joined[1], none),
-        (text_request, None),
-    )
+    expect("requests that join", (joined and joined[1], none), (text_request, None))
     hooks = ["serving_changed True", "take_request text p", "take_request chat "]
     expect("hooks asked", plugin.asked, hooks)
 
@@ -304,9 +295,8 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
         inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
         (cache,) = prompt_caches
         fetched, rest = cache.fetch_nearest_cache("model", TakenTokens([1, 2], plugin_request))
-        cache.insert_cache(
-            "model", TakenTokens([1], plugin_request), [ProbeCache()], cache_type="user"
-        )
+        tokens = TakenTokens([1], plugin_request)
+        cache.insert_cache("model", tokens, [ProbeCache()], cache_type="user")
     expect("fetched", ([type(c) for c in fetched or []], rest), ([ProbeCache], [2]))
     expect("hooks asked", plugin.asked, ["take_request text p", "insert [1] user"])
     expect("sequences kept by stock", len(cache), 0)
@@ -440,16 +430,13 @@ def wired_memory_is_chosen(mlx: ModuleType) -> None:
 def http_reaches_plugins(server: ModuleType) -> None:
     """A server started as `run` starts it answers a completion and a plugin's path."""
     body = json.dumps({"prompt": "ping"}).encode()
-    completion = b"POST /v1/completions HTTP/1.1\r\nX-Probe: 1\r\nContent-Length: %d\r\n\r\n%s" % (
-        len(body),
-        body,
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nX-Probe: 1\r\nContent-Length: %d\r\n\r\n" % len(body)
     with probing() as plugin:
-        reply = answer(server, completion)
+        reply = answer(server, head + body)
         health = answer(server, b"GET /health HTTP/1.1\r\n\r\n")
         route = answer(server, b"GET /probe?a=b HTTP/1.1\r\n\r\n")
-    head, _, payload = reply.partition("\r\n\r\n")
-    expect("header of the reply", "\r\nX-Probe-Reply: yes" in head, True)
+    reply_head, _, payload = reply.partition("\r\n\r\n")
+    expect("header of the reply", "\r\nX-Probe-Reply: yes" in reply_head, True)
     expect("reply", json.loads(payload)["choices"][0]["text"], "pong")
     expect("hooks asked", plugin.asked, ["request_received ping 1", "reply_sent pong"])
     expect("header of another reply", "X-Probe-Reply" in health, False)

@@ -81,8 +81,7 @@ def plugin_batch_generator(stock: type[Any]) -> Callable[..., Any]:
 class PluginBatchGenerator(Stock):  # type: ignore[misc]
     """Computes prompts within the plugin's limits, and replies as stock does. Generation thread.
 
-    The batches are stock's: each prompt is a `PromptProcessingBatch` of one row, and the replies
-    are one `GenerationBatch`. Stock's own queue only passes new sequences on.
+    Each prompt is a `PromptProcessingBatch` of one row, and the replies are one `GenerationBatch`.
     """
 
     _unprocessed_sequences: deque[Any]
@@ -123,14 +122,23 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def next(self) -> tuple[list[Any], list[Any]]:
         """Make one step of the replies, then compute one chunk of one prompt, or of several.
 
-        Returns stock's responses for prompts and for replies. A prompt's response says how far it
-        is, and whether a segment has ended: then stock asks for its caches, and saves them. Without
-        any response stock looks for requests.
+        Returns stock's responses for prompts and for replies. At the end of a segment stock asks
+        for a prompt's caches, and saves them. Without any response stock looks for requests.
         """
         if self._looks_first():
             return [], []
         with mx.stream(self.stream):
-            return self._next_responses()
+            for response in self._tokens:
+                response.prompt_cache = None  # it is saved; stock keeps the list for another step
+            self._progress = []
+            self._tokens, step_s = self._decode()
+            if not self._is_short:
+                self._admit()
+            running = self._running()
+            if self.prefills.all or self.queue or self.parked or running != self._weighed:
+                decide = partial(self._decide, running, step_s)
+                self._apply(self._ranks.first(decide, "a step"), running)
+            return self._progress, self._tokens
 
     def next_generated(self) -> list[Any]:
         """Make steps until one has tokens of replies; return its responses for replies."""
@@ -170,24 +178,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     @property
     def prompt_cache_nbytes(self) -> int:
         """The bytes of all caches."""
-        waiting = (cache for prefill in self.queue for cache in prefill.caches)
-        caches = chain(waiting, self.prefills.prompt_cache, self.replies.prompt_cache)
-        return sum(cache.nbytes for cache in caches)
-
-    # One step.
-
-    def _next_responses(self) -> tuple[list[Any], list[Any]]:
-        for response in self._tokens:
-            response.prompt_cache = None  # it is saved; stock keeps the list for another step
-        self._progress = []
-        self._tokens, step_s = self._decode()
-        if not self._is_short:
-            self._admit()
-        running = self._running()
-        if self.prefills.all or self.queue or self.parked or running != self._weighed:
-            decide = partial(self._decide, running, step_s)
-            self._apply(self._ranks.first(decide, "a step"), running)
-        return self._progress, self._tokens
+        waiting = chain.from_iterable(prefill.caches for prefill in self.queue)
+        computed = chain.from_iterable(prefill.batch.prompt_cache for prefill in self.prefills.all)
+        return sum(cache.nbytes for cache in chain(waiting, computed, self.replies.prompt_cache))
 
     def _decode(self) -> tuple[list[Any], float]:
         """Make one step of all replies; return their tokens, and how long it took."""
@@ -215,19 +208,13 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return responses, step_s
 
     def _rows(self) -> list[tuple[int, Any]]:
-        """Return the uid and the tokens of every reply."""
         return list(zip(self.replies.uids, self.replies.tokens, strict=True))
 
     def _running(self) -> tuple[int, ...]:
-        """Return numbers that change when memory is to be weighed.
-
-        Looking at every layer's cache takes a while, so not every step does.
-        """
+        """Return numbers that change when memory is to be weighed: not every step has the time."""
         n_done = sum(prefill.n_done for prefill in self.prefills.all)
         n_periods = self._n_steps // WEIGH_EVERY
         return len(self.replies), len(self.prefills.all), len(self.queue), n_done, n_periods
-
-    # A step decides, then acts.
 
     def _decide(self, running: tuple[int, ...], step_s: float) -> Decision:
         """Return what this step does. Rank 0 alone."""
@@ -245,7 +232,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return Decision(stopped, parks, returning, *prefills)
 
     def _apply(self, decision: Decision, running: tuple[int, ...]) -> None:
-        """Do what rank 0 has decided."""
         if not self._ranks.decides:
             self._weigh(running, decision.stopped)
         for prompt in [*self.queue, *self.prefills.all, *self.parked]:
@@ -295,18 +281,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
         batch.filter([row_place for row_place in range(len(batch)) if row_place != place])
         self._copy_rows()
-        parked = Prefill(
-            row.uids[0],
-            [],
-            row.max_tokens[0],
-            [],
-            tokens,
-            row.samplers[0],
-            row.logits_processors[0],
-            stops_of(row)[0],
-            row,
-        )
-        self._wait_again(parked, ids)
+        sampler, processors, stops = row.samplers[0], row.logits_processors[0], stops_of(row)[0]
+        own = sampler, processors, stops, row
+        self._wait_again(Prefill(row.uids[0], [], row.max_tokens[0], [], tokens, *own), ids)
         logger.info("a reply of %d tokens waits for memory", len(tokens))
 
     def _wait_again(self, prompt: Prefill, ids: list[int]) -> None:
@@ -316,7 +293,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self.parked.append(prompt.again([ids], TakenTokens([], request), []))
 
     def _return(self, parked: Prefill) -> None:
-        """Let a parked sequence make its caches again."""
         self.parked.remove(parked)
         (ids,), request = parked.segments, parked.tokens.taken
         try:
@@ -368,8 +344,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         prompt.caches = []
         return batch
 
-    # Prompts.
-
     def _compute(self, chunk: dict[Prefill, int], error: Exception | None) -> None:
         """Compute the next tokens of prompts, and let the plugin save them."""
         if error is not None:
@@ -388,7 +362,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._progress.append(response)
 
     def _begin_replies(self, prefills: Sequence[Prefill]) -> None:
-        """Let the last tokens of prompts join the replies."""
         rows, batch, row = self._rows(), self.prefills.merged(prefills), prefills[0].row
         if row is None:
             self._eval_parts(batch.prompt_cache)
@@ -399,9 +372,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         try:
             self.replies.extend(row)
         except Exception as error:
-            self._fail_replies(
-                [*rows, *((prompt.uid, prompt.tokens) for prompt in prefills)], error
-            )
+            rows += ((prompt.uid, prompt.tokens) for prompt in prefills)
+            self._fail_replies(rows, error)
             return
         self._give_back()
         self._progress += [self._response(prefill, is_end=True) for prefill in prefills]
@@ -416,12 +388,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                     logger.exception("an interrupted reply could not be saved")
 
     def _response(self, prompt: Prefill, *, is_end: bool = False) -> Any:
-        """Return stock's response for a prompt: how far it is."""
         n_done = prompt.n_tokens if is_end else prompt.n_done
         progress = (n_done, prompt.n_tokens)
         return PromptProcessingBatch.Response(prompt.uid, progress, is_end, is_end)
-
-    # Memory.
 
     def _copy_rows(self) -> None:
         """Make the caches of the rows that came or stayed."""
@@ -430,10 +399,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._eval_parts(self.replies.prompt_cache)
 
     def _eval_parts(self, caches: Sequence[Any]) -> None:
-        """Make caches, some layers at a time.
-
-        MLX would make the caches of all layers before it frees the old ones: twice the memory.
-        """
+        """Make caches, some layers at a time: MLX would make all before it frees the old ones."""
         n_bytes, layers = 0, list[Any]()
         for cache in caches:
             n_bytes += cache.nbytes
@@ -443,7 +409,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 n_bytes, layers = 0, []
 
     def _give_back(self) -> None:
-        """Give freed memory back if there is much of it."""
         if mx.get_cache_memory() > self._limits.max_unused_bytes:
             mx.clear_cache()
 
@@ -453,7 +418,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """Act on prompts. An exception ends the request of a prompt that is alone.
 
         Several prompts are computed again one by one: only the prompt at fault fails, and a single
-        prompt needs less memory. Their caches are lost, and stored tokens are restored.
+        prompt needs less memory.
         """
         try:
             act()
@@ -472,7 +437,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._caches.failures.failed(error, step)
 
     def _fail(self, prompt: Prefill, error: Exception) -> None:
-        """End the request of a prompt that is not a reply yet."""
         for sequences in (self.queue, self.prefills.all, self.parked):
             if prompt in sequences:
                 sequences.remove(prompt)

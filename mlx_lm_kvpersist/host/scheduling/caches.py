@@ -17,9 +17,8 @@ else:
 class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
     """A prompt cache for the batched path, where nothing catches an exception. Generation thread.
 
-    An exception here, or a fetch that leaves no token to feed, ends stock's generation thread (in
-    0.31.x all requests then hang while /health says ok). So plugins cannot raise through this
-    class, and every fetch leaves at least one token.
+    An exception here, or a fetch that leaves no token to feed, ends stock's generation thread. So
+    plugins cannot raise through this class, and every fetch leaves at least one token.
     """
 
     def fetch_nearest_cache(
@@ -47,12 +46,11 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
         cache_type: str = "assistant",
         **kwargs: Any,
     ) -> None:
-        if not isinstance(tokens, TakenTokens):
-            super().insert_cache(
-                model, tokens, prompt_cache, *args, cache_type=cache_type, **kwargs
-            )
+        if isinstance(tokens, TakenTokens):
+            tokens.taken.insert(tokens, prompt_cache, cache_type)
             return
-        tokens.taken.insert(tokens, prompt_cache, cache_type)
+        kwargs["cache_type"] = cache_type
+        super().insert_cache(model, tokens, prompt_cache, *args, **kwargs)
 
 
 def plugin_quantized_attention(stock: Callable[..., Any]) -> Callable[..., Any]:

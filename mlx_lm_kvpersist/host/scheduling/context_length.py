@@ -28,9 +28,8 @@ def max_context(model: str, tokenizer: Any) -> int | None:
     """Return how many tokens a loaded model's context has, None where its files do not say.
 
     model: a folder, or a repository of Hugging Face, which is looked for on this machine only.
-    Where the files say several lengths, the largest counts: stock serves a prompt of any length,
-    and a wrong refusal is worse than none. A tokenizer alone does not count, because it is often
-    another model's.
+    Of several lengths the largest counts: a wrong refusal is worse than none. A tokenizer alone
+    does not count, because it is often another model's.
     """
     folder = Path(model)
     try:

@@ -21,10 +21,7 @@ GOES_ON = -1
 
 
 def vision_of(tokenized: Sequence[Any]) -> Any:
-    """Return stock's record of a prompt's images from what `_tokenize` returns, or None.
-
-    mlx-lm 0.31.3 returns none.
-    """
+    """Return the record of images in stock's `_tokenize` result; None without (as in 0.31.3)."""
     return tokenized[4] if len(tokenized) > 4 else None
 
 
@@ -42,10 +39,7 @@ def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
 
 
 def _image_id(pixels: mx.array) -> int:
-    """Return the id of an image's first token: the SHA-256 of what a model is given of it.
-
-    It is below -(2**256).
-    """
+    """Return the id of an image's first token, below -(2**256): the SHA-256 of its pixels."""
     floats = np.ascontiguousarray(pixels.astype(mx.float32))
     digest = hashlib.sha256(repr(floats.shape).encode())
     digest.update(floats.data)

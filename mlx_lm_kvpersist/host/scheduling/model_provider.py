@@ -165,16 +165,15 @@ def loaded_name(provider: Any) -> str | None:
 def caches_of(model: Any) -> PluginCaches:
     """Return what makes the caches of a loaded model: a plugin, else stock."""
     caches = getattr(model, "make_cache", None)
-    return (
-        caches if isinstance(caches, PluginCaches) else PluginCaches(model, "", ModelSupport(list))
-    )
+    if isinstance(caches, PluginCaches):
+        return caches
+    return PluginCaches(model, "", ModelSupport(list))
 
 
 class PluginCaches:
     """Takes the place of a model's `make_cache`: caches as a plugin makes and merges them.
 
-    mlx-lm's `make_prompt_cache` asks the model first, under whatever name it was imported. So one
-    attribute of one object is enough, and nothing else in the process changes. What the plugin
+    mlx-lm's `make_prompt_cache` asks the model first, so one attribute is enough. What the plugin
     raises here would end the generation thread: it is logged, and stock's own caches are made.
     """
 

@@ -1,10 +1,8 @@
 """The prompts that are being computed: whose turn it is, how much of it, and with which others.
 
-Stock computes up to eight prompts as one padded batch, 2,048 tokens of each at a time, and all
-replies wait meanwhile. Here prompts are computed in chunks. A chunk beside replies takes no longer
-than the plugin allows. If several prompts wait, the one with the least left goes first, but the
-oldest one gets every fourth chunk. Where the rest of a prompt leaves room in a chunk, those of
-others are computed with it. Generation thread.
+A chunk beside replies takes no longer than the plugin allows. If several prompts wait, the one with
+the least left goes first, but the oldest one gets every fourth chunk. Where the rest of a prompt
+leaves room in a chunk, those of others are computed with it. Generation thread.
 """
 
 from __future__ import annotations
@@ -134,25 +132,17 @@ class Prefills:
         """How long the last chunk waited for the device to end a step of the replies."""
         self.all: list[Prefill] = []
 
-    @property
-    def prompt_cache(self) -> list[Any]:
-        """The caches of all prompts, one after another."""
-        return [cache for prefill in self.all for cache in prefill.batch.prompt_cache]
-
     def drop(self, prefills: Collection[Prefill]) -> None:
         """Forget prompts that are computed, or never will be."""
         self.all = [prefill for prefill in self.all if prefill not in prefills]
-
-    # Deciding.
 
     def decide(
         self, stopped: Collection[int], step_s: float, *, beside: bool
     ) -> tuple[list[list[int]], dict[int, int], Exception | None]:
         """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
-        If the plugin cannot say how much to compute, the chunk is the prompt whose turn it is, with
-        the plugin's error. stopped: prompts that end now. step_s: the time of the last step of the
-        replies. beside: whether replies run.
+        An error of the plugin is returned, too. stopped: prompts that end now. step_s: the time of
+        the last step of the replies. beside: whether replies run.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]
@@ -160,7 +150,10 @@ class Prefills:
         begins = _groups(ready, unready, beside=beside)
         if not unready:
             return begins, {}, None
-        turn = _turn(unready)
+        # The oldest has its turns, too. If all of them aged, short ones would wait beside many.
+        oldest, turn = unready[0], min(unready, key=lambda prefill: prefill.n_left)
+        if oldest.passed_over >= MOST_PASSED_OVER:
+            turn = oldest
         try:
             return begins, self._chunk(turn, unready, step_s if beside or begins else None), None
         except Exception as error:
@@ -171,8 +164,7 @@ class Prefills:
     ) -> dict[int, int]:
         """Return how many tokens of which prompts to compute, first of the prompt `turn`.
 
-        If the segment of that prompt ends now, prompts whose segments end, too, join it, as long as
-        all together, padded, are no more than a chunk.
+        If its segment ends, others whose segments end join it, if all, padded, fit into a chunk.
         """
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}
@@ -201,8 +193,6 @@ class Prefills:
             stall_s = max(longest_s - step_s - self._waited_s, longest_s / 4)
         return most_tokens(self._limits, len(prefill.tokens), self._step_size, stall_s)
 
-    # Computing.
-
     def compute(self, chunk: dict[Prefill, int], *, beside: bool) -> None:
         """Compute the tokens that were decided. The logits are never evaluated.
 
@@ -214,10 +204,8 @@ class Prefills:
         position = max(len(prefill.tokens) for prefill in chunk)
         inputs = []
         for prefill, n_tokens in chunk.items():
-            ids, prefill.segments[0] = (
-                prefill.segments[0][:n_tokens],
-                prefill.segments[0][n_tokens:],
-            )
+            segment = prefill.segments[0]
+            ids, prefill.segments[0] = segment[:n_tokens], segment[n_tokens:]
             prefill.tokens += ids
             inputs.append(ids + [0] * (width - n_tokens))
         states = [cache for prefill in chunk for cache in prefill.batch.prompt_cache]
@@ -251,29 +239,17 @@ class Prefills:
         first, *following = prefills
         batch = first.batch
         if following:
-            for cache, *more in zip(
-                *(prefill.batch.prompt_cache for prefill in prefills), strict=True
-            ):
-                rows = (
-                    [more] if getattr(cache, "extends_by_many", False) else [[row] for row in more]
-                )
-                for row in rows:
-                    cache.extend(*row)
+            layers = zip(*(prefill.batch.prompt_cache for prefill in prefills), strict=True)
+            for cache, *more in layers:
+                if getattr(cache, "extends_by_many", False):
+                    cache.extend(*more)
+                    continue
+                for row in more:
+                    cache.extend(row)
             for prefill in following:
                 prefill.batch.prompt_cache = []
                 batch.extend(prefill.batch)
         return batch
-
-
-def _turn(unready: Sequence[Prefill]) -> Prefill:
-    """Return the prompt with the least left, or in its turn the oldest.
-
-    If all of them aged, short prompts would wait beside many long ones.
-    """
-    oldest = unready[0]
-    if oldest.passed_over < MOST_PASSED_OVER:
-        return min(unready, key=lambda prefill: prefill.n_left)
-    return oldest
 
 
 def _groups(

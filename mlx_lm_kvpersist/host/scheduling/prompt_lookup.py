@@ -1,11 +1,10 @@
 """Prompt-lookup decoding: a reply that repeats known text is computed several tokens in a step.
 
-Agents write files, edits and tool output again that they have read before. If the last four ids
-have occurred before in the conversation, or a few more in what the plugin has stored, the ids that
-followed are drafts: the model checks them in one call, behind the token that is due. Drafts are
-kept as far as the model samples them; the caches forget the rest. So a greedy reply is that of one
-token a step, but for the rounding of other kernels, and every sampled token is drawn from the same
-distribution. No second model is needed: https://github.com/apoorvumang/prompt-lookup-decoding
+If the last four ids have occurred before in the conversation, or a few more in what the plugin has
+stored, the ids that followed are drafts: the model checks them in one call, behind the token that
+is due. Drafts are kept as far as the model samples them; the caches forget the rest. So a greedy
+reply is that of one token a step, but for the rounding of other kernels, and every sampled token is
+drawn from the same distribution: https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
 from __future__ import annotations
@@ -87,7 +86,11 @@ class PromptLookup:
         if ids:
             gain = len(responses) - seconds / self._step_s
             self._gain = min(self._gain + gain, MOST_CREDIT)
-            self._n_ids = self._next_length(len(ids) - 1, len(responses) - 1)
+            n_right = len(responses) - 1
+            if n_right == len(ids) - 1:
+                self._n_ids = min(MOST_DRAFTED, 2 * self._n_ids)
+            else:
+                self._n_ids = max(2, min(self._n_ids, 2 * n_right or self._n_ids // 2))
         else:
             # Slow steps are the work of other requests, or the first of a shape.
             step_s = self._step_s or seconds
@@ -97,12 +100,6 @@ class PromptLookup:
         if responses and responses[-1].finish_reason is not None:
             self._occurrences = None
         return responses, bool(ids)
-
-    def _next_length(self, n_drafted: int, n_right: int) -> int:
-        """Return how many ids to draft next."""
-        if n_right == n_drafted:
-            return min(MOST_DRAFTED, 2 * self._n_ids)
-        return max(2, min(self._n_ids, 2 * n_right or self._n_ids // 2))
 
     def _ids(self, batch: Any) -> list[int]:
         """Return the token that is due and its drafts; nothing if no draft is known.

@@ -89,8 +89,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Tokenizes as stock does, between the plugins' hooks. Generation thread.
 
     Stock calls `_next_request` where nothing catches an exception: nothing in it may raise. When
-    the thread ends all the same, the server ends. Stock would go on without generating: up to
-    0.31.3 every request then waits for ever, later it gets 404 for ever.
+    the thread ends all the same, the server ends. Stock would go on without generating.
     """
 
     _serving = False
@@ -118,8 +117,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _ranks(self) -> Ranks:
         return ranks()
 
-    # Requests.
-
     def _next_request(self, timeout: float | None = None) -> Any:
         """Return the next request that stock is to serve, None if there is none now.
 
@@ -138,7 +135,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._stop_all()
             return None
         if not self._ranks.decides:
-            self._line += [_waiting_of(shared) for shared in look.arrived]
+            for request, args, attributes in look.arrived:
+                vars(ClientRequest.of(request)).update(attributes)
+                self._line.append(Waiting.of((Queue(), request, args)))
             if look.place is not None:
                 entering.append(self._line[look.place])
                 del self._line[look.place]
@@ -151,13 +150,14 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             waiting.reply.fail(ClientGone())
             return None
         self._set_serving(True)
-        return self._enter(waiting)
+        self._entering = waiting
+        self._replies = [reply for reply in self._replies if not reply.is_over]
+        self._replies.append(waiting.reply)
+        self._model = waiting.queued[2].model
+        return waiting.queued
 
     def _look(self, timeout: float | None, entering: list[Waiting]) -> Look:
-        """Take requests from the queue, and the request that enters out of the line. Rank 0 alone.
-
-        entering: gets that request.
-        """
+        """Take requests from the queue, and move the one that enters to `entering`. Rank 0."""
         n_before = len(self._line)
         if timeout is not None and not self._line:
             self._take_queued(timeout)
@@ -194,14 +194,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._line.begin_batch()
             manager.ask("serving_changed", serving=serving)
 
-    def _enter(self, waiting: Waiting) -> Any:
-        """Hand a request on; stock tokenizes it next, or loads its model."""
-        self._entering = waiting
-        self._replies = [reply for reply in self._replies if not reply.is_over]
-        self._replies.append(waiting.reply)
-        self._model = waiting.queued[2].model
-        return waiting.queued
-
     def _wait_s(self) -> float | None:
         """Return how long to wait for a request: for one that came with the first of a batch.
 
@@ -213,13 +205,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         is_arriving = time.perf_counter() - since_s < ARRIVING_S
         return LOOK_S if is_arriving and self._line.left_s(QUIET_GAP_S) > 0 else None
 
-    # Between two steps of a batch.
-
     def _looks_first(self) -> bool:
-        """Tell whether stock looks for requests before the next step.
+        """Tell whether stock looks for requests before the next step; never twice in a row.
 
-        It is never told so twice without a step between: a batch that ends for another model is not
-        joined by any request.
+        A batch that ends for another model is not joined by any request.
         """
         self._has_looked = not self._has_looked and self._is_asked_of_all()
         self._has_stepped |= not self._has_looked
@@ -229,8 +218,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Tell whether rank 0 is asked for something. Every rank calls this after each step."""
         if not self._ranks.are_several:
             return self._is_asked()
-        # A rank that asks waits until the running step of the replies has ended. So ranks ask in
-        # a step in which all have waited for each other anyway, else now and then.
+        # A rank that asks waits for the running step. So ranks ask in a step in which all have
+        # waited for each other anyway, else now and then.
         self._n_steps += 1
         self._ranks.progressed()
         has_waited, is_asked = self._n_messages != self._ranks.n_messages, False
@@ -248,8 +237,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             reply for reply in self._replies if not (reply.is_over or reply.is_stopped)
         ]
         return is_asked or n_stopped > 0
-
-    # The end of several ranks.
 
     def _stop_all(self) -> None:
         """End the thread of this rank: one of the ranks was told to end, and then all end now."""
@@ -316,11 +303,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return context, self._timed(request, tokens, queued_s)
 
     def _render_ahead(self, request: Any, args: Any) -> None:
-        """Tokenize a request for the loaded model here: replies go on meanwhile. HTTP thread.
+        """Tokenize a request for the loaded model, and let plugins wait for its data. HTTP thread.
 
-        Plugins may wait here for what they need of it.
-
-        What fails is done, and reported, where stock does it.
+        What fails is done again, and reported, where stock does it.
         """
         try:
             is_loaded = self.model_provider.is_loaded(args.model.model)
@@ -349,8 +334,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _ended(self, request: Any, times_s: list[float]) -> None:
         manager.ask("reply_timed", request=ClientRequest.of(request), times_s=tuple(times_s))
 
-    # Tokenizing.
-
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
         """Return stock's tuple; if a plugin takes the request, with that plugin's prompt.
 
@@ -364,10 +347,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             plugin_request = waiting.taken
         else:
             plugin_request = rendered.take()
-        prompt = plugin_request.enter() if plugin_request is not None else None
-        n_cached = (
-            plugin_request.n_cached if plugin_request is not None and prompt is not None else -1
-        )
+        prompt, n_cached = None, -1
+        if plugin_request is not None and (prompt := plugin_request.enter()) is not None:
+            n_cached = plugin_request.n_cached
         is_alike = len(set(self._ranks.all_of(n_cached, "how a request enters"))) == 1
         if plugin_request is None or prompt is None or not is_alike:
             return rendered.stock
@@ -414,8 +396,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def count_tokens(self, request: Any, args: Any) -> int:
         """Return how many tokens the prompt of a request would have now. HTTP thread.
 
-        Only the tokenizer of the loaded model is used. It may encode in several threads: mlx-lm has
-        encoded with it, so it changes no setting of its own any more.
+        The tokenizer may encode in several threads: mlx-lm has encoded with it, so it changes no
+        setting of its own any more.
 
         Raises:
             RequestRefused: the request's model is not loaded, or it has images, whose tokens only
@@ -431,10 +413,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if not has_text_only(request.messages):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")
         rendered = self._render(provider.tokenizer, request, args)
-        plugin_request = rendered.take()
-        return len(
-            plugin_request.request.prompt.ids if plugin_request is not None else rendered.stock[0]
-        )
+        taken = rendered.take()
+        return len(rendered.stock[0] if taken is None else taken.request.prompt.ids)
 
     def _rendered(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
         """Return what was made of a request with this tokenizer, else make it. Generation thread.
@@ -476,11 +456,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             stock = super()._tokenize(source, request, args)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            place = (
-                template.refused(sent, tools, continues=client_request.continues)
-                if template
-                else None
-            )
+            place = None
+            if template is not None:
+                place = template.refused(sent, tools, continues=client_request.continues)
             if place is not None:
                 name = client_request.place(place)
                 reason += f"); {name} cannot be rendered (change it, or leave it out"
@@ -498,14 +476,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return rendered
 
     def _log_cache_stats(self) -> None:
-        """Log stock's lines on its own prompt cache, unless plugins take the requests from it.
-
-        Stock calls this for each request that enters, before it looks there.
-        """
+        """Log stock's lines on its own prompt cache, unless plugins take the requests from it."""
         if len(self.prompt_cache) or not manager.is_implemented("take_request"):
             super()._log_cache_stats()
-
-    # The thread.
 
     @property
     def requests(self) -> RequestQueue:
@@ -581,13 +554,6 @@ class Look:
     is_gone: bool = False
 
 
-def _waiting_of(shared: tuple[Any, Any, dict[str, Any]]) -> Waiting:
-    """Return a request of rank 0 as it waits on another rank."""
-    request, args, attributes = shared
-    vars(ClientRequest.of(request)).update(attributes)
-    return Waiting.of((Queue(), request, args))
-
-
 def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Return a request as it came, its arguments, and what plugins know of it by attribute."""
     _, request, args = queued
@@ -599,10 +565,7 @@ def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _checked(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Return a parser of tool calls that raises ValueError for whatever is no call.
-
-    That is what stock expects. Anything else ends the reply, and its client gets no end.
-    """
+    """Return a parser of tool calls that raises ValueError, as stock expects, for all else."""
 
     def parse_calls(text: str, tools: Any) -> Any:
         try:

@@ -1,8 +1,7 @@
 """A request that is served alone: its prompt is computed in chunks, as prompts in a batch are.
 
-Stock would compute the prompt in one go and hand over its caches at the end of the reply, so a
-client that leaves would lose all of it. Here plugins save each chunk, and stock computes the last
-token. Its penalties are shown the whole prompt, as those of a batch are. Generation thread.
+Stock would compute the prompt in one go, and a client that leaves would lose all of it. Here
+plugins save each chunk, and stock computes the last token. Generation thread.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ def _reply(stock: Callable[..., Any], request: Taken, options: dict[str, Any]) -
 
 
 def _is_stopped(request: Taken) -> bool:
-    """Tell whether the client of a reply has left."""
     return bool(request.reply is not None and request.reply.is_stopped)
 
 
@@ -159,8 +157,5 @@ def _next_size(request: Taken, computed: ComputedModel, step_size: int) -> int:
 
 
 def _shown_all(before: mx.array, processor: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a logits processor that also sees the ids `before` its own, [N].
-
-    A draft model's loop shows its processors the last token of the prompt, and the reply.
-    """
+    """Return a processor that also sees the ids `before`, [N], as the processors of a batch do."""
     return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)

@@ -1,8 +1,7 @@
 """Failures of the model's steps: the server ends when nothing can be computed any more.
 
-A step that fails ends its requests, and the next step may succeed. But after some errors a device
-refuses all work until the process ends: macOS does so after repeated time-outs of the GPU. Then
-only a new process helps, and a supervisor starts it.
+After some errors a device refuses all work until the process ends: macOS does so after repeated
+time-outs of the GPU. Then only a new process helps, and a supervisor starts it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class StepFailures:
         self._n: dict[Step, int] = {"prompt": 0, "reply": 0}
 
     def succeeded(self, step: Step) -> None:
-        """A step was computed."""
         self._n["prompt"] = 0
         if step == "reply":
             self._n["reply"] = 0
