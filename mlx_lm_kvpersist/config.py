@@ -324,7 +324,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
         raise ConfigError(f"--kvpersist-memory {shown_memory} is too little; give at least {least}")
     if ram is None:
         ram = getattr(args, "prompt_cache_bytes", None) or device_memory_bytes() // 8
-        ram = min(ram, memory // 2) if memory is not None else ram
+        ram = ram if memory is None else min(ram, memory // 2)
     elif memory is not None and ram > memory:
         raise ConfigError(
             f"--kvpersist-ram {show_bytes(ram)} is a part of --kvpersist-memory, which is "

@@ -136,7 +136,7 @@ class _RoundedKVCache(KVCache):  # type: ignore[misc]
 
 
 def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return what MLX makes of `x` [B, H, T, 2**k]; its Hadamard transform is its own inverse."""
+    """Quantize and dequantize `x` [B, H, T, 2**k]; its Hadamard transform is its own inverse."""
     size, bits = quantization.group_size, quantization.bits
     x = mx.hadamard_transform(x) if quantization.rotated else x
     weights, *scales_and_biases = mx.quantize(x, group_size=size, bits=bits)

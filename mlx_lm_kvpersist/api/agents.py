@@ -262,7 +262,6 @@ class AgentsAPI:
 
 
 def _beginning(body: Body) -> Body:
-    """Return what each of an agent's requests begins with, as fields of a chat completion."""
     messages = _messages(body.get("messages", []))
     if "system" in body:
         text = require_text("system", body["system"])
@@ -276,7 +275,6 @@ def _beginning(body: Body) -> Body:
 
 
 def _messages(messages: Any) -> list[Body]:
-    """Return messages; the server checks the parts of their contents."""
     checked = require_objects("messages", messages)
     for i, message in enumerate(checked):
         name, content = f"messages[{i}]", message.get("content")

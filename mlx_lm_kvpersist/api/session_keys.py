@@ -1,7 +1,6 @@
 """What a request says of its conversation: its name, its namespace, and whether it is kept.
 
-A key is a hint about which requests belong together. Which tokens are reused is decided by the text
-alone, so a wrong key costs nothing and a missing one little. Names of people (`user`,
+A key is a hint: which tokens are reused is decided by the text alone. Names of people (`user`,
 `safety_identifier`, a whole `metadata.user_id`) are never keys.
 """
 

@@ -90,8 +90,7 @@ def context_of(url: str) -> int | None:
 def _write(file: Path, settings: Settings) -> None:
     """Merge settings into a file, show the difference, and keep the former content next to it.
 
-    Raises ValueError if it cannot be merged, OSError or RuntimeError if it cannot be read or
-    written.
+    Raises ValueError if they cannot be merged, OSError or RuntimeError for an unusable file.
     """
     path = file.resolve()  # a link stays one
     if path.exists() and not path.is_file():
@@ -207,10 +206,7 @@ def opencode(url: str, n_context: int | None) -> Client:
 
 
 def aider(url: str, n_context: int | None) -> Client:
-    """Aider takes a configuration file by name, and another one for facts about models.
-
-    Both are files of our own. JSON is YAML, which aider reads.
-    """
+    """Aider takes a configuration file, and one for facts about models. JSON is YAML for it."""
     model, folder = f"openai/{_MODEL}", Path.home()
     settings = {"openai-api-base": f"{url}/v1", "openai-api-key": _NO_KEY, "model": model}
     file, facts = folder / f".aider.{_NAME}.json", folder / f".aider.{_NAME}.models.json"
@@ -235,9 +231,8 @@ def openwebui(url: str, n_context: int | None) -> Client:
 def router(servers: Sequence[str]) -> str:
     """Return the command of SGLang's model gateway in front of running servers.
 
-    It sends a request to the server that has seen most of its text. It knows a model by the first
-    name that its servers list; the aliases let clients ask as they ask one server.
-    Raises ConfigError if the servers list different names, KVPersistError if one is silent.
+    The gateway knows a model by the first name that its servers list. Raises ConfigError if the
+    servers list different names, KVPersistError if one is silent.
     """
     urls = [url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}" for url in servers]
     names: dict[str, str] = {}

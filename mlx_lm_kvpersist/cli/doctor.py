@@ -73,7 +73,6 @@ def package() -> Finding:
 
 
 def mlx_lm() -> Finding:
-    """Check the versions of mlx-lm and mlx."""
     try:
         versions.check()
         lm, mlx = versions.installed("mlx-lm"), versions.installed("mlx")
@@ -128,7 +127,6 @@ def pth_file(folders: Sequence[Path]) -> Finding:
 
 
 def activation(name: str, command: Sequence[str]) -> Finding:
-    """Check that a command that starts the server knows the plugin's options."""
     status, output = ask([*command, f"--plugin={PLUGIN}", "--help"])
     if status == 0 and "--kvpersist-dir" in output:
         return Finding(name, True, f"{shlex.join(command)} knows --plugin")
@@ -190,8 +188,8 @@ def running(start: str) -> tuple[Finding, str]:
 
 
 def server_command() -> str:
-    is_there = shutil.which("mlx_lm.server") is not None
-    return "mlx_lm.server" if is_there else f"{shlex.quote(sys.executable)} -m mlx_lm server"
+    found = shutil.which("mlx_lm.server")
+    return "mlx_lm.server" if found else f"{shlex.quote(sys.executable)} -m mlx_lm server"
 
 
 def ask(command: Sequence[str]) -> tuple[int, str]:

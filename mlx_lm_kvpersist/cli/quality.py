@@ -100,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
 def _judged(
     tokenizer: Any, expected_calls: Sequence[Any], replies: _Said, own: _Said
 ) -> dict[str, dict[str, int | None] | None]:
-    """Return what a row says of replies, and of tool calls; None where none was tried.
+    """Return what a row says of replies, and of tool calls; None if none was tried.
 
-    `same` counts those that begin, or call, as `own` do, those of the model's own precision, and
-    `found` those that have what was asked for: a hidden number, or the next tool call.
+    `same` counts answers that begin, or call, as `own`, those of the model's own precision.
+    `found` counts answers with the hidden number, or with the next tool call.
     """
     first = slice(checks.FIRST_TOKENS)
     same = [reply[first] == mine[first] for reply, mine in zip(replies[0], own[0], strict=True)]

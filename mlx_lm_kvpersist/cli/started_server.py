@@ -31,9 +31,8 @@ Message = dict[str, str]
 class Reply:
     """A streamed reply: its text, the time to its first token, and what was not computed again.
 
-    The first token may be one of the reasoning. A reply that shows no token took `ttft_s` in all.
-    `outcome` is the header X-KVPersist, "" without the plugin. `decode_s` is the time from the
-    first of its `completion_tokens` to the last.
+    A reply that shows no token took `ttft_s` in all. `outcome` is the header X-KVPersist, or "".
+    `decode_s` is the time from the first of its `completion_tokens` to the last.
     """
 
     text: str

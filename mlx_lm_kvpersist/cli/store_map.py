@@ -121,12 +121,8 @@ def _described(index: Index, segment: Segment, roots: Mapping[bytes, Root]) -> d
         "namespace": root.namespace if root else None,
         "shared_by": segment.n_sessions,
         "sessions": [
-            {
-                "id": session.id,
-                "name": session.name,
-                "title": index.state.note(session.id).get("title"),
-            }
-            for session in segment.ending
+            {"id": leaf.id, "name": leaf.name, "title": index.state.note(leaf.id).get("title")}
+            for leaf in segment.ending
         ],
         "words": _words(index, segment),
         "blocks": segment.n_blocks,
@@ -144,7 +140,6 @@ def _words(index: Index, segment: Segment) -> str:
 def _drawn(
     index: Index, segments: Sequence[Segment], roots: Mapping[bytes, Root]
 ) -> Iterator[str | Table]:
-    """Yield a head and a tree for each model, the largest first; small segments are summed up."""
     models: dict[tuple[str, str], list[Segment]] = defaultdict(list)
     for segment in segments:
         if segment.parent is None and (root := roots.get(segment.root)) is not None:
@@ -192,7 +187,6 @@ def _label(index: Index, segment: Segment) -> str:
 
 
 def _called(index: Index, session: Session) -> str:
-    """Return a session's id, and what people call it, as the page does."""
     note, name = index.state.note(session.id), session.name or ""
     words = note.get("words", "")
     called = note.get("title") or (words if words and _IS_ID.search(name) else name or words)
