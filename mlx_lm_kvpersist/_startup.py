@@ -1,10 +1,9 @@
 """Makes `--plugin` work in `mlx_lm.server`; standard library only, since the .pth runs it.
 
 `install` puts a finder in front of `sys.meta_path`. It lets the real finders find `mlx_lm.server`,
-executes it with its real loader, and then wraps its `main`. So the plugins are loaded when a server
-is started, whichever program starts it. No other module is touched. While mlx_lm is imported,
-Python looks for no garbage: there is none, and looking takes a tenth of the time. Every error ends
-the process with one line.
+executes it with its real loader, and then wraps its `main`, which loads the plugins. While mlx_lm
+is imported, garbage collection is off: there is none, and looking takes a tenth of the time. Every
+error ends the process with one line.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ TARGET = "mlx_lm.server"
 
 
 def install() -> None:
-    """Wait for `mlx_lm.server` to be imported.
-
-    Safe to call twice: virtual environments can execute a .pth file twice.
-    """
+    """Wait for `mlx_lm.server` to be imported. Virtual environments can call this twice."""
     if not any(isinstance(finder, ServerFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, ServerFinder())
 
@@ -82,8 +78,7 @@ class ServerFinder(MetaPathFinder):
         for finder in sys.meta_path:
             if isinstance(finder, ServerFinder) or not hasattr(finder, "find_spec"):
                 continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
+            if (spec := finder.find_spec(fullname, path, target)) is not None:
                 if spec.loader is not None:
                     spec.loader = ServerLoader(spec.loader)
                 return spec
@@ -93,15 +88,14 @@ class ServerFinder(MetaPathFinder):
 class ServerLoader(Loader):
     """Executes a module with its real loader; then wraps `main` of the server."""
 
-    def __init__(self, real: Any) -> None:
+    def __init__(self, real: Loader) -> None:
         self.real = real
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self.real.create_module(spec)
-        return module
+        return self.real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         # From here on the module looks as if its real loader had loaded it.

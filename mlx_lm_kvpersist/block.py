@@ -12,7 +12,7 @@ from itertools import chain
 from typing import ClassVar
 
 KEY_BYTES = 16
-"""128 bits: two different prefixes share a key by accident once in about 2**64 blocks."""
+"""Two different prefixes share a key by accident once in about 2**64 blocks."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,7 @@ _IMAGE_WORDS = 9
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return token ids as little-endian int32, as every machine has them that MLX runs on.
-
-    The first token of an image takes nine words.
-    """
+    """Return token ids as little-endian int32; the first token of an image takes nine words."""
     try:
         return array("i", ids).tobytes()
     except OverflowError:
@@ -148,7 +145,6 @@ class Block:
 
     @property
     def has_text_only(self) -> bool:
-        """Whether none of its ids stands for an image."""
         return self.packed_ids[3::4].isascii()
 
     @cached_property
@@ -194,4 +190,3 @@ class Checkpoint:
 
 
 Record = Block | Checkpoint
-"""A record has a file of its own."""

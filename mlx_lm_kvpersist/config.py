@@ -35,7 +35,6 @@ MAX_LOSS_S = 2.0
 computing would take longer, its checkpoint is written when it rests."""
 MIN_PREFILL_BYTES = GIB // 2
 """A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
-_STOCK_GROUP_SIZE = 64
 PLAIN_KEY = Path("plain")
 """Stands for a key file if what is shared is not encrypted."""
 KV_BITS = {
@@ -76,21 +75,12 @@ class Config:
     refuses: bool = False
     """Whether a request that memory does not suffice for is refused, and does not wait."""
     encryption: Encryption = PLAIN
-    """That of the store's folder."""
     shared: tuple[Objects, Encryption, int | None] | None = None
     """The store that other servers use, too, its encryption, and the most bytes of its objects."""
 
 
 _METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
-RARE = (
-    "memory-policy",
-    "shared-size",
-    "attention",
-    "draft",
-    "served-name",
-    "isolation",
-    "show-text",
-)
+RARE = "memory-policy shared-size attention draft served-name isolation show-text".split()
 """Options that --help-all shows, and --help does not."""
 _LEAVE_OUT = "leave it out"
 REMOVED = {
@@ -307,9 +297,8 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
 def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
     """Read the parsed command line. Raises ConfigError if options contradict each other.
 
-    The stock server's own `--kv-bits` and `--kv-group-size` choose the precision, too. Stock's own
-    quantizing turns batching off, so it is switched off for models that the plugin keeps. `rank` is
-    the number of this process among the `n_ranks` that compute the model.
+    `rank` is the number of this process among the `n_ranks` that compute the model. `args.kv_bits`
+    is set to None: stock's own quantizing turns batching off.
     """
     if n_ranks > 1 and args.kvpersist_shared is not None:
         raise ConfigError(
@@ -320,9 +309,8 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
     args.kv_bits = None
     stall_ms = args.kvpersist_max_stall_ms
     if not 10 <= stall_ms <= 60_000:  # less is less than a token takes on most devices
-        raise ConfigError(
-            f"--kvpersist-max-stall-ms {stall_ms:g} is out of range; give 10 to 60000"
-        )
+        wrong = f"--kvpersist-max-stall-ms {stall_ms:g}"
+        raise ConfigError(f"{wrong} is out of range; give 10 to 60000")
     if args.served_name is not None and (not args.served_name or getattr(args, "model", 0) is None):
         raise ConfigError(
             "--kvpersist-served-name NAME is a name of --model; give both, or neither"
@@ -336,7 +324,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
         raise ConfigError(f"--kvpersist-memory {shown_memory} is too little; give at least {least}")
     if ram is None:
         ram = getattr(args, "prompt_cache_bytes", None) or device_memory_bytes() // 8
-        ram = min(ram, memory // 2) if memory is not None else ram
+        ram = ram if memory is None else min(ram, memory // 2)
     elif memory is not None and ram > memory:
         raise ConfigError(
             f"--kvpersist-ram {show_bytes(ram)} is a part of --kvpersist-memory, which is "
@@ -344,11 +332,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
         )
     return Config(
         folder=folder,
-        limits=replace(
-            limits_of(args, folder),
-            max_ram_bytes=ram,
-            max_loss_s=MAX_LOSS_S,
-        ),
+        limits=replace(limits_of(args, folder), max_ram_bytes=ram, max_loss_s=MAX_LOSS_S),
         store_text=not args.kvpersist_no_text,
         namespace_by_key=args.kvpersist_namespace_by_key,
         api_key=os.environ.get(KEY_VARIABLE, "").strip() or None,
@@ -396,8 +380,8 @@ def precision_of(args: Namespace) -> PrecisionChoice:
     bits, group_size = args.kvpersist_kv_bits, None
     if getattr(args, "kv_bits", None) is not None:
         bits = bits or str(args.kv_bits)
-        # Stock's default says nothing of what the model's heads allow.
-        if args.kv_group_size != _STOCK_GROUP_SIZE:
+        # Stock's default, 64, says nothing of what the model's heads allow.
+        if args.kv_group_size != 64:
             group_size = args.kv_group_size
     bits = bits or DEFAULT_BITS
     if bits not in KV_BITS:
@@ -428,10 +412,7 @@ def _warm(args: Namespace) -> tuple[Path, ...]:
 
 
 def default_folder() -> Path:
-    """Return where conversations are kept unless --kvpersist-dir says otherwise.
-
-    Raises ConfigError if the environment names a folder that depends on the current one.
-    """
+    """Return the default of --kvpersist-dir. Raises ConfigError if it is no absolute path."""
     folder = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist"))
     if not folder.is_absolute():
         raise ConfigError(
@@ -451,10 +432,7 @@ def device_memory_bytes() -> int:
 
 
 def limits_of(args: Namespace, folder: Path) -> StoreLimits:
-    """Return the limits on disk that the options name.
-
-    The default is a tenth of the volume that holds `folder` or would hold it, at most 64 GiB.
-    """
+    """Return the limits on disk; by default a tenth of the volume of `folder`, at most 64 GiB."""
     if (disk := args.kvpersist_disk) is None:
         while not folder.exists():
             folder = folder.parent

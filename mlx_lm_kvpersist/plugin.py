@@ -1,7 +1,4 @@
-"""The plugin: the server's hooks one to one, the configuration and the routes.
-
-Only this module knows all parts. `request/serving.py` does the work of a request.
-"""
+"""The plugin: the server's hooks one to one, the configuration and the routes."""
 
 from __future__ import annotations
 
@@ -28,13 +25,7 @@ from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
 from .errors import ModelNotSupported, RequestRefused
 from .host import manager
-from .host.answers import (
-    ClientRequest,
-    ModelSupport,
-    Prompt,
-    Route,
-    TakenRequest,
-)
+from .host.answers import ClientRequest, ModelSupport, Prompt, Route, TakenRequest
 from .host.hookspecs import hookimpl
 from .host.http import apis
 from .host.http.request_checks import read_json
@@ -145,8 +136,9 @@ class KVPersistPlugin:
         except (ModelNotSupported, OSError) as error:  # its files may be gone
             self._refuse(provider, str(error))
             return None
-        isolated, step_s = options.isolate_sessions, options.max_stall_s * JOIN_SHARE
+        step_s = options.max_stall_s * JOIN_SHARE
         memory = Memory(n_bytes, n_weights, store, self._pressure, refuses=options.refuses)
+        isolated = options.isolate_sessions
         self._serving = Serving(store, model, self._record, isolated, step_s, memory)
         spec = model.spec
         logger.info("kvpersist: %s: %s", model.name, described(spec))
@@ -172,13 +164,11 @@ class KVPersistPlugin:
         )
 
     def _drop_model(self) -> None:
-        """Forget the loaded model."""
         if self._serving is not None:
             self._serving.memory.close()
         self._serving = None
 
     def _refuse(self, provider: Any, why: str) -> None:
-        """Let stock serve the loaded model."""
         self._refusal = why
         provider.cli_args.kv_bits = self._config.stock_kv_bits  # stock quantizes here
         if provider.model_key[0] not in self._refused:
@@ -235,7 +225,6 @@ class KVPersistPlugin:
         return TakenRequest(prompt) if has_tenants or not state.is_kept else None
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
-        """Log the request's one line, and remember it for `why`."""
         model = serving.model if (serving := self._serving) else None
         name, precision = (model.name, model.precision) if model else ("", None)
         n_reused, n_restored = outcome.n_reused, outcome.n_restored
@@ -298,16 +287,13 @@ class KVPersistPlugin:
     def routes(self) -> list[Route]:
         key = self._config.api_key
         records = partial(self._log.records, with_text=self._config.show_text)
+        metrics = admin.operator_view(self._metrics.exposed, key, CONTENT_TYPE)
         agents = AgentsAPI(self._service(), self._log.forget)
         return [
             Route("GET", admin.REQUESTS_PATH, admin.operator_view(records, key)),
             Route("GET", admin.STATS_PATH, admin.operator_view(self._stats, key)),
             Route("GET", admin.SPEC_PATH, admin.operator_view(self._spec, key)),
-            Route(
-                "GET",
-                admin.METRICS_PATH,
-                admin.operator_view(self._metrics.exposed, key, CONTENT_TYPE),
-            ),
+            Route("GET", admin.METRICS_PATH, metrics),
             Route("GET", PAGE_PATH, page_view(key)),
             Route("GET", SESSIONS_PATH, sessions_view(self._describe_sessions, key)),
             *(
@@ -352,10 +338,8 @@ class KVPersistPlugin:
     def _model(self) -> dict[str, str | None]:
         """The name of the loaded model, and its precision in words."""
         model = serving.model if (serving := self._serving) else None
-        return {
-            "model": model.name if model else None,
-            "precision": model.precision if model else None,
-        }
+        name, precision = (model.name, model.precision) if model else (None, None)
+        return {"model": name, "precision": precision}
 
     def _describe_sessions(self, find: str, skip: int) -> dict[str, Any]:
         with_text = self._config.show_text and self._config.store_text
@@ -366,8 +350,7 @@ class KVPersistPlugin:
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:
             return serving.model.describe()
-        why_not = self._refusal or "no model is loaded"
-        return {"model": None, "kept": False, "why_not": why_not}
+        return {"model": None, "kept": False, "why_not": self._refusal or "no model is loaded"}
 
     def _stats(self) -> dict[str, Any]:
         speed = self._serving.model.speed if self._serving else Speed()

@@ -1,10 +1,8 @@
 """What the processes that compute one model together say to each other.
 
-`mlx.launch` runs a process a machine, its rank, and each computes a part of every layer, or some of
-the layers. All must do the same in the same order: MLX's collectives carry no names, so a rank that
-does something else computes wrong numbers, or waits for ever. So whatever depends on a clock, a
-disk, free memory or a client is decided by rank 0, and what a rank has is asked of all. A process
-that is alone decides by itself, at once.
+All ranks must do the same in the same order: MLX's collectives carry no names, so a rank that does
+something else computes wrong numbers, or waits for ever. So rank 0 decides whatever depends on a
+clock, a disk, free memory or a client, and what a rank has is asked of all.
 
 Generation thread, whose default CPU stream the model's own collectives are on: a second stream has
 no order with that one.
@@ -25,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn, TypeVar
 from zlib import crc32
 
@@ -192,7 +191,7 @@ class Ranks:
             end(f"another rank than rank {self.rank} has ended")
 
     def wait_for(self, seconds: float) -> None:
-        """Wait so long for the others from now on."""
+        """Wait this number of seconds for the others from now on."""
         self.progressed()
         self.patience_s = seconds
 
@@ -227,22 +226,12 @@ def alone() -> Iterator[None]:
     """Let all think inside the block that this process is alone. Not for a server that serves."""
     global _current
     previous, _current = ranks(), ALONE
-    init = mx.distributed.init
-    mx.distributed.init = lambda *args, **kwargs: _Alone()  # type: ignore[assignment]
+    init, group = mx.distributed.init, SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    mx.distributed.init = lambda *args, **kwargs: group  # type: ignore[assignment]
     try:
         yield
     finally:
         mx.distributed.init, _current = init, previous
-
-
-class _Alone:
-    """A group of this process alone, as far as mlx-lm asks it."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 def end(why: str) -> NoReturn:

@@ -15,10 +15,7 @@ KEPT = 200
 
 
 class RequestLog:
-    """The last requests as JSON objects. Any thread.
-
-    with_text: whether a record may quote the prompt.
-    """
+    """The last requests as JSON objects; with_text: they may quote the prompt. Any thread."""
 
     def __init__(self, *, with_text: bool = True) -> None:
         self._with_text = with_text
@@ -28,11 +25,7 @@ class RequestLog:
     def add(
         self, state: RequestState, model: str, outcome: Outcome, precision: str | None = None
     ) -> dict[str, Any]:
-        """Add a record and return it.
-
-        `received` is in seconds since the epoch. A request that is not kept is not quoted.
-        """
-        divergence = asdict(outcome.divergence) if outcome.divergence else None
+        """Add a record and return it. `received` is in seconds since the epoch."""
         record: dict[str, Any] = {
             "id": state.id,
             "received": time.time(),
@@ -52,7 +45,7 @@ class RequestLog:
             "saved_s": state.saved_s,
             "reason": outcome.reason.text if outcome.reason else None,
             "detail": outcome.detail or None,
-            "divergence": divergence,
+            "divergence": asdict(outcome.divergence) if outcome.divergence else None,
             "first_token_s": None,
         }
         if not (self._with_text and state.is_kept):
@@ -64,10 +57,7 @@ class RequestLog:
         return record
 
     def timed(self, request_id: str, first_token_s: float | None) -> dict[str, Any] | None:
-        """Add how long a request waited for its first token, in seconds since it was queued.
-
-        Return its record; None where that is forgotten.
-        """
+        """Add the seconds from queueing to the first token; return the record if it is there."""
         with self._lock:
             if record := self._records.get(request_id):
                 self._records[request_id] = {**record, "first_token_s": first_token_s}

@@ -1,9 +1,8 @@
 """The long check of the numbers: a tiny model's live path gives what mlx-lm's caches give.
 
-`selftest`, `patches_check` and CI run it; a server does not. The reference is stock arithmetic
-without any class of ours: each sequence alone in mlx-lm's KVCache, over keys and values that
-`mx.quantize` and `mx.dequantize` have rounded. The live path is the server's: sequences are
-batched, join, leave, are cancelled, stored, and restored from disk while others decode.
+The reference is each sequence alone in mlx-lm's KVCache, over keys and values that `mx.quantize`
+and `mx.dequantize` have rounded. On the live path sequences are batched, join, leave, are
+cancelled, stored, and restored from disk while others decode.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from .cache.geometry.precision import (
-    KVPrecision,
-    PrecisionChoice,
-    Quantization,
-    layout_in_words,
-)
+from .cache.geometry.precision import KVPrecision, PrecisionChoice, Quantization, layout_in_words
 from .cache.geometry.probe import probe_model
 from .cache.live.attention import Strategy
 from .cache.live.batch import PaddedBatch
@@ -116,10 +110,9 @@ class _Generator(PluginBatchGenerator, BatchGenerator):  # type: ignore[misc]
 
 
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
-    """mlx-lm's own cache, of keys and values that were quantized and dequantized by MLX.
+    """mlx-lm's own cache, of rounded keys and values, then those that were computed.
 
-    A second one has them as they were computed. A mask over both says which a query sees: of its
-    own block of the grid the latter.
+    By the mask a query sees the computed ones of its own block of the grid.
     """
 
     def __init__(self, precision: KVPrecision) -> None:
@@ -143,7 +136,7 @@ class _RoundedKVCache(KVCache):  # type: ignore[misc]
 
 
 def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return what MLX makes of `x` [B, H, T, 2**k]; its Hadamard transform is its own inverse."""
+    """Quantize and dequantize `x` [B, H, T, 2**k]; its Hadamard transform is its own inverse."""
     size, bits = quantization.group_size, quantization.bits
     x = mx.hadamard_transform(x) if quantization.rotated else x
     weights, *scales_and_biases = mx.quantize(x, group_size=size, bits=bits)
@@ -154,10 +147,7 @@ def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
 
 @dataclass(eq=False)
 class _Sequence:
-    """The ids of one sequence, and the log-probabilities [_VOCAB] that its tokens came from.
-
-    `logprobs` has them by the token's place in `ids`; `caches` are there when it has ended.
-    """
+    """The ids of a sequence, its log-probabilities [_VOCAB] by place in `ids`, its last caches."""
 
     name: str
     ids: list[int]

@@ -32,9 +32,8 @@ def operator_view(
     """Return a route's handler that sends what `answer` returns, to operators only.
 
     answer: returns an object for JSON, or bytes of the `content_type`; it may raise
-    RequestRefused. The answers tell of private conversations. With a `key`, every request must
-    carry it, and may come from anywhere. Without one, only programs of the server's own machine
-    may ask.
+    RequestRefused. With a `key`, every request must carry it, and may come from anywhere. Without
+    one, only programs of the server's own machine may ask.
     """
 
     def checked(handler: Any) -> Any:
@@ -71,8 +70,7 @@ def answering(
 ) -> Callable[[Any], None]:
     """Return a route's handler that sends what `answer` returns or refuses.
 
-    answer: is given the handler; returns an object for JSON, or bytes or Parts, which `headers`
-    describe.
+    answer: takes the handler; returns an object for JSON, or bytes or Parts with these `headers`.
     """
 
     def handle(handler: Any) -> None:
@@ -125,11 +123,8 @@ def check_operator(handler: Any, key: str | None) -> None:
             raise RequestRefused(expected, 403)
         return
     origin = headers.get("Origin")
-    forwarded = [
-        name
-        for name in headers
-        if name.lower() in _PROXY_HEADERS or name.lower().startswith("x-forwarded-")
-    ]
+    names = ((name, name.lower()) for name in headers)
+    forwarded = [n for n, low in names if low in _PROXY_HEADERS or low.startswith("x-forwarded-")]
     if not is_loopback(address):
         reason = f"the request comes from {address}"
     elif forwarded:
@@ -150,14 +145,13 @@ def check_site(headers: Message, key: str | None) -> None:
     if key is not None:
         return
     origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "same-origin")
-    reason = None
     if origin is not None and origin.partition("://")[2] != headers.get("Host", ""):
         reason = f"the Origin is {origin!r}"
     elif site not in ("same-origin", "none"):
         reason = f"Sec-Fetch-Site is {site!r}"
-    if reason is not None:
-        why = f"only this server's own page may change something, and {reason}"
-        raise RequestRefused(why, 403)
+    else:
+        return
+    raise RequestRefused(f"only this server's own page may change something, and {reason}", 403)
 
 
 def is_loopback(host: str) -> bool:

@@ -1,7 +1,6 @@
 """Agents: sessions with a beginning of their own, which is computed before the first question.
 
-An agent is known as long as the server runs. Its session stays in the store, so an agent that is
-created again finds what was computed.
+An agent is known as long as the server runs. Its session stays in the store.
 """
 
 from __future__ import annotations
@@ -263,7 +262,6 @@ class AgentsAPI:
 
 
 def _beginning(body: Body) -> Body:
-    """Return what each of an agent's requests begins with, as fields of a chat completion."""
     messages = _messages(body.get("messages", []))
     if "system" in body:
         text = require_text("system", body["system"])
@@ -277,7 +275,6 @@ def _beginning(body: Body) -> Body:
 
 
 def _messages(messages: Any) -> list[Body]:
-    """Return messages; the server checks the parts of their contents."""
     checked = require_objects("messages", messages)
     for i, message in enumerate(checked):
         name, content = f"messages[{i}]", message.get("content")

@@ -1,7 +1,6 @@
 """Metrics for Prometheus: what requests reused, how long they took, what the store holds.
 
-A request is counted when its outcome is known. The counts of the store and of memory are read when
-Prometheus asks. Events wait until then, or until there are many: so neither a start nor a first
+Events wait until Prometheus asks, or until there are many, so that neither a start nor a first
 reply waits for prometheus_client to be imported. Any thread.
 """
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of `Metrics.exposed`."""
 _FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _MOST_UNCOUNTED = 32
 _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -63,7 +61,6 @@ class Metrics:
     ) -> None:
         self._store, self._memory = store, memory
         self._uncounted: deque[Callable[[RequestMetrics], None]] = deque()
-        """Adds each event to the metrics, in order."""
         self._lock = Lock()
         self._requests: RequestMetrics | None = None
 

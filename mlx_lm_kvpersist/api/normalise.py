@@ -1,8 +1,4 @@
-"""Remove fields of a request that change on every request without changing what a model reads.
-
-The meaning stays as it is. These are not done: looking for `cch=` outside the billing line, editing
-dates or paths, moving or joining reminders, trimming.
-"""
+"""Remove fields of a request that change on every request without changing what a model reads."""
 
 from __future__ import annotations
 
@@ -24,22 +20,16 @@ def normalise(messages: Messages, tools: Any) -> None:
 
 
 def drop_billing_line(messages: Messages) -> None:
-    """Drop Claude Code's billing line: the first block of the first system message.
+    """Drop Claude Code's billing line: the first block, or line, of the first system message.
 
-    Up to Claude Code 2.1.180 it changes with every request, since then with every conversation. Of
-    content that is a string, only the first line is dropped. The same words anywhere else are the
-    user's text and stay.
+    The same words anywhere else are the user's text and stay.
     """
-    if not messages or messages[0].get("role") != "system":
-        return
-    content = messages[0].get("content")
-    if isinstance(content, str):
-        if content.startswith(BILLING_PREFIX):
-            messages[0]["content"] = content.partition("\n")[2]
-    elif isinstance(content, list) and content and isinstance(content[0], dict):
-        text = content[0].get("text")
-        if isinstance(text, str) and text.startswith(BILLING_PREFIX):
-            messages[0]["content"] = content[1:]
+    match messages[:1]:
+        case [{"role": "system", "content": str(text)}] if text.startswith(BILLING_PREFIX):
+            messages[0]["content"] = text.partition("\n")[2]
+        case [{"role": "system", "content": [{"text": str(text)}, *parts]}]:
+            if text.startswith(BILLING_PREFIX):
+                messages[0]["content"] = parts
 
 
 def drop_cache_control(items: Iterable[Any]) -> None:
@@ -59,15 +49,9 @@ def drop_cache_control(items: Iterable[Any]) -> None:
 def unify_content(messages: Messages) -> None:
     """Replace content that is a single text part by its text: clients use either form."""
     for message in messages:
-        content = message.get("content")
-        if (
-            isinstance(content, list)
-            and len(content) == 1
-            and isinstance(content[0], dict)
-            and content[0].get("type") == "text"
-            and isinstance(content[0].get("text"), str)
-        ):
-            message["content"] = content[0]["text"]
+        match message.get("content"):
+            case [{"type": "text", "text": str(text)}]:
+                message["content"] = text
 
 
 def share_reasoning(messages: Messages) -> None:

@@ -21,11 +21,7 @@ _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def page_view(key: str | None) -> Callable[[Any], None]:
-    """Return the handler of the page.
-
-    A browser sends no key when it opens a page. With a key the page is given to all, and its
-    script asks the operator for the key.
-    """
+    """Return the handler of the page. With a key everybody gets it, and its script asks for it."""
     page = _PAGE.read_bytes()
     hashes = {tag.decode(): sha256(content).digest() for tag, content in _INLINE.findall(page)}
     inline = [f"{tag}-src 'sha256-{b64encode(digest).decode()}'" for tag, digest in hashes.items()]
@@ -68,8 +64,7 @@ def session_changes(
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
     """Return, by path, what takes a request's body and changes or exports a session.
 
-    sessions: returns the store's `StoredSessions`. forget: removes what is remembered of the
-    requests of a session, given by its name.
+    sessions: returns the store's `StoredSessions`. forget: as `AgentsAPI` takes it.
     """
 
     def pin(body: dict[str, Any]) -> Any:

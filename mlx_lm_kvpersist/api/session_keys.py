@@ -1,7 +1,6 @@
 """What a request says of its conversation: its name, its namespace, and whether it is kept.
 
-A key is a hint about which requests belong together. Which tokens are reused is decided by the text
-alone, so a wrong key costs nothing and a missing one little. Names of people (`user`,
+A key is a hint: which tokens are reused is decided by the text alone. Names of people (`user`,
 `safety_identifier`, a whole `metadata.user_id`) are never keys.
 """
 
@@ -36,9 +35,7 @@ def _header(name: str) -> Find:
 
 def _claude_code(headers: Message, body: Mapping[str, Any]) -> str | None:
     session = headers.get("x-claude-code-session-id")
-    if not session:
-        return None
-    return f"{session}/{headers.get('x-claude-code-agent-id') or 'main'}"
+    return f"{session}/{headers.get('x-claude-code-agent-id') or 'main'}" if session else None
 
 
 def _codex(headers: Message, body: Mapping[str, Any]) -> str | None:
@@ -46,7 +43,7 @@ def _codex(headers: Message, body: Mapping[str, Any]) -> str | None:
     agent = f"{headers.get('User-Agent', '')} {headers.get('originator', '')}".lower()
     if "codex" not in agent:
         return None
-    return next((value for name in _CODEX_HEADERS if (value := headers.get(name))), None)
+    return next(filter(None, map(headers.get, _CODEX_HEADERS)), None)
 
 
 def _vendor(headers: Message, body: Mapping[str, Any]) -> str | None:
@@ -57,9 +54,7 @@ def _vendor(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 def _user_id_session(headers: Message, body: Mapping[str, Any]) -> str | None:
     """Claude Code hides a session in `metadata.user_id`, as JSON or behind `_session_`."""
-    user_id = _text(_metadata(body).get("user_id"))
-    if user_id is None:
-        return None
+    user_id = _text(_metadata(body).get("user_id")) or ""
     try:
         decoded = json.loads(user_id)
     except (ValueError, RecursionError):
@@ -93,20 +88,17 @@ def session_key(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 
 def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what people may know a conversation by.
+    """Return labels of a conversation for people.
 
-    `client` is the first word of what the client calls itself, such as "claude-cli", and `words`
-    how the user's first message begins, without what agents put before it in tags.
+    `client` is the first word of the User-Agent, such as "claude-cli". `words` is the beginning of
+    the user's first message, without the tags that agents put before it.
     """
     client = re.match(r"[\w.-]{1,40}", headers.get("User-Agent", ""), re.ASCII)
     labels = {"client": client[0]} if client else {}
     for message in messages:
         content = message.get("content") if message.get("role") == "user" else None
         contents = content if isinstance(content, list) else [{"text": content}]
-        text, start = (
-            "\n".join(_text(block.get("text")) or "" for block in contents),
-            0,
-        )
+        text, start = "\n".join(_text(block.get("text")) or "" for block in contents), 0
         while tagged := _TAGGED.match(text, start):
             start = tagged.end()
         if words := " ".join(text[start : start + 500].split()):
@@ -115,10 +107,9 @@ def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, s
 
 
 def namespace(headers: Message, *, by_key: bool) -> str:
-    """Return the namespace of a request: the one that it names, with `by_key` a digest.
+    """Return the namespace that a request names; with `by_key` a digest of API key and name.
 
-    Nothing is shared between namespaces; most requests are in the nameless one. The digest covers
-    the API key and the name. The operator's lists show it; knowing it gives no access.
+    Nothing is shared between namespaces. Knowing the digest gives no access.
     """
     named = headers.get(NAMESPACE_HEADER) or ""
     if not by_key:
@@ -160,10 +151,7 @@ def _text(value: Any) -> str | None:
 
 
 def short_name(name: str) -> str:
-    """Return a client's name for something; a digest of it if it is long or not valid Unicode.
-
-    Names stand in the index, and clients can make as many as they like.
-    """
+    """Return a client's name for something; a digest of it if it is long or not valid Unicode."""
     encoded = name.encode("utf-8", "surrogatepass")
     if len(encoded) <= _MAX_NAME_BYTES and encoded.decode("utf-8", "ignore") == name:
         return name

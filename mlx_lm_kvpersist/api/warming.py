@@ -1,7 +1,4 @@
-"""Beginnings that are computed and pinned before anybody asks for them.
-
-The command `warm` posts a file to a running server; `--kvpersist-warm` does the same at its start.
-"""
+"""Beginnings that are computed and pinned before anybody asks for them."""
 
 from __future__ import annotations
 
@@ -93,7 +90,7 @@ def _warm_file(service: Service, file: Path, handler: Any) -> None:
 
 
 def chat_body_of(content: Any, headers: Message) -> Body:
-    """Return messages, or a body of Chat Completions, Messages or Responses, as a chat completion.
+    """Return messages, or the body of a request to one of the APIs, as a chat completion.
 
     Raises RequestRefused for anything else.
     """

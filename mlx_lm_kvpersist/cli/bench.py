@@ -1,9 +1,7 @@
 """`mlx-lm-kvpersist bench`: the plugin against the stock server on this machine, with any model.
 
-Two servers take turns, so that the model is in memory once: stock, ours, and after `kill -9` both
-again. Each is asked the same conversations: a new prompt, the next turn, and after the restart one
-turn more. The length of the prompts follows from a rate that is measured first, so that the whole
-fits into the time.
+Each server is asked the same conversations: a new prompt, the next turn, and after `kill -9` one
+turn more. The length of the prompts follows from a rate that is measured first.
 """
 
 from __future__ import annotations
@@ -42,12 +40,10 @@ _QUESTIONS = {
 _REPLY_TOKENS = {COLD: 16, HOT: 64, RESTARTED: 16}
 _CONVERSATIONS = 3
 _WORTH_REPEATING = 2048
-"""Below so many tokens one conversation of longer prompts says more than three."""
+"""For prompts of fewer tokens, longer prompts say more than further conversations."""
 _SLACK = 1.3
 """A long prompt computes fewer tokens a second than the short one that the rate was measured on."""
-_SELF_TEST_S = 5.0
-_LONG_PROBE_S = 0.5
-"""A prompt that took longer says enough about the machine."""
+_SELF_TEST_S, _LONG_PROBE_S = 5.0, 0.5
 
 
 @dataclass
@@ -92,9 +88,8 @@ class Bench:
             speed = self._speed(stock)
             n_tokens, n_conversations = self.plan(speed)
             text = document(int((n_tokens - 32) * speed.chars_per_token))
-            openings = [
-                f"Conversation {n} of {n_tokens}.\n\n{text}" for n in range(n_conversations)
-            ]
+            names = [f"Conversation {n} of {n_tokens}." for n in range(n_conversations)]
+            openings = [f"{name}\n\n{text}" for name in names]
             self._converse(stock, self.stock, openings)
             stock.kill9()
             with self._started(self.ours) as ours:
@@ -122,7 +117,6 @@ class Bench:
         return server
 
     def _speed(self, server: StartedServer) -> StockSpeed:
-        """Measure by about 250 tokens, and by about 2,000 where these took no time."""
         with ongoing("stock: how fast is this machine"):
             for n_chars in (1000, 8000):
                 prompt = f"{n_chars} characters.\n\n{document(n_chars)}"
@@ -195,9 +189,7 @@ class Bench:
                 for side in sides
             ]
             rows.append(row(f"first token, {state}", "s", *samples, reused=reused))
-        rates = [
-            [rate for reply in side.replies[HOT] if (rate := reply.tokens_per_s)] for side in sides
-        ]
+        rates = [[r for reply in side.replies[HOT] if (r := reply.tokens_per_s)] for side in sides]
         if all(rates):
             rows.append(row("reply", "tokens/s", *rates, more_is_better=True))
         rows.append(row("start after kill -9", "s", *([side.start_s] for side in sides)))
@@ -282,10 +274,7 @@ def row(
     reused: Sequence[float] | None = None,
     more_is_better: bool = False,
 ) -> dict[str, Any]:
-    """Return a row: medians, and the median of the ratios of what belongs together.
-
-    stock, ours: in the same order. reused: tokens, by side.
-    """
+    """Return a row: the medians, and that of the ratios. reused: tokens, by side."""
     pairs = [(b, a) if more_is_better else (a, b) for a, b in zip(stock, ours, strict=False)]
     return {
         "what": what,
@@ -301,9 +290,8 @@ def row(
 def as_markdown(content: Mapping[str, Any]) -> str:
     """Return what was measured, with its conditions, to be pasted."""
     kv, setting = content["kv"], content["setting"]
-    precision = (
-        layout_in_words(kv["layout"]) if kv.get("kept") else f"nothing is kept ({kv['why_not']})"
-    )
+    precision = layout_in_words(kv["layout"]) if kv.get("kept") else ""
+    precision = precision or f"nothing is kept ({kv['why_not']})"
     versions, machine, model = conditions(content)
     lines = [
         versions,

@@ -1,8 +1,6 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
-`connect router` prints the command of a router in front of several servers, which it asks first.
 A JSON file that exists is merged: its other settings stay. A TOML file is our own and is replaced.
-The former content is kept in a file next to it.
 """
 
 from __future__ import annotations
@@ -71,10 +69,8 @@ def run(args: argparse.Namespace) -> int:
         except (ValueError, OSError, RuntimeError) as error:
             # RuntimeError: links in a circle, deep JSON.
             print(f"What to add to {file}:\n\n{ours}")
-            why = " ".join(str(error).split())
-            raise ConfigError(
-                f"{file} is left as it is ({why}); add the lines above by hand"
-            ) from error
+            left = f"{file} is left as it is ({' '.join(str(error).split())})"
+            raise ConfigError(f"{left}; add the lines above by hand") from error
     print(f"Start it:\n\n  {client.start}")
     if client.without_file and not args.write:
         print(f"\nOr without the file:\n\n  {client.without_file}")
@@ -94,8 +90,7 @@ def context_of(url: str) -> int | None:
 def _write(file: Path, settings: Settings) -> None:
     """Merge settings into a file, show the difference, and keep the former content next to it.
 
-    Raises ValueError if it cannot be merged, OSError or RuntimeError if it cannot be read or
-    written.
+    Raises ValueError if they cannot be merged, OSError or RuntimeError for an unusable file.
     """
     path = file.resolve()  # a link stays one
     if path.exists() and not path.is_file():
@@ -162,12 +157,10 @@ def _merged(current: Any, settings: Settings) -> dict[str, Any]:
 
 
 def _folder(variable: str, *otherwise: str) -> Path:
-    """Return the folder that a variable names, else one below the user's own."""
     return Path(os.environ.get(variable) or Path.home().joinpath(*otherwise))
 
 
 def _with(variables: Mapping[str, str], command: str) -> str:
-    """Return a shell's command with variables set before it."""
     return " ".join([*(f"{name}={shlex.quote(v)}" for name, v in variables.items()), command])
 
 
@@ -213,10 +206,7 @@ def opencode(url: str, n_context: int | None) -> Client:
 
 
 def aider(url: str, n_context: int | None) -> Client:
-    """Aider takes a configuration file by name, and another one for facts about models.
-
-    Both are files of our own. JSON is YAML, which aider reads.
-    """
+    """Aider takes a configuration file, and one for facts about models. JSON is YAML for it."""
     model, folder = f"openai/{_MODEL}", Path.home()
     settings = {"openai-api-base": f"{url}/v1", "openai-api-key": _NO_KEY, "model": model}
     file, facts = folder / f".aider.{_NAME}.json", folder / f".aider.{_NAME}.models.json"
@@ -241,9 +231,8 @@ def openwebui(url: str, n_context: int | None) -> Client:
 def router(servers: Sequence[str]) -> str:
     """Return the command of SGLang's model gateway in front of running servers.
 
-    It sends a request to the server that has seen most of its text. It knows a model by the first
-    name that its servers list; the aliases let clients ask as they ask one server.
-    Raises ConfigError if the servers list different names, KVPersistError if one is silent.
+    The gateway knows a model by the first name that its servers list. Raises ConfigError if the
+    servers list different names, KVPersistError if one is silent.
     """
     urls = [url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}" for url in servers]
     names: dict[str, str] = {}

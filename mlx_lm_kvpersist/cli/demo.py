@@ -1,8 +1,4 @@
-"""`mlx-lm-kvpersist demo`: kill the server in the middle of a conversation and go on.
-
-The demo runs the stock server command as a subprocess, with and without the plugin, and says what
-a restart costs a client: the time to the first token of its next turn.
-"""
+"""`mlx-lm-kvpersist demo`: kill the server in the middle of a conversation and go on."""
 
 from __future__ import annotations
 
@@ -56,8 +52,6 @@ def run(args: argparse.Namespace) -> int:
 def converse(model: str, folder: Path, n_chars: int, say: Callable[[str], None]) -> list[Reply]:
     """Return the replies before kill -9, after it, and of stock; the servers log into `folder`.
 
-    The first request sends a text of `n_chars` characters; each asks a question about it. `say`
-    takes what is done next.
     Raises KVPersistError if a server does not start or does not answer.
     """
     first, second = _QUESTIONS

@@ -22,10 +22,7 @@ _TEMPLATE = (
 
 
 def make_model(folder: Path) -> Path:
-    """Write a small Llama that mlx_lm loads as it is; return `folder`.
-
-    Its greedy replies are printable text and never end by themselves.
-    """
+    """Write a small Llama, whose greedy replies are printable text without end; return `folder`."""
     folder.mkdir()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,8 +1,6 @@
 """`mlx-lm-kvpersist doctor`: does `mlx_lm.server --plugin kvpersist` work here, and if not, why.
 
-It looks at this Python environment, at the `mlx_lm.server` that the shell would start, which may
-belong to another, at the store, and at the port. Nothing of mlx is imported: a broken MLX must be
-reported, not fatal.
+Nothing of mlx is imported: a broken MLX must be reported, not fatal.
 """
 
 from __future__ import annotations
@@ -75,7 +73,6 @@ def package() -> Finding:
 
 
 def mlx_lm() -> Finding:
-    """Check the versions of mlx-lm and mlx."""
     try:
         versions.check()
         lm, mlx = versions.installed("mlx-lm"), versions.installed("mlx")
@@ -87,10 +84,7 @@ def mlx_lm() -> Finding:
 
 
 def mlx() -> Finding:
-    """Check that MLX computes, in a process of its own because MLX can abort.
-
-    MLX's wheel for Linux computes with a slow BLAS, which is no fault.
-    """
+    """Check that MLX computes, in a process of its own because MLX can abort."""
     status, output = ask([sys.executable, "-m", MACHINE])
     advice = (
         "on macOS use a native (arm64) Python on Apple silicon; "
@@ -133,7 +127,6 @@ def pth_file(folders: Sequence[Path]) -> Finding:
 
 
 def activation(name: str, command: Sequence[str]) -> Finding:
-    """Check that a command that starts the server knows the plugin's options."""
     status, output = ask([*command, f"--plugin={PLUGIN}", "--help"])
     if status == 0 and "--kvpersist-dir" in output:
         return Finding(name, True, f"{shlex.join(command)} knows --plugin")
@@ -179,10 +172,7 @@ def store(folder: Path, key: Path | None = None) -> Finding:
 
 
 def running(start: str) -> tuple[Finding, str]:
-    """Look who answers at the server's default port; return what to type next, too.
-
-    start: what starts the server.
-    """
+    """Look who answers at the default port; return what to type next, too: `start` or connect."""
     name, url = f"port {PORT}", f"http://127.0.0.1:{PORT}"
     start = f"{start} --model mlx-community/Qwen3-8B-4bit"
     try:
@@ -198,8 +188,8 @@ def running(start: str) -> tuple[Finding, str]:
 
 
 def server_command() -> str:
-    is_there = shutil.which("mlx_lm.server") is not None
-    return "mlx_lm.server" if is_there else f"{shlex.quote(sys.executable)} -m mlx_lm server"
+    found = shutil.which("mlx_lm.server")
+    return "mlx_lm.server" if found else f"{shlex.quote(sys.executable)} -m mlx_lm server"
 
 
 def ask(command: Sequence[str]) -> tuple[int, str]:
@@ -226,10 +216,7 @@ def run(args: argparse.Namespace) -> int:
 def report(
     args: argparse.Namespace, findings: Sequence[Finding], command: str, following: str
 ) -> int:
-    """Print a line for each finding, then what to do next; return 1 unless all passed.
-
-    command: what works where all passed. following: what to type then.
-    """
+    """Print each finding, and what to type next (`following` if all passed); return the status."""
     broken = next((finding for finding in findings if not finding.passed), None)
     status = 0 if broken is None else 1
     if args.json:

@@ -1,8 +1,4 @@
-"""The conditions of a measurement: the machine, the versions, the speed of MLX's CPU backend.
-
-MLX's wheel for Linux brings netlib's reference BLAS. A server that computes prompts with it takes
-many times as long as with OpenBLAS; `doctor` and `bench` say so.
-"""
+"""The conditions of a measurement: the machine, the versions, the speed of MLX's CPU backend."""
 
 from __future__ import annotations
 
@@ -50,10 +46,7 @@ def device() -> dict[str, Any]:
 
 
 def cpu_gflops() -> float | None:
-    """Return 10^9 operations a second in a float32 product of 384 x 384, the best of three.
-
-    None if MLX computes on a GPU.
-    """
+    """Return 10^9 float32 operations a second of a matrix product, or None if MLX uses a GPU."""
     import mlx.core as mx
 
     matrix = mx.random.uniform(shape=(_SIZE, _SIZE))
@@ -82,10 +75,8 @@ def conditions(content: Mapping[str, Any]) -> list[str]:
     """Return the versions, the machine and the model, each in a line."""
     releases, device, model = content["versions"], content["device"], content["model"]
     bits = f", {model['weight_bits']}-bit" if model["weight_bits"] else ""
-    n_bytes = device.get("memory_size")
-    memory = f", {show_bytes(n_bytes)}" if n_bytes else ""
-    gflops = content["cpu_gflops"]
-    cpu = f", {gflops:.3g} GFLOP/s" if gflops else ""
+    memory = f", {show_bytes(n_bytes)}" if (n_bytes := device.get("memory_size")) else ""
+    cpu = f", {gflops:.3g} GFLOP/s" if (gflops := content["cpu_gflops"]) else ""
     return [
         f"mlx-lm-kvpersist {releases.get('mlx-lm-kvpersist', 'not installed')}, "
         f"mlx-lm {releases['mlx-lm']}, mlx {releases['mlx']}, Python {releases['python']}",

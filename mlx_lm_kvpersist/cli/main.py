@@ -1,7 +1,6 @@
 """The command line `mlx-lm-kvpersist`: one parser tree for all commands.
 
-Only the module of the command that runs is imported, so `--help` and `doctor` are quick and need
-no working MLX.
+Only the module of the command that runs is imported: `--help` and `doctor` need no working MLX.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from ..units import parse_days, parse_size
 PROG = "mlx-lm-kvpersist"
 _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
-"""The commands that are run for the stores of all ranks."""
 _BUDGETS = (*_STORE, "disk", "min-free")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
@@ -51,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = args.run.partition(":")
     try:
         run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
-        status: int = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
+        return _of_each_rank(run, args) if args.command in _OF_RANKS else int(run(args))
     except KVPersistError as error:
         message = str(error)
     except PermissionError as error:
@@ -62,8 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"the index of the store cannot be used: {error}"
     except KeyboardInterrupt:
         return 130
-    else:
-        return status
     print(f"{PROG} {args.command}: {message}", file=sys.stderr)
     return 1
 
@@ -127,13 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
     _adder(commands, *_STORE)("doctor", "doctor:run", summary)
     add = _adder(commands)
     # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
-    server = add(
-        "server",
-        "main:run_server",
-        "run mlx_lm.server with the plugin; needs no .pth file",
-        add_help=False,
-        prefix_chars="\0",
-    )
+    summary = "run mlx_lm.server with the plugin; needs no .pth file"
+    server = add("server", "main:run_server", summary, add_help=False, prefix_chars="\0")
     server.add_argument("options", nargs=argparse.REMAINDER)
     _add_connect(add)
     _add_why(commands)
@@ -144,9 +135,8 @@ def make_parser() -> argparse.ArgumentParser:
     key.add_argument("file", type=Path, metavar="FILE", help="the file to make, for you alone")
     _add_bench(add)
     demo = add("demo", "demo:run", "kill a server and see its conversation go on")
-    demo.add_argument(
-        "--model", help="a model to serve (default: a tiny one with random weights, made now)"
-    )
+    made = "a model to serve (default: a tiny one with random weights, made now)"
+    demo.add_argument("--model", help=made)
     demo.add_argument(
         "--chars",
         type=int,
@@ -174,10 +164,7 @@ def _commands(parser: argparse.ArgumentParser, dest: str, summary: str | None = 
 
 
 def _adder(commands: Any, *names: str) -> Any:
-    """Return a function that adds a command and returns its parser.
-
-    names: options of the server that all of its commands take, beside --json.
-    """
+    """Return a function that adds a command with these options of the server, and returns it."""
 
     def add(
         name: str, run: str, summary: str, *, json: bool = bool(names), **options: Any
@@ -197,12 +184,7 @@ def _adder(commands: Any, *names: str) -> Any:
 
 
 def _add_bench(add: Any) -> None:
-    bench = add(
-        "bench",
-        "bench:run",
-        "compare first tokens and replies with stock's",
-        json=False,
-    )
+    bench = add("bench", "bench:run", "compare first tokens and replies with stock's")
     bench.add_argument("--model", required=True, help="a folder, or a name on the hub")
     bench.add_argument(
         "--minutes",
@@ -220,9 +202,8 @@ def _add_connect(add: Any) -> None:
         choices=("claude", "codex", "opencode", "aider", "openwebui", "router"),
         help="the program to configure; router: what stands in front of several servers",
     )
-    connect.add_argument(
-        "--port", type=int, default=8080, help="the server's port (default: %(default)s)"
-    )
+    port = "the server's port (default: %(default)s)"
+    connect.add_argument("--port", type=int, default=8080, help=port)
     connect.add_argument(
         "--server",
         action="append",
@@ -301,24 +282,20 @@ def _add_store(commands: Any) -> None:
     summary = "remove the objects of a shared store that were put first"
     prune = _adder(commands)("prune", "prune:run", summary, json=True)
     prune.add_argument("url", metavar="URL", help="as --kvpersist-shared has it")
-    prune.add_argument(
-        "--older", type=parse_days, metavar="AGE", help="remove what was put before, such as 14d"
-    )
-    prune.add_argument(
-        "--size", type=parse_size, help="remove what was put first, until so much is left: 200G"
-    )
+    older = "remove what was put before, such as 14d"
+    prune.add_argument("--older", type=parse_days, metavar="AGE", help=older)
+    size = "remove what was put first, until so much is left: 200G"
+    prune.add_argument("--size", type=parse_size, help=size)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
 def _add_warm(add: Any) -> None:
     summary = "let a running server compute the beginning of prompts, and pin it"
     warm = add("warm", "warm:run", summary, json=True)
-    warm.add_argument(
-        "file", type=Path, metavar="FILE", help="messages, or the body of a request, as JSON"
-    )
-    warm.add_argument(
-        "--url", default="http://127.0.0.1:8080", help="the running server (default: %(default)s)"
-    )
+    content = "messages, or the body of a request, as JSON"
+    warm.add_argument("file", type=Path, metavar="FILE", help=content)
+    url = "the running server (default: %(default)s)"
+    warm.add_argument("--url", default="http://127.0.0.1:8080", help=url)
     warm.add_argument("--name", help="the session's name (default: warm, and the file's name)")
 
 

@@ -36,10 +36,9 @@ def folders_of(args: argparse.Namespace) -> list[Path]:
 
 
 def existing(args: argparse.Namespace) -> OwnFiles:
-    """Return the files of the folder that the options name.
+    """Return the files of the folder that the options name; nothing is touched.
 
-    Raises StoreError unless it holds a store of this key, with an index or without. Nothing is
-    touched, whatever it holds.
+    Raises StoreError unless it holds a store of this key, with an index or without.
     """
     folder = folder_of(args)
     files = OwnFiles(folder, encryption_of(args))
@@ -53,9 +52,8 @@ def existing(args: argparse.Namespace) -> OwnFiles:
 def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[Index]:
     """Open the index of a store to read it; no lock is taken and nothing is repaired.
 
-    Only rows that are read are checked for damage. With `check_all` the whole index is, which takes
-    half a minute for 10,000 sessions. SQLite writes beside an index even to read it. Raises
-    PermissionError if it may not.
+    `check_all` checks the whole index for damage, which takes half a minute for 10,000 sessions.
+    Raises PermissionError if SQLite may not write beside the index, which it does even to read.
     """
     files = existing(args)
     folder = files.folder
@@ -77,10 +75,7 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
 
 @contextmanager
 def changing(args: argparse.Namespace, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
-    """Open a store to change it; a missing or damaged index is rebuilt.
-
-    Each change takes the store's lock; opening it does not.
-    """
+    """Open a store to change it, without its lock; a missing or damaged index is rebuilt."""
     limits = limits or StoreLimits(0, 1 << 62)
     folder, encryption = existing(args).folder, encryption_of(args)
     with closing(DiskStore(folder, limits, encryption=encryption)) as disk:

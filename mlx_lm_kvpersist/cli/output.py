@@ -94,10 +94,7 @@ def console() -> Console:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> Table:
-    """Return a table; `right` names the columns of numbers, separated by blanks.
-
-    Cells that are too long for the terminal go on in the next line; none is cut.
-    """
+    """Return a table; `right` names the columns of numbers, separated by blanks."""
     grid = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for column in columns:
         align: Any = "right" if column in right.split() else "left"
@@ -148,10 +145,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def ongoing(what: str) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is being done: with a clock in a terminal, else in a line for each step.
-
-    The yielded function says the next step, in the place of the one before.
-    """
+    """Say each step on stderr, with a clock in a terminal. The yielded function says the next."""
     with _progress(TimeElapsedColumn()) as clock:
         task = clock.add_task("", total=None)
 

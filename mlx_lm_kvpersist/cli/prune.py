@@ -23,10 +23,7 @@ def run(args: argparse.Namespace) -> int:
     n_bytes, all_bytes = (sum(item.n_bytes for item in items) for items in (old, stored))
     n_left, left_bytes = len(stored) - len(old), all_bytes - n_bytes
     would = "would be removed" if args.dry_run else "removed"
-    tell(
-        args,
-        {"removed": len(old), "removed_bytes": n_bytes, "left_bytes": left_bytes},
-        f"{counted(len(old), 'object')}, {show_bytes(n_bytes)}, {would}; "
-        f"{counted(n_left, 'object')}, {show_bytes(left_bytes)}, left",
-    )
+    content = {"removed": len(old), "removed_bytes": n_bytes, "left_bytes": left_bytes}
+    line = f"{counted(len(old), 'object')}, {show_bytes(n_bytes)}, {would}; "
+    tell(args, content, f"{line}{counted(n_left, 'object')}, {show_bytes(left_bytes)}, left")
     return 0

@@ -63,7 +63,12 @@ def run(args: argparse.Namespace) -> int:
             return 0
         windows = checks.windows_of(ids, begin, _WINDOW, _STRIDE)
         context = args.context if args.context > 0 else None
-        questions = _questions(tokenizer, text, context) if context else []
+        questions: list[list[int]] = []
+        if context:
+            document = checks.document_with_facts(tokenizer, text, context)
+            # The hidden facts come first: `_judged` counts on it.
+            for question in (*checks.fact_questions(), *checks.QUESTIONS):
+                questions.append(checks.prompt_of(tokenizer, f"{document}\n\n{question}"))
         calls = checks.tool_prompts(tokenizer, text[:_TOOL_CHARS])
         with progress("quality") as on_progress:
             rows = _measured(
@@ -92,20 +97,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _questions(tokenizer: Any, text: str, n_context: int) -> list[list[int]]:
-    """Return prompts about `n_context` tokens of a text; the first ask for the hidden facts."""
-    document = checks.document_with_facts(tokenizer, text, n_context)
-    questions = (*checks.fact_questions(), *checks.QUESTIONS)
-    return [checks.prompt_of(tokenizer, f"{document}\n\n{question}") for question in questions]
-
-
 def _judged(
     tokenizer: Any, expected_calls: Sequence[Any], replies: _Said, own: _Said
 ) -> dict[str, dict[str, int | None] | None]:
-    """Return what a row says of replies, and of tool calls; None where none was tried.
+    """Return what a row says of replies, and of tool calls; None if none was tried.
 
-    `same` counts those that begin, or call, as `own` do, those of the model's own precision, and
-    `found` those that have what was asked for: a hidden number, or the next tool call.
+    `same` counts answers that begin, or call, as `own`, those of the model's own precision.
+    `found` counts answers with the hidden number, or with the next tool call.
     """
     first = slice(checks.FIRST_TOKENS)
     same = [reply[first] == mine[first] for reply, mine in zip(replies[0], own[0], strict=True)]

@@ -1,8 +1,4 @@
-"""What a KV precision changes, as users see it: the next tokens of a text, replies, tool calls.
-
-Every precision reads what the server reads: the same caches and attention, a block of the grid at a
-time.
-"""
+"""What a KV precision changes, as users see it: the next tokens of a text, replies, tool calls."""
 
 from __future__ import annotations
 
@@ -78,10 +74,9 @@ def server_attention() -> Iterator[None]:
 def served(
     model: Any, choice: PrecisionChoice, attention: Strategy | Literal["auto"] = "auto"
 ) -> ModelCacheSpec:
-    """Return a model's spec as the server finds it, with its attention plans.
+    """Return a model's spec with its attention plans: the policy's, or those of a named strategy.
 
-    They follow the policy unless `attention` names a strategy. Raises ModelNotSupported if nothing
-    of the model is kept.
+    Raises ModelNotSupported if nothing of the model is kept.
     """
     facts = architecture_of(model)
     spec = spec_of(model, choice, facts)
@@ -125,10 +120,7 @@ def replies_to(
     max_tokens: int,
     ends: set[int],
 ) -> list[list[int]]:
-    """Return the greedy reply to each prompt, up to one of `ends`, without it.
-
-    What all prompts begin with is computed once.
-    """
+    """Return the greedy reply to each prompt, up to one of `ends`, without it."""
     if not prompts:
         return []
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*(p[:-1] for p in prompts), strict=False))
@@ -160,10 +152,7 @@ def _feed(model: Any, ids: Sequence[int], caches: list[Any], start: int) -> None
 
 
 def document_with_facts(tokenizer: Any, text: str, n_tokens: int) -> str:
-    """Return about `n_tokens` of a text, over and over where it is too short, with facts in it.
-
-    The number of each of `THINGS` is hidden, the first at a tenth of it, the last at nine tenths.
-    """
+    """Return about `n_tokens` of a text, repeated if it is too short, with all `THINGS` in it."""
     ids = encode(tokenizer, text)[1]
     joined: str = tokenizer.decode([ids[n % len(ids)] for n in range(n_tokens)])
     joined = joined[: _word_end(joined, len(joined))].rstrip("\ufffd")
@@ -200,8 +189,8 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> lis
 def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
     """Return a chain of calls: each prompt's ids, and the call that should follow.
 
-    Each prompt has the calls of those before it, and their results. None where the model's template
-    renders no tools; one where it renders no calls.
+    Each prompt has the calls before it. Without tools in the template there is none, without calls
+    one.
     """
     content = f"{text}\n\nHow many metres high is the water at each of these locks: "
     content += f"{', '.join(LOCKS)}? Use the tool for one after the other, in this order."
@@ -226,10 +215,7 @@ def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
 
 
 def tool_call_in(tokenizer: Any, reply: str) -> Any:
-    """Return the tool call in a reply as JSON values, or None without one.
-
-    The model's own format is read where mlx-lm knows it, else the first JSON object.
-    """
+    """Return the call in a reply, in the model's format or as the first JSON object; or None."""
     start, end = (getattr(tokenizer, f"tool_call_{side}", None) for side in ("start", "end"))
     parse = getattr(tokenizer, "tool_parser", None)
     if getattr(tokenizer, "has_tool_calling", False) and parse and start and start in reply:

@@ -1,9 +1,4 @@
-"""`mlx-lm-kvpersist selftest`: check the patches, the plugins and the numbers.
-
-Each patch is applied alone to show that its probe tells a patched server from a stock one.
-Then the server's own `main` is run with all patches, up to the point where it would listen.
-Last, a tiny model takes the round trip (`round_trip.py`), which is too long for a start.
-"""
+"""`mlx-lm-kvpersist selftest`: check the patches, the plugins and the numbers."""
 
 from __future__ import annotations
 
@@ -64,9 +59,8 @@ def tried(name: str, check: Callable[[], str | None]) -> Finding:
 def check_patch(patch: Patch) -> None:
     """Apply a patch alone, and undo it.
 
-    Raises TargetMissing or SignatureChanged where the host differs, PatchNotEffective where the
-    patch does nothing, and SelfTestFailed where its probe proves nothing, or it does not come and
-    go as a whole.
+    Raises TargetMissing or SignatureChanged if the host differs, PatchNotEffective if the patch
+    does nothing, SelfTestFailed if its probe proves nothing, or undoing it leaves something.
     """
     patches, stock = PatchSet(), look_up(patch.module, patch.attribute)
     patch.check_host()
@@ -95,9 +89,8 @@ def _expect_failure(patch: Patch, when: str) -> None:
 def check_startup(server_options: Sequence[str] = ()) -> None:
     """Run the server's `main` with plugins and without a model, until it listens.
 
-    Parses options, configures the plugins, probes the patches, runs the plugins' `self_test`,
-    starts the generation thread, opens a port, and shuts all down. Raises what stopped it.
-    The plugin is kvpersist, with a temporary store, unless `server_options` name others.
+    Raises what stopped it. The plugin is kvpersist, with a temporary store, unless
+    `server_options` name others.
     """
     plugins = requested_plugins(server_options)
     server = importlib.import_module("mlx_lm.server")
@@ -126,10 +119,7 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
 
 
 def check_numbers(server_options: Sequence[str] = ()) -> str:
-    """Take a tiny model through the live path as the options name it; return what was compared.
-
-    Raises SelfTestFailed, or ModelNotSupported.
-    """
+    """Check a tiny model's numbers; return what was compared. Raises as `check_round_trip`."""
     parser = argparse.ArgumentParser()
     add_options(parser)
     args, _ = parser.parse_known_args(server_options)

@@ -24,8 +24,7 @@ _EXCERPT_CHARS = 240
 def choose(sessions: Sequence[Session], wanted: str) -> Session:
     """Return the session with the id `wanted`, or that name, or the only id that begins with it.
 
-    An id comes first, so that no client can hide a session by calling another one by its id.
-    Raises StoreError when no session or more than one matches.
+    An id comes first, so that no name hides it. Raises StoreError unless one session matches.
     """
     by_id = [session for session in sessions if session.id == wanted]
     named = [session for session in sessions if session.name == wanted]
@@ -163,13 +162,7 @@ def load(args: argparse.Namespace) -> int:
     n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)
     written = Totals(len(new) - n_checkpoints, 0, n_checkpoints)
     what = "is added" if is_new else "was there"
-    tell(
-        args,
-        {
-            **facts,
-            "is_new": is_new,
-            **{f"{kind}_written": n for kind, n in counts(written).items()},
-        },
-        f"{named(session)}  {what}; written: {amount(written)}",
-    )
+    n_written = {f"{kind}_written": n for kind, n in counts(written).items()}
+    line = f"{named(session)}  {what}; written: {amount(written)}"
+    tell(args, {**facts, "is_new": is_new, **n_written}, line)
     return 0

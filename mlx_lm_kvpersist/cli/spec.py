@@ -21,10 +21,7 @@ from .output import records, tell
 
 
 def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
-    """Return the model and the tokenizer of a folder, or of a name on the hub.
-
-    Raises ConfigError where there is no such folder, KVPersistError where it cannot be loaded.
-    """
+    """Return the model and the tokenizer of a folder or a hub name; else raise KVPersistError."""
     check_model_name(name)
     try:
         loaded: Any = load(name, adapter_path=adapter_path)
@@ -36,10 +33,7 @@ def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status, 1 for a model that is not kept.
-
-    Raises KVPersistError when the model cannot be loaded.
-    """
+    """Run the command; return 1 for a model that is not kept. Raises as `load_named`."""
     model, _ = load_named(args.model, args.adapter_path)
     try:
         spec = spec_of(model, precision_of(args), architecture_of(model))
@@ -54,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
-    """Yield how a model's caches are kept, for people."""
     rows = []
     for group in spec.groups:
         described = {"layers": len(group.slots), **group.describe()}

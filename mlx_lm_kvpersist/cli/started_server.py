@@ -21,9 +21,7 @@ from ..errors import KVPersistError
 from .asking import answer, ask
 
 _HOST = "127.0.0.1"
-_START_S = 300.0
-"""Loading a model, and measuring its attention."""
-_REPLY_S = 300.0
+_START_S, _REPLY_S = 300.0, 300.0
 _LEAST_TOKENS = 16
 _QUIET_S, _MOST_ASKED = 0.5, 200
 Message = dict[str, str]
@@ -33,9 +31,8 @@ Message = dict[str, str]
 class Reply:
     """A streamed reply: its text, the time to its first token, and what was not computed again.
 
-    The first token may be one of the reasoning. A reply that shows no token took `ttft_s` in all.
-    `outcome` is the header X-KVPersist, "" without the plugin. `decode_s` is the time from the
-    first of its `completion_tokens` to the last.
+    A reply that shows no token took `ttft_s` in all. `outcome` is the header X-KVPersist, or "".
+    `decode_s` is the time from the first of its `completion_tokens` to the last.
     """
 
     text: str
@@ -155,9 +152,8 @@ class StartedServer:
         """Return an error that says a problem, the command, and the end of the log."""
         log = self._log_path.read_text(encoding="utf-8", errors="replace")
         tail = "\n".join(log.splitlines()[-60:])
-        return KVPersistError(
-            f"the server failed: {problem}\n--- {' '.join(self._command)}\n{tail}"
-        )
+        command = " ".join(self._command)
+        return KVPersistError(f"the server failed: {problem}\n--- {command}\n{tail}")
 
 
 def _read(response: HTTPResponse, start_s: float) -> Reply:

@@ -65,7 +65,6 @@ def stats(args: argparse.Namespace) -> int:
 
 
 def _budgets(limits: StoreLimits) -> dict[str, int]:
-    """Return the budgets in bytes; a model that is alone may have all."""
     return {
         "max_disk_bytes": limits.max_disk_bytes,
         "max_model_bytes": int(limits.max_disk_bytes * limits.model_share),
@@ -94,10 +93,7 @@ def verify(args: argparse.Namespace) -> int:
         line = f"{counted(len(left), 'problem')}{advice}"
     else:
         line = f"{counted(len(problems), 'problem')} fixed, {amount(totals)} left"
-    listed = [
-        {"fault": problem.fault.value, "subject": problem.subject, "reason": problem.reason}
-        for problem in problems
-    ]
+    listed = [{"fault": p.fault.value, "subject": p.subject, "reason": p.reason} for p in problems]
     report = {"ok": not left, **counts(totals), "problems": listed, "left": len(left)}
     rows = [[shown(value, 200) for value in problem.values()] for problem in listed]
     tell(
@@ -152,9 +148,8 @@ def gc(args: argparse.Namespace) -> int:
         f"{amount(went)}, {show_bytes(n_bytes - used_bytes)}, removed",
     )
     if not fits and not args.json:
-        n_pinned = content["pinned"]
+        n_pinned, free = content["pinned"], shutil.disk_usage(folder).free
         rest = f"{counted(n_pinned, 'session')} pinned" if n_pinned else "only its index"
-        free = shutil.disk_usage(folder).free
         raise StoreError(
             f"{folder} still holds {show_bytes(used_bytes)} ({rest}), but "
             f"--kvpersist-disk is {show_bytes(limits.max_disk_bytes)} and --kvpersist-min-free "

@@ -1,8 +1,6 @@
 """`mlx-lm-kvpersist store map`: what takes a store's bytes, by session, shared segment and age.
 
-A segment is a run of blocks that the same sessions go through. Segments form a tree: a segment that
-sessions share, such as the system prompt, has segments of fewer sessions below it. JSON calls them
-parts.
+A segment is a run of blocks that the same sessions go through. JSON calls segments parts.
 """
 
 from __future__ import annotations
@@ -123,12 +121,8 @@ def _described(index: Index, segment: Segment, roots: Mapping[bytes, Root]) -> d
         "namespace": root.namespace if root else None,
         "shared_by": segment.n_sessions,
         "sessions": [
-            {
-                "id": session.id,
-                "name": session.name,
-                "title": index.state.note(session.id).get("title"),
-            }
-            for session in segment.ending
+            {"id": leaf.id, "name": leaf.name, "title": index.state.note(leaf.id).get("title")}
+            for leaf in segment.ending
         ],
         "words": _words(index, segment),
         "blocks": segment.n_blocks,
@@ -139,7 +133,6 @@ def _described(index: Index, segment: Segment, roots: Mapping[bytes, Root]) -> d
 
 
 def _words(index: Index, segment: Segment) -> str:
-    """Return the text that a segment begins with, "" if none is stored."""
     row = index.block(segment.first)
     return row[0].text[:_MOST_CHARS] if row else ""
 
@@ -147,7 +140,6 @@ def _words(index: Index, segment: Segment) -> str:
 def _drawn(
     index: Index, segments: Sequence[Segment], roots: Mapping[bytes, Root]
 ) -> Iterator[str | Table]:
-    """Yield a head and a tree for each model, the largest first; small segments are summed up."""
     models: dict[tuple[str, str], list[Segment]] = defaultdict(list)
     for segment in segments:
         if segment.parent is None and (root := roots.get(segment.root)) is not None:
@@ -182,7 +174,6 @@ def _drawn(
 
 
 def _label(index: Index, segment: Segment) -> str:
-    """Return what people know a segment by."""
     sessions = ""
     if segment.ending:
         first, n_more = segment.ending[0], len(segment.ending) - 1
@@ -196,7 +187,6 @@ def _label(index: Index, segment: Segment) -> str:
 
 
 def _called(index: Index, session: Session) -> str:
-    """Return a session's id, and what people call it, as the page does."""
     note, name = index.state.note(session.id), session.name or ""
     words = note.get("words", "")
     called = note.get("title") or (words if words and _IS_ID.search(name) else name or words)

@@ -37,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
             )
         tell(args, records[0], *_explained(records[0]))
         return 0
-    rows = [[local_time(record["received"]), record["id"], _sentence(record)] for record in records]
+    rows = [
+        [local_time(record["received"]), record["id"], shown(record["sentence"], 400)]
+        for record in records
+    ]
     listed = table(["received", "id", "what was reused"], rows)
     none = f"no request yet in {args.url or folder_of(args)}"
     tell(args, records, listed if rows else none, "", *_sums(records, store, stats.get("memory")))
@@ -68,13 +71,8 @@ def _sums(records: list[Record], store: Record, memory: Record | None) -> Iterat
         yield f"Memory: {show_bytes(sum(used.values()))} of {show_bytes(memory['total'])}: {areas}"
 
 
-def _sentence(record: Record) -> str:
-    return shown(record["sentence"], 400)
-
-
 def _explained(record: Record) -> Iterator[str]:
-    """Yield what is known of a request, a line each."""
-    yield f"{record['id']}, {local_time(record['received'])}: {_sentence(record)}"
+    yield f"{record['id']}, {local_time(record['received'])}: {shown(record['sentence'], 400)}"
     yield f"Model: {shown(record['model'], 200)}"
     if precision := record.get("precision"):
         yield f"Precision: {shown(precision, 400)}"
