@@ -31,14 +31,14 @@ from .saver import CheckpointSource, Needed, RestorePoint, Saver
 from .sequence import RunningSequence
 
 STATE = "state"
-"""The kind of the record that every checkpoint has: it holds the states of recurrent layers, and of
-quantized ones the newest tokens as they were computed."""
+"""The record of every checkpoint: states of recurrent layers, and the newest tokens of quantized
+ones as they were computed."""
 
 MAX_CHECKPOINTS = 6
-"""Newest checkpoints that a conversation keeps, beside its first: two for each of three turns."""
+"""Newest checkpoints that stay beside the first: two for each of three turns."""
 
 N_SAFE = 2
-"""Newest checkpoints below RAM that stay besides: a kill takes those that are postponed."""
+"""Newest checkpoints below RAM that stay besides: a kill takes postponed ones."""
 
 MAX_BRANCHES = 4
 """Older places where conversations diverge, for which checkpoints stay."""
@@ -125,17 +125,12 @@ class CheckpointSaver(Saver):
             stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
-        # All that the checkpoint needs, windows that were stored before included: while it waits to
-        # be written, none of it is evicted.
+        # The checkpoint waits with all that it needs, stored windows too, so none is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
-        checkpoints_kept, gone, added = (
-            tuple(needed.values()),
-            tuple(superseded),
-            tuple(new or chain[-1:]),
-        )
-        commit = Commit(sequence.root, added, leaf, {}, checkpoints_kept, gone)
+        added, kept = tuple(new or chain[-1:]), tuple(needed.values())
+        commit = Commit(sequence.root, added, leaf, {}, kept, tuple(superseded))
         store.commit(commit, [*blocks, *checkpoints], loss_s)
 
     def _loss_s(
@@ -143,8 +138,8 @@ class CheckpointSaver(Saver):
     ) -> float:
         """Return how long a chain's end takes to compute from a checkpoint that a kill leaves.
 
-        The first of a conversation, which others share, must not be lost: infinite. Of those that
-        go when the prompt is computed, only a chunk of the prompt counts.
+        It is infinite for the first of a conversation, which others share. Temporary checkpoints
+        count only while their prompt is computed.
         """
         is_chunk = cache_type == PREFILL
         before = [
@@ -167,10 +162,9 @@ class CheckpointSaver(Saver):
         *,
         at_once: bool,
     ) -> list[tuple[Checkpoint, Arrays]]:
-        """Return the windows and the state at the end of the chain that are not stored yet.
+        """Return the missing windows and state at the end of the chain.
 
-        If they are written `at_once`, a window in RAM that has more tokens of a block than are
-        needed is as good as none: it would be more to write.
+        If they are written `at_once`, a longer window that is in RAM only counts as missing.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -206,13 +200,11 @@ class CheckpointSaver(Saver):
     ) -> list[Checkpoint]:
         """Return the windows and states, of those `stored`, that can be deleted.
 
-        These checkpoints of a conversation stay, with all that they need: the newest, the newest
-        below RAM, and the first (the end of the system prompt, which others share). Where another
-        session ends, or conversations diverge, the last one up to there stays, and the last below
-        RAM: so a kill, or eviction from RAM, costs no other conversation more than it may.
-        Temporary ones served while their prompt was computed: they stay only in such places. An
-        earlier reply at the place that the sequence went on from, left out or repeated in other
-        words, loses its checkpoint.
+        These stay, with all that they need: the newest, the newest below RAM, and the first, which
+        others share. Where another session ends, or conversations diverge, the last up to there
+        stays, and the last below RAM, so that a kill or eviction costs others no more than it may.
+        Temporary checkpoints stay only in such places. An earlier reply at the place where the
+        sequence went on loses its checkpoint.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -290,12 +282,10 @@ class CheckpointSaver(Saver):
 
 
 def _is_temporary(block: Block) -> bool:
-    """Tell whether a checkpoint at the end of a block is of use while its prompt is computed."""
     return block.stop % CHECKPOINT_EVERY == 0
 
 
 def _stored_state(stored: Stored, block: Block) -> Checkpoint | None:
-    """Return the state at the end of a block; it says that a checkpoint was made there."""
     return next(
         (checkpoint for checkpoint in stored.get(block.key, ()) if checkpoint.kind == STATE), None
     )
@@ -313,7 +303,7 @@ def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> 
 
 
 def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> list[Checkpoint]:
-    """Return the checkpoints of replies that branch off where this chain went on, without children.
+    """Return the checkpoints of childless replies where this chain branches off.
 
     A reply has one checkpoint, at its end. A turn of another conversation has one before it, too.
     """

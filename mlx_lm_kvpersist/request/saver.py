@@ -43,7 +43,7 @@ class Needed:
 
 
 class CheckpointSource(Protocol):
-    """Where checkpoints are looked for: a store, or what is known of a conversation elsewhere."""
+    """A store, or what is known of a conversation elsewhere."""
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
         """Return the checkpoints of these blocks, by block."""
@@ -65,13 +65,13 @@ class Saver:
     text: TokenText | None
 
     saves_every = BLOCK_TOKENS
-    """Tokens of a prompt after which it is saved while the rest is computed."""
+    """A prompt is saved after so many tokens while the rest is computed."""
     missing = Reason.EVICTED
     """Why fewer tokens are restored than match."""
 
     @property
     def granule(self) -> int:
-        """Fewer tokens than a multiple of this may be computed again, though nothing is missing."""
+        """Fewer tokens may be computed again although nothing is missing."""
         return BLOCK_TOKENS if self.spec.quantized else 1
 
     def find(
@@ -81,10 +81,9 @@ class Saver:
         store: CheckpointSource,
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
-        """Return what to restore of the first `n_tokens` of a chain, as many as are stored.
+        """Return what to restore of the first `n_tokens` of a chain, without keys in `lost`.
 
-        Whatever has its key in `lost` counts as missing. Within a block that is stored quantized,
-        queries see it as computed: what is used of it is computed again.
+        What is used of a quantized block is computed again: its queries see it as computed.
         """
         needed, end = [], 0
         for block in path:
@@ -102,7 +101,6 @@ class Saver:
 
     @cached_property
     def _forms(self) -> dict[int, tuple[ArrayForm, ...]]:
-        """The arrays of blocks by their number of tokens."""
         return {}
 
     def save(
@@ -113,11 +111,10 @@ class Saver:
         cache_type: str,
         store: BlockStore,
     ) -> None:
-        """Save the blocks of a sequence, whose caches hold `tokens`.
+        """Save the blocks of a sequence, whose caches hold `tokens`. Generation thread.
 
         At the end of a reply all new blocks are written, and the session's leaf moves. Before that,
-        full blocks are written. An unfinished block stays in RAM, except after a chunk of a prompt:
-        no other request can begin with it.
+        full blocks are written, and an unfinished block of a whole prompt stays in RAM.
         """
         before = sequence.chain
         if before and not _is_full(before[-1]):
@@ -148,7 +145,6 @@ class Saver:
     def _following(
         self, chain: Sequence[Block], ids: Sequence[int], sequence: RunningSequence
     ) -> list[Block]:
-        """Return the blocks that follow a sequence's chain, of the rest of `ids`."""
         new, text = list[Block](), self.text
         parent, pending = chain[-1].key if chain else sequence.root.key, b""
         if chain and text is not None:
@@ -166,7 +162,6 @@ class Saver:
     def _cut_new(
         self, blocks: Sequence[Block], caches: list[Any], store: BlockStore
     ) -> list[tuple[Block, Arrays]]:
-        """Return the blocks that are not stored, with their arrays."""
         new = [block for block in blocks if block.key not in store]
         arrays = split(self.spec.full, caches, [(block.start, block.stop) for block in new])
         return list(zip(new, arrays, strict=True))
@@ -179,10 +174,9 @@ def _is_full(block: Block) -> bool:
 def _replaced_tails(
     chain: list[Block], n_reused: int, store: BlockStore
 ) -> list[tuple[bytes, bytes]]:
-    """Return the keys of partial blocks that a block of the chain contains, each with that block's.
+    """Return the partial blocks that the chain contains, each with the key of the longer block.
 
-    They are the ends of this conversation's earlier turns, so they are siblings of blocks after the
-    `n_reused` tokens. A partial block that is in RAM only is dropped.
+    They are the ends of this conversation's earlier turns. Those in RAM only are dropped.
     """
     replaced = []
     for block in dropwhile(lambda block: block.stop <= n_reused, chain):

@@ -12,7 +12,6 @@ a file in the store's folder leads back to its key: it is the key, encrypted as 
 AES-256. The index there is SQLCipher's: every page, also in the log, is encrypted with AES-256 and
 authenticated (https://www.zetetic.net/sqlcipher/design). Temporary tables stay in memory.
 
-`Folder` and `SharedObjects` open files and objects, and are all that uses this.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ from ..errors import ConfigError, DecryptionFailed, StoreFormatError
 MAGIC = b"kvp-seal\x01"
 """A magic, and the version of what follows."""
 OPEN_S = 5.0
-"""How long opening an index waits for another connection that has it locked."""
-_NO_WAIT = os.O_NONBLOCK
-"""Else opening a pipe would wait for its writer."""
+_NO_WAIT = os.O_NONBLOCK  # or opening a pipe would wait for its writer
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _KEY_BYTES = 32
@@ -45,7 +42,6 @@ class Plain:
     mark = ""
     """A store's folder keeps this mark of its key. The key cannot be derived from it."""
     n_added_bytes = 0
-    """How much larger an encrypted object is than its content."""
 
     def encrypt(self, content: bytes, name: bytes) -> bytes:
         return content
@@ -82,8 +78,7 @@ Encryption = Plain
 class Cipher(Plain):
     """Encrypts and decrypts objects, and names them. Any thread may use it; both release the GIL.
 
-    key: 32 bytes, of which the keys that are used are derived.
-    Raises ConfigError if the package `cryptography` is not installed.
+    key: 32 bytes. Raises ConfigError if the package `cryptography` is not installed.
     """
 
     n_added_bytes = len(MAGIC) + _NONCE_BYTES + _TAG_BYTES
@@ -121,8 +116,7 @@ class Cipher(Plain):
     def decrypt(self, encrypted: bytes | bytearray | memoryview, name: bytes) -> bytes:
         """Return what was encrypted under this name.
 
-        Raises DecryptionFailed if the object was altered, cut off or encrypted under another
-        name, with another key, or by a version that is not known; nobody can tell which.
+        Raises DecryptionFailed if it was altered, cut off, or has another name, key or version.
         """
         content = memoryview(encrypted)
         start = len(MAGIC) + _NONCE_BYTES
@@ -137,11 +131,10 @@ class Cipher(Plain):
             ) from error
 
     def object_name(self, key: bytes) -> str:
-        """Return the name of the object that has this key: 64 hexadecimal digits."""
         return hmac.new(self._name_key, key, hashlib.sha256).hexdigest()
 
     def file_name(self, key: bytes) -> str:
-        """Return the name of a file in the store's folder, by a key of 16 bytes: 32 digits."""
+        """Return the name of a file, by a key of 16 bytes: 32 digits."""
         return bytes(self._file_names.encryptor().update(key)).hex()
 
     def key_of(self, file_name: str) -> bytes:

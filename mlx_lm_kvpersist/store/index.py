@@ -23,15 +23,7 @@ from ..match.tree import FEW, MAX_ALIKE, nearest
 from .database import Database, Rows, is_empty
 from .folder import OwnFiles
 from .index_schema import faults, prepare
-from .records import (
-    SESSION_COLUMNS,
-    Commit,
-    Forgotten,
-    Session,
-    Totals,
-    read_root,
-    read_sessions,
-)
+from .records import SESSION_COLUMNS, Commit, Forgotten, Session, Totals, read_root, read_sessions
 from .small_state import SmallState
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
@@ -39,16 +31,15 @@ _SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 _END = float(1 << 33)
-"""The year 2242: what claims to have been used later was not."""
+"""The year 2242. A later time of use is damage."""
 
 
 class Index(Rows):
     """The rows of a store: blocks, checkpoints, sessions, roots.
 
-    Opening makes it if it is missing or empty, unless `create` is false: then it raises
-    FileNotFoundError. Raises StoreFormatError when another version wrote it and
-    sqlite3.DatabaseError when it is damaged. `check_all`: see `prepare`. `files` is the
-    store's folder; by default it is not encrypted.
+    Opening makes it if it is missing or empty; without `create`, that raises FileNotFoundError.
+    Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
+    damaged. `check_all`: see `prepare`. `files` is the store's folder, by default not encrypted.
     """
 
     def __init__(
@@ -71,7 +62,7 @@ class Index(Rows):
             raise
 
     def reopen(self, *, create: bool = True, check_all: bool = True) -> None:
-        """Use the file that is at the path now. Raises what opening raises."""
+        """Use the file at the path. Raises what opening raises."""
         try:
             with self.database.opening:
                 if create:
@@ -102,10 +93,7 @@ class Index(Rows):
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
-        """Answer a thread that comes and goes: one such thread at a time, then it is disconnected.
-
-        SQLite keeps as many descriptors as connections were ever open at the same time.
-        """
+        """Answer a thread that comes and goes: one such thread at a time has a connection."""
         with self.database.opening:
             try:
                 yield self
@@ -117,11 +105,9 @@ class Index(Rows):
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        """Return the blocks that continue `parent`, at most `limit`.
+        """Return the blocks that continue `parent`, at most `limit`; see `BlockSource.children`.
 
-        With the text or the packed ids that lie ahead, and if there are many blocks, only the
-        nearest to them are returned. A damaged index may lie; the walk of the tree checks those
-        blocks that it means to use.
+        A damaged index may lie: the walk of the tree checks the blocks that it uses.
         """
         hidden = set(self._hidden)  # before the rows are read: those go first
         most = FEW + 1 if ahead is not None else -1 if limit is None else limit
@@ -137,10 +123,9 @@ class Index(Rows):
         return [node for node in nodes if node.key not in hidden]
 
     def newest(self, root: Root, limit: int) -> list[Block]:
-        """Return blocks of a tree, the newest first: of the newest ones of all trees, 8 times that.
+        """Return at most `limit` blocks of a tree, the most recently used first.
 
-        So no more is read for a tree that is small, or old. A block counts by when it was stored,
-        or was the end of what was restored.
+        Only the newest `8 * limit` blocks of all trees are read, which bounds the cost.
         """
         newest = "SELECT rowid AS row, root AS its FROM blocks ORDER BY used DESC LIMIT ?"
         rows = f"SELECT row FROM ({newest}) WHERE its = ? LIMIT ?"
@@ -171,7 +156,7 @@ class Index(Rows):
         )
 
     def block(self, key: bytes) -> tuple[Block, bytes, int] | None:
-        """Return what is known of a block: its node, its root's key, its file's size."""
+        """Return a block, its root's key, and the size of its file in bytes."""
         query = f"SELECT {_BLOCK_COLUMNS}, root, n_bytes FROM blocks WHERE key = ?"
         for *row, root, n_bytes in self.ask(query, key, types=(*_BLOCK_TYPES, bytes, int)):
             return Block(*row), root, n_bytes
@@ -213,7 +198,7 @@ class Index(Rows):
         A row has its key, its parent's key, its bytes with its checkpoints', and their number.
         `leaves` are at most 500.
         """
-        rows: list[tuple[bytes, bytes, int, int]] = self.ask(
+        return self.ask(
             f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "
             "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
             "SELECT b.key, parent, b.n_bytes + coalesce(sum(c.n_bytes), 0), count(c.key) "
@@ -222,22 +207,20 @@ class Index(Rows):
             *leaves,
             types=(bytes, bytes, int, int),
         )
-        return rows
 
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
-        """Return what all blocks take.
+        """Return a row for each block.
 
         A row has its key, its parent's, its root's, its first position, its tokens (8 too many for
         an image, but 256 at most), its bytes with its checkpoints', and the time of its use in
         seconds since the epoch.
         """
-        rows: list[Any] = self.ask(
+        return self.ask(
             "SELECT key, parent, root, start, min(length(ids) / 4, 256), n_bytes + "
             "(SELECT coalesce(sum(n_bytes), 0) FROM checkpoints WHERE block = b.key), used "
             "FROM blocks AS b",
             types=(bytes, bytes, bytes, int, int, int, float),
         )
-        return rows
 
     def keys(self, table: str = "blocks") -> set[bytes]:
         """Return the keys of all blocks, or of all "checkpoints"."""
@@ -248,9 +231,8 @@ class Index(Rows):
 
         Each comes with the time of its use, whether it is a checkpoint, a number that is smaller
         for a deeper block, its key, and the key of its block. If several were used at the same
-        time, the deepest leaf is the first. Leaves go before checkpoints, which were kept for
-        blocks before them. Leaves that pinned sessions end in are left out. The model is given by
-        its fingerprint.
+        time, the deepest leaf is first, and leaves come before checkpoints. Leaves that pinned
+        sessions end in are left out. The model is given by its fingerprint.
         """
         leaves = (
             "SELECT CAST(used AS REAL), 0, CAST(-start AS INTEGER), key, key FROM blocks AS b "
@@ -271,11 +253,7 @@ class Index(Rows):
             yield from heapq.merge(first, second)
 
     def unreachable(self) -> list[bytes]:
-        """Return the keys of what is never reached.
-
-        These are blocks whose parent is neither a root nor there, all blocks that follow them, and
-        checkpoints whose block is missing.
-        """
+        """Return the keys of blocks without their chain, and of checkpoints without their block."""
         rows = self.ask(
             "WITH RECURSIVE lost(key) AS ("
             "SELECT key FROM blocks AS b WHERE parent != root AND NOT EXISTS "
@@ -318,14 +296,13 @@ class Index(Rows):
         return read_sessions(self.ask_in(f"{_SESSIONS} leaf IN (VALUES {{}})", zip(leaves)))
 
     def sessions_named(self, name: str) -> list[Session]:
-        """Return the sessions with this name, of any root, the most recently used first."""
+        """Return the sessions with this name, the most recently used first."""
         return self._sessions("name = ? ORDER BY used DESC", name)
 
     def session_of(self, commit: Commit) -> Session | None:
-        """Return the session that a commit's leaf continues: it ends in a block of the same chain.
+        """Return the nearest session to a commit's leaf that ends in a block of the same chain.
 
-        If there are several, it is the nearest to the leaf. The walk up the chain ends there, so
-        its cost depends on the blocks of the turn. A first turn without a name walks to the root.
+        The cost depends on the blocks of the turn. A first turn without a name walks to the root.
         """
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None
@@ -358,7 +335,7 @@ class Index(Rows):
     # Roots and totals.
 
     def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
-        """Return the largest roots, of all tenants or of the tenant of a root, with totals."""
+        """Return the largest roots, of all tenants or of a root's tenant, with totals."""
         tenant_json = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
@@ -371,7 +348,7 @@ class Index(Rows):
         return [(root, totals) for root, totals in read if root is not None]
 
     def models(self) -> list[str]:
-        """Return the fingerprints of the models that have blocks, one look-up for each."""
+        """Return the fingerprints of the models that have blocks."""
         models: list[str] = []
         query = "SELECT min(model) FROM blocks WHERE n_children = 0 AND model > ?"
         while rows := self.ask(query, models[-1] if models else "", types=(str,)):
@@ -383,7 +360,7 @@ class Index(Rows):
         return read_root(key, rows[0][0]) if rows else None
 
     def totals(self, root: bytes = b"") -> Totals:
-        """Return numbers and bytes of the blocks, checkpoints and sidecars of a root, or of all."""
+        """Return the totals of a root, or of all roots."""
         columns = "n_blocks, block_bytes, n_checkpoints, checkpoint_bytes, sidecar_bytes"
         rows = self.ask(f"SELECT {columns} FROM totals WHERE root = ?", root)
         # A damaged number is taken for 0, and the others as they are.
@@ -438,9 +415,9 @@ class Index(Rows):
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
         `new` comes with the sizes of the files, in bytes; `session` ends in the commit's leaf.
-        `sidecar_bytes` is the size of the session's file.
-        Rows of the commit's blocks and checkpoints that say something else than those do are put
-        right. Superseded checkpoints and those of replaced blocks are removed; return their keys.
+        `sidecar_bytes` is the size of the session's file. Wrong rows of the commit's blocks and
+        checkpoints are corrected. Superseded checkpoints and those of replaced blocks are removed;
+        their keys are returned.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
@@ -470,12 +447,9 @@ class Index(Rows):
         return [key for key, _ in removed]
 
     def put_session(self, session: Session, sidecar_bytes: int = 0) -> None:
-        """Add a session, or change its row; `sidecar_bytes` is the size of its file.
-
-        Raises sqlite3.IntegrityError, and changes nothing, if another session has its id.
-        """
+        """Add or change a session. Raises sqlite3.IntegrityError if another session has its id."""
         with self.database.transaction() as db:
-            # As in `_add`. Another session differs in more than its id.
+            # Not INSERT OR REPLACE, as in `add_blocks`. Another session has another time or name.
             db.execute(
                 "DELETE FROM sessions WHERE id = ? AND root = ? AND name IS ? AND created = ?",
                 (session.id, session.root, session.name, session.created),
@@ -500,7 +474,7 @@ class Index(Rows):
     def forget(self, key: bytes) -> Forgotten:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
-        Then the block's parent counts as used when the block was, or later.
+        The block's parent takes the block's time of use if that is later.
         """
         with self.database.transaction() as db:
             db.execute(
@@ -526,7 +500,7 @@ class Index(Rows):
     def _use_checkpoints(
         self, db: sqlite3.Connection, checkpoints: Iterable[Checkpoint], now: float
     ) -> None:
-        """Mark checkpoints as used, and put right what their rows say of them."""
+        """Mark checkpoints as used, and correct their rows."""
         db.executemany(
             "UPDATE checkpoints SET block = ?, kind = ?, n_tokens = ?, used = ? WHERE key = ?",
             [(p.block, p.kind, p.n_tokens, now, p.key) for p in checkpoints],
@@ -535,7 +509,6 @@ class Index(Rows):
     def _remove_checkpoints(
         self, db: sqlite3.Connection, keys: Collection[bytes], blocks: Collection[bytes] = ()
     ) -> list[tuple[bytes, int]]:
-        """Remove checkpoints, and all of some blocks; return keys and sizes of their files."""
         removed: list[tuple[bytes, int]] = []
         for column, values in (("key", keys), ("block", blocks)):
             for value in values:
@@ -549,8 +522,7 @@ class Index(Rows):
     def now(self) -> float:
         """Return the time of use of what is used now, in seconds since the epoch.
 
-        It is always the latest. Otherwise, after a clock jumps back, new blocks would be evicted
-        first.
+        It is the latest of all, or new blocks would be evicted first after a clock jumps back.
         """
         used = [
             row

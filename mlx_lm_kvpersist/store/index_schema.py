@@ -171,9 +171,9 @@ _MISCOUNTED = (
 def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
     """Check the index at `path`, make its tables if it is empty, and convert an older format.
 
-    Return whether it was converted: then it has many free pages. All pages are read only if
-    `check_all` is set, which takes longer the more the index holds. Raises StoreFormatError
-    when another version wrote it and sqlite3.DatabaseError when it is damaged.
+    Return whether it was converted: then it has many free pages. Raises StoreFormatError when
+    another version wrote it and sqlite3.DatabaseError when it is damaged. `check_all` reads all
+    pages, which takes longer the more the index holds.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (mark,) = db.execute("PRAGMA application_id").fetchone()
@@ -213,9 +213,7 @@ def _make_tables(db: sqlite3.Connection) -> None:
 def _convert(db: sqlite3.Connection) -> None:
     """Convert an index of the format before, in one transaction. No row is lost.
 
-    Its roots, blocks and checkpoints have more columns and indexes, for another order of eviction.
-    If another process was quicker, this changes nothing. Raises IndexDamaged if the tables lack a
-    column.
+    If another process was quicker, this changes nothing. Raises IndexDamaged if a column lacks.
     """
     statements = _as_made()
     with db:
@@ -310,10 +308,7 @@ def _statements(db: sqlite3.Connection) -> dict[tuple[str, str], str]:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Say whether an error means that the index is damaged.
-
-    Any other error says nothing about the file: a lock, a full disk, a wrong statement.
-    """
+    """Say whether an error means that the index is damaged, not locked or without room."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None or code == _ERROR:
         return isinstance(error, IndexDamaged) or bool(_DAMAGE.fullmatch(str(error)))

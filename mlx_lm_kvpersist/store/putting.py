@@ -25,17 +25,13 @@ from .shared_objects import SharedObjects
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 4096
-"""Objects that wait to be put, at most."""
 PROBE_S = 10.0
-"""How often a store that failed is tried in the background."""
 PRUNE_S = 600.0
-"""How often a server that puts something looks whether all servers have put too much."""
+"""How often a server that puts something looks for a surplus."""
 MOST_ATTEMPTS = 3
-"""How often an object is tried while the store answers, and how many may fail in a row."""
+"""Attempts for one object, and failures in a row, while the store answers."""
 CLOSING_S = 2.0
-"""When the server ends, an object that takes longer to be put is not waited for."""
 _N_TURNS = 256
-"""Conversations whose newest chain is remembered, so that later checkpoints are added to it."""
 
 
 RepliesOf = Callable[[Root, Sequence[Mapping[str, Any]]], Mapping[bytes, bytes]]
@@ -44,7 +40,7 @@ RepliesOf = Callable[[Root, Sequence[Mapping[str, Any]]], Mapping[bytes, bytes]]
 
 @dataclass(frozen=True)
 class _Turn:
-    """A conversation has a new `leaf`, if a turn has ended, or new replies, by their packed ids."""
+    """A conversation's new `leaf`, if a turn has ended, or new replies."""
 
     root: Root
     messages: Sequence[Mapping[str, Any]]
@@ -70,10 +66,8 @@ class Putting:
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self._waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
-        """Objects to put, with the number of failed attempts of each. A key stands for the chain
-        that ends in this block."""
+        """Objects to put, with their failed attempts. A key stands for the chain up to it."""
         self._since_s = 0.0
-        """When the attempt that is being made began, by the monotonic clock."""
         self._changed = threading.Condition()
         self._is_closing = self._is_busy = False
         self._thread = threading.Thread(target=self._run, name="kvpersist-put", daemon=True)
@@ -102,7 +96,6 @@ class Putting:
         return True
 
     def _new_of(self, commit: Commit) -> list[_Turn]:
-        """Return what a commit adds to conversations."""
         new: list[_Turn] = []
         if commit.leaf is not None:
             turn = _Turn(commit.root, commit.leaf.messages, commit.leaf.key)
@@ -133,11 +126,10 @@ class Putting:
                 self._work()
 
     def _has_done_all(self) -> bool:
-        """Say whether nothing waits, or nothing can be put now."""
         return not self._waiting or bool(self._store.failed_with)
 
     def _work(self) -> None:
-        """Try a store that failed; put the waiting objects as long as the store answers."""
+        """Try a store that failed; put what waits as long as the store answers."""
         store, self._since_s = self._store, time.monotonic()
         if store.reads.failed_with and not store.answers():
             return
@@ -179,7 +171,7 @@ class Putting:
         self._store.put(record.key, content)
 
     def _put_turn(self, new: _Turn) -> None:
-        """Put a conversation, with the replies that other servers and earlier turns put."""
+        """Put a conversation, with the replies that were put before."""
         store, root, chain = self._store, new.root, tuple[Block, ...]()
         if new.leaf is not None and not (chain := tuple(self._disk.chain(new.leaf))):
             return  # it was evicted, or removed
@@ -196,7 +188,6 @@ class Putting:
             store.put(layout, root.layout.encode())
 
     def _prune(self) -> None:
-        """Remove the oldest objects beyond the size that all servers together may put."""
         if self._max_bytes is None or time.monotonic() < self._prune_at_s:
             return
         self._prune_at_s = time.monotonic() + PRUNE_S

@@ -24,17 +24,17 @@ from .tier import SHARED
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 86400.0
-"""What is known to be there is asked for again after a day: others prune."""
+"""What is there is asked for again after a day: others prune."""
 RENEW_S = 3 * 86400.0
-"""What is used and was put so long ago is put again, so that pruning removes what is not used."""
+"""What is used is put again after so long, so that pruning removes what is not used."""
 _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
-"""Keys that are remembered in a table, at most; then it begins again."""
+"""Most keys in a table; then it begins again."""
 
 
 @dataclass
 class Breaker:
-    """Whether a store may be asked, and why not; each failed attempt is counted."""
+    """Whether a store may be asked, and why not."""
 
     what: str
     failures: Failures
@@ -64,18 +64,17 @@ class SharedObjects:
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
         )
-        """What happened so far; "refused": objects that failed a check."""
+        """What has happened; "refused": objects that failed a check."""
         self.reads = Breaker("read", self.failures)
         self.writes = Breaker("written", self.failures)
         self._seen_s: dict[bytes, float] = {}
-        """When objects were last known to be there, by the monotonic clock."""
+        """When objects were last seen, by the monotonic clock."""
         self._bad: set[bytes] = set()
-        """Keys of objects that must be replaced."""
         if self.objects.is_hanging:
             self.reads.failed("it does not answer")
 
     def answers(self) -> bool:
-        """Ask for a missing object, even if an operation hangs; say whether the store answers."""
+        """Ask for a missing object; return whether the store answers."""
         self.objects.try_again()
         try:
             self.objects.age_s(self.path(bytes(KEY_BYTES)))
@@ -87,7 +86,7 @@ class SharedObjects:
 
     @property
     def failed_with(self) -> str:
-        """Why nothing is fetched or put now; "" if nothing is wrong."""
+        """Why nothing is fetched or put now, or ""."""
         return self.reads.failed_with or self.writes.failed_with
 
     @property
@@ -157,7 +156,7 @@ class SharedObjects:
         self.forget(key, is_bad=True)
 
     def forget(self, key: bytes, *, is_bad: bool) -> None:
-        """Take an object for missing. If it `is_bad`, it is replaced although it exists."""
+        """Take an object for missing. If it `is_bad`, it is replaced."""
         self._seen_s.pop(key, None)
         if is_bad:
             if len(self._bad) >= _MAX_KEYS:

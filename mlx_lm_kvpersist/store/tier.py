@@ -31,7 +31,7 @@ class Tier(Protocol):
     def stats(self) -> dict[str, Any]:
         """Return "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes".
 
-        "asked_again_tokens" are the tokens of evicted blocks that came back, if they are counted.
+        "asked_again_tokens" are those of evicted blocks that came back.
         """
 
 
