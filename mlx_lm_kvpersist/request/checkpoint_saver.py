@@ -1,10 +1,9 @@
 """Models with windows or recurrent layers: their checkpoints, and which of them stay.
 
-Such a model can go on only from a place where the last tokens of its windows and its states are
-stored: from a checkpoint. The ends of the system prompt, of the user's messages and of the replies
-become one, and some places of a long prompt, until it is computed. A checkpoint that would be
-computed again from one on disk in a few seconds is postponed: the next one takes its place. The one
-on disk stays for as long as any conversation may have to go on from there.
+Such a model goes on only from a checkpoint, which has the last tokens of its windows and its
+states: at the ends of the system prompt, of the user's messages and of the replies, and at some
+places of a long prompt until it is computed. A checkpoint that takes a few seconds to compute again
+is postponed: the next one takes its place.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Saves checkpoints besides, and finds the one to go on from.
-
-    `pace` says what it takes to compute them again.
-    """
+    """Saves checkpoints besides, and finds one to go on from; `pace` is the speed of computing."""
 
     pace: Pace = field(default_factory=Pace)
 
@@ -83,10 +79,7 @@ class CheckpointSaver(Saver):
             return None
         n_tokens = min(n_tokens, path[-1].stop)
         stored = store.checkpoints([block.key for block in path])
-        stored = {
-            key: [checkpoint for checkpoint in all_ if checkpoint.key not in lost]
-            for key, all_ in stored.items()
-        }
+        stored = {key: [c for c in at if c.key not in lost] for key, at in stored.items()}
         for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
             if (needed := self._needed_at(path, end, stored)) is not None:
                 # Windows and state are read first: without them the blocks are of no use.
@@ -103,10 +96,7 @@ class CheckpointSaver(Saver):
         cache_type: str,
         store: BlockStore,
     ) -> None:
-        """Save the blocks of a sequence, whose caches hold `tokens`, and make a checkpoint there.
-
-        At the end of a reply the session's leaf moves, and old checkpoints are given up.
-        """
+        """Save blocks with a checkpoint at their end; when a reply has ended, the session moves."""
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
@@ -215,11 +205,8 @@ class CheckpointSaver(Saver):
             return block.key in states and is_of_use
 
         useful = list(filter(is_kept, chain))
-        safe = [
-            block
-            for block in useful
-            if block is not chain[-1] and store.is_safe(states[block.key].key)
-        ]
+        earlier = [block for block in useful if block is not chain[-1]]
+        safe = [block for block in earlier if store.is_safe(states[block.key].key)]
 
         def last_up_to(stop: int) -> set[bytes]:
             of_each = (
@@ -237,12 +224,7 @@ class CheckpointSaver(Saver):
             if block.key in stay:
                 at_end = self._needed_at(chain, block.stop, stored) or ()
                 needed.update(need.record.key for need in at_end)
-        unneeded = [
-            checkpoint
-            for at_block in stored.values()
-            for checkpoint in at_block
-            if checkpoint.key not in needed
-        ]
+        unneeded = [c for at_block in stored.values() for c in at_block if c.key not in needed]
         left = _replies_left(chain, sequence.n_reused, store)
         return list({checkpoint.key: checkpoint for checkpoint in [*unneeded, *left]}.values())
 
@@ -268,16 +250,12 @@ class CheckpointSaver(Saver):
                 if block.start >= n_tokens:
                     break
                 first, last = max(block.start, start), min(block.stop, n_tokens)
-                stored_window = _stored_window(
-                    stored.get(block.key, ()), window, block.stop - first
-                )
-                if stored_window is None:
+                found = _stored_window(stored.get(block.key, ()), window, block.stop - first)
+                if found is None:
                     return None
-                found_start = block.stop - stored_window.n_tokens
-                forms = tuple(token_arrays(groups, stored_window.n_tokens))
-                needed.append(
-                    Needed(stored_window, first - found_start, last - found_start, forms, window)
-                )
+                begin = block.stop - found.n_tokens
+                forms = tuple(token_arrays(groups, found.n_tokens))
+                needed.append(Needed(found, first - begin, last - begin, forms, window))
         return needed + at_end
 
 
@@ -286,20 +264,14 @@ def _is_temporary(block: Block) -> bool:
 
 
 def _stored_state(stored: Stored, block: Block) -> Checkpoint | None:
-    return next(
-        (checkpoint for checkpoint in stored.get(block.key, ()) if checkpoint.kind == STATE), None
-    )
+    return next((c for c in stored.get(block.key, ()) if c.kind == STATE), None)
 
 
 def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> Checkpoint | None:
     """Return the smallest stored window that covers a block's last `n_tokens`."""
     kind = window_kind(window)
-    fitting = [
-        checkpoint
-        for checkpoint in stored
-        if checkpoint.kind == kind and checkpoint.n_tokens >= n_tokens
-    ]
-    return min(fitting, key=lambda checkpoint: checkpoint.n_tokens, default=None)
+    fitting = [c for c in stored if c.kind == kind and c.n_tokens >= n_tokens]
+    return min(fitting, key=attrgetter("n_tokens"), default=None)
 
 
 def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> list[Checkpoint]:

@@ -1,7 +1,6 @@
-"""What is computed is saved: cut into blocks, which are handed to the store. And what is restored.
+"""Save what is computed as blocks, and find what to restore. Generation thread.
 
-Runs on the generation thread, so it does as little as it can: hash the ids, copy the new tokens' KV
-out of the live cache, evaluate. Files and index are the writer's work.
+It does as little as it can: hash the ids, copy the new tokens' KV, evaluate.
 """
 
 from __future__ import annotations
@@ -174,10 +173,7 @@ def _is_full(block: Block) -> bool:
 def _replaced_tails(
     chain: list[Block], n_reused: int, store: BlockStore
 ) -> list[tuple[bytes, bytes]]:
-    """Return the partial blocks that the chain contains, each with the key of the longer block.
-
-    They are the ends of this conversation's earlier turns. Those in RAM only are dropped.
-    """
+    """Return the partial blocks that the chain contains, each with the longer block's key."""
     replaced = []
     for block in dropwhile(lambda block: block.stop <= n_reused, chain):
         for sibling in store.children(block.parent, block.packed_ids):

@@ -63,7 +63,6 @@ class BlockStore:
         self.limits = limits
         self.turns_saved = self.turns_not_saved = 0
         self.reused_tokens: Counter[str] = Counter()
-        """Tokens of prompts that were not computed again, by tier."""
         self.blocks_quarantined = 0
         self._failures: set[str] = set()
         """Kinds of failure that keep commits from being saved now."""
@@ -130,10 +129,7 @@ class BlockStore:
         return list(blocks.values())[:limit]
 
     def ram_first(self, root: bytes, prompt: str | bytes) -> RamFirst:
-        """Return a source of the same blocks that asks the tiers below RAM once for a `prompt`.
-
-        The prompt is a text, or packed ids.
-        """
+        """Return a source of the same blocks that asks the tiers below RAM once for a prompt."""
         path: dict[bytes, bytes] = {}
         parent: bytes | None = root
         position = 0
@@ -205,11 +201,8 @@ class BlockStore:
         later = commit.checkpoints if loss_s <= self.limits.max_loss_s else ()
         postponed = Commit(commit.root, (), checkpoints=later)
         unwritten = self.pool.unwritten(commit.parent)
-        commit = replace(
-            commit,
-            blocks=(*unwritten, *commit.blocks),
-            checkpoints=() if later else commit.checkpoints,
-        )
+        at_once = () if later else commit.checkpoints
+        commit = replace(commit, blocks=(*unwritten, *commit.blocks), checkpoints=at_once)
         task, later_task = (self._task(part_commit, entries) for part_commit in (commit, postponed))
         self.pool.touch(keys)
         self.n_changes += 1
@@ -289,8 +282,7 @@ class BlockStore:
         "written_last_hour_bytes" are those of all processes, "written_turn_bytes" is the mean of
         this one's turns. Without `all_files`, no folder is looked at.
         """
-        tiers: dict[str, dict[str, Any]]
-        tiers = {
+        tiers: dict[str, dict[str, Any]] = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
             for tier in (self.pool, *self.lower)
         }

@@ -1,8 +1,6 @@
 """What a conversation is found by in a shared store: its newest chain, by its first messages.
 
-The object is put when a turn ends, and named after the messages before the first reply. With it,
-replies that another server computed are found by their text, and those that clients send back in
-another form by what was remembered of them.
+With it, replies that another server computed are found by their text, or by what was remembered.
 """
 
 from __future__ import annotations

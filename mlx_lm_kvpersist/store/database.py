@@ -1,8 +1,6 @@
-"""The SQLite file of the index: a connection for each thread, transactions, and the file itself.
+"""The SQLite file of the index, in WAL mode, with a connection for each thread.
 
-The file is in WAL mode. Each thread closes its own connection: when it ends, when it closes the
-database, or when it next asks after another thread has closed or reopened the file. SQLite would
-crash under a thread whose connection another thread closes.
+Each thread closes its own: SQLite would crash under one whose connection another thread closes.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ _MOST_AT_ONCE = 400
 
 
 class _ThreadConnection:
-    """A thread's connection, closed when the thread ends.
-
-    A connection alone, in a cycle with its statements, would stay until garbage collection.
-    """
+    """Closes a thread's connection when the thread ends, without waiting for the GC."""
 
     def __init__(self, db: sqlite3.Connection, n_opened: int) -> None:
         self.db = db
@@ -176,10 +171,7 @@ class Rows:
         self._failed = failed
 
     def ask(self, sql: str, *values: Any, types: Sequence[Any] = ()) -> list[Any]:
-        """Return the rows that answer a question; with `types`, only rows of values of these types.
-
-        A damaged index may hold values of any type.
-        """
+        """Return the rows of an answer; with `types`, only rows of values of these types."""
         try:
             rows = self.database.connection.execute(sql, values).fetchall()
         except (OSError, sqlite3.Error) as error:

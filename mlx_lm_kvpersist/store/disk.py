@@ -1,15 +1,13 @@
 """The store on disk: files and their index, within the budgets, one process at a time.
 
-    index.sqlite      what the files say, quick to ask; can be rebuilt from them
-    blocks/ab/        a safetensors file for each block whose key begins with ab
-    checkpoints/ab/   the same for checkpoints, which may be evicted before their blocks
-    sessions/         what only a session knows (its name, its pin), a JSON file each
-    quarantine/       what failed a check, each file with the reason
-    writing/          what is being written, before it is moved to blocks/ and checkpoints/
-    kvpersist-store   says that the folder is a store
-    lock              held while anything of this changes
-
-Everything here is synchronous.
+index.sqlite      what the files say, quick to ask; can be rebuilt from them
+blocks/ab/        a safetensors file for each block whose key begins with ab
+checkpoints/ab/   the same for checkpoints, which may be evicted before their blocks
+sessions/         what only a session knows (its name, its pin), a JSON file each
+quarantine/       what failed a check, each file with the reason
+writing/          what is being written, before it is moved to blocks/ and checkpoints/
+kvpersist-store   says that the folder is a store
+lock              held while anything of this changes
 """
 
 from __future__ import annotations
@@ -61,10 +59,9 @@ _INDEX_RESERVE_BYTES = 768 << 10
 class DiskStore:
     """The folder of a store: its index, and its files within limits.
 
-    Opening makes the folder, 0700, if it is missing, and rebuilds its index, under the lock, if
-    that is missing or damaged. If `check_all`, damage within the index is found, which takes longer
-    the more the store holds; else `check_index` finds it. Raises StoreError when the folder cannot
-    be used.
+    Opening makes the folder, 0700, if it is missing, and rebuilds a missing or damaged index. With
+    `check_all`, damage within the index is found, which takes time; else `check_index` finds it.
+    Raises StoreError when the folder cannot be used.
     """
 
     def __init__(
@@ -80,11 +77,8 @@ class DiskStore:
         self.limits = limits
         self.lock = StoreLock(folder / "lock")
         self.n_written_bytes = 0
-        """Bytes of files that this process wrote."""
         self.n_evicted = 0
-        """Blocks and checkpoints that this process removed to make room."""
         self.asked_again_tokens = 0
-        """Tokens of evicted blocks that were written again."""
         self.forgotten: Callable[[Collection[bytes]], None] = lambda keys: None
         """Called with the keys of blocks and checkpoints that are no longer on disk."""
         self._whole: OrderedDict[bytes, int] = OrderedDict()
@@ -220,10 +214,7 @@ class DiskStore:
             self.files.remove(path)
 
     def sweep(self) -> int:
-        """Remove files without a row, rows without a file, and what is never reached.
-
-        Return how many were removed. A crash may leave them.
-        """
+        """Remove lone files and rows, and what is never reached, after a crash; return how many."""
         with self.lock.held():
             n_swept = sweep_staged(self.files)
             if self.index.faults():  # or files that its rows do not name would be removed
@@ -270,15 +261,6 @@ class DiskStore:
             text += f"; less than the {floor} of --kvpersist-min-free, so nothing new is stored"
         return f"{text})"
 
-    def reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
-        """Make room for what is to be written. Raises StoreError when it is too much."""
-        if not self.make_room(n_bytes, keep, root):
-            raise StoreError(
-                f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
-                f"({show_bytes(self.limits.max_disk_bytes)}) and --kvpersist-min-free "
-                f"({show_bytes(self.limits.min_free_bytes)})"
-            )
-
     @property
     def reserve_bytes(self) -> int:
         """Room for the index and its log to grow by while a turn is saved."""
@@ -290,7 +272,7 @@ class DiskStore:
         """Evict until `n_bytes` more, of a root, fit; return False if they cannot.
 
         Quarantined files go first, then the least recently used leaves and checkpoints. A model
-        that has more than its share loses its own. Pinned sessions and the keys in `keep` stay.
+        above its share loses its own. Pinned sessions and the keys in `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:

@@ -1,8 +1,7 @@
 """The disk as a tier below RAM: serving threads ask a view of its index, the writer changes it.
 
-A commit is saved files first, then by one transaction of the index. The lock is held to plan, to
-make room and to commit, and not while files are written. The plan is then made again: another
-process may have changed something, or blocks were evicted to make room.
+A commit is saved files first, then by one transaction of the index. While files are written, the
+lock is not held, so the commit is planned again afterwards.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError
+from ..units import show_bytes
 from .disk import DiskStore
 from .files import Arrays, read_file
 from .folder import Staging
@@ -137,10 +137,7 @@ class Saving:
         return left
 
     def _plan(self, job: _Job) -> bool:
-        """Find what can be committed now, and the files that it lacks.
-
-        Return False, with a line in the log, if a block is missing.
-        """
+        """Find what can be committed now; return False, and log it, if a block is missing."""
         commit, files = job.make(), list[NewFile]()
         root = commit.root
 
@@ -166,11 +163,8 @@ class Saving:
             if not has(block):
                 return self._report_missing(block.key)
         own = {block.key for block in blocks}
-        checkpoints = tuple(
-            checkpoint
-            for checkpoint in commit.checkpoints
-            if (checkpoint.block in own or self._disk.has(checkpoint.block)) and has(checkpoint)
-        )
+        on_disk = (c for c in commit.checkpoints if c.block in own or self._disk.has(c.block))
+        checkpoints = tuple(filter(has, on_disk))
         superseded = commit.superseded if len(checkpoints) == len(commit.checkpoints) else ()
         job.files = files
         job.commit = replace(
@@ -180,11 +174,9 @@ class Saving:
 
     def _report_missing(self, key: bytes) -> bool:
         gone = self._disk.gone.get(key)
-        why = (
-            f"was {gone.value} meanwhile"
-            if gone
-            else "was removed by another process, or with its session"
-        )
+        why = "was removed by another process, or with its session"
+        if gone:
+            why = f"was {gone.value} meanwhile"
         logger.warning("a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why)
         return False
 
@@ -201,7 +193,12 @@ class Saving:
             rows = max(0, sum(_row_bytes(file.block) for file in files) - disk.reserve_bytes)
             n_bytes = sum(file.n_bytes for file in files) + rows
             try:
-                disk.reserve(n_bytes, keep, job.commit.root)
+                if not disk.make_room(n_bytes, keep, job.commit.root):
+                    raise StoreError(
+                        f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
+                        f"({show_bytes(disk.limits.max_disk_bytes)}) and --kvpersist-min-free "
+                        f"({show_bytes(disk.limits.min_free_bytes)})"
+                    )
                 self._staging.announce(n_bytes)
                 job.reserved_bytes += n_bytes
             except Exception as error:
@@ -249,11 +246,7 @@ class Saving:
 
 
 def _row_bytes(block: Record) -> int:
-    """Return the most bytes that a row adds to the index and its log.
-
-    A block's ids and text stand in the table and in an order each. A large entry begins
-    a page. The log has every page once more.
-    """
+    """Return the most bytes that a row adds to the index, with two orders, and to its log."""
     n_ids = n_text = 0
     if isinstance(block, Block):
         n_ids, n_text = len(block.packed_ids), len(block.text.encode())

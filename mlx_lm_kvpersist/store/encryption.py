@@ -2,16 +2,13 @@
 
 An encrypted object is a magic with a format number, a nonce, and the content encrypted with AES-256
 in Galois/Counter Mode, its tag at the end (NIST SP 800-38D). The object's name is authenticated
-with it, so an object under another name is refused like an altered one. The nonce is random, 96
-bits (SP 800-38D, 8.2.2), so one key may encrypt 2**32 objects (8.3): at 2 MiB each, 8 PiB. An
-object is encrypted and decrypted in one piece, at most 2 GiB.
+with it. The nonce is random, 96 bits (8.2.2), so one key may encrypt 2**32 objects (8.3). An object
+is encrypted and decrypted in one piece, at most 2 GiB.
 
 The keys, one for each purpose, are derived from the key file's (HKDF with SHA-256, RFC 5869). A
-name is the HMAC-SHA256 of a key: nobody without the key file can tell what is stored. The name of
-a file in the store's folder leads back to its key: it is the key, encrypted as one block of
-AES-256. The index there is SQLCipher's: every page, also in the log, is encrypted with AES-256 and
-authenticated (https://www.zetetic.net/sqlcipher/design). Temporary tables stay in memory.
-
+name is the HMAC-SHA256 of a key. The name of a file in the store's folder is the key, encrypted as
+one block of AES-256. The index there is SQLCipher's: every page, also in the log, is encrypted with
+AES-256 and authenticated (https://www.zetetic.net/sqlcipher/design).
 """
 
 from __future__ import annotations
@@ -177,10 +174,7 @@ def sqlcipher() -> Any:
 
 
 def read_key(path: Path) -> Cipher:
-    """Return the cipher of a key file: 64 hexadecimal digits, for its owner alone.
-
-    Raises ConfigError if it cannot be read, is anything else, or another user may read it.
-    """
+    """Return the cipher of a key file: 64 hexadecimal digits, private. Raises ConfigError."""
     make = f"make one with: mlx-lm-kvpersist key {path}"
     try:
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | _NO_WAIT)) as file:

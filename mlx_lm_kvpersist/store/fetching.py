@@ -1,7 +1,6 @@
-"""Fetch what a prompt needs from a shared store, for as long as that is quicker than computing.
+"""Fetch what a prompt needs from a shared store while that is quicker than computing.
 
-A lookup never asks the store. Before a request is queued, its HTTP thread waits here for what is
-worth it, and what has come is put into RAM.
+The prompt's HTTP thread waits here before the request is queued; a lookup never asks the store.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ class Wanted:
     """A prompt whose blocks `chain` are here, and what is asked of the shared store.
 
     `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute some
-    tokens after others. `learn` takes replies of the conversation, and returns the prompt with
-    these as the model produced them. An object has at most `max_bytes`. Without `any_prefix` the
-    model goes on from checkpoints alone.
+    tokens after others. `learn` takes replies and returns the prompt as the model produced them.
+    An object has at most `max_bytes`. Without `any_prefix` the model needs checkpoints.
     """
 
     root: Root
@@ -70,10 +68,6 @@ class Wanted:
         """Seconds that it may wait in vain."""
         left_s = self.compute_s(self.n_tokens, len(self.ids) - self.n_tokens)
         return min(MOST_LOSS_S, max(LEAST_LOSS_S, MOST_LOSS * left_s))
-
-    @property
-    def opening(self) -> bytes:
-        return opening_of(self.messages, pack_ids(self.ids[:OPENING_TOKENS]))
 
     def keys(self) -> list[bytes]:
         """Return the keys of the full blocks that the prompt's own ids make after `chain`."""
@@ -105,7 +99,6 @@ class Fetching:
         self._coming: dict[bytes, Future[KVBlock | None]] = {}
         self._got: dict[bytes, KVBlock] = {}
         self._n_tokens = self._n_bytes = 0
-        """Tokens of blocks, and bytes of records, that have come."""
 
     def run(self) -> str:
         """Fetch, and return a note for people. What has come is used, whatever this raises.
@@ -113,7 +106,8 @@ class Fetching:
         Raises TooLate if it took longer than it saved, and OSError or RuntimeError.
         """
         wanted = self._wanted
-        ask = partial(self._store.conversation, wanted.root, wanted.opening)
+        opening = opening_of(wanted.messages, pack_ids(wanted.ids[:OPENING_TOKENS]))
+        ask = partial(self._store.conversation, wanted.root, opening)
         coming = self._threads.submit(ask)
         self._ask(wanted.keys()[:1])
         beyond: list[bytes] = []
@@ -131,10 +125,7 @@ class Fetching:
                 future.cancel()
 
     def _beyond(self) -> list[bytes]:
-        """Return the keys of blocks that may be there by the prompt's own ids alone.
-
-        An unfinished prompt has no conversation yet; of alike conversations the newest is found.
-        """
+        """Return the keys of blocks that the prompt's own ids make beyond the conversation."""
         wanted = self._wanted
         own = [*(block.key for block in wanted.chain), *wanted.keys()]
         path = [block.key for block in self._full_path]

@@ -1,10 +1,7 @@
 """Block files: one safetensors file a block or checkpoint, named by its key.
 
-A file holds KV arrays and, in its metadata, everything that the index knows of the block, so that
-the index can be rebuilt. The checksum covers names, shapes, dtypes and bytes of all arrays and the
-rest of the metadata; it is verified on every read. A block whose model keeps nothing for every
-token has no arrays, and a file of metadata alone. Checkpoints have a folder of their own:
-they can be evicted while their block stays.
+A file holds KV arrays, or none, and all metadata from which the index can be rebuilt. The checksum
+covers names, shapes, dtypes and bytes of all arrays and the metadata; it is verified on every read.
 
 The claims of a file's header are compared with the file, and bounded. Source of the format:
 https://github.com/huggingface/safetensors (8 bytes of length, JSON, arrays).
@@ -243,8 +240,7 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
 def read_header(source: BinaryIO) -> Mapping[str, str]:
     """Return the metadata of an open safetensors file.
 
-    Raises one of MALFORMED unless its header describes arrays that lie one after the other and fill
-    the rest of the file.
+    Raises one of MALFORMED unless the arrays lie one after the other and fill the file.
     """
     n_file_bytes = source.seek(0, os.SEEK_END)
     source.seek(0)

@@ -61,10 +61,8 @@ _LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
 """The error numbers of opening a link, or another file, as a folder."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The error numbers of opening a link or a socket, the last two on macOS."""
-_LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"} | {
-    ".TemporaryItems",
-    "lost+found",
-}
+_LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"}
+_LEFT_BY_SYSTEMS |= {".TemporaryItems", "lost+found"}
 """Operating systems put these into folders and volumes. A folder with nothing else is empty."""
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
 """Folders of several ranks' stores, in a folder that may be another store."""
@@ -89,10 +87,7 @@ class OwnFiles:
     # The folder of a store.
 
     def take_into_use(self) -> None:
-        """Make a store's folder if it is missing, or check that it is a store, and mark it.
-
-        Raises StoreError, before any change, if it holds something else or has another key.
-        """
+        """Make a store's folder, or check it, and mark it. Raises StoreError before any change."""
         folder = self.folder
         make_private(folder)
         names = {name for name in os.listdir(folder) if not RANK_FOLDER.fullmatch(name)}
@@ -165,10 +160,7 @@ class OwnFiles:
         return self.encryption.key_of(match[0]) if match else path.stem.encode()
 
     def paths(self, kind: str) -> Iterator[Path]:
-        """Yield the own files in a folder of the store, in no order.
-
-        Raises OSError if an existing folder cannot be read: no file may seem to be missing.
-        """
+        """Yield the own files in a folder of the store. Raises OSError if it cannot be read."""
         if (self.folder / kind).is_symlink():
             return
         try:
@@ -247,10 +239,7 @@ class OwnFiles:
         return True
 
     def move(self, source: Path, target: Path) -> None:
-        """Move an own file, and replace an own file at the target.
-
-        Raises FileNotFoundError if the file is missing, and StoreError if either is not own.
-        """
+        """Move an own file onto an own file, if any. Raises FileNotFoundError and StoreError."""
         with self._own(source) as from_folder:
             make_private(target.parent)
             with self._own(target, may_be_missing=True) as to_folder:
@@ -356,10 +345,9 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
 
 
 class StoreLock:
-    """An exclusive lock between processes (flock), and between the threads of this one.
+    """An exclusive lock between processes (flock) and threads; its file names the holder.
 
-    Readers need none: block files are published whole, and SQLite guards the index. The file names
-    the holder. A process that is killed leaves its name there, and the lock free.
+    Readers need none: block files are published whole, and SQLite guards the index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -372,10 +360,7 @@ class StoreLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for the lock and hold it. May be nested.
-
-        After 2 s the holder is named: in the log where this lock is patient, else in a StoreError.
-        """
+        """Wait for the lock and hold it. May be nested. After 2 s the holder is named."""
         with self._threads:
             if self._depth == 0:
                 make_private(self._path.parent)

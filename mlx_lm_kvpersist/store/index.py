@@ -1,7 +1,6 @@
 """The index of the store: which blocks are on disk, and which sessions end where (SQLite, WAL).
 
-Any thread may read. Only the writer changes it, and only while it holds the store's lock. What it
-says of blocks can be rebuilt from their files.
+Any thread may read. Only the writer changes it, while it holds the store's lock.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Index(Rows):
             raise
 
     def reopen(self, *, create: bool = True, check_all: bool = True) -> None:
-        """Use the file at the path. Raises what opening raises."""
+        """Use the file that is at the path now. Raises what opening raises."""
         try:
             with self.database.opening:
                 if create:
@@ -82,10 +81,7 @@ class Index(Rows):
         self.database.close()
 
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
-        """Return the index as serving threads see it: without the blocks and checkpoints `hidden`.
-
-        Its questions never raise: `failed` is called, and the answer is empty.
-        """
+        """Return the index without `hidden` records. If a question fails, `failed` is called."""
         view = copy(self)
         view._failed, view._hidden = failed, hidden
         view.state = SmallState(view)
@@ -105,10 +101,7 @@ class Index(Rows):
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        """Return the blocks that continue `parent`, at most `limit`; see `BlockSource.children`.
-
-        A damaged index may lie: the walk of the tree checks the blocks that it uses.
-        """
+        """Return the unchecked blocks that continue `parent`; see `BlockSource.children`."""
         hidden = set(self._hidden)  # before the rows are read: those go first
         most = FEW + 1 if ahead is not None else -1 if limit is None else limit
         nodes = self._nodes("parent = ? LIMIT ?", parent, most + len(hidden) * (most > 0))
@@ -123,10 +116,7 @@ class Index(Rows):
         return [node for node in nodes if node.key not in hidden]
 
     def newest(self, root: Root, limit: int) -> list[Block]:
-        """Return at most `limit` blocks of a tree, the most recently used first.
-
-        Only the newest `8 * limit` blocks of all trees are read, which bounds the cost.
-        """
+        """Return a tree's newest blocks, at most `limit`, out of the newest of all trees."""
         newest = "SELECT rowid AS row, root AS its FROM blocks ORDER BY used DESC LIMIT ?"
         rows = f"SELECT row FROM ({newest}) WHERE its = ? LIMIT ?"
         where = f"rowid IN ({rows}) ORDER BY +used DESC, rowid DESC"
@@ -230,9 +220,9 @@ class Index(Rows):
         """Yield the leaf blocks and the checkpoints of a model, the least recently used first.
 
         Each comes with the time of its use, whether it is a checkpoint, a number that is smaller
-        for a deeper block, its key, and the key of its block. If several were used at the same
-        time, the deepest leaf is first, and leaves come before checkpoints. Leaves that pinned
-        sessions end in are left out. The model is given by its fingerprint.
+        for a deeper block, its key, and its block's key. If several were used at the same time, the
+        deepest leaf is first, and leaves come before checkpoints. The leaves of pinned sessions are
+        left out. The model is given by its fingerprint.
         """
         leaves = (
             "SELECT CAST(used AS REAL), 0, CAST(-start AS INTEGER), key, key FROM blocks AS b "
@@ -276,9 +266,7 @@ class Index(Rows):
             types=(bytes, bytes, str, int, int),
         )
         checkpoints = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
-        return [
-            entry for entry in checkpoints if entry[0].is_genuine and entry[0].key not in hidden
-        ]
+        return [(c, n) for c, n in checkpoints if c.is_genuine and c.key not in hidden]
 
     # Sessions.
 
@@ -300,7 +288,7 @@ class Index(Rows):
         return self._sessions("name = ? ORDER BY used DESC", name)
 
     def session_of(self, commit: Commit) -> Session | None:
-        """Return the nearest session to a commit's leaf that ends in a block of the same chain.
+        """Return the nearest session that ends in a block of the chain.
 
         The cost depends on the blocks of the turn. A first turn without a name walks to the root.
         """
@@ -310,9 +298,8 @@ class Index(Rows):
         # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
         query = f"{_SESSIONS} +root = ? AND +name IS ? AND leaf IN"
         sessions = read_sessions(self.ask_in(f"{query} (VALUES {{}})", zip(own), root, leaf.name))
-        is_named = leaf.name is not None
-        has_name = not is_named or self._sessions("root = ? AND name = ? LIMIT 1", root, leaf.name)
-        if not sessions and has_name:
+        named = "root = ? AND name = ? LIMIT 1"
+        if not sessions and (leaf.name is None or self._sessions(named, root, leaf.name)):
             walk = (
                 "WITH RECURSIVE up(key) AS (VALUES (?) UNION SELECT parent FROM up JOIN blocks "
                 "USING (key) WHERE NOT EXISTS "
@@ -400,9 +387,8 @@ class Index(Rows):
                 if isinstance(c, Checkpoint)
             ]
             # Not INSERT OR REPLACE: what that replaces would not be counted as removed.
-            db.executemany(
-                "DELETE FROM checkpoints WHERE key = ?", [row[:1] for row in checkpoints]
-            )
+            keys = [row[:1] for row in checkpoints]
+            db.executemany("DELETE FROM checkpoints WHERE key = ?", keys)
             db.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", checkpoints)
 
     def commit(
@@ -414,10 +400,9 @@ class Index(Rows):
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
-        `new` comes with the sizes of the files, in bytes; `session` ends in the commit's leaf.
-        `sidecar_bytes` is the size of the session's file. Wrong rows of the commit's blocks and
-        checkpoints are corrected. Superseded checkpoints and those of replaced blocks are removed;
-        their keys are returned.
+        `new` comes with the sizes of the files, in bytes. `session` ends in the commit's leaf; its
+        file has `sidecar_bytes`. Wrong rows are corrected. Return the keys of removed checkpoints:
+        those superseded, and those of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
@@ -437,10 +422,8 @@ class Index(Rows):
                 self.put_session(session, sidecar_bytes)
                 self.state.add_note(session.id, **leaf.note)
             if leaf is not None:
-                db.executemany(
-                    "UPDATE sessions SET leaf = ? WHERE leaf = ?",
-                    [(new, old) for old, new in leaf.replaced],
-                )
+                moves = [(new, old) for old, new in leaf.replaced]
+                db.executemany("UPDATE sessions SET leaf = ? WHERE leaf = ?", moves)
                 # Now, not after the commit: a crash in between would leave them for good.
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
@@ -483,9 +466,8 @@ class Index(Rows):
                 (key,),
             )
             ended = db.execute("SELECT id FROM sessions WHERE leaf = ?", (key,)).fetchall()
-            sizes = db.execute(
-                "SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE key = ?", (key,)
-            ).fetchall()
+            size = "SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE key = ?"
+            sizes = db.execute(size, (key,)).fetchall()
             db.execute("DELETE FROM sessions WHERE leaf = ?", (key,))
             for (session_id,) in ended:
                 self.state.forget_note(session_id)
@@ -513,22 +495,13 @@ class Index(Rows):
         for column, values in (("key", keys), ("block", blocks)):
             for value in values:
                 where = f"FROM checkpoints WHERE {column} = ?"
-                removed += db.execute(
-                    f"SELECT key, CAST(n_bytes AS INTEGER) {where}", (value,)
-                ).fetchall()
+                removed += db.execute(f"SELECT key, CAST(n_bytes AS INTEGER) {where}", (value,))
                 db.execute(f"DELETE {where}", (value,))
         return removed
 
     def now(self) -> float:
-        """Return the time of use of what is used now, in seconds since the epoch.
-
-        It is the latest of all, or new blocks would be evicted first after a clock jumps back.
-        """
-        used = [
-            row
-            for table in ("blocks", "checkpoints")
-            for row in self.ask(
-                f"SELECT used FROM {table} WHERE used < ? ORDER BY used DESC LIMIT 1", _END
-            )
-        ]
-        return max([time.time(), *(math.nextafter(newest, _END) for (newest,) in used)])
+        """Return the time in seconds since the epoch, later than all use: clocks may jump back."""
+        newest = "SELECT used FROM {} WHERE used < ? ORDER BY used DESC LIMIT 1"
+        tables = "blocks", "checkpoints"
+        used = [row[0] for table in tables for row in self.ask(newest.format(table), _END)]
+        return max([time.time(), *(math.nextafter(last, _END) for last in used)])

@@ -11,8 +11,7 @@ from ..errors import IndexDamaged, StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_sessions
 
 INDEX_FORMAT, _CONVERTED_FORMAT = 7, 6
-"""The format of the store as a whole, and the format that is converted to it. A store of any other
-format is refused."""
+"""The format of the store, and the format that is converted to it. Others are refused."""
 APPLICATION_ID = 0x6B767000
 """Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
 
@@ -192,7 +191,13 @@ def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
         if verdict != "ok":
             raise IndexDamaged(verdict)
     if version == 0:
-        _make_tables(db)
+        with db:
+            db.execute("BEGIN IMMEDIATE")
+            if not _statements(db):  # else another process was quicker
+                for sql in _as_made().values():
+                    db.execute(sql)
+                recount(db)
+            _mark(db)
     elif version == _CONVERTED_FORMAT:
         _convert(db)
     if not _as_made().items() <= _statements(db).items():
@@ -200,21 +205,8 @@ def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
     return bool(version == _CONVERTED_FORMAT)
 
 
-def _make_tables(db: sqlite3.Connection) -> None:
-    with db:
-        db.execute("BEGIN IMMEDIATE")
-        if not _statements(db):  # else another process was quicker
-            for sql in _as_made().values():
-                db.execute(sql)
-            recount(db)
-        _mark(db)
-
-
 def _convert(db: sqlite3.Connection) -> None:
-    """Convert an index of the format before, in one transaction. No row is lost.
-
-    If another process was quicker, this changes nothing. Raises IndexDamaged if a column lacks.
-    """
+    """Convert an index of the format before in one transaction. Raises IndexDamaged."""
     statements = _as_made()
     with db:
         db.execute("BEGIN IMMEDIATE")

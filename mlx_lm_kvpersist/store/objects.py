@@ -1,8 +1,7 @@
 """Objects by name in a bucket or a folder that others use, too, through obstore.
 
-Any URL that obstore knows: s3://, gs://, az://, file://, or the path of a folder, such as a share
-of SMB or NFS. Credentials come from the environment, as each service's own tools read them
-(https://developmentseed.org/obstore/latest/api/store/).
+Any URL or folder that obstore knows. Credentials come from the environment, as each service's own
+tools read them (https://developmentseed.org/obstore/latest/api/store/).
 """
 
 from __future__ import annotations
@@ -185,17 +184,15 @@ class Objects:
 class TimedObjects:
     """Objects in one place that answer in time: nothing else ends an operation in a dead folder.
 
-    An operation that hangs keeps its thread. Any thread asks. Raises what `Objects` raises, and
-    NoAnswer if an operation takes longer than `ANSWER_S`, or at once until that operation ends or
-    `try_again` is called. The constructor opens the place, and raises ConfigError if it cannot be
-    used.
+    Raises what `Objects` raises, and NoAnswer if an operation takes longer than `ANSWER_S`, or at
+    once until that operation ends or `try_again` is called. The constructor opens the place, and
+    raises ConfigError if it cannot be used.
     """
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._threads = Threads(_N_THREADS, "kvpersist-objects")
         self._late: Future[Any] | None = None
-        """The operation that was given up last."""
         with suppress(NoAnswer):
             self._ask(objects.open)
 

@@ -1,7 +1,6 @@
-"""The first tier: blocks in RAM under a byte budget; the least recently used is evicted first.
+"""The first tier: blocks in RAM under a byte budget; the least recently used leaf goes first.
 
-Only leaves of the tree of blocks are evicted, unless all leaves are pinned. Any thread may call the
-pool. Arrays are shared and never changed. Every change takes O(log n).
+Any thread may call the pool. Arrays are shared and never changed. Every change takes O(log n).
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class BlockPool:
             return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
 
     def put(self, entry: KVBlock) -> KVBlock:
-        """Add an entry, or add its pins to the one there: equal keys mean equal content. Return it.
+        """Add an entry, or add its pins to the one there; return what is there.
 
         An entry larger than the pool that need not stay is not added.
         """
@@ -167,10 +166,7 @@ class BlockPool:
             self._evict()
 
     def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
-        """Mark the blocks of a chain as used, the last the least recently.
-
-        If they are `proven`, a restore has shown that the arrays that were read are right.
-        """
+        """Mark a chain's blocks as used, the last the least; a restore has `proven` them."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in reversed(entries):
@@ -196,7 +192,7 @@ class BlockPool:
                     self._remove(record_key)
 
     def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
-        """Do what `remove` does, unless a commit waits with this record.
+        """Remove a record unless a commit waits with it.
 
         Without `written`, a record that a tier below has stays.
         """
@@ -206,10 +202,7 @@ class BlockPool:
                 self.remove(key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
-        """Drop a chain's last blocks that are on disk, with checkpoints; return the bytes.
-
-        Blocks that others in RAM continue stay, and so does what is about to be used.
-        """
+        """Drop a chain's last blocks that are on disk and not in use; return the bytes."""
         with self.lock:
             before = self.n_bytes
             for key in reversed(list(chain)):
@@ -287,8 +280,8 @@ class BlockPool:
     def _place_of(self, entry: KVBlock) -> tuple[bool, int, bytes] | None:
         """Return an entry's place in the order of eviction; None if it must stay.
 
-        Leaves go first, the least recently used of them before the rest. All other entries that may
-        go are last resorts: checkpoints, then the blocks farthest from their root.
+        Leaves go first, the least recently used before the rest. Last resorts follow: checkpoints,
+        then the blocks farthest from their root.
         """
         key = entry.block.key
         # Without its parent a block is of no use, so parents stay as long as they have any. Nothing

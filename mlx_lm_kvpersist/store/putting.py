@@ -1,7 +1,6 @@
 """Put what was written to disk into a shared store, by a thread of its own.
 
-The thread asks for an object before it puts the object, so that each is put once. Waiting objects
-are on disk, not in RAM. An object that cannot be put is skipped after some attempts.
+Waiting objects are on disk, not in RAM. One that cannot be put is skipped after some attempts.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Putting:
         self._store, self._disk, self._replies_of = store, disk, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
-        self._waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
+        self.waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
         """Objects to put, with their failed attempts. A key stands for the chain up to it."""
         self._since_s = 0.0
         self._changed = threading.Condition()
@@ -73,12 +72,8 @@ class Putting:
         self._thread = threading.Thread(target=self._run, name="kvpersist-put", daemon=True)
         self._thread.start()
 
-    @property
-    def n_waiting(self) -> int:
-        return len(self._waiting)
-
     def write(self, commit: Commit) -> bool:
-        """Have a commit that was written to disk put here. Return False if too much waits already.
+        """Have a written commit put here; return False if too much waits already.
 
         Blocks that are not full are left out unless the turn has ended: no prompt finds them.
         """
@@ -88,10 +83,10 @@ class Putting:
         before = [commit.parent] if commit.leaf and commit.parent != commit.root.key else []
         new: list[Record | _Turn | bytes] = [*before, *unseen, *self._new_of(commit)]
         with self._changed:
-            if len(self._waiting) + len(new) > MAX_WAITING:
+            if len(self.waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
                 return False
-            self._waiting += ((item, 0) for item in new)
+            self.waiting += ((item, 0) for item in new)
             self._changed.notify_all()
         return True
 
@@ -121,12 +116,12 @@ class Putting:
                 )
                 if self._has_done_all() and self._is_closing:
                     return
-                self._is_busy = bool(self._waiting or self._store.failed_with)
+                self._is_busy = bool(self.waiting or self._store.failed_with)
             if self._is_busy:
                 self._work()
 
     def _has_done_all(self) -> bool:
-        return not self._waiting or bool(self._store.failed_with)
+        return not self.waiting or bool(self._store.failed_with)
 
     def _work(self) -> None:
         """Try a store that failed; put what waits as long as the store answers."""
@@ -135,12 +130,12 @@ class Putting:
             return
         self._prune()
         n_before, n_in_a_row = store.counts["written"], 0
-        while self._waiting and n_in_a_row < MOST_ATTEMPTS:
-            (item, n_failed), self._since_s = self._waiting[0], time.monotonic()
+        while self.waiting and n_in_a_row < MOST_ATTEMPTS:
+            (item, n_failed), self._since_s = self.waiting[0], time.monotonic()
             if isinstance(item, bytes):
-                self._waiting.popleft()
+                self.waiting.popleft()
                 blocks = [block for block in self._disk.chain(item) if not store.is_seen(block.key)]
-                self._waiting.extendleft((block, 0) for block in reversed(blocks))
+                self.waiting.extendleft((block, 0) for block in reversed(blocks))
                 continue
             try:
                 self._put_turn(item) if isinstance(item, _Turn) else self._put(item)
@@ -150,15 +145,15 @@ class Putting:
                     return
                 n_in_a_row, n_failed, failed_with = n_in_a_row + 1, n_failed + 1, error
                 if n_failed < MOST_ATTEMPTS:
-                    self._waiting.append((item, n_failed))
+                    self.waiting.append((item, n_failed))
                 else:
                     store.counts["not_written"] += 1
                     message = "an object cannot be put into the shared store: %s"
                     store.failures.add(message, str(error) or repr(error))
-            self._waiting.popleft()
+            self.waiting.popleft()
         if store.counts["written"] > n_before:
             store.writes.worked()
-        elif self._waiting and n_in_a_row == MOST_ATTEMPTS:
+        elif self.waiting and n_in_a_row == MOST_ATTEMPTS:
             store.writes.failed(failed_with)
 
     def _put(self, record: Record) -> None:
@@ -218,5 +213,5 @@ class Putting:
             self._thread.join(0.02)
             if self._is_busy and time.monotonic() > self._since_s + CLOSING_S:
                 break
-        if self._waiting:
-            logger.warning("%d objects were not put into the shared store", len(self._waiting))
+        if self.waiting:
+            logger.warning("%d objects were not put into the shared store", len(self.waiting))

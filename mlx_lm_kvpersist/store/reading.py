@@ -1,7 +1,4 @@
-"""Reading: blocks from the pool, or from the disk into it, when needed or before.
-
-Any long-lived thread may read. Prefetched entries stay in RAM until they are used.
-"""
+"""Reading: blocks from the pool, or from the disk into it, when needed or before. Any thread."""
 
 from __future__ import annotations
 
@@ -99,10 +96,7 @@ class Reader:
             coming.extend(map(self._workers.submit, islice(tasks, 1)))
 
     def prefetch(self, wanted: Sequence[tuple[Record, int]], root: Root) -> Prefetch:
-        """Read missing records into the pool, in order; each comes with its size in bytes.
-
-        Prefetched entries take at most half of the budget, so that turns to be written have room.
-        """
+        """Read missing records, with their sizes, into the pool, up to half of its budget."""
         prefetch = Prefetch(self.pool, self._prefetches.discard)
         self._prefetches.add(prefetch)
         present = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}

@@ -1,7 +1,7 @@
 """Rebuild a store's index from the metadata of its files.
 
-The new index is made aside and then takes effect at once: however a rebuild is interrupted, the
-next one finds the old index or none, never half of one, which a sweep would take at its word.
+The new index is made aside and takes effect at once: an interrupted rebuild leaves the old index or
+none, never half of one, which a sweep would take at its word.
 """
 
 from __future__ import annotations

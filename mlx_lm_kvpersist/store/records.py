@@ -109,14 +109,11 @@ class Commit:
 
     @property
     def parent(self) -> bytes:
-        """The key of the block, or of the root, that the first block continues.
-
-        A parent on disk implies the blocks before it: leaves are evicted first.
-        """
+        """The key that the first block continues. If it is on disk, so are the blocks before it."""
         return self.blocks[0].parent if self.blocks else self.root.key
 
     def keys(self) -> set[bytes]:
-        """Return the keys that keep the whole chain when they are not evicted."""
+        """Return the keys that must stay on disk so that the whole chain does."""
         keys = {self.parent, *(record.key for record in self.records)} - {self.root.key}
         return keys.union(checkpoint.block for checkpoint in self.checkpoints)
 
@@ -226,10 +223,7 @@ def write_sidecar(session: Session, files: OwnFiles) -> int:
 
 
 def read_sidecar(path: Path, files: OwnFiles) -> Session:
-    """Read the file of a session.
-
-    Raises ValueError, TypeError, KeyError or OSError when it is not the file of this session.
-    """
+    """Read a session's sidecar. Raises ValueError, TypeError, KeyError or OSError."""
     try:
         content = json.loads(files.read(path))
     except StoreError as error:

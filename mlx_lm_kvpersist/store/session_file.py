@@ -108,7 +108,14 @@ class SessionFile:
         if n_bytes != end or min(file.n_bytes for file in self.files) <= 0:
             raise ValueError(f"it has {n_bytes} bytes and should have {end}")
         self._read_items(n_blocks, progress)
-        self._read_session(session)
+        name = session["name"]
+        if name is not None:
+            if not isinstance(name, str):
+                raise ValueError(f"the session's name is {name!r}")
+            name.encode()
+        self.name: str | None = name
+        if session["n_tokens"] != self.blocks[-1].stop:
+            raise ValueError("the session does not end where its last block does")
 
     def _read_items(self, n_blocks: int, progress: Progress) -> None:
         blocks: list[Block] = []
@@ -138,16 +145,6 @@ class SessionFile:
             progress(number + 1, len(self.files))
         self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
 
-    def _read_session(self, session: Mapping[str, Any]) -> None:
-        name = session["name"]
-        if name is not None:
-            if not isinstance(name, str):
-                raise ValueError(f"the session's name is {name!r}")
-            name.encode()
-        if session["n_tokens"] != self.blocks[-1].stop:
-            raise ValueError("the session does not end where its last block does")
-        self.name: str | None = name
-
     @property
     def items(self) -> tuple[Record, ...]:
         """Its records, in the order of `own_file`."""
@@ -164,10 +161,7 @@ class SessionFile:
 def export_session(
     index: Index, session: Session, target: Path, progress: Progress = lambda done, total: None
 ) -> int:
-    """Write a session to a file, which appears when it is whole; return its size in bytes.
-
-    Raises what `export_records` and `export_parts` raise.
-    """
+    """Write a session to a file, which appears when it is whole; return its size in bytes."""
     records = export_records(index, session)
     n_bytes, chunks = export_parts(index, session, records, progress)
     with whole_file(target, fsync=True) as file:

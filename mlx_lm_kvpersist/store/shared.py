@@ -1,9 +1,7 @@
 """The shared tier: blocks in a bucket or folder that several servers use.
 
-Blocks are content-addressed and never change, so servers need not agree on anything: each puts what
-is not there (`putting`), fetches what a prompt needs before the request is queued (`fetching`), and
-checks all that it gets (`shared_objects`). What another server computed is found by the ids of a
-prompt, or by its text through the conversation's own object (`conversation`).
+Blocks never change, so servers need not agree: each puts what is not there (`putting`), fetches
+what a prompt needs before the request is queued (`fetching`), and checks it (`shared_objects`).
 """
 
 from __future__ import annotations
@@ -54,12 +52,12 @@ class SharedTier:
     def stats(self) -> dict[str, Any]:
         """Return what was put and fetched, and why nothing is now, if so."""
         return {
-            "blocks": self.objects.n_seen,
+            "blocks": len(self.objects.seen_s),
             "evicted": 0,
             "asked_again_tokens": 0,
             **self.objects.counts,
             "failed_with": self.objects.failed_with,
-            "waiting": self.putting.n_waiting,
+            "waiting": len(self.putting.waiting),
         }
 
     def __contains__(self, key: bytes) -> bool:

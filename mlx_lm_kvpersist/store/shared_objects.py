@@ -1,7 +1,6 @@
 """A shared store's objects by key: encrypted, named, checked, counted; left alone if it fails.
 
-An object is a block's or a checkpoint's file, or a conversation. A damaged object is a miss. It is
-counted, and replaced when this server has its content. Any thread.
+A damaged object is a miss, and replaced when this server has its content. Any thread.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class Breaker:
 
 
 class SharedObjects:
-    """What one server gets from a shared store and puts there.
-
-    Raises what `TimedObjects` does, but no FileNotFoundError. The tables of keys are bounded.
-    """
+    """What a server gets and puts. Raises what `TimedObjects` does, but no FileNotFoundError."""
 
     def __init__(self, objects: Objects, encryption: Encryption, failures: Failures) -> None:
         self.objects = TimedObjects(objects)
@@ -67,8 +63,8 @@ class SharedObjects:
         """What has happened; "refused": objects that failed a check."""
         self.reads = Breaker("read", self.failures)
         self.writes = Breaker("written", self.failures)
-        self._seen_s: dict[bytes, float] = {}
-        """When objects were last seen, by the monotonic clock."""
+        self.seen_s: dict[bytes, float] = {}
+        """When objects were last known to be there, by the monotonic clock."""
         self._bad: set[bytes] = set()
         if self.objects.is_hanging:
             self.reads.failed("it does not answer")
@@ -88,10 +84,6 @@ class SharedObjects:
     def failed_with(self) -> str:
         """Why nothing is fetched or put now, or ""."""
         return self.reads.failed_with or self.writes.failed_with
-
-    @property
-    def n_seen(self) -> int:
-        return len(self._seen_s)
 
     def path(self, key: bytes) -> str:
         """Return the name of an object. All but its hash is the same in every store."""
@@ -157,7 +149,7 @@ class SharedObjects:
 
     def forget(self, key: bytes, *, is_bad: bool) -> None:
         """Take an object for missing. If it `is_bad`, it is replaced."""
-        self._seen_s.pop(key, None)
+        self.seen_s.pop(key, None)
         if is_bad:
             if len(self._bad) >= _MAX_KEYS:
                 self._bad.clear()  # they are refused again
@@ -166,13 +158,13 @@ class SharedObjects:
     # Put.
 
     def saw(self, key: bytes) -> None:
-        if len(self._seen_s) >= _MAX_KEYS:
-            self._seen_s.clear()  # they are asked for again
-        self._seen_s[key] = time.monotonic()
+        if len(self.seen_s) >= _MAX_KEYS:
+            self.seen_s.clear()  # they are asked for again
+        self.seen_s[key] = time.monotonic()
 
     def is_seen(self, key: bytes) -> bool:
         """Say whether an object was known to be there lately."""
-        return time.monotonic() - self._seen_s.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S
+        return time.monotonic() - self.seen_s.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S
 
     def lacks(self, key: bytes) -> bool:
         """Ask whether an object should be put: it is missing, damaged or was put long ago."""

@@ -37,10 +37,7 @@ class SmallState:
         self._transaction = rows.database.transaction
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the packed ids of remembered replies, by digest.
-
-        They go into a prompt unchanged, so they have a checksum.
-        """
+        """Return the packed ids of remembered replies, by digest, whose checksum is right."""
         query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
         rows = self._ask_in(query, zip(digests), root, types=(bytes, bytes))
         return {
@@ -81,10 +78,7 @@ class SmallState:
             self._rows.report("keep a note", error)
 
     def note(self, session_id: str) -> dict[str, str]:
-        """Return what people know a session by: its `title`, `client`, first `words`, each if any.
-
-        The operator gives titles. Words exist only if text is stored.
-        """
+        """Return a session's `title`, `client` and first `words`, each if any."""
         note: dict[str, str] = self._get(f"{_NOTE}{session_id}") or {}
         return note
 

@@ -1,7 +1,4 @@
-"""The sessions of a running store, for its operator and its agents: shown, pinned, removed.
-
-HTTP threads ask. The writer changes the disk, after the turns that already wait.
-"""
+"""The sessions of a running store, for its operator and its agents. HTTP threads ask."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ class StoredSessions:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._last: tuple[Any, dict[str, Any]] = (None, {})
-        """The state and the answer of the last `describe`."""
 
     def describe(self, find: str = "", skip: int = 0, *, with_text: bool = False) -> dict[str, Any]:
         """Return the sessions used last, after the first `skip`, that contain `find`, of `total`.
@@ -143,10 +139,7 @@ class StoredSessions:
         self._store.writer.write_postponed(ends={block.key for block, _ in chain})
 
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
-        """Delete a session and what only it needs from disk and RAM, and its records of requests.
-
-        Its quotations in records of other requests are removed.
-        """
+        """Delete a session, what only it needs, and what records of requests say of it."""
 
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
             with disk.lock.held():

@@ -13,10 +13,7 @@ Result = TypeVar("Result")
 
 
 class Threads:
-    """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive.
-
-    The threads last until they are closed: a thread that has evaluated MLX leaks when it ends.
-    """
+    """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive."""
 
     def __init__(self, n_threads: int, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()

@@ -1,7 +1,7 @@
 """Check a store from end to end: every file, every row, and that they agree.
 
-Reading takes no lock, so a server goes on. Whatever looks wrong is checked again under the lock,
-because a turn that is being saved looks like a fault for a moment.
+Reading takes no lock. What looks wrong is checked again under the lock: a turn that is being saved
+looks like a fault for a moment.
 """
 
 from __future__ import annotations
@@ -79,10 +79,7 @@ def find_problems(
 
 
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
-    """Take out of use what is wrong, and what can no longer be reached without it.
-
-    Bad files go to quarantine. If file and index disagree, the file is believed.
-    """
+    """Take out of use what is wrong, and what needs it: bad files go to quarantine."""
     with disk.lock.held():
         if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
             # First: a file that a damaged row does not name is not left behind.

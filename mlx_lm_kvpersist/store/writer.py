@@ -27,18 +27,15 @@ POSTPONE_S = 30.0
 MOST_TASKS = 10_000
 ABANDON_S = 300.0
 """A prompt without a reply for so long was given up: what is postponed there is written."""
-
-
 MOST_TOGETHER_BYTES = 64 << 20
 """Turns that wait are saved together, up to this size."""
 
 
 @dataclass(eq=False)
 class Task:
-    """Something to do: `run`, or save a `commit`.
+    """Something to do: `run`, or save a `commit`, whose records are pinned until `let_go`.
 
-    `let_go` unpins the blocks and checkpoints of a commit, which are pinned until it is saved or
-    given up. `sizes` has the bytes of the records that are in RAM alone, by key.
+    `sizes` has the bytes of the records that are in RAM alone, by key.
     """
 
     run: Callable[[], object] = lambda: None
@@ -64,13 +61,12 @@ def _bytes_of(tasks: Iterable[Task]) -> int:
 class Writer:
     """Runs tasks on one long-lived thread, in order, but what saves a turn that has ended first.
 
-    `save` is called with commits; turns that wait at the same time are saved by one call.
+    `save` is called with turns that wait at the same time.
 
     At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest commit that a
-    later one of the same conversation contains is left out, and if there is none, the oldest: no
-    request waits. The newest commit may be as much again, together with the one that is being
-    written; one commit alone, or behind one that is bigger than that, may always wait. Half of
-    `max_bytes` may be postponed besides.
+    later one contains is left out, and if there is none, the oldest: no request waits. The newest
+    may be as much again, with the one that is being written; one alone, or behind a bigger one,
+    may always wait. Half of `max_bytes` may be postponed besides.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
@@ -193,7 +189,7 @@ class Writer:
     # Postponed commits.
 
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
-        """Have a commit of the conversation that ends in block `end` saved later, or withdrawn.
+        """Have the commit of a conversation that ends in `end` saved later, or withdrawn.
 
         That is much later if no reply `has_ended`: a running reply continues it.
         """
