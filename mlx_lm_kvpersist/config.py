@@ -258,8 +258,8 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     add(
         "draft",
         "Guess what a reply repeats of its conversation or of stored ones, and check several "
-        "tokens in one step, while no other request runs; pauses where that does not pay "
-        "(default: auto)",
+        "tokens in one step, while no other request runs; pauses if that does not pay, and is off "
+        "on CUDA (default: auto)",
         choices=("auto", "off"),
         default="auto",
     )

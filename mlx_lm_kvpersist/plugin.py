@@ -23,6 +23,7 @@ from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import is_kept, namespace, note, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .cache.geometry.kinds import most_taken_back
+from .cache.live.policy import least_rows
 from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
 from .errors import ModelNotSupported, RequestRefused
@@ -166,7 +167,8 @@ class KVPersistPlugin:
             ),
             memory,
             draft,
-            lambda caches: most_taken_back(caches) if options.guesses else 0,
+            # Drafts are checked in calls of a few rows, which may wait for a kernel of their own.
+            most_taken_back if options.guesses and least_rows() == 1 else lambda caches: 0,
         )
 
     def _drop_model(self) -> None:

@@ -111,6 +111,32 @@ def test_a_model_whose_files_are_gone_is_left_to_stock(
         plugin.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("rows", "option", "most"), [(1, "auto", 9), (33, "auto", 0), (1, "off", 0)]
+)
+def test_nothing_is_drafted_if_calls_of_a_few_rows_wait_for_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, option: str, most: int
+) -> None:
+    plugin = KVPersistPlugin()
+    parser = argparse.ArgumentParser()
+    plugin.add_options(parser)
+    given = ["--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-draft", option]
+    args = parser.parse_args(given, copy.copy(ARGS))
+    plugin.configure(args)
+    for name in ("load_model", "Memory", "described"):
+        monkeypatch.setattr(f"mlx_lm_kvpersist.plugin.{name}", mock.MagicMock())
+    monkeypatch.setattr("mlx_lm_kvpersist.plugin.least_rows", lambda: rows)
+    monkeypatch.setattr("mlx_lm_kvpersist.plugin.most_taken_back", lambda caches: 9)
+    provider = SimpleNamespace(
+        cli_args=args, model_key=("model", None, None), model=nn.Module(), tokenizer=None
+    )
+    try:
+        support = plugin.model_loaded(provider)
+        assert support is not None and support.most_taken_back([]) == most
+    finally:
+        plugin.shutdown()
+
+
 def test_a_reply_that_was_parked_and_left_lets_go_of_its_blocks() -> None:
     plugin = KVPersistPlugin()
     request: Any = SimpleNamespace()

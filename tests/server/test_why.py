@@ -172,7 +172,8 @@ def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_di
     record = records(coarse)[0]
     assert record["reason"] == "stored in another KV precision"
     assert record["detail"] == (
-        "stored in another KV precision: keys 4 bits, values 4; now keys 8 bits, values 8"
+        "stored in another KV precision: keys 4 bits, values 4, rotated; "
+        "now keys 8 bits, values 8, rotated"
     )
     assert record["detail"] in record["sentence"]
     assert coarse.chat([SYSTEM, QUESTION]).cached_tokens > 0
