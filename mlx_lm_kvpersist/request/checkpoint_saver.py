@@ -1,10 +1,9 @@
 """Models with windows or recurrent layers: their checkpoints, and which of them stay.
 
-Such a model can go on only from a checkpoint, where the last tokens of its windows and its states
-are stored. Checkpoints are the ends of the system prompt, of the user's messages and of the
-replies, and some places of a long prompt, until it is computed. One that would be computed again
-from one on disk in a few seconds is postponed: the next takes its place. The one on disk stays for
-as long as any conversation may have to go on from there.
+Such a model goes on only from a checkpoint, which has the last tokens of its windows and its
+states: at the ends of the system prompt, of the user's messages and of the replies, and at some
+places of a long prompt until it is computed. A checkpoint that takes a few seconds to compute again
+is postponed: the next one takes its place.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from .saver import CheckpointSource, Needed, RestorePoint, Saver
 from .sequence import RunningSequence
 
 STATE = "state"
-"""The kind of the record of every checkpoint: the states of recurrent layers, and the newest tokens
-of quantized layers as they were computed."""
+"""The record of every checkpoint: states of recurrent layers, and the newest tokens of quantized
+ones as they were computed."""
 
 MAX_CHECKPOINTS = 6
-"""Newest checkpoints that a conversation keeps, beside its first: two for each of three turns."""
+"""Newest checkpoints that stay beside the first: two for each of three turns."""
 
 N_SAFE = 2
-"""Newest checkpoints below RAM that stay besides: a kill takes those that are postponed."""
+"""Newest checkpoints below RAM that stay besides: a kill takes postponed ones."""
 
 MAX_BRANCHES = 4
 """Older places where conversations diverge, for which checkpoints stay."""
@@ -60,7 +59,7 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Saves checkpoints besides; `pace` says what it takes to compute them again."""
+    """Saves checkpoints besides, and finds one to go on from; `pace` is the speed of computing."""
 
     pace: Pace = field(default_factory=Pace)
 
@@ -81,10 +80,7 @@ class CheckpointSaver(Saver):
             return None
         n_tokens = min(n_tokens, path[-1].stop)
         stored = store.checkpoints([block.key for block in path])
-        stored = {
-            key: [checkpoint for checkpoint in all_ if checkpoint.key not in lost]
-            for key, all_ in stored.items()
-        }
+        stored = {key: [c for c in at if c.key not in lost] for key, at in stored.items()}
         for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
             if (needed := self._needed_at(path, end, stored)) is not None:
                 # Windows and state are read first: without them the blocks are of no use.
@@ -101,10 +97,7 @@ class CheckpointSaver(Saver):
         cache_type: str,
         store: BlockStore,
     ) -> None:
-        """Save the blocks of a sequence, whose caches hold `tokens`, and make a checkpoint there.
-
-        At the end of a reply the session's leaf moves, and old checkpoints are given up.
-        """
+        """Save blocks with a checkpoint at their end; when a reply has ended, the session moves."""
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
@@ -123,13 +116,12 @@ class CheckpointSaver(Saver):
             stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
-        # Also windows that were stored before: while the checkpoint waits to be written, none of
-        # what it needs is evicted.
+        # The checkpoint waits with all that it needs, stored windows too, so none is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
-        checkpoints_kept, added = tuple(needed.values()), tuple(new or chain[-1:])
-        commit = Commit(sequence.root, added, leaf, {}, checkpoints_kept, tuple(superseded))
+        added, kept = tuple(new or chain[-1:]), tuple(needed.values())
+        commit = Commit(sequence.root, added, leaf, {}, kept, tuple(superseded))
         store.commit(commit, [*blocks, *checkpoints], loss_s)
 
     def _loss_s(
@@ -137,8 +129,8 @@ class CheckpointSaver(Saver):
     ) -> float:
         """Return how long a chain's end takes to compute from a checkpoint that a kill leaves.
 
-        The first of a conversation, which others share, must not be lost: infinite. Temporary ones
-        count for a chunk of the prompt only.
+        It is infinite for the first of a conversation, which others share. Temporary checkpoints
+        count only while their prompt is computed.
         """
         is_chunk = cache_type == PREFILL
         before = [
@@ -161,9 +153,9 @@ class CheckpointSaver(Saver):
         *,
         at_once: bool,
     ) -> list[tuple[Checkpoint, Arrays]]:
-        """Return the windows and the state at the end of the chain that are not stored yet.
+        """Return the missing windows and state at the end of the chain.
 
-        `at_once` writes them: a window in RAM with more tokens than needed is then as good as none.
+        If they are written `at_once`, a longer window that is in RAM only counts as missing.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -199,12 +191,11 @@ class CheckpointSaver(Saver):
     ) -> list[Checkpoint]:
         """Return the windows and states, of those `stored`, that can be deleted.
 
-        These checkpoints of a conversation stay, with all that they need: the newest, the newest
-        below RAM, and the first (the end of the system prompt, which others share). Where another
-        session ends, or conversations diverge, the last one up to there stays, and the last below
-        RAM: so a kill, or eviction from RAM, costs no other conversation more than it may.
-        Temporary ones stay only in such places. An earlier reply at the place that the sequence
-        went on from, left out or repeated in other words, loses its checkpoint.
+        These stay, with all that they need: the newest, the newest below RAM, and the first, which
+        others share. Where another session ends, or conversations diverge, the last up to there
+        stays, and the last below RAM, so that a kill or eviction costs others no more than it may.
+        Temporary checkpoints stay only in such places. An earlier reply at the place where the
+        sequence went on loses its checkpoint.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -215,8 +206,8 @@ class CheckpointSaver(Saver):
             return block.key in states and is_of_use
 
         useful = list(filter(is_kept, chain))
-        older = [block for block in useful if block is not chain[-1]]
-        safe = [block for block in older if store.is_safe(states[block.key].key)]
+        earlier = [block for block in useful if block is not chain[-1]]
+        safe = [block for block in earlier if store.is_safe(states[block.key].key)]
 
         def last_up_to(stop: int) -> set[bytes]:
             before = ([b.key for b in blocks if b.stop <= stop] for blocks in (useful, safe))
@@ -232,8 +223,7 @@ class CheckpointSaver(Saver):
             if block.key in stay:
                 at_end = self._needed_at(chain, block.stop, stored) or ()
                 needed.update(need.record.key for need in at_end)
-        all_stored = chained.from_iterable(stored.values())
-        unneeded = [point for point in all_stored if point.key not in needed]
+        unneeded = [c for at_block in stored.values() for c in at_block if c.key not in needed]
         left = _replies_left(chain, sequence.n_reused, store)
         return list({point.key: point for point in [*unneeded, *left]}.values())
 
@@ -259,38 +249,32 @@ class CheckpointSaver(Saver):
                 if block.start >= n_tokens:
                     break
                 first, last = max(block.start, start), min(block.stop, n_tokens)
-                at_block = stored.get(block.key, ())
-                stored_window = _stored_window(at_block, window, block.stop - first)
-                if stored_window is None:
+                found = _stored_window(stored.get(block.key, ()), window, block.stop - first)
+                if found is None:
                     return None
-                found_start = block.stop - stored_window.n_tokens
-                forms = tuple(token_arrays(groups, stored_window.n_tokens))
-                needed.append(
-                    Needed(stored_window, first - found_start, last - found_start, forms, window)
-                )
+                begin = block.stop - found.n_tokens
+                forms = tuple(token_arrays(groups, found.n_tokens))
+                needed.append(Needed(found, first - begin, last - begin, forms, window))
         return needed + at_end
 
 
 def _is_temporary(block: Block) -> bool:
-    """Tell whether a checkpoint at the end of a block is of use while its prompt is computed."""
     return block.stop % CHECKPOINT_EVERY == 0
 
 
 def _stored_state(stored: Stored, block: Block) -> Checkpoint | None:
-    """Return the state at the end of a block; it says that a checkpoint was made there."""
-    states = (point for point in stored.get(block.key, ()) if point.kind == STATE)
-    return next(states, None)
+    return next((c for c in stored.get(block.key, ()) if c.kind == STATE), None)
 
 
 def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> Checkpoint | None:
     """Return the smallest stored window that covers a block's last `n_tokens`."""
     kind = window_kind(window)
-    fitting = (point for point in stored if point.kind == kind and point.n_tokens >= n_tokens)
+    fitting = [c for c in stored if c.kind == kind and c.n_tokens >= n_tokens]
     return min(fitting, key=attrgetter("n_tokens"), default=None)
 
 
 def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> list[Checkpoint]:
-    """Return the checkpoints of replies that branch off where this chain went on, without children.
+    """Return the checkpoints of childless replies where this chain branches off.
 
     A reply has one checkpoint, at its end. A turn of another conversation has one before it, too.
     """

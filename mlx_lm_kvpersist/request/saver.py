@@ -1,7 +1,6 @@
-"""What is computed is cut into blocks, which are handed to the store. And what is restored.
+"""Save what is computed as blocks, and find what to restore. Generation thread.
 
-Generation thread: hash the ids, copy the new tokens' KV out of the live cache, evaluate. Files and
-index are the writer's work.
+It does as little as it can: hash the ids, copy the new tokens' KV, evaluate.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Needed:
 
 
 class CheckpointSource(Protocol):
-    """Where checkpoints are looked for: a store, or what is known of a conversation elsewhere."""
+    """A store, or what is known of a conversation elsewhere."""
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
         """Return the checkpoints of these blocks, by block."""
@@ -64,13 +63,13 @@ class Saver:
     text: TokenText | None
 
     saves_every = BLOCK_TOKENS
-    """Tokens of a prompt after which it is saved while the rest is computed."""
+    """A prompt is saved after so many tokens while the rest is computed."""
     missing = Reason.EVICTED
     """Why fewer tokens are restored than match."""
 
     @property
     def granule(self) -> int:
-        """Fewer tokens than a multiple of this may be computed again, though nothing is missing."""
+        """Fewer tokens may be computed again although nothing is missing."""
         return BLOCK_TOKENS if self.spec.quantized else 1
 
     def find(
@@ -80,10 +79,9 @@ class Saver:
         store: CheckpointSource,
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
-        """Return what to restore of the first `n_tokens` of a chain, as many as are stored.
+        """Return what to restore of the first `n_tokens` of a chain, without keys in `lost`.
 
-        Keys in `lost` count as missing. Within a block that is stored quantized, queries see it as
-        computed: what is used of it is computed again.
+        What is used of a quantized block is computed again: its queries see it as computed.
         """
         needed, end = [], 0
         for block in path:
@@ -111,11 +109,10 @@ class Saver:
         cache_type: str,
         store: BlockStore,
     ) -> None:
-        """Save the blocks of a sequence, whose caches hold `tokens`.
+        """Save the blocks of a sequence, whose caches hold `tokens`. Generation thread.
 
-        At the end of a reply all new blocks are written, and the session's leaf moves; before, only
-        full blocks. An unfinished block stays in RAM, unless it ends a chunk: no other request
-        can begin with it.
+        At the end of a reply all new blocks are written, and the session's leaf moves. Before that,
+        full blocks are written, and an unfinished block of a whole prompt stays in RAM.
         """
         before = sequence.chain
         if before and not _is_full(before[-1]):
@@ -146,7 +143,6 @@ class Saver:
     def _following(
         self, chain: Sequence[Block], ids: Sequence[int], sequence: RunningSequence
     ) -> list[Block]:
-        """Return the blocks that follow a sequence's chain, of the rest of `ids`."""
         new, text = list[Block](), self.text
         parent, pending = chain[-1].key if chain else sequence.root.key, b""
         if chain and text is not None:
@@ -164,7 +160,6 @@ class Saver:
     def _cut_new(
         self, blocks: Sequence[Block], caches: list[Any], store: BlockStore
     ) -> list[tuple[Block, Arrays]]:
-        """Return the blocks that are not stored, with their arrays."""
         new = [block for block in blocks if block.key not in store]
         arrays = split(self.spec.full, caches, [(block.start, block.stop) for block in new])
         return list(zip(new, arrays, strict=True))
@@ -177,11 +172,7 @@ def _is_full(block: Block) -> bool:
 def _replaced_tails(
     chain: list[Block], n_reused: int, store: BlockStore
 ) -> list[tuple[bytes, bytes]]:
-    """Return the keys of partial blocks that a block of the chain contains, each with that block's.
-
-    They are the ends of earlier turns, siblings of blocks after the `n_reused` tokens. A partial
-    block that is in RAM only is dropped.
-    """
+    """Return the partial blocks that the chain contains, each with the longer block's key."""
     replaced = []
     for block in dropwhile(lambda block: block.stop <= n_reused, chain):
         for sibling in store.children(block.parent, block.packed_ids):

@@ -18,7 +18,6 @@ from .model import LoadedModel
 from .replies import retokenize
 
 _MORE_BYTES = 1 << 20
-"""What an object may have beside its arrays: ids, text and header."""
 
 
 class _Source:
@@ -49,7 +48,6 @@ def fetch_ahead(prompt: Prompt, root: Root, store: BlockStore, model: LoadedMode
 
 
 def _wanted(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Wanted:
-    """Return a prompt with replies as the model produced them, and what is stored of it here."""
     spec = model.spec
     with store.index.asked_once():  # this thread comes and goes
         stored = Lookup(retokenize(prompt, root, store, model), root, store, model).stored
@@ -88,7 +86,6 @@ def _plan(
     model: LoadedModel,
     conversation: Conversation,
 ) -> Plan:
-    """Return what a prompt, of which `n_here` tokens are here, needs of a conversation."""
     source, packed, tokens = _Source(conversation), pack_ids(prompt.ids), model.text
     text = tokens.known_text(prompt.ids) if tokens else None
     if tokens is None or text is None:

@@ -39,12 +39,11 @@ __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
 logger = logging.getLogger(__name__)
 
 _MIN_QUEUE_BYTES = 512 << 10
-"""Even where RAM holds nothing, commits must wait to be written."""
 
 
 @dataclass(frozen=True)
 class RamFirst:
-    """A store's blocks; the pool has all that continue one in `complete`."""
+    """A store's blocks; RAM has all that continue a block in `complete`."""
 
     store: BlockStore
     complete: set[bytes]
@@ -57,40 +56,31 @@ class RamFirst:
 
 
 class BlockStore:
-    """Blocks by key, and their checkpoints, in whichever tier they are.
-
-    The generation thread reads and submits; a thread of the store's own changes the tiers below
-    RAM. `encryption` belongs to the folder.
-    """
+    """Blocks and checkpoints by key, in tiers. The generation thread reads and submits."""
 
     def __init__(self, folder: Path, limits: StoreLimits, encryption: Encryption = PLAIN) -> None:
         self.folder = folder
         self.limits = limits
         self.turns_saved = self.turns_not_saved = 0
         self.reused_tokens: Counter[str] = Counter()
-        """Tokens of prompts that were not computed again, by the tier that had them."""
         self.blocks_quarantined = 0
-        """Blocks and checkpoints that were found damaged since the store was opened."""
         self._failures: set[str] = set()
-        """The kinds of failure that keep commits from being saved right now."""
+        """Kinds of failure that keep commits from being saved now."""
         self.failures = Failures(logger)
-        """All failures of the store since it was opened."""
         self.n_changes = 0
-        """Grows when blocks come, or are found to be gone or damaged: what was matched before may
-        be worth matching again."""
+        """Grows when blocks come or go: a prompt may be matched again."""
         self.disk = DiskStore(folder, limits, check_all=False, encryption=encryption)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
-        """The index: with errors, and for serving threads without."""
-        self.runs = StoredRuns(lambda: self.index)
+        """The index: with errors, and without them for serving threads."""
+        self.runs = StoredRuns(self.index)
         self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.forgotten = partial(self.pool.set_stored, is_stored=False)
         self.below: list[ReadTier] = [self.disk_tier]
-        """The tiers below RAM that lookups ask, the quickest first."""
         self.lower: list[LowerTier] = [self.disk_tier]
-        """All tiers below RAM. The disk is the first; the rest store what the disk has stored."""
+        """All tiers below RAM, the disk first; the rest store what the disk has stored."""
         self.shared: SharedTier | None = None
         self.reader = Reader(self.pool, self.below, self._lose_from, self.failures)
         self.writer.submit(self.disk_tier.sweep)
@@ -101,7 +91,7 @@ class BlockStore:
         return self.pool, *self.below
 
     def add(self, tier: ReadTier) -> None:
-        """Use another tier below the disk from now on: once, before anything is served."""
+        """Use another tier below the disk. Call it before anything is served."""
         self.below.append(tier)
         self.lower.append(tier)
 
@@ -112,10 +102,7 @@ class BlockStore:
         max_bytes: int | None = None,
         replies_of: RepliesOf = lambda root, messages: {},
     ) -> None:
-        """Use a store that other servers use, too, from now on: once, before anything is served.
-
-        All servers put at most `max_bytes` there; for `replies_of` see `Putting`.
-        """
+        """Use a shared store of at most `max_bytes`. Call it before anything is served."""
         from .shared import SharedTier
         from .shared_objects import SharedObjects  # most servers share nothing and start sooner
 
@@ -126,7 +113,7 @@ class BlockStore:
         self.lower.append(self.shared)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
-        """Put what was fetched into RAM, and have it written to disk in the background."""
+        """Put what was fetched into RAM, and have it written."""
         task = self._task(commit, {entry.block.key: entry for entry in entries})
         self.n_changes += 1
         self.turns_not_saved += self.writer.submit_commit(task)
@@ -142,11 +129,7 @@ class BlockStore:
         return list(blocks.values())[:limit]
 
     def ram_first(self, root: bytes, prompt: str | bytes) -> RamFirst:
-        """Return a source of the same blocks that asks the tiers below RAM less often.
-
-        Where the pool has all that they have to continue the prompt (a text, or packed ids), they
-        are not asked again. One query of each tier answers that for a whole conversation.
-        """
+        """Return a source of the same blocks that asks the tiers below RAM once for a prompt."""
         path: dict[bytes, bytes] = {}
         parent: bytes | None = root
         position = 0
@@ -172,10 +155,7 @@ class BlockStore:
         return next((tier.name for tier in upper if key in tier), last.name)
 
     def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Checkpoint]]:
-        """Return, by block, the checkpoints of all tiers; a block that has none may be missing.
-
-        Blocks are given by their keys.
-        """
+        """Return, by key of their block, the checkpoints of all tiers."""
         tiers = reversed(self.tiers)
         checkpoints = {c.key: c for tier in tiers for c in tier.checkpoints(blocks)}
         by_block: dict[bytes, list[Checkpoint]] = {}
@@ -186,10 +166,7 @@ class BlockStore:
     # Remove.
 
     def lose(self, block: Record, reason: str) -> None:
-        """Take a block or checkpoint that must not be used out of all tiers. Any thread.
-
-        A block takes its checkpoints along. The disk moves it to quarantine.
-        """
+        """Take a bad block, with its checkpoints, or checkpoint out of all tiers. Any thread."""
         self._lose_from(self.lower, block, reason)
 
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
@@ -213,10 +190,10 @@ class BlockStore:
     def commit(
         self, commit: Commit, new: Iterable[tuple[Record, Arrays]], loss_s: float = math.inf
     ) -> None:
-        """Put a commit's new blocks and checkpoints into RAM and have it saved in the background.
+        """Put a commit's new blocks and checkpoints into RAM, and have it saved in the background.
 
-        Until then, its blocks and checkpoints that are not on disk stay in RAM.
-        Its checkpoints are postponed if they take no more than a limit to compute again: `loss_s`.
+        They stay in RAM until then. Checkpoints that take no more than a limit to compute again,
+        `loss_s`, are postponed.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
         keys = [block.key for block in commit.blocks]
@@ -224,11 +201,8 @@ class BlockStore:
         later = commit.checkpoints if loss_s <= self.limits.max_loss_s else ()
         postponed = Commit(commit.root, (), checkpoints=later)
         unwritten = self.pool.unwritten(commit.parent)
-        commit = replace(
-            commit,
-            blocks=(*unwritten, *commit.blocks),
-            checkpoints=() if later else commit.checkpoints,
-        )
+        at_once = () if later else commit.checkpoints
+        commit = replace(commit, blocks=(*unwritten, *commit.blocks), checkpoints=at_once)
         task, later_task = (self._task(part_commit, entries) for part_commit in (commit, postponed))
         self.pool.touch(keys)
         self.n_changes += 1
@@ -238,19 +212,13 @@ class BlockStore:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
 
     def _task(self, commit: Commit, new: Mapping[bytes, KVBlock]) -> Task:
-        """Return the task of writing a commit, whose records are pinned until it is done."""
-        pinned = self._pinned(commit.records, new)
-        sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored}
-        return Task(commit=commit, let_go=partial(self.pool.unpin, pinned), sizes=sizes)
-
-    def _pinned(self, records: Iterable[Record], new: Mapping[bytes, KVBlock]) -> list[KVBlock]:
-        """Pin records in RAM, and put new records there; return the entries."""
-        keys = [record.key for record in records]
+        keys = [record.key for record in commit.records]
         pinned = self.pool.pin(key for key in keys if key not in new)
         for entry in [new[key] for key in keys if key in new]:
             entry.pins = 1
             pinned.append(self.pool.put(entry))
-        return pinned
+        sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored}
+        return Task(commit=commit, let_go=partial(self.pool.unpin, pinned), sizes=sizes)
 
     def is_safe(self, key: bytes) -> bool:
         """Say whether a block or checkpoint is below RAM, or on its way there."""
@@ -260,10 +228,7 @@ class BlockStore:
         return self.writer.will_write(key)
 
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
-        """Return the keys of a chain's blocks in which sessions of other names end.
-
-        Sessions of turns that wait to be written count.
-        """
+        """Return the keys of a chain's blocks in which sessions of other names end or will end."""
         keys = [block.key for block in chain]
         stored = self.view.sessions_at(*keys)
         leaf_keys = [ending.leaf for ending in stored if ending.name != session]
@@ -281,14 +246,14 @@ class BlockStore:
         return forks
 
     def resize(self, max_ram_bytes: int) -> None:
-        """Change the budget of the pool, commits that wait in it included. Any thread."""
+        """Change the budget of RAM. Any thread."""
         self.writer.resize(_queue_bytes(max_ram_bytes))
         self.pool.resize(max_ram_bytes)
         if self.pool.n_bytes > max_ram_bytes:
             self.writer.write_postponed()  # once they are written they may go
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the packed ids of remembered replies, by digest."""
+        """Return the packed ids of replies, by digest."""
         waiting = {
             digest: packed_ids
             for commit in self.writer.commits()
@@ -298,16 +263,12 @@ class BlockStore:
         return {**self.view.state.replies(root, digests), **waiting}
 
     def change_index(self, what: str, change: Callable[[Index], None]) -> None:
-        """Have the writer change the index; `what` names the change in the log if it fails."""
+        """Have the writer change the index; `what` names the change in the log."""
         run = partial(self.disk_tier.change, what, lambda: change(self.index))
         self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
-        """Mark a chain, given by the keys of its blocks, and these checkpoints as used.
-
-        The restore has proven them right. The checkpoints are evicted before the chain: they
-        are of no use without it.
-        """
+        """Mark a chain, given by its keys, and checkpoints as used, and proven by a restore."""
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
         self.change_index("mark what was used", lambda index: index.touch(chain[-1], checkpoints))
 
@@ -316,15 +277,12 @@ class BlockStore:
         self.writer.drain()
 
     def stats(self, *, all_files: bool = True) -> dict[str, Any]:
-        """Return what is where, in numbers and bytes, and what has happened so far. Any thread.
+        """Return what is where, in numbers and bytes, and what has happened. Any thread.
 
-        "bytes" are all bytes; "checkpoint_bytes" says how many of them are those of checkpoints.
-        Without `all_files` the bytes on disk are those of blocks and checkpoints, as the index
-        knows them, and no folder is looked at. "written_last_hour_bytes" are those of all
-        processes, before this one, too; "written_turn_bytes" is the mean of this one's turns.
+        "written_last_hour_bytes" are those of all processes, "written_turn_bytes" is the mean of
+        this one's turns. Without `all_files`, no folder is looked at.
         """
-        tiers: dict[str, dict[str, Any]]
-        tiers = {
+        tiers: dict[str, dict[str, Any]] = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
             for tier in (self.pool, *self.lower)
         }

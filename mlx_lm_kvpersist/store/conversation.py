@@ -1,8 +1,6 @@
 """What a conversation is found by in a shared store: its newest chain, by its first messages.
 
-The object is put when a turn ends, and named after the messages before the first reply. With it,
-replies that another server computed are found by their text, and those that clients send back in
-another form by what was remembered of them.
+With it, replies that another server computed are found by their text, or by what was remembered.
 """
 
 from __future__ import annotations
@@ -19,13 +17,11 @@ from ..block import KEY_BYTES, Block, Checkpoint, Root, block_key
 from .files import MALFORMED
 
 MAX_BYTES = 64 << 20
-"""The most that such an object may have, packed or not."""
+"""The most bytes of such an object, packed or not."""
 OPENING_TOKENS = 64
-"""A prompt without messages is known by so many tokens."""
 _MAX_REPLIES = 256
 _FORMAT = 1
 DAMAGED = (*MALFORMED, zlib.error)
-"""What `Conversation.unpacked` raises."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +66,7 @@ class Conversation:
 
 
 def opening_of(messages: Sequence[Any], packed_ids: bytes = b"") -> bytes:
-    """Return what a conversation is known by: a hash of its messages before the first reply.
-
-    Where it has no messages, of the ids that it begins with.
-    """
+    """Return the hash of the messages before the first reply, or else of the first ids."""
     first = list(takewhile(lambda message: message.get("role") != "assistant", messages))
     encoded = json.dumps(first, sort_keys=True, default=str).encode() if first else b""
     return blake2b(encoded or packed_ids[: 4 * OPENING_TOKENS], digest_size=KEY_BYTES).digest()

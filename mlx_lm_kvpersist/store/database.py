@@ -1,8 +1,6 @@
-"""The SQLite file of the index: a connection for each thread, transactions, and the file itself.
+"""The SQLite file of the index, in WAL mode, with a connection for each thread.
 
-The file is in WAL mode. A thread's connection is closed by that thread: when the thread ends, when
-it closes the database, or when it next asks after another thread has closed or reopened it. SQLite
-would crash under a thread whose connection another thread closes.
+Each thread closes its own: SQLite would crash under one whose connection another thread closes.
 """
 
 from __future__ import annotations
@@ -18,19 +16,14 @@ from typing import Any
 from .folder import OwnFiles
 
 _WAIT_S = 30.0
-"""How long a change waits for another connection that has the file locked."""
 INCREMENTAL = 2
-"""The file gives free pages back when it is asked to, so that it shrinks with the store."""
+"""Free pages are given back on demand."""
 _MOST_AT_ONCE = 400
-"""Rows that are given to one statement. SQLite bounds its variables, at 999 or more."""
+"""Rows in one statement: SQLite allows at least 999 variables."""
 
 
 class _ThreadConnection:
-    """A thread's connection, closed when the thread ends.
-
-    A connection alone would stay until the next garbage collection: it and its statements refer
-    to each other.
-    """
+    """Closes a thread's connection when the thread ends, without waiting for the GC."""
 
     def __init__(self, db: sqlite3.Connection, n_opened: int) -> None:
         self.db = db
@@ -41,7 +34,6 @@ class _ThreadConnection:
 
 
 def _text(raw: bytes) -> str | bytes:
-    """Read a text; the bytes of a damaged one, which is then no text."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -54,7 +46,6 @@ def is_empty(path: Path) -> bool:
 
 
 def is_locked(error: BaseException) -> bool:
-    """Say whether an error means that another connection has the file locked."""
     return isinstance(error, sqlite3.OperationalError) and "is locked" in str(error)
 
 
@@ -69,9 +60,9 @@ class Database:
         self._n_opened = 0
         self._inode = 0
         self.opening = threading.RLock()
-        """Held while a thread opens the file, or makes it again. SQLite finds the files beside it
-        by name: a connection to a file that was removed would truncate the new one's shared memory,
-        which others have mapped, and the process would end with SIGBUS."""
+        """Held while a thread opens the file, or makes it again. A connection to a file that was
+        removed would truncate the new one's shared memory, which other connections have mapped, and
+        the process would end with SIGBUS."""
 
     def reopen(self) -> None:
         """Use the file that is at the path now."""
@@ -87,7 +78,6 @@ class Database:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """The connection of the calling thread."""
         if self._is_closed:
             self.close()
             raise sqlite3.OperationalError(f"unable to open {self.path}: the index was closed")
@@ -98,7 +88,7 @@ class Database:
         return own.db
 
     def _connect(self) -> sqlite3.Connection:
-        db = self.files.connect(self.path)
+        db = self.files.encryption.connect(self.path)
         try:
             db.text_factory = _text
             if is_empty(self.path):  # else this would write
@@ -120,7 +110,7 @@ class Database:
         return db
 
     def close(self) -> None:
-        """Answer no more, and close this thread's connection. Any thread."""
+        """Answer no more, and close this thread's connection."""
         self._is_closed = True
         self.disconnect()
 
@@ -132,8 +122,8 @@ class Database:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Change the file, all or nothing.
 
-        A transaction inside another transaction is a savepoint: if it fails, only its own changes
-        are rolled back, and the caller may continue. Some errors of SQLite end both.
+        An inner transaction is a savepoint: if it fails, only its own changes are rolled back, and
+        the caller may continue. Some errors of SQLite end both.
         """
         db = self.connection
         if db.in_transaction:
@@ -156,13 +146,13 @@ class Database:
             raise
 
     def _explain(self, error: BaseException) -> None:
-        """Raise an error that says what to do, if another program keeps the file locked."""
+        """Raise a clearer error if another program keeps the file locked."""
         if is_locked(error):
             advice = "another program has it open, such as a database browser or a backup; close it"
             raise sqlite3.OperationalError(f"{self.path} is locked: {advice}") from error
 
     def empty_log(self) -> None:
-        """Give back the pages that are free, and empty the log, as far as other readers allow."""
+        """Give back free pages, and empty the log, as far as other readers allow."""
         # A script runs to its end; execute() would stop after one page.
         self.connection.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
 
@@ -170,8 +160,8 @@ class Database:
 class Rows:
     """Questions to a database. Any thread.
 
-    `failed` is called with an action and an error if a question fails, and the answer is that
-    nothing is stored; without `failed`, the error is raised.
+    If a question fails, `failed` is called with an action and the error, and the answer is empty;
+    without `failed`, the error is raised.
     """
 
     def __init__(
@@ -181,10 +171,7 @@ class Rows:
         self._failed = failed
 
     def ask(self, sql: str, *values: Any, types: Sequence[Any] = ()) -> list[Any]:
-        """Return the rows that answer a question; with `types`, only rows of values of these types.
-
-        A damaged index may hold anything.
-        """
+        """Return the rows of an answer; with `types`, only rows of values of these types."""
         try:
             rows = self.database.connection.execute(sql, values).fetchall()
         except (OSError, sqlite3.Error) as error:
@@ -195,10 +182,7 @@ class Rows:
     def ask_in(
         self, sql: str, keys: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
     ) -> list[Any]:
-        """Return the rows that answer a question about any number of `given` rows.
-
-        `sql` takes the `values` first, and then `VALUES {}`.
-        """
+        """Return the rows for any number of keys; `sql` takes `values` first, then `VALUES {}`."""
         answers: list[Any] = []
         left = iter(keys)
         while some := list(islice(left, _MOST_AT_ONCE)):

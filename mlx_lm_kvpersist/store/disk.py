@@ -1,15 +1,13 @@
 """The store on disk: files and their index, within the budgets, one process at a time.
 
-    index.sqlite      what the files say, quick to ask; can be rebuilt from them
-    blocks/ab/        a safetensors file for each block whose key begins with ab
-    checkpoints/ab/   the same for checkpoints, which may be evicted before their blocks
-    sessions/         what only a session knows (its name, its pin), a JSON file each
-    quarantine/       what failed a check, each file with the reason
-    writing/          what is being written, before it is moved to blocks/ and checkpoints/
-    kvpersist-store   says that the folder is a store
-    lock              held while anything of this changes
-
-Everything here is synchronous; the writer thread and the command line call it.
+index.sqlite      what the files say, quick to ask; can be rebuilt from them
+blocks/ab/        a safetensors file for each block whose key begins with ab
+checkpoints/ab/   the same for checkpoints, which may be evicted before their blocks
+sessions/         what only a session knows (its name, its pin), a JSON file each
+quarantine/       what failed a check, each file with the reason
+writing/          what is being written, before it is moved to blocks/ and checkpoints/
+kvpersist-store   says that the folder is a store
+lock              held while anything of this changes
 """
 
 from __future__ import annotations
@@ -61,10 +59,9 @@ _INDEX_RESERVE_BYTES = 768 << 10
 class DiskStore:
     """The folder of a store: its index, and its files within limits.
 
-    Opening takes the folder into use: it is made, 0700, when missing, and its index is rebuilt
-    when that is missing or damaged; only then is the lock taken. If `check_all`, damage within it
-    is found, which takes longer the more the store holds; else `check_index` finds it. `lock` is
-    held while files or index change. Raises StoreError when the folder cannot be used.
+    Opening makes the folder, 0700, if it is missing, and rebuilds a missing or damaged index. With
+    `check_all`, damage within the index is found, which takes time; else `check_index` finds it.
+    Raises StoreError when the folder cannot be used.
     """
 
     def __init__(
@@ -80,11 +77,8 @@ class DiskStore:
         self.limits = limits
         self.lock = StoreLock(folder / "lock")
         self.n_written_bytes = 0
-        """Bytes of files that this process wrote."""
         self.n_evicted = 0
-        """Blocks and checkpoints that this process removed to make room."""
         self.asked_again_tokens = 0
-        """Tokens of evicted blocks that were written again."""
         self.forgotten: Callable[[Collection[bytes]], None] = lambda keys: None
         """Called with the keys of blocks and checkpoints that are no longer on disk."""
         self._whole: OrderedDict[bytes, int] = OrderedDict()
@@ -113,7 +107,7 @@ class DiskStore:
         self._opened(self.index.reopen)
 
     def _opened(self, open_index: Callable[..., Opened]) -> Opened:
-        """Open the index. Where it is missing or damaged, the lock is taken and it is rebuilt."""
+        """Open the index; if it is missing or damaged, take the lock and rebuild it."""
         path = self.folder / "index.sqlite"
         try:
             return open_index(create=False)
@@ -145,19 +139,19 @@ class DiskStore:
     # Files and rows.
 
     def new_file(self, root: Root, block: Record, arrays: Arrays) -> NewFile:
-        """Return the file of a block or checkpoint."""
+        """Return the file of a block or checkpoint, to be written."""
         write = partial(write_block, block=block, root=root, arrays=arrays, files=self.files)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
     def has(self, key: bytes, name: str = Block.folder) -> bool:
-        """Say whether a block or a checkpoint has its row and its file, neither alone."""
+        """Say whether a block or a checkpoint has both its row and its file."""
         return key in self.index and self.files.path_of(key, name).exists()
 
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
-        """Return the last missing block on the way from a root to `leaf`; None if there is none.
+        """Return what `Index.gap` does.
 
         Another process may quarantine a block that has children. The chain is walked only if
-        another process has changed the index since this end was committed or found whole.
+        the index was changed elsewhere since this end was committed or found whole.
         """
         if leaf == root.key or self._whole.get(leaf) == self.index.version():
             return None
@@ -201,14 +195,12 @@ class DiskStore:
     def quarantine(self, key: bytes, reason: str) -> None:
         """Move what failed a check aside. Blocks that follow it are no longer reached."""
         with self.lock.held():
-            for name in FOLDERS:
-                self._set_aside(self.files.path_of(key, name), key, reason)
+            paths = [self.files.path_of(key, name) for name in FOLDERS]
+            for path in filter(Path.exists, paths):
+                self._set_aside(path, key, reason)
             self.forget(key, Gone.QUARANTINED)
 
     def _set_aside(self, path: Path, key: bytes, reason: str) -> None:
-        """Move the file of a block or checkpoint to quarantine, with a sidecar, if it exists."""
-        if not path.exists():
-            return
         target = self.folder / "quarantine" / f"{path.stem}-{time.time_ns()}.safetensors"
         sidecar = target.with_suffix(".json")
         try:
@@ -222,20 +214,15 @@ class DiskStore:
             self.files.remove(path)
 
     def sweep(self) -> int:
-        """Bring files and index in line after a crash; return how many of either were removed.
-
-        A file without a row was moved by a turn that was never committed; a row without a file
-        lost it; a block without its parent, or a checkpoint without its block, is never reached.
-        """
+        """Remove lone files and rows, and what is never reached, after a crash; return how many."""
         with self.lock.held():
             n_swept = sweep_staged(self.files)
-            if self.index.faults():
-                # Or what its rows do not tell would be removed.
+            if self.index.faults():  # or files that its rows do not name would be removed
                 rebuild_index(self.files)
             for name in FOLDERS:
                 indexed, present = self.index.keys(name), set[bytes]()
                 for path in self.files.paths(name):
-                    if (key := self.files.key_of(path)) in indexed:
+                    if (key := self.files.encryption.key_of(path.stem)) in indexed:
                         present.add(key)
                     else:
                         n_swept += self.files.remove(path)
@@ -274,15 +261,6 @@ class DiskStore:
             text += f"; less than the {floor} of --kvpersist-min-free, so nothing new is stored"
         return f"{text})"
 
-    def reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
-        """Make room for what is to be written. Raises StoreError when it is too much."""
-        if not self.make_room(n_bytes, keep, root):
-            raise StoreError(
-                f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
-                f"({show_bytes(self.limits.max_disk_bytes)}) and --kvpersist-min-free "
-                f"({show_bytes(self.limits.min_free_bytes)})"
-            )
-
     @property
     def reserve_bytes(self) -> int:
         """Room for the index and its log to grow by while a turn is saved."""
@@ -294,7 +272,7 @@ class DiskStore:
         """Evict until `n_bytes` more, of a root, fit; return False if they cannot.
 
         Quarantined files go first, then the least recently used leaves and checkpoints. A model
-        that has more than its share loses its own. Pinned sessions and the keys in `keep` stay.
+        above its share loses its own. Pinned sessions and the keys in `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
@@ -310,16 +288,9 @@ class DiskStore:
                 return True
             pinned = self.index.pinned_blocks()
             model, over_share = self._over_share(n_bytes, root, too_much)
-            first = {
-                fingerprint: self._first(fingerprint, keep, pinned)
-                for fingerprint in self.index.models()
-            }
+            first = {name: self._first(name, keep, pinned) for name in self.index.models()}
             while too_much > 0:
-                victims = {
-                    fingerprint: victim
-                    for fingerprint, victim in first.items()
-                    if victim is not None
-                }
+                victims = {name: victim for name, victim in first.items() if victim is not None}
                 if not victims:
                     self.index.database.empty_log()  # the rows of what went take room no longer
                     return self._excess(n_bytes) <= 0
@@ -332,16 +303,12 @@ class DiskStore:
                 too_much -= went.n_bytes
                 over_share -= went.n_bytes
                 if too_much <= 0:
-                    # Removing rows makes the index's log longer.
-                    self.index.database.empty_log()
+                    self.index.database.empty_log()  # removing rows has made it longer
                     too_much = self._excess(n_bytes)
         return True
 
     def _over_share(self, n_bytes: int, root: Root | None, too_much: int) -> tuple[str, float]:
-        """Return the model that has most, and what it has above its share, in bytes.
-
-        The share is one of what the store can have: other files may have filled the volume.
-        """
+        """Return the model that has most, and its bytes above its share of the room there is."""
         sizes = Counter({root.fingerprint: n_bytes} if root is not None else {})
         for own_root, totals in self.index.roots():
             sizes[own_root.fingerprint] += totals.n_bytes
@@ -354,10 +321,7 @@ class DiskStore:
     def _first(
         self, model: str, keep: Collection[bytes], pinned: Collection[bytes]
     ) -> tuple[float, bool, int, bytes, bytes] | None:
-        """Return what of a model goes first, as `Index.unused` does.
-
-        One at a time: when a leaf goes, its parent may be the next.
-        """
+        """Return what of a model goes first: when a leaf goes, its parent may be the next."""
         for victim in self.index.unused(model):
             _, is_checkpoint, _, key, block = victim
             if key not in keep and not (is_checkpoint and block in pinned):
@@ -393,10 +357,7 @@ class DiskStore:
         raise StoreError("a hundred ids were drawn for a session, and other sessions have them all")
 
     def remove_session(self, session: Session) -> list[bytes]:
-        """Forget a session and the blocks that no other session needs; return their keys.
-
-        The blocks of a draft model with the same tokens go, too.
-        """
+        """Forget a session and what only it needs, a draft model's blocks too; return the keys."""
         removed = []
         with self.lock.held():
             chain = [block for block, _ in self.index.chain(session.leaf)]
@@ -416,14 +377,12 @@ class DiskStore:
         return removed
 
     def _same_tokens(self, chain: Sequence[Block], root: Root) -> list[Block]:
-        """Return the blocks below another root of a chain's tokens, or of the first of them."""
+        """Return the longest chain of another root that begins with the same tokens."""
         same: list[Block] = []
         for block in chain:
             parent = same[-1].key if same else root.key
             children = self.index.children(parent, block.packed_ids)
-            beginnings = [
-                child for child in children if block.packed_ids.startswith(child.packed_ids)
-            ]
+            beginnings = [c for c in children if block.packed_ids.startswith(c.packed_ids)]
             if not beginnings:
                 break
             same.append(max(beginnings, key=lambda block: block.n_tokens))
@@ -433,10 +392,7 @@ class DiskStore:
         self.files.remove(sidecar_path(self.folder, session_id))
 
     def set_pinned(self, session: Session, pinned: bool) -> Session:
-        """Pin a session, so that it is never removed to make room, or let it go again.
-
-        Raises StoreError if it was removed in between.
-        """
+        """Pin or unpin a session. Raises StoreError if it was removed in between."""
         with self.lock.held():
             current = self.index.session(session.id)  # another process may have moved its leaf
             if current is None:

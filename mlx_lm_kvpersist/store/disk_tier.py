@@ -1,8 +1,7 @@
 """The disk as a tier below RAM: serving threads ask a view of its index, the writer changes it.
 
-A commit is saved files first, then by one transaction of the index. The lock is held to plan, to
-make room and to commit, and not while files are written. The plan is then made again: another
-process may have changed something, or blocks were evicted to make room.
+A commit is saved files first, then by one transaction of the index. While files are written, the
+lock is not held, so the commit is planned again afterwards.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError
+from ..units import show_bytes
 from .disk import DiskStore
 from .files import Arrays, read_file
 from .folder import Staging
@@ -33,29 +33,22 @@ _PAGE_BYTES = 4096
 
 @dataclass(eq=False)
 class _Job:
-    """A commit on its way to the disk."""
-
     make: Callable[[], Commit]
-    """Returns the commit to be planned."""
     result: Saved | Exception | None = None
     commit: Commit = field(init=False)
-    """The commit of the last plan, and the `files` that were missing then."""
+    """Of the last plan: the commit, and the `files` that were missing."""
     files: list[NewFile] = field(default_factory=list)
     reserved_bytes: int = 0
-    """Room that was made for its files."""
     paths: dict[bytes, Path] = field(default_factory=dict)
-    """Where files were moved, by key."""
     session: Session | None = None
     removed: Collection[bytes] = ()
-    """Keys of superseded checkpoints, whose rows are gone."""
 
 
 class Saving:
     """Saves commits that share one transaction: each of them whole or not at all.
 
-    `file_of` returns the file of a record that is in RAM, and `block_of` a block that is in RAM:
-    the blocks that a commit continues are written again if they are no longer on disk. `keep` is
-    not evicted: later commits are built on these keys. Files of `damaged` blocks and checkpoints
+    `file_of` returns the file of a record in RAM, and `block_of` a block in RAM: earlier blocks
+    that are no longer on disk are written again. `keep` is not evicted. Files of `damaged` records
     are replaced. `before_file` may take its time.
     """
 
@@ -73,16 +66,14 @@ class Saving:
         self._keep, self._before_file, self._damaged = keep, before_file, damaged
         self._staging = Staging(disk.files)
         self._n_written_bytes = 0
-        """Bytes of files that were written since they were counted last."""
 
     def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
         """Write the missing files of commits, and commit each of them; return the results.
 
-        `commits` return the commits; they are called under the lock, before each plan. If a commit
-        fails, the rest is saved. Checkpoints that are gone, or whose block is not on disk, are left
-        out, and then the commit supersedes nothing. The result is None, with a line in the log, if
-        a block was on disk only and has been removed. It is a StoreError if the commit is too big
-        for the limits, and another exception if the disk refuses.
+        `commits` return the commits; they are called under the lock, before each plan. Checkpoints
+        that are gone, or whose block is not on disk, are left out, and then the commit supersedes
+        nothing. The result is None, with a line in the log, if a block was on disk only and was
+        removed, a StoreError if the commit is too big, and another exception if the disk refuses.
         """
         jobs = left = [_Job(make) for make in commits]
         with closing(self._staging) as staging:
@@ -90,7 +81,10 @@ class Saving:
                 try:
                     with self._disk.lock.held():
                         self._disk.follow_folder()
-                        self._count_written()
+                        if n_bytes := self._n_written_bytes:
+                            self._n_written_bytes = 0
+                            self._disk.n_written_bytes += n_bytes
+                            self._index.state.count_write(n_bytes)
                         left = self._commit_written(left)
                         self._make_room(left)
                         left = [job for job in left if job.result is None]
@@ -105,14 +99,7 @@ class Saving:
                 left = [job for job in left if job.result is None]
         return [job.result for job in jobs]
 
-    def _count_written(self) -> None:
-        if n_bytes := self._n_written_bytes:
-            self._n_written_bytes = 0
-            self._disk.n_written_bytes += n_bytes
-            self._index.state.count_write(n_bytes)
-
     def _unwritten(self, job: _Job) -> list[NewFile]:
-        """Return the missing files of a commit that are not written yet."""
         return [file for file in job.files if file.block.key not in self._staging.sizes]
 
     def _commit_written(self, jobs: Sequence[_Job]) -> list[_Job]:
@@ -120,8 +107,7 @@ class Saving:
 
         Raises an exception, and changes nothing, if the transaction fails as a whole.
         """
-        left: list[_Job] = []
-        done: list[_Job] = []
+        left, done = list[_Job](), list[_Job]()
         try:
             with self._index.database.transaction() as db:
                 for job in jobs:
@@ -151,10 +137,7 @@ class Saving:
         return left
 
     def _plan(self, job: _Job) -> bool:
-        """Find what can be committed now, and the files that it lacks.
-
-        Return False, with a line in the log, if a block is missing.
-        """
+        """Find what can be committed now; return False, and log it, if a block is missing."""
         commit, files = job.make(), list[NewFile]()
         root = commit.root
 
@@ -180,31 +163,25 @@ class Saving:
             if not has(block):
                 return self._report_missing(block.key)
         own = {block.key for block in blocks}
-        checkpoints = tuple(
-            checkpoint
-            for checkpoint in commit.checkpoints
-            if (checkpoint.block in own or self._disk.has(checkpoint.block)) and has(checkpoint)
-        )
+        on_disk = (c for c in commit.checkpoints if c.block in own or self._disk.has(c.block))
+        checkpoints = tuple(filter(has, on_disk))
         superseded = commit.superseded if len(checkpoints) == len(commit.checkpoints) else ()
-        job.files, job.commit = (
-            files,
-            replace(commit, blocks=tuple(blocks), checkpoints=checkpoints, superseded=superseded),
+        job.files = files
+        job.commit = replace(
+            commit, blocks=tuple(blocks), checkpoints=checkpoints, superseded=superseded
         )
         return True
 
     def _report_missing(self, key: bytes) -> bool:
-        """Log that a turn is not saved, because a block is missing; return False."""
         gone = self._disk.gone.get(key)
-        why = (
-            f"was {gone.value} meanwhile"
-            if gone
-            else "was removed by another process, or with its session"
-        )
+        why = "was removed by another process, or with its session"
+        if gone:
+            why = f"was {gone.value} meanwhile"
         logger.warning("a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why)
         return False
 
     def _make_room(self, jobs: Sequence[_Job]) -> None:
-        """Make room for the files that commits lack. If that fails, it is the job's result."""
+        """Make room for the files that commits lack; a failure is the job's result."""
         disk = self._disk
         keep = {*self._keep, *chain.from_iterable(job.commit.keys() for job in jobs)}
         counted: set[bytes] = set()
@@ -216,14 +193,18 @@ class Saving:
             rows = max(0, sum(_row_bytes(file.block) for file in files) - disk.reserve_bytes)
             n_bytes = sum(file.n_bytes for file in files) + rows
             try:
-                disk.reserve(n_bytes, keep, job.commit.root)
+                if not disk.make_room(n_bytes, keep, job.commit.root):
+                    raise StoreError(
+                        f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
+                        f"({show_bytes(disk.limits.max_disk_bytes)}) and --kvpersist-min-free "
+                        f"({show_bytes(disk.limits.min_free_bytes)})"
+                    )
                 self._staging.announce(n_bytes)
                 job.reserved_bytes += n_bytes
             except Exception as error:
                 job.result = error
 
     def _write_files(self, job: _Job) -> None:
-        """Write the files that a commit lacks. If that fails, it is the job's result."""
         try:
             for file in self._unwritten(job):
                 self._before_file()
@@ -232,7 +213,6 @@ class Saving:
             job.result = error
 
     def _move_in(self, job: _Job) -> None:
-        """Move the files of a commit into place, then change the index."""
         for file in job.files:
             path = self._disk.files.path_of(file.block.key, file.block.folder)
             self._disk.files.move(self._staging.path(file.block.key), path)
@@ -243,19 +223,16 @@ class Saving:
         job.removed = self._index.commit(job.commit, sizes, job.session, n_bytes)
 
     def _move_out(self, job: _Job) -> None:
-        """Remove the files of a commit that the index has not taken."""
         for key, path in job.paths.items():
             self._disk.files.remove(path)
             del self._staging.sizes[key]
         if (session := job.session) is not None:
-            before = self._index.session(session.id)
-            if before:
+            if before := self._index.session(session.id):
                 write_sidecar(before, self._disk.files)
             else:
                 self._disk.remove_sidecar(session.id)
 
     def _clean_up(self, job: _Job) -> None:
-        """Remove files that a commit has superseded or replaced."""
         for key in job.removed:
             self._disk.files.remove(self._disk.files.path_of(key, Checkpoint.folder))
         for file in job.files:
@@ -269,11 +246,7 @@ class Saving:
 
 
 def _row_bytes(block: Record) -> int:
-    """Return the most that a row adds to the index and its log, in bytes.
-
-    A block's ids and text stand in the table and in an order each. A large entry begins
-    a page of its own. The log has every page once more.
-    """
+    """Return the most bytes that a row adds to the index, with two orders, and to its log."""
     n_ids = n_text = 0
     if isinstance(block, Block):
         n_ids, n_text = len(block.packed_ids), len(block.text.encode())
@@ -291,8 +264,7 @@ class DiskTier:
     ) -> None:
         self.disk = disk
         self._lost: set[bytes] = set()
-        """Keys of damaged or missing records, until they are removed or written again. Records
-        that cannot be read for another reason are not among them."""
+        """Keys of damaged or missing records, until they are removed or written again."""
         self.view = disk.index.view(failed, self._lost)
         self.children, self.branches = self.view.children, self.view.branches
         self._writer = writer
@@ -361,10 +333,7 @@ class DiskTier:
             self._lost.discard(key)  # else the file stays, and is damaged
 
     def change(self, what: str, change: Callable[[], object]) -> bool:
-        """Change files or index under the lock. Return False if that fails. Writer thread.
-
-        `what` it does is said in the log if it fails.
-        """
+        """Change files or index under the lock. Return False, and log `what`, if that fails."""
         try:
             with self.disk.lock.held():
                 self.disk.follow_folder()

@@ -2,17 +2,13 @@
 
 An encrypted object is a magic with a format number, a nonce, and the content encrypted with AES-256
 in Galois/Counter Mode, its tag at the end (NIST SP 800-38D). The object's name is authenticated
-with it, so an object under another name is refused like an altered one. The nonce is random, 96
-bits (SP 800-38D, 8.2.2), so one key may encrypt 2**32 objects (8.3): at 2 MiB each, 8 PiB. An
-object is encrypted and decrypted in one piece, at most 2 GiB.
+with it. The nonce is random, 96 bits (8.2.2), so one key may encrypt 2**32 objects (8.3). An object
+is encrypted and decrypted in one piece, at most 2 GiB.
 
 The keys, one for each purpose, are derived from the key file's (HKDF with SHA-256, RFC 5869). A
-name is the HMAC-SHA256 of a key: nobody without the key file can tell what is stored. The name of
-a file in the store's folder leads back to its key: it is the key, encrypted as one block of
-AES-256. The index there is SQLCipher's: every page, also in the log, is encrypted with AES-256 and
-authenticated (https://www.zetetic.net/sqlcipher/design). Temporary tables stay in memory.
-
-`Folder` and `SharedObjects` open files and objects, and are all that uses this.
+name is the HMAC-SHA256 of a key. The name of a file in the store's folder is the key, encrypted as
+one block of AES-256. The index there is SQLCipher's: every page, also in the log, is encrypted with
+AES-256 and authenticated (https://www.zetetic.net/sqlcipher/design).
 """
 
 from __future__ import annotations
@@ -31,9 +27,7 @@ from ..errors import ConfigError, DecryptionFailed, StoreFormatError
 MAGIC = b"kvp-seal\x01"
 """A magic, and the version of what follows."""
 OPEN_S = 5.0
-"""How long opening an index waits for another connection that has it locked."""
-_NO_WAIT = os.O_NONBLOCK
-"""Else opening a pipe would wait for its writer."""
+_NO_WAIT = os.O_NONBLOCK  # or opening a pipe would wait for its writer
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _KEY_BYTES = 32
@@ -45,7 +39,6 @@ class Plain:
     mark = ""
     """A store's folder keeps this mark of its key. The key cannot be derived from it."""
     n_added_bytes = 0
-    """How much larger an encrypted object is than its content."""
 
     def encrypt(self, content: bytes, name: bytes) -> bytes:
         return content
@@ -82,8 +75,7 @@ Encryption = Plain
 class Cipher(Plain):
     """Encrypts and decrypts objects, and names them. Any thread may use it; both release the GIL.
 
-    key: 32 bytes, of which the keys that are used are derived.
-    Raises ConfigError if the package `cryptography` is not installed.
+    key: 32 bytes. Raises ConfigError if the package `cryptography` is not installed.
     """
 
     n_added_bytes = len(MAGIC) + _NONCE_BYTES + _TAG_BYTES
@@ -121,8 +113,7 @@ class Cipher(Plain):
     def decrypt(self, encrypted: bytes | bytearray | memoryview, name: bytes) -> bytes:
         """Return what was encrypted under this name.
 
-        Raises DecryptionFailed if the object was altered, cut off or encrypted under another
-        name, with another key, or by a version that is not known; nobody can tell which.
+        Raises DecryptionFailed if it was altered, cut off, or has another name, key or version.
         """
         content = memoryview(encrypted)
         start = len(MAGIC) + _NONCE_BYTES
@@ -137,11 +128,10 @@ class Cipher(Plain):
             ) from error
 
     def object_name(self, key: bytes) -> str:
-        """Return the name of the object that has this key: 64 hexadecimal digits."""
         return hmac.new(self._name_key, key, hashlib.sha256).hexdigest()
 
     def file_name(self, key: bytes) -> str:
-        """Return the name of a file in the store's folder, by a key of 16 bytes: 32 digits."""
+        """Return the name of a file, by a key of 16 bytes: 32 digits."""
         return bytes(self._file_names.encryptor().update(key)).hex()
 
     def key_of(self, file_name: str) -> bytes:
@@ -184,10 +174,7 @@ def sqlcipher() -> Any:
 
 
 def read_key(path: Path) -> Cipher:
-    """Return the cipher of a key file: 64 hexadecimal digits, for its owner alone.
-
-    Raises ConfigError if it cannot be read, is anything else, or another user may read it.
-    """
+    """Return the cipher of a key file: 64 hexadecimal digits, private. Raises ConfigError."""
     make = f"make one with: mlx-lm-kvpersist key {path}"
     try:
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | _NO_WAIT)) as file:

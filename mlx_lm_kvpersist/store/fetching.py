@@ -1,7 +1,6 @@
-"""Fetch what a prompt needs from a shared store, for as long as that is quicker than computing.
+"""Fetch what a prompt needs from a shared store while that is quicker than computing.
 
-A lookup never asks the store. Before a request is queued, its HTTP thread waits here for what is
-worth it, and what has come is put into RAM.
+The prompt's HTTP thread waits here before the request is queued; a lookup never asks the store.
 """
 
 from __future__ import annotations
@@ -22,20 +21,17 @@ from .shared_objects import SharedObjects
 from .threads import Threads
 
 N_AHEAD = 6
-"""Objects that are asked for at once, at most. It is one at first: on a slow line the first of
-several comes as late as all of them, and nothing is worth the wait until then."""
+"""Objects asked for at once, at most. It is one at first: on a slow line, none comes sooner."""
 MOST_LOSS = 0.06
-"""The share of its computing time that a prompt may wait for a fetch in vain."""
+"""The share of its computing time that a prompt may wait in vain, and its bounds."""
 LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
-"""The bounds of that: nobody notices less."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The blocks of a conversation that begin as a prompt does, and the `missing` records.
+    """The blocks that begin as a prompt does, and the `missing` records with approximate bytes.
 
-    The missing blocks and checkpoints come with their approximate bytes, in the order of use. With
-    them a prompt continues after `n_tokens`.
+    These are in the order of use. With them a prompt continues after `n_tokens`.
     """
 
     path: Sequence[Block] = ()
@@ -48,9 +44,8 @@ class Wanted:
     """A prompt whose blocks `chain` are here, and what is asked of the shared store.
 
     `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute some
-    tokens after others. `learn` takes replies of the conversation, and returns the prompt with
-    these as the model produced them. An object has at most `max_bytes`. Without `any_prefix` the
-    model goes on from checkpoints alone.
+    tokens after others. `learn` takes replies and returns the prompt as the model produced them.
+    An object has at most `max_bytes`. Without `any_prefix` the model needs checkpoints.
     """
 
     root: Root
@@ -70,13 +65,9 @@ class Wanted:
 
     @property
     def loss_s(self) -> float:
-        """How long it may wait in vain."""
+        """Seconds that it may wait in vain."""
         left_s = self.compute_s(self.n_tokens, len(self.ids) - self.n_tokens)
         return min(MOST_LOSS_S, max(LEAST_LOSS_S, MOST_LOSS * left_s))
-
-    @property
-    def opening(self) -> bytes:
-        return opening_of(self.messages, pack_ids(self.ids[:OPENING_TOKENS]))
 
     def keys(self) -> list[bytes]:
         """Return the keys of the full blocks that the prompt's own ids make after `chain`."""
@@ -91,10 +82,7 @@ class Wanted:
 
 
 class Fetching:
-    """Brings the blocks of a prompt from a shared store into RAM, at most `max_bytes`.
-
-    `land` takes what has come: blocks and checkpoints, and the commit that they are of.
-    """
+    """Brings a prompt's blocks, at most `max_bytes`, from a shared store to `land` in RAM."""
 
     def __init__(
         self,
@@ -111,15 +99,15 @@ class Fetching:
         self._coming: dict[bytes, Future[KVBlock | None]] = {}
         self._got: dict[bytes, KVBlock] = {}
         self._n_tokens = self._n_bytes = 0
-        """Tokens of the blocks that have come, and bytes of all records that have come."""
 
     def run(self) -> str:
-        """Fetch; return what is to be said. What has come is used, whatever this raises.
+        """Fetch, and return a note for people. What has come is used, whatever this raises.
 
         Raises TooLate if it took longer than it saved, and OSError or RuntimeError.
         """
         wanted = self._wanted
-        ask = partial(self._store.conversation, wanted.root, wanted.opening)
+        opening = opening_of(wanted.messages, pack_ids(wanted.ids[:OPENING_TOKENS]))
+        ask = partial(self._store.conversation, wanted.root, opening)
         coming = self._threads.submit(ask)
         self._ask(wanted.keys()[:1])
         beyond: list[bytes] = []
@@ -137,11 +125,7 @@ class Fetching:
                 future.cancel()
 
     def _beyond(self) -> list[bytes]:
-        """Return the keys of blocks that may be there by the prompt's own ids alone.
-
-        A prompt that was not computed to its end has no conversation yet, and where conversations
-        begin alike the newest one is found.
-        """
+        """Return the keys of blocks that the prompt's own ids make beyond the conversation."""
         wanted = self._wanted
         own = [*(block.key for block in wanted.chain), *wanted.keys()]
         path = [block.key for block in self._full_path]
@@ -170,9 +154,9 @@ class Fetching:
                 self._coming[key] = self._threads.submit(get)
 
     def _left_s(self) -> float:
-        """Return how long to wait: what has come was worth, and what may be lost. Or raise.
+        """Return how long to wait: what has come was worth, and what may be lost. Raises TooLate.
 
-        What a model that goes on from checkpoints has got is worth its share of all that it needs.
+        For a model that needs checkpoints, what has come is worth its share of all that is missing.
         """
         wanted, n_tokens = self._wanted, self._n_tokens
         if not wanted.any_prefix and self._plan.missing:
@@ -207,5 +191,4 @@ class Fetching:
 
 
 def _block_of(record: Record) -> bytes:
-    """Return the key of a block, or of the one that a checkpoint is at the end of."""
     return record.block if isinstance(record, Checkpoint) else record.key

@@ -1,10 +1,7 @@
 """Block files: one safetensors file a block or checkpoint, named by its key.
 
-A file holds KV arrays and, in its metadata, everything that the index knows of the block, so that
-the index can be rebuilt. The checksum covers names, shapes, dtypes and bytes of all arrays and the
-rest of the metadata; it is verified on every read. A block whose model keeps nothing for every
-token has no arrays, and a file of metadata alone. Checkpoints have a folder of their own:
-they can be evicted while their block stays.
+A file holds KV arrays, or none, and all metadata from which the index can be rebuilt. The checksum
+covers names, shapes, dtypes and bytes of all arrays and the metadata; it is verified on every read.
 
 The claims of a file's header are compared with the file, and bounded. Source of the format:
 https://github.com/huggingface/safetensors (8 bytes of length, JSON, arrays).
@@ -30,7 +27,7 @@ from ..errors import BlockCorrupt, StoreFormatError
 from .folder import OwnFiles
 
 FORMAT = 1
-"""Written into every file of a block or checkpoint; a reader refuses what is newer."""
+"""The format of a file; a reader refuses a newer one."""
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library (huggingface/safetensors, MAX_HEADER_SIZE)."""
@@ -49,11 +46,10 @@ FOLDERS = (Block.folder, Checkpoint.folder)
 def write_block(
     path: Path, block: Record, root: Root, arrays: Arrays, files: OwnFiles | None = None
 ) -> int:
-    """Write the new file of a block or a checkpoint; return its size in bytes.
+    """Write the new file of a block or checkpoint; return its size in bytes.
 
-    `files` is the store's folder; by default it is not encrypted. The arrays must have been
-    evaluated. The name must end in .safetensors. Raises FileExistsError if the file exists, and
-    OSError or RuntimeError when the disk refuses.
+    `files` is the store's folder, by default not encrypted. The arrays must have been evaluated.
+    The name ends in .safetensors. Raises FileExistsError, OSError and RuntimeError.
     """
     metadata = metadata_of(block, root)
     # mlx 0.31 cannot write arrays without elements, such as the values of an indexer.
@@ -101,10 +97,7 @@ def metadata_of(block: Record, root: Root) -> dict[str, str]:
 
 
 def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
-    """Return the most that a block's or checkpoint's file can take, in bytes, before it is written.
-
-    The file's header names each array.
-    """
+    """Return the most bytes that a file can take; its header names the arrays."""
     n_bytes = sum(len(json.dumps(value)) for value in metadata.values())
     return n_bytes + sum(a.nbytes + 2 * len(name) + 192 for name, a in arrays.items()) + 1024
 
@@ -112,9 +105,7 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
 def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
-    `files` is the store's folder; by default it is not encrypted. Raises what `read_record`
-    does, BlockCorrupt when the arrays are damaged, and OSError or MemoryError when they cannot be
-    read now.
+    Raises what `read_record` does, and OSError or MemoryError when the arrays cannot be read now.
     """
     files = _files_of(path, files)
     with files.open(path) as file:
@@ -136,10 +127,7 @@ def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, 
 
 
 def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
-    """Return what `read_file` does of a file's bytes. They are copied.
-
-    Raises BlockCorrupt if they are damaged, and StoreFormatError if a newer version wrote them.
-    """
+    """Return what `read_file` does of a file's bytes. Raises BlockCorrupt and StoreFormatError."""
     record, root, metadata = record_in(BytesIO(content), name)
     first = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
     arrays: dict[str, mx.array] = {}
@@ -177,11 +165,10 @@ def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str
 def read_record(
     path: Path, files: OwnFiles | None = None
 ) -> tuple[Record, Root, Mapping[str, str]]:
-    """Return what a file says of itself: its block or checkpoint, its root, all of its metadata.
+    """Return a file's block or checkpoint, its root, and all of its metadata.
 
-    Raises BlockCorrupt when the file is not whole or stands in another's place, StoreFormatError
-    when a newer version wrote it, FileNotFoundError if the file is missing, and OSError when it
-    cannot be read now, which says nothing about it.
+    Raises BlockCorrupt when the file is not whole or has another's name, StoreFormatError when a
+    newer version wrote it, FileNotFoundError, and OSError when it cannot be read now.
     """
     files = _files_of(path, files)
     with files.open(path) as file:
@@ -191,17 +178,12 @@ def read_record(
 
 
 def _check_place(path: Path, record: Record, files: OwnFiles) -> None:
-    """Raise BlockCorrupt unless the file of a block or checkpoint has its own path."""
     if path != files.path_of(record.key, record.folder):
         raise BlockCorrupt(f"{path.name}: holds {record}")
 
 
 def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, str]]:
-    """Return what an open file says of itself.
-
-    Raises BlockCorrupt when it is not whole or contradicts itself, and StoreFormatError when a
-    newer version wrote it.
-    """
+    """Return an open file's record, root and metadata. Raises BlockCorrupt and StoreFormatError."""
     try:
         metadata = read_header(source)
         version = metadata.get("format", "")
@@ -258,8 +240,7 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
 def read_header(source: BinaryIO) -> Mapping[str, str]:
     """Return the metadata of an open safetensors file.
 
-    Raises one of MALFORMED unless its header describes arrays that lie one after the other and fill
-    the rest of the file.
+    Raises one of MALFORMED unless the arrays lie one after the other and fill the file.
     """
     n_file_bytes = source.seek(0, os.SEEK_END)
     source.seek(0)

@@ -1,21 +1,18 @@
 """The plugin's own files in a folder: the only module that opens, moves or removes them.
 
-`OwnFiles._own` decides which files these are, in a store's folder and in a shared folder. A file is
-the plugin's own if its name has exactly a form that the plugin gives, if it is a regular file, and
-if no link leads to it from the folder. All other files are neither moved, removed nor counted. The
-folder itself may be reached through a link. A file with several hard links is a regular file: its
-content stays under its other names.
+A file in a store's folder or in a shared folder is the plugin's own if its name has exactly a form
+that the plugin gives, if it is a regular file, and if no link leads to it from the folder. All
+other files are neither moved, removed nor counted. The folder itself may be reached through a link.
 
-`StoreLock` is the lock of a store. Files on their way into a store are written without the lock,
-and moved under it:
+Files on their way into a store are written without the lock, and moved under it:
 
     lock                                locked (flock) by the process that changes the store, and
                                         says which process that is, and since when
     writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes may come
     writing/1a2b3c4d-KEY.safetensors    a block or checkpoint of that turn
 
-Announced bytes count as used from then on, so that no other process takes the room. A
-lock goes with its process, however that ends; then the next sweep removes the files.
+Announced bytes count as used, so that no other process takes the room. A lock goes with its
+process, however that ends; then the next sweep removes the files.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import fcntl
 import logging
 import os
 import re
-import sqlite3
 import stat
 import sys
 import time
@@ -44,7 +40,7 @@ from .encryption import MAGIC, PLAIN, Encryption
 logger = logging.getLogger(__name__)
 
 MARKER = "kvpersist-store"
-"""A file that says: this folder is a store. Only the mark of a key in it counts."""
+"""Marks a folder as a store. Only the mark of a key in it counts."""
 _ENCRYPTED = "It is encrypted; the mark of its key is"
 INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 OBJECTS = "kvpersist"
@@ -65,42 +61,33 @@ _LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
 """The error numbers of opening a link, or another file, as a folder."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The error numbers of opening a link or a socket, the last two on macOS."""
-_LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"} | {
-    ".TemporaryItems",
-    "lost+found",
-}
+_LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"}
+_LEFT_BY_SYSTEMS |= {".TemporaryItems", "lost+found"}
 """Operating systems put these into folders and volumes. A folder with nothing else is empty."""
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
-"""The stores of several ranks of one model stand in a folder, which may be another store."""
+"""Folders of several ranks' stores, in a folder that may be another store."""
 _LEFT_BEHIND = {"lock", "writing"}
-"""A running server may leave these in a store's folder after somebody removed the folder."""
+"""Left by a running server after somebody removed the folder."""
 _WAIT_S = 2.0
 _LOOK_AGAIN_S = 0.005
 _STAGED = "writing"
 
 
 class OwnFiles:
-    """The plugin's own files in a folder, which may be encrypted. Any thread.
-
-    A name of `_FOLDERS` stands for the files in it, as `kind` does.
-    """
+    """The plugin's own files in a folder, which may be encrypted. Any thread."""
 
     def __init__(self, folder: Path, encryption: Encryption = PLAIN) -> None:
         self.folder = folder
-        self._encryption = encryption
+        self.encryption = encryption
 
     @property
     def is_encrypted(self) -> bool:
-        return self._encryption is not PLAIN
+        return self.encryption is not PLAIN
 
     # The folder of a store.
 
     def take_into_use(self) -> None:
-        """Make a store's folder if it is missing, or check that it is a store, and mark it.
-
-        Raises StoreError, before anything is touched, if it holds something else or has another
-        key.
-        """
+        """Make a store's folder, or check it, and mark it. Raises StoreError before any change."""
         folder = self.folder
         make_private(folder)
         names = {name for name in os.listdir(folder) if not RANK_FOLDER.fullmatch(name)}
@@ -127,7 +114,7 @@ class OwnFiles:
                     f"{folder / name} is a link, and a store follows none; put there what it leads "
                     "to"
                 )
-        own_mark = self._encryption.mark
+        own_mark = self.encryption.mark
         if not (folder / MARKER).is_file():
             line = f" and write into it: {self._mark_line}" if own_mark else ""
             raise StoreError(
@@ -157,34 +144,23 @@ class OwnFiles:
 
     @property
     def _mark_line(self) -> str:
-        mark = self._encryption.mark
+        mark = self.encryption.mark
         return f"{_ENCRYPTED} {mark}" if mark else ""
 
     # Names.
 
     def path_of(self, key: bytes, kind: str) -> Path:
         """Return the path of the block or checkpoint of this key; `kind` is the record's folder."""
-        name = self._encryption.file_name(key)
+        name = self.encryption.file_name(key)
         return self.folder / kind / name[:2] / f"{name}.safetensors"
-
-    def staged_path(self, prefix: str, key: bytes) -> Path:
-        """Return the path of a block or checkpoint until it is committed."""
-        return self.folder / "writing" / f"{prefix}-{self._encryption.file_name(key)}.safetensors"
-
-    def key_of(self, path: Path) -> bytes:
-        """Return the key of the block or checkpoint whose file has this path."""
-        return self._encryption.key_of(path.stem)
 
     def _name_of(self, path: Path) -> bytes:
         """Return the name under which a file is encrypted: a record's key, or a session's id."""
         match = re.search("[0-9a-f]{32}", path.stem)
-        return self._encryption.key_of(match[0]) if match else path.stem.encode()
+        return self.encryption.key_of(match[0]) if match else path.stem.encode()
 
     def paths(self, kind: str) -> Iterator[Path]:
-        """Yield the own files in a folder of the store, in no order.
-
-        Raises OSError if an existing folder cannot be read: no file may seem to be missing.
-        """
+        """Yield the own files in a folder of the store. Raises OSError if it cannot be read."""
         if (self.folder / kind).is_symlink():
             return
         try:
@@ -199,7 +175,7 @@ class OwnFiles:
                 yield Path(entry.path)
 
     def n_bytes(self, *names: str) -> int:
-        """Return the size of the own files in some folders of the store, or of these files."""
+        """Return the bytes of the own files in some folders of the store, or of these files."""
         total = 0
         for name in names:
             paths = self.paths(name) if name in _FOLDERS else iter([self.folder / name])
@@ -211,22 +187,18 @@ class OwnFiles:
     # Content.
 
     def open(self, path: Path) -> BinaryIO:
-        """Open the content of a file to read it.
-
-        Raises BlockCorrupt, OSError, and StoreFormatError if the file is encrypted and this folder
-        is not.
-        """
+        """Open the content of a file. Raises BlockCorrupt, OSError, and StoreFormatError."""
         file = open_regular(path)
         if not self.is_encrypted:
             try:
-                self._encryption.decrypt(file.read(len(MAGIC)), b"")
+                self.encryption.decrypt(file.read(len(MAGIC)), b"")
                 file.seek(0)
             except BaseException:
                 file.close()
                 raise
             return file
         with file:
-            return BytesIO(self._encryption.decrypt(file.read(), self._name_of(path)))
+            return BytesIO(self.encryption.decrypt(file.read(), self._name_of(path)))
 
     def read(self, path: Path) -> bytes:
         """Return the content of a file. Raises BlockCorrupt and OSError."""
@@ -246,26 +218,14 @@ class OwnFiles:
     def write(self, path: Path, content: bytes) -> int:
         """Write a new file; return its size in bytes."""
         with new_file(path) as file:
-            return file.write(self._encryption.encrypt(content, self._name_of(path)))
+            return file.write(self.encryption.encrypt(content, self._name_of(path)))
 
     def replace(self, path: Path, content: bytes) -> int:
         """Write a file, in place of an own file at its path; return its size in bytes."""
         make_private(path.parent)
         self.check_place(path)
         with whole_file(path) as file:
-            return file.write(self._encryption.encrypt(content, self._name_of(path)))
-
-    def most_bytes(self, n_bytes: int) -> int:
-        """Return the size of a file that holds this number of bytes."""
-        return n_bytes + self._encryption.n_added_bytes
-
-    def connect(self, path: Path) -> sqlite3.Connection:
-        """Connect to a database that exists. Damage and locks are found by the first question."""
-        return self._encryption.connect(path)
-
-    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
-        """Attach another database of this folder to a connection."""
-        self._encryption.attach(db, path, schema)
+            return file.write(self.encryption.encrypt(content, self._name_of(path)))
 
     # Removing and moving.
 
@@ -279,11 +239,7 @@ class OwnFiles:
         return True
 
     def move(self, source: Path, target: Path) -> None:
-        """Move an own file to the place of an own file, and replace that file.
-
-        Raises FileNotFoundError if the file is missing, and StoreError if either is not the
-        plugin's own.
-        """
+        """Move an own file onto an own file, if any. Raises FileNotFoundError and StoreError."""
         with self._own(source) as from_folder:
             make_private(target.parent)
             with self._own(target, may_be_missing=True) as to_folder:
@@ -299,8 +255,8 @@ class OwnFiles:
         """Open the folder that an own file is in, and yield its descriptor.
 
         Each folder on the way is opened in the folder before it, so a link that appears afterwards
-        is not followed. Raises StoreError if the file is not the plugin's own, and
-        FileNotFoundError if a folder is missing, or the file and it may not be.
+        is not followed. Raises StoreError if the file is not own, and FileNotFoundError if a folder
+        is missing, or a file that may not be.
         """
         is_below = path.is_relative_to(self.folder)
         relative = path.relative_to(self.folder) if is_below else Path()
@@ -331,10 +287,7 @@ def has_own_name(name: str) -> bool:
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open a file to read it. A pipe is not waited for, and a device not woken.
-
-    Raises BlockCorrupt if it is not a regular file, or a link and not `follow`.
-    """
+    """Open a file, without waiting for a pipe. Raises BlockCorrupt if it is not a regular file."""
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
@@ -392,15 +345,14 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
 
 
 class StoreLock:
-    """An exclusive lock between processes (flock), and between the threads of this one.
+    """An exclusive lock between processes (flock) and threads; its file names the holder.
 
-    Readers need none: block files are published whole, and SQLite guards the index. The file says
-    who holds the lock. A process that is killed leaves that text behind, and the lock free.
+    Readers need none: block files are published whole, and SQLite guards the index.
     """
 
     def __init__(self, path: Path) -> None:
         self.is_patient = False
-        """Whether to wait as long as another process holds the lock; otherwise at most 2 s."""
+        """Whether to wait for another process without limit; otherwise at most 2 s."""
         self._path = path
         self._threads = RLock()
         self._depth = 0
@@ -408,10 +360,7 @@ class StoreLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for the lock and hold it. May be nested.
-
-        After 2 s the holder is named: in the log where this lock is patient, else in a StoreError.
-        """
+        """Wait for the lock and hold it. May be nested. After 2 s the holder is named."""
         with self._threads:
             if self._depth == 0:
                 make_private(self._path.parent)
@@ -458,7 +407,7 @@ class StoreLock:
 
 
 def _this_process() -> str:
-    """Return how messages name this process, without its options: they may be secret."""
+    """Return this process's name for messages, without its options: they may be secret."""
     program, *words = sys.argv or ["python"]
     command = [Path(program).name, *takewhile(lambda word: word[:1] != "-", words[:2])]
     now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -474,7 +423,6 @@ class Staging:
         self._lock: BinaryIO | None = None
         self._n_bytes = 0
         self.sizes: dict[bytes, int] = {}
-        """Sizes of the files that have been written, in bytes."""
 
     def close(self) -> None:
         """Remove files that were not moved, and the announcement. Any number of times."""
@@ -492,10 +440,11 @@ class Staging:
 
     def path(self, key: bytes) -> Path:
         """Return the path of the file of a block or checkpoint until it is committed."""
-        return self._files.staged_path(self._name, key)
+        name = f"{self._name}-{self._files.encryption.file_name(key)}.safetensors"
+        return self._files.folder / _STAGED / name
 
     def announce(self, n_bytes: int) -> None:
-        """Let `n_bytes` more count as used. The caller holds the store's lock and made room."""
+        """Count `n_bytes` more as used. The caller holds the store's lock and made room."""
         self._n_bytes += n_bytes
         if self._lock is None:
             self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
@@ -520,7 +469,7 @@ def staged_bytes(files: OwnFiles) -> tuple[int, int]:
 
 
 def sweep_staged(files: OwnFiles) -> int:
-    """Remove what processes that ended left behind; return how many files. Under the lock."""
+    """Remove the files of processes that have ended; return how many. Under the lock."""
     paths = list(files.paths(_STAGED))
     alive = {path.stem for path in paths if path.suffix == ".lock" and _is_locked(path)}
     return sum(files.remove(path) for path in paths if path.stem[:8] not in alive)

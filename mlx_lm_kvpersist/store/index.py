@@ -1,7 +1,6 @@
 """The index of the store: which blocks are on disk, and which sessions end where (SQLite, WAL).
 
-Any thread may read. Only the writer changes it, and only while it holds the store's lock. What it
-says of blocks can be rebuilt from their files.
+Any thread may read. Only the writer changes it, while it holds the store's lock.
 """
 
 from __future__ import annotations
@@ -23,15 +22,7 @@ from ..match.tree import FEW, MAX_ALIKE, nearest
 from .database import Database, Rows, is_empty
 from .folder import OwnFiles
 from .index_schema import faults, prepare
-from .records import (
-    SESSION_COLUMNS,
-    Commit,
-    Forgotten,
-    Session,
-    Totals,
-    read_root,
-    read_sessions,
-)
+from .records import SESSION_COLUMNS, Commit, Forgotten, Session, Totals, read_root, read_sessions
 from .small_state import SmallState
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
@@ -39,16 +30,15 @@ _SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 _END = float(1 << 33)
-"""The year 2242: what claims to have been used later was not."""
+"""The year 2242. A later time of use is damage."""
 
 
 class Index(Rows):
     """The rows of a store: blocks, checkpoints, sessions, roots.
 
-    Opening makes it if it is missing or empty, unless `create` is false: then it raises
-    FileNotFoundError. Raises StoreFormatError when another version wrote it and
-    sqlite3.DatabaseError when it is damaged. `check_all`: see `prepare`. `files` is the
-    store's folder; by default it is not encrypted.
+    Opening makes it if it is missing or empty; without `create`, that raises FileNotFoundError.
+    Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
+    damaged. `check_all`: see `prepare`. `files` is the store's folder, by default not encrypted.
     """
 
     def __init__(
@@ -91,10 +81,7 @@ class Index(Rows):
         self.database.close()
 
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
-        """Return the index as serving threads see it: without the blocks and checkpoints `hidden`.
-
-        Its questions never raise: `failed` is called, and the answer is empty.
-        """
+        """Return the index without `hidden` records. If a question fails, `failed` is called."""
         view = copy(self)
         view._failed, view._hidden = failed, hidden
         view.state = SmallState(view)
@@ -102,10 +89,7 @@ class Index(Rows):
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
-        """Answer a thread that comes and goes: one such thread at a time, then it is disconnected.
-
-        SQLite keeps as many descriptors as connections were ever open at the same time.
-        """
+        """Answer a thread that comes and goes: one such thread at a time has a connection."""
         with self.database.opening:
             try:
                 yield self
@@ -117,12 +101,7 @@ class Index(Rows):
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        """Return the blocks that continue `parent`, at most `limit`.
-
-        With the text or the packed ids that lie ahead, and if there are many blocks, only the
-        nearest to them are returned. A damaged index may lie; the walk of the tree checks those
-        blocks that it means to use.
-        """
+        """Return the unchecked blocks that continue `parent`; see `BlockSource.children`."""
         hidden = set(self._hidden)  # before the rows are read: those go first
         most = FEW + 1 if ahead is not None else -1 if limit is None else limit
         nodes = self._nodes("parent = ? LIMIT ?", parent, most + len(hidden) * (most > 0))
@@ -137,11 +116,7 @@ class Index(Rows):
         return [node for node in nodes if node.key not in hidden]
 
     def newest(self, root: Root, limit: int) -> list[Block]:
-        """Return blocks of a tree, the newest first: of the newest ones of all trees, 8 times that.
-
-        So no more is read for a tree that is small, or old. A block counts by when it was stored,
-        or was the end of what was restored.
-        """
+        """Return a tree's newest blocks, at most `limit`, out of the newest of all trees."""
         newest = "SELECT rowid AS row, root AS its FROM blocks ORDER BY used DESC LIMIT ?"
         rows = f"SELECT row FROM ({newest}) WHERE its = ? LIMIT ?"
         where = f"rowid IN ({rows}) ORDER BY +used DESC, rowid DESC"
@@ -171,7 +146,7 @@ class Index(Rows):
         )
 
     def block(self, key: bytes) -> tuple[Block, bytes, int] | None:
-        """Return what is known of a block: its node, its root's key, its file's size."""
+        """Return a block, its root's key, and the size of its file in bytes."""
         query = f"SELECT {_BLOCK_COLUMNS}, root, n_bytes FROM blocks WHERE key = ?"
         for *row, root, n_bytes in self.ask(query, key, types=(*_BLOCK_TYPES, bytes, int)):
             return Block(*row), root, n_bytes
@@ -213,7 +188,7 @@ class Index(Rows):
         A row has its key, its parent's key, its bytes with its checkpoints', and their number.
         `leaves` are at most 500.
         """
-        rows: list[tuple[bytes, bytes, int, int]] = self.ask(
+        return self.ask(
             f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "
             "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
             "SELECT b.key, parent, b.n_bytes + coalesce(sum(c.n_bytes), 0), count(c.key) "
@@ -222,22 +197,20 @@ class Index(Rows):
             *leaves,
             types=(bytes, bytes, int, int),
         )
-        return rows
 
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
-        """Return what all blocks take.
+        """Return a row for each block.
 
         A row has its key, its parent's, its root's, its first position, its tokens (8 too many for
         an image, but 256 at most), its bytes with its checkpoints', and the time of its use in
         seconds since the epoch.
         """
-        rows: list[Any] = self.ask(
+        return self.ask(
             "SELECT key, parent, root, start, min(length(ids) / 4, 256), n_bytes + "
             "(SELECT coalesce(sum(n_bytes), 0) FROM checkpoints WHERE block = b.key), used "
             "FROM blocks AS b",
             types=(bytes, bytes, bytes, int, int, int, float),
         )
-        return rows
 
     def keys(self, table: str = "blocks") -> set[bytes]:
         """Return the keys of all blocks, or of all "checkpoints"."""
@@ -247,10 +220,9 @@ class Index(Rows):
         """Yield the leaf blocks and the checkpoints of a model, the least recently used first.
 
         Each comes with the time of its use, whether it is a checkpoint, a number that is smaller
-        for a deeper block, its key, and the key of its block. If several were used at the same
-        time, the deepest leaf is the first. Leaves go before checkpoints, which were kept for
-        blocks before them. Leaves that pinned sessions end in are left out. The model is given by
-        its fingerprint.
+        for a deeper block, its key, and its block's key. If several were used at the same time, the
+        deepest leaf is first, and leaves come before checkpoints. The leaves of pinned sessions are
+        left out. The model is given by its fingerprint.
         """
         leaves = (
             "SELECT CAST(used AS REAL), 0, CAST(-start AS INTEGER), key, key FROM blocks AS b "
@@ -271,11 +243,7 @@ class Index(Rows):
             yield from heapq.merge(first, second)
 
     def unreachable(self) -> list[bytes]:
-        """Return the keys of what is never reached.
-
-        These are blocks whose parent is neither a root nor there, all blocks that follow them, and
-        checkpoints whose block is missing.
-        """
+        """Return the keys of blocks without their chain, and of checkpoints without their block."""
         rows = self.ask(
             "WITH RECURSIVE lost(key) AS ("
             "SELECT key FROM blocks AS b WHERE parent != root AND NOT EXISTS "
@@ -298,9 +266,7 @@ class Index(Rows):
             types=(bytes, bytes, str, int, int),
         )
         checkpoints = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
-        return [
-            entry for entry in checkpoints if entry[0].is_genuine and entry[0].key not in hidden
-        ]
+        return [(c, n) for c, n in checkpoints if c.is_genuine and c.key not in hidden]
 
     # Sessions.
 
@@ -318,14 +284,13 @@ class Index(Rows):
         return read_sessions(self.ask_in(f"{_SESSIONS} leaf IN (VALUES {{}})", zip(leaves)))
 
     def sessions_named(self, name: str) -> list[Session]:
-        """Return the sessions with this name, of any root, the most recently used first."""
+        """Return the sessions with this name, the most recently used first."""
         return self._sessions("name = ? ORDER BY used DESC", name)
 
     def session_of(self, commit: Commit) -> Session | None:
-        """Return the session that a commit's leaf continues: it ends in a block of the same chain.
+        """Return the nearest session that ends in a block of the chain.
 
-        If there are several, it is the nearest to the leaf. The walk up the chain ends there, so
-        its cost depends on the blocks of the turn. A first turn without a name walks to the root.
+        The cost depends on the blocks of the turn. A first turn without a name walks to the root.
         """
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None
@@ -333,9 +298,8 @@ class Index(Rows):
         # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
         query = f"{_SESSIONS} +root = ? AND +name IS ? AND leaf IN"
         sessions = read_sessions(self.ask_in(f"{query} (VALUES {{}})", zip(own), root, leaf.name))
-        is_named = leaf.name is not None
-        has_name = not is_named or self._sessions("root = ? AND name = ? LIMIT 1", root, leaf.name)
-        if not sessions and has_name:
+        named = "root = ? AND name = ? LIMIT 1"
+        if not sessions and (leaf.name is None or self._sessions(named, root, leaf.name)):
             walk = (
                 "WITH RECURSIVE up(key) AS (VALUES (?) UNION SELECT parent FROM up JOIN blocks "
                 "USING (key) WHERE NOT EXISTS "
@@ -358,7 +322,7 @@ class Index(Rows):
     # Roots and totals.
 
     def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
-        """Return the largest roots, of all tenants or of the tenant of a root, with totals."""
+        """Return the largest roots, of all tenants or of a root's tenant, with totals."""
         tenant_json = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
@@ -371,7 +335,7 @@ class Index(Rows):
         return [(root, totals) for root, totals in read if root is not None]
 
     def models(self) -> list[str]:
-        """Return the fingerprints of the models that have blocks, one look-up for each."""
+        """Return the fingerprints of the models that have blocks."""
         models: list[str] = []
         query = "SELECT min(model) FROM blocks WHERE n_children = 0 AND model > ?"
         while rows := self.ask(query, models[-1] if models else "", types=(str,)):
@@ -383,7 +347,7 @@ class Index(Rows):
         return read_root(key, rows[0][0]) if rows else None
 
     def totals(self, root: bytes = b"") -> Totals:
-        """Return numbers and bytes of the blocks, checkpoints and sidecars of a root, or of all."""
+        """Return the totals of a root, or of all roots."""
         columns = "n_blocks, block_bytes, n_checkpoints, checkpoint_bytes, sidecar_bytes"
         rows = self.ask(f"SELECT {columns} FROM totals WHERE root = ?", root)
         # A damaged number is taken for 0, and the others as they are.
@@ -423,9 +387,8 @@ class Index(Rows):
                 if isinstance(c, Checkpoint)
             ]
             # Not INSERT OR REPLACE: what that replaces would not be counted as removed.
-            db.executemany(
-                "DELETE FROM checkpoints WHERE key = ?", [row[:1] for row in checkpoints]
-            )
+            keys = [row[:1] for row in checkpoints]
+            db.executemany("DELETE FROM checkpoints WHERE key = ?", keys)
             db.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", checkpoints)
 
     def commit(
@@ -437,10 +400,9 @@ class Index(Rows):
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
-        `new` comes with the sizes of the files, in bytes; `session` ends in the commit's leaf.
-        `sidecar_bytes` is the size of the session's file.
-        Rows of the commit's blocks and checkpoints that say something else than those do are put
-        right. Superseded checkpoints and those of replaced blocks are removed; return their keys.
+        `new` comes with the sizes of the files, in bytes. `session` ends in the commit's leaf; its
+        file has `sidecar_bytes`. Wrong rows are corrected. Return the keys of removed checkpoints:
+        those superseded, and those of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
@@ -460,22 +422,17 @@ class Index(Rows):
                 self.put_session(session, sidecar_bytes)
                 self.state.add_note(session.id, **leaf.note)
             if leaf is not None:
-                db.executemany(
-                    "UPDATE sessions SET leaf = ? WHERE leaf = ?",
-                    [(new, old) for old, new in leaf.replaced],
-                )
+                moves = [(new, old) for old, new in leaf.replaced]
+                db.executemany("UPDATE sessions SET leaf = ? WHERE leaf = ?", moves)
                 # Now, not after the commit: a crash in between would leave them for good.
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
         return [key for key, _ in removed]
 
     def put_session(self, session: Session, sidecar_bytes: int = 0) -> None:
-        """Add a session, or change its row; `sidecar_bytes` is the size of its file.
-
-        Raises sqlite3.IntegrityError, and changes nothing, if another session has its id.
-        """
+        """Add or change a session. Raises sqlite3.IntegrityError if another session has its id."""
         with self.database.transaction() as db:
-            # As in `_add`. Another session differs in more than its id.
+            # Not INSERT OR REPLACE, as in `add_blocks`. Another session has another time or name.
             db.execute(
                 "DELETE FROM sessions WHERE id = ? AND root = ? AND name IS ? AND created = ?",
                 (session.id, session.root, session.name, session.created),
@@ -500,7 +457,7 @@ class Index(Rows):
     def forget(self, key: bytes) -> Forgotten:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
-        Then the block's parent counts as used when the block was, or later.
+        The block's parent takes the block's time of use if that is later.
         """
         with self.database.transaction() as db:
             db.execute(
@@ -509,9 +466,8 @@ class Index(Rows):
                 (key,),
             )
             ended = db.execute("SELECT id FROM sessions WHERE leaf = ?", (key,)).fetchall()
-            sizes = db.execute(
-                "SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE key = ?", (key,)
-            ).fetchall()
+            size = "SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE key = ?"
+            sizes = db.execute(size, (key,)).fetchall()
             db.execute("DELETE FROM sessions WHERE leaf = ?", (key,))
             for (session_id,) in ended:
                 self.state.forget_note(session_id)
@@ -526,7 +482,7 @@ class Index(Rows):
     def _use_checkpoints(
         self, db: sqlite3.Connection, checkpoints: Iterable[Checkpoint], now: float
     ) -> None:
-        """Mark checkpoints as used, and put right what their rows say of them."""
+        """Mark checkpoints as used, and correct their rows."""
         db.executemany(
             "UPDATE checkpoints SET block = ?, kind = ?, n_tokens = ?, used = ? WHERE key = ?",
             [(p.block, p.kind, p.n_tokens, now, p.key) for p in checkpoints],
@@ -535,28 +491,17 @@ class Index(Rows):
     def _remove_checkpoints(
         self, db: sqlite3.Connection, keys: Collection[bytes], blocks: Collection[bytes] = ()
     ) -> list[tuple[bytes, int]]:
-        """Remove checkpoints, and all of some blocks; return keys and sizes of their files."""
         removed: list[tuple[bytes, int]] = []
         for column, values in (("key", keys), ("block", blocks)):
             for value in values:
                 where = f"FROM checkpoints WHERE {column} = ?"
-                removed += db.execute(
-                    f"SELECT key, CAST(n_bytes AS INTEGER) {where}", (value,)
-                ).fetchall()
+                removed += db.execute(f"SELECT key, CAST(n_bytes AS INTEGER) {where}", (value,))
                 db.execute(f"DELETE {where}", (value,))
         return removed
 
     def now(self) -> float:
-        """Return the time of use of what is used now, in seconds since the epoch.
-
-        It is always the latest. Otherwise, after a clock jumps back, new blocks would be evicted
-        first.
-        """
-        used = [
-            row
-            for table in ("blocks", "checkpoints")
-            for row in self.ask(
-                f"SELECT used FROM {table} WHERE used < ? ORDER BY used DESC LIMIT 1", _END
-            )
-        ]
-        return max([time.time(), *(math.nextafter(newest, _END) for (newest,) in used)])
+        """Return the time in seconds since the epoch, later than all use: clocks may jump back."""
+        newest = "SELECT used FROM {} WHERE used < ? ORDER BY used DESC LIMIT 1"
+        tables = "blocks", "checkpoints"
+        used = [row[0] for table in tables for row in self.ask(newest.format(table), _END)]
+        return max([time.time(), *(math.nextafter(last, _END) for last in used)])

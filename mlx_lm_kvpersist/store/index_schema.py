@@ -11,8 +11,7 @@ from ..errors import IndexDamaged, StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_sessions
 
 INDEX_FORMAT, _CONVERTED_FORMAT = 7, 6
-"""The format of the store as a whole, and the format that is converted to it. A store of any other
-format is refused."""
+"""The format of the store, and the format that is converted to it. Others are refused."""
 APPLICATION_ID = 0x6B767000
 """Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
 
@@ -171,9 +170,9 @@ _MISCOUNTED = (
 def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
     """Check the index at `path`, make its tables if it is empty, and convert an older format.
 
-    Return whether it was converted: then it has many free pages. All pages are read only if
-    `check_all` is set, which takes longer the more the index holds. Raises StoreFormatError
-    when another version wrote it and sqlite3.DatabaseError when it is damaged.
+    Return whether it was converted: then it has many free pages. Raises StoreFormatError when
+    another version wrote it and sqlite3.DatabaseError when it is damaged. `check_all` reads all
+    pages, which takes longer the more the index holds.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (mark,) = db.execute("PRAGMA application_id").fetchone()
@@ -192,7 +191,13 @@ def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
         if verdict != "ok":
             raise IndexDamaged(verdict)
     if version == 0:
-        _make_tables(db)
+        with db:
+            db.execute("BEGIN IMMEDIATE")
+            if not _statements(db):  # else another process was quicker
+                for sql in _as_made().values():
+                    db.execute(sql)
+                recount(db)
+            _mark(db)
     elif version == _CONVERTED_FORMAT:
         _convert(db)
     if not _as_made().items() <= _statements(db).items():
@@ -200,23 +205,8 @@ def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
     return bool(version == _CONVERTED_FORMAT)
 
 
-def _make_tables(db: sqlite3.Connection) -> None:
-    with db:
-        db.execute("BEGIN IMMEDIATE")
-        if not _statements(db):  # else another process was quicker
-            for sql in _as_made().values():
-                db.execute(sql)
-            recount(db)
-        _mark(db)
-
-
 def _convert(db: sqlite3.Connection) -> None:
-    """Convert an index of the format before, in one transaction. No row is lost.
-
-    Its roots, blocks and checkpoints have more columns and indexes, for another order of eviction.
-    If another process was quicker, this changes nothing. Raises IndexDamaged if the tables lack a
-    column.
-    """
+    """Convert an index of the format before in one transaction. Raises IndexDamaged."""
     statements = _as_made()
     with db:
         db.execute("BEGIN IMMEDIATE")
@@ -310,10 +300,7 @@ def _statements(db: sqlite3.Connection) -> dict[tuple[str, str], str]:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Say whether an error means that the index is damaged.
-
-    Any other error says nothing about the file: a lock, a full disk, a wrong statement.
-    """
+    """Say whether an error means that the index is damaged, not locked or without room."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None or code == _ERROR:
         return isinstance(error, IndexDamaged) or bool(_DAMAGE.fullmatch(str(error)))

@@ -1,8 +1,7 @@
 """Objects by name in a bucket or a folder that others use, too, through obstore.
 
-Any URL that obstore knows: s3://, gs://, az://, file://, or the path of a folder, such as a share
-of SMB or NFS. Credentials come from the environment, as each service's own tools read them
-(https://developmentseed.org/obstore/latest/api/store/).
+Any URL or folder that obstore knows. Credentials come from the environment, as each service's own
+tools read them (https://developmentseed.org/obstore/latest/api/store/).
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from .folder import OBJECTS, OwnFiles, has_own_name
 from .threads import Result, Threads
 
 ANSWER_S, CONNECT_S = 9, 2
-"""How long one operation, and a connection, may take. Nothing is tried twice."""
+"""Seconds that an operation, and a connection, may take. Nothing is tried twice."""
 _N_THREADS = 8
-"""The six threads that fetch, the thread that puts, and a spare may each wait for an operation."""
+"""For six threads that fetch, the thread that puts, and a spare."""
 _AT_ONCE = 100
-"""Objects that are listed or removed in one operation: in a folder, one after the other."""
+"""Objects listed or removed in one operation."""
 
 
 class ListedObject(NamedTuple):
-    """An object that is there: its size, and when the store got it, in seconds since the epoch."""
+    """A stored object: its size, and when it was put, in seconds since the epoch."""
 
     name: str
     n_bytes: int
@@ -43,11 +42,7 @@ class ListedObject(NamedTuple):
 def surplus(
     objects: Iterable[ListedObject], older_s: float | None, max_bytes: int | None
 ) -> list[ListedObject]:
-    """Return the objects to remove, the oldest first.
-
-    These are objects that were put more than `older_s` seconds ago, and the oldest objects beyond
-    `max_bytes` in all.
-    """
+    """Return the objects put over `older_s` seconds ago, and the oldest beyond `max_bytes`."""
     before_s = time.time() - older_s if older_s is not None else 0.0
     in_order = sorted(objects, key=lambda item: item.put_s)
     left = sum(item.n_bytes for item in in_order)
@@ -59,9 +54,9 @@ def surplus(
 
 
 def _folder_of(url: str) -> Path | None:
-    """Return the folder that a URL or a path names, absolute; None for a bucket.
+    """Return the absolute folder that a URL or path names; None for a bucket.
 
-    Raises ValueError or ArgumentTypeError if the URL cannot name a folder of this machine.
+    Raises ValueError or ArgumentTypeError if it cannot be a folder of this machine.
     """
     split_url = urlsplit(url)
     if split_url.scheme not in ("", "file"):
@@ -77,10 +72,8 @@ def _folder_of(url: str) -> Path | None:
 class Objects:
     """Objects in one place. Any thread; what fails raises FileNotFoundError or OSError.
 
-    Files of a folder that are not the plugin's own are left alone; see `folder`. An operation on
-    such a file, in the place of an object, raises StoreError.
-
-    Raises ConfigError if obstore is missing or the URL cannot be used.
+    An operation on a foreign file in the place of an object raises StoreError. Raises ConfigError
+    if obstore is missing or the URL cannot be used.
     """
 
     def __init__(self, url: str) -> None:
@@ -147,10 +140,7 @@ class Objects:
             return bytes(answer.bytes())
 
     def age_s(self, name: str) -> float | None:
-        """Return how many seconds ago an object was put; None if it does not exist.
-
-        The answer is as right as the clocks of this machine and of the store.
-        """
+        """Return how many seconds ago an object was put; None if it does not exist."""
         try:
             with self._failures(name):
                 meta = self._obstore.head(self._opened(), name)
@@ -182,10 +172,7 @@ class Objects:
                         yield ListedObject(meta["path"], meta["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove at most 1,000 objects: S3 removes no more in one request.
-
-        If another server removes them, too, some may be left.
-        """
+        """Remove at most 1,000 objects (S3's limit); some may be left if others remove, too."""
         if self._folder is not None:
             for name in names:
                 OwnFiles(self._folder).remove(self._folder / name)
@@ -197,20 +184,15 @@ class Objects:
 class TimedObjects:
     """Objects in one place that answer in time: nothing else ends an operation in a dead folder.
 
-    A few threads run the operations, and an operation that hangs keeps its thread. Any thread asks.
-
-    Raises what `Objects` raises, and NoAnswer if an operation takes longer than `ANSWER_S`. All
-    operations raise NoAnswer at once until that operation ends or `try_again` is called.
-
-    The constructor opens the place, and raises ConfigError if the place cannot be used. If the
-    place does not answer, `is_hanging` is true.
+    Raises what `Objects` raises, and NoAnswer if an operation takes longer than `ANSWER_S`, or at
+    once until that operation ends or `try_again` is called. The constructor opens the place, and
+    raises ConfigError if it cannot be used.
     """
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._threads = Threads(_N_THREADS, "kvpersist-objects")
         self._late: Future[Any] | None = None
-        """The operation that was given up last."""
         with suppress(NoAnswer):
             self._ask(objects.open)
 

@@ -1,7 +1,6 @@
-"""The first tier: blocks in RAM under a byte budget; the least recently used is evicted first.
+"""The first tier: blocks in RAM under a byte budget; the least recently used leaf goes first.
 
-Only leaves of the tree of blocks are evicted, unless all leaves are pinned. Any thread may call the
-pool. Arrays are shared and never changed. Every change takes O(log n).
+Any thread may call the pool. Arrays are shared and never changed. Every change takes O(log n).
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from ..units import show_bytes
 from .records import RAM, KVBlock
 
 _MAX_GONE = 20_000
-"""Evicted blocks and checkpoints that are remembered."""
 _FIRST = -(1 << 62)
-"""A checkpoint's place among last resorts: before all blocks."""
 
 
 class BlockPool:
@@ -34,22 +31,16 @@ class BlockPool:
         self.max_bytes = max_bytes
         self._entries: dict[bytes, KVBlock] = {}
         self._children: dict[bytes, dict[str, list[Block]]] = {}
-        """The blocks that continue a block, by its key: sorted by text, and by packed ids; of equal
-        ones by key."""
+        """Blocks by parent: sorted by text, and by packed ids; of equal ones by key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._places = SortedList()
-        """The places of all entries that may be evicted, the first to go first; see `_place_of`. If
-        an entry has been used since, its place is put right when it is the first."""
+        """Places of the entries that may be evicted, in order; corrected when they are first."""
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
-        """Keys of blocks that were evicted lately."""
         self.lock = RLock()
         self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
-        """Bytes of all entries, of entries that must stay for now, and of checkpoints."""
         self.n_evicted = 0
-        """Blocks and checkpoints that went to make room."""
         self.asked_again_tokens = 0
-        """Tokens of evicted blocks that came back."""
 
     def stats(self) -> dict[str, int]:
         with self.lock:
@@ -100,10 +91,9 @@ class BlockPool:
             return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
 
     def put(self, entry: KVBlock) -> KVBlock:
-        """Add an entry, or keep the one there: equal keys mean equal content. Return what is here.
+        """Add an entry, or add its pins to the one there; return what is there.
 
-        The pins of both are added up. One that is larger than the pool, and need not stay, is not
-        added.
+        An entry larger than the pool that need not stay is not added.
         """
         block = entry.block
         with self.lock:
@@ -132,11 +122,7 @@ class BlockPool:
             return entry
 
     def admit(self, entry: KVBlock) -> KVBlock:
-        """Add an entry, and pin it for a prefetch.
-
-        Return the entry under its key, which may be an older one. Raises PoolFull if
-        entries that must stay leave no room for it.
-        """
+        """Add an entry, pin it for a prefetch, and return what `put` does. Raises PoolFull."""
         with self.lock:
             key, free = entry.block.key, self.max_bytes - self.n_bytes
             reclaimable = self.n_bytes - self.held_bytes
@@ -153,10 +139,7 @@ class BlockPool:
             )
 
     def unwritten(self, key: bytes) -> list[Block]:
-        """Return the blocks that no tier below has, up to the one with this key, in order.
-
-        Their number bounds the cost, not the length of the chain.
-        """
+        """Return the blocks in RAM alone up to the one with this key, in order."""
         blocks: list[Block] = []
         with self.lock:
             while (entry := self._entries.get(key)) is not None and not entry.is_stored:
@@ -167,9 +150,9 @@ class BlockPool:
         return blocks[::-1]
 
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
-        """Keep blocks and checkpoints, as far as they are here, until `unpin`; return them.
+        """Keep the entries that are here until `unpin`; return them.
 
-        A record that a commit pinned and a tier below has may be evicted as a last resort.
+        An entry that a commit pinned and a tier below has may be evicted as a last resort.
         """
         with self.lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
@@ -183,11 +166,7 @@ class BlockPool:
             self._evict()
 
     def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
-        """Mark blocks, given in the order of their chain, as used.
-
-        The last block is evicted first. If they are `proven`, a restore with them has been
-        completed, so the arrays that were read are right.
-        """
+        """Mark a chain's blocks as used, the last the least; a restore has `proven` them."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in reversed(entries):
@@ -196,7 +175,7 @@ class BlockPool:
                     entry.tier, entry.read_s = RAM, 0.0
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
-        """Say of entries whether a tier below has them; without, they stay for waiting commits."""
+        """Say whether a tier below has entries; if not, they stay for waiting commits."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in entries:
@@ -213,10 +192,9 @@ class BlockPool:
                     self._remove(record_key)
 
     def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
-        """Do what `remove` does, unless a commit waits to be written with this block or checkpoint.
+        """Remove a record unless a commit waits with it.
 
-        `written` says whether one that a tier below has is dropped, too. The checkpoints
-        of a block may be here without it.
+        Without `written`, a record that a tier below has stays.
         """
         with self.lock:
             entry = self._entries.get(key)
@@ -224,11 +202,7 @@ class BlockPool:
                 self.remove(key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
-        """Drop the blocks on disk of a chain, given from its first on; return the bytes.
-
-        Their checkpoints go with them. Blocks that others in RAM continue stay, and so does what
-        is about to be used.
-        """
+        """Drop a chain's last blocks that are on disk and not in use; return the bytes."""
         with self.lock:
             before = self.n_bytes
             for key in reversed(list(chain)):
@@ -241,19 +215,13 @@ class BlockPool:
             return before - self.n_bytes
 
     def resize(self, max_bytes: int) -> int:
-        """Change the budget and evict what is over it; return the bytes that went. Any thread.
-
-        Entries that must stay are evicted when they are unpinned.
-        """
+        """Change the budget and evict what is over it; return the bytes that went. Any thread."""
         with self.lock:
             self.max_bytes = max_bytes
             return self._evict()
 
     def release(self, n_bytes: int) -> int:
-        """Evict at least `n_bytes`, or all that may go; return the bytes that went. Any thread.
-
-        Entries that prompts or commits wait for stay.
-        """
+        """Evict at least `n_bytes`, or all that nobody waits for; return the bytes. Any thread."""
         with self.lock:
             return self._evict(self.n_bytes - n_bytes, last_resorts=False)
 
@@ -266,7 +234,6 @@ class BlockPool:
             self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
 
     def _count(self, entry: KVBlock, n: int) -> None:
-        """Count an entry that comes (1) or goes (-1)."""
         is_checkpoint = isinstance(entry.block, Checkpoint)
         self.n_checkpoints += n * is_checkpoint
         self.n_bytes += n * entry.n_bytes
@@ -274,7 +241,6 @@ class BlockPool:
         self.held_bytes += n * entry.n_bytes * entry.is_held
 
     def _hold(self, entries: Iterable[KVBlock], pins: int, prefetched: int) -> None:
-        """Add to the pins of entries, of which some may not be here any longer."""
         for entry in entries:
             was_held, was_pinned = entry.is_held, entry.pins > 0
             entry.pins += pins
@@ -314,8 +280,8 @@ class BlockPool:
     def _place_of(self, entry: KVBlock) -> tuple[bool, int, bytes] | None:
         """Return an entry's place in the order of eviction; None if it must stay.
 
-        Leaves go first, the least recently used of them before the rest. All other entries that may
-        go are last resorts: checkpoints, then the blocks farthest from their root.
+        Leaves go first, the least recently used before the rest. Last resorts follow: checkpoints,
+        then the blocks farthest from their root.
         """
         key = entry.block.key
         # Without its parent a block is of no use, so parents stay as long as they have any. Nothing
@@ -328,7 +294,6 @@ class BlockPool:
         return True, -entry.block.start if isinstance(entry.block, Block) else _FIRST, key
 
     def _requeue(self, key: bytes) -> None:
-        """Give an entry, if it is here, its place of now in the order of eviction."""
         if (entry := self._entries.get(key)) is not None:
             self._move(entry, self._place_of(entry))
 
@@ -341,7 +306,6 @@ class BlockPool:
             entry.place = place
 
     def _next(self, *, last_resorts: bool) -> bytes | None:
-        """Return the key of the entry that goes first; None if no entry may go."""
         while self._places:
             place: tuple[bool, int, bytes] = self._places[0]
             is_last_resort, _, key = place

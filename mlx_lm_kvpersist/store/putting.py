@@ -1,7 +1,6 @@
 """Put what was written to disk into a shared store, by a thread of its own.
 
-The thread asks for an object before it puts the object, so that each is put once. Waiting objects
-are on disk, not in RAM. An object that cannot be put is skipped after some attempts.
+Waiting objects are on disk, not in RAM. One that cannot be put is skipped after some attempts.
 """
 
 from __future__ import annotations
@@ -25,17 +24,13 @@ from .shared_objects import SharedObjects
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 4096
-"""Objects that wait to be put, at most."""
 PROBE_S = 10.0
-"""How often a store that failed is tried in the background."""
 PRUNE_S = 600.0
-"""How often a server that puts something looks whether all servers have put too much."""
+"""How often a server that puts something looks for a surplus."""
 MOST_ATTEMPTS = 3
-"""How often an object is tried while the store answers, and how many may fail in a row."""
+"""Attempts for one object, and failures in a row, while the store answers."""
 CLOSING_S = 2.0
-"""When the server ends, an object that takes longer to be put is not waited for."""
 _N_TURNS = 256
-"""Conversations whose newest chain is remembered, so that later checkpoints are added to it."""
 
 
 RepliesOf = Callable[[Root, Sequence[Mapping[str, Any]]], Mapping[bytes, bytes]]
@@ -44,7 +39,7 @@ RepliesOf = Callable[[Root, Sequence[Mapping[str, Any]]], Mapping[bytes, bytes]]
 
 @dataclass(frozen=True)
 class _Turn:
-    """A conversation has a new `leaf`, if a turn has ended, or new replies, by their packed ids."""
+    """A conversation's new `leaf`, if a turn has ended, or new replies."""
 
     root: Root
     messages: Sequence[Mapping[str, Any]]
@@ -69,22 +64,16 @@ class Putting:
         self._store, self._disk, self._replies_of = store, disk, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
-        self._waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
-        """Objects to put, with the number of failed attempts of each. A key stands for the chain
-        that ends in this block."""
+        self.waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
+        """Objects to put, with their failed attempts. A key stands for the chain up to it."""
         self._since_s = 0.0
-        """When the attempt that is being made began, by the monotonic clock."""
         self._changed = threading.Condition()
         self._is_closing = self._is_busy = False
         self._thread = threading.Thread(target=self._run, name="kvpersist-put", daemon=True)
         self._thread.start()
 
-    @property
-    def n_waiting(self) -> int:
-        return len(self._waiting)
-
     def write(self, commit: Commit) -> bool:
-        """Have a commit that was written to disk put here. Return False if too much waits already.
+        """Have a written commit put here; return False if too much waits already.
 
         Blocks that are not full are left out unless the turn has ended: no prompt finds them.
         """
@@ -94,15 +83,14 @@ class Putting:
         before = [commit.parent] if commit.leaf and commit.parent != commit.root.key else []
         new: list[Record | _Turn | bytes] = [*before, *unseen, *self._new_of(commit)]
         with self._changed:
-            if len(self._waiting) + len(new) > MAX_WAITING:
+            if len(self.waiting) + len(new) > MAX_WAITING:
                 self._store.counts["not_written"] += len(new)
                 return False
-            self._waiting += ((item, 0) for item in new)
+            self.waiting += ((item, 0) for item in new)
             self._changed.notify_all()
         return True
 
     def _new_of(self, commit: Commit) -> list[_Turn]:
-        """Return what a commit adds to conversations."""
         new: list[_Turn] = []
         if commit.leaf is not None:
             turn = _Turn(commit.root, commit.leaf.messages, commit.leaf.key)
@@ -128,27 +116,26 @@ class Putting:
                 )
                 if self._has_done_all() and self._is_closing:
                     return
-                self._is_busy = bool(self._waiting or self._store.failed_with)
+                self._is_busy = bool(self.waiting or self._store.failed_with)
             if self._is_busy:
                 self._work()
 
     def _has_done_all(self) -> bool:
-        """Say whether nothing waits, or nothing can be put now."""
-        return not self._waiting or bool(self._store.failed_with)
+        return not self.waiting or bool(self._store.failed_with)
 
     def _work(self) -> None:
-        """Try a store that failed; put the waiting objects as long as the store answers."""
+        """Try a store that failed; put what waits as long as the store answers."""
         store, self._since_s = self._store, time.monotonic()
         if store.reads.failed_with and not store.answers():
             return
         self._prune()
         n_before, n_in_a_row = store.counts["written"], 0
-        while self._waiting and n_in_a_row < MOST_ATTEMPTS:
-            (item, n_failed), self._since_s = self._waiting[0], time.monotonic()
+        while self.waiting and n_in_a_row < MOST_ATTEMPTS:
+            (item, n_failed), self._since_s = self.waiting[0], time.monotonic()
             if isinstance(item, bytes):
-                self._waiting.popleft()
+                self.waiting.popleft()
                 blocks = [block for block in self._disk.chain(item) if not store.is_seen(block.key)]
-                self._waiting.extendleft((block, 0) for block in reversed(blocks))
+                self.waiting.extendleft((block, 0) for block in reversed(blocks))
                 continue
             try:
                 self._put_turn(item) if isinstance(item, _Turn) else self._put(item)
@@ -158,15 +145,15 @@ class Putting:
                     return
                 n_in_a_row, n_failed, failed_with = n_in_a_row + 1, n_failed + 1, error
                 if n_failed < MOST_ATTEMPTS:
-                    self._waiting.append((item, n_failed))
+                    self.waiting.append((item, n_failed))
                 else:
                     store.counts["not_written"] += 1
                     message = "an object cannot be put into the shared store: %s"
                     store.failures.add(message, str(error) or repr(error))
-            self._waiting.popleft()
+            self.waiting.popleft()
         if store.counts["written"] > n_before:
             store.writes.worked()
-        elif self._waiting and n_in_a_row == MOST_ATTEMPTS:
+        elif self.waiting and n_in_a_row == MOST_ATTEMPTS:
             store.writes.failed(failed_with)
 
     def _put(self, record: Record) -> None:
@@ -179,7 +166,7 @@ class Putting:
         self._store.put(record.key, content)
 
     def _put_turn(self, new: _Turn) -> None:
-        """Put a conversation, with the replies that other servers and earlier turns put."""
+        """Put a conversation, with the replies that were put before."""
         store, root, chain = self._store, new.root, tuple[Block, ...]()
         if new.leaf is not None and not (chain := tuple(self._disk.chain(new.leaf))):
             return  # it was evicted, or removed
@@ -196,7 +183,6 @@ class Putting:
             store.put(layout, root.layout.encode())
 
     def _prune(self) -> None:
-        """Remove the oldest objects beyond the size that all servers together may put."""
         if self._max_bytes is None or time.monotonic() < self._prune_at_s:
             return
         self._prune_at_s = time.monotonic() + PRUNE_S
@@ -227,5 +213,5 @@ class Putting:
             self._thread.join(0.02)
             if self._is_busy and time.monotonic() > self._since_s + CLOSING_S:
                 break
-        if self._waiting:
-            logger.warning("%d objects were not put into the shared store", len(self._waiting))
+        if self.waiting:
+            logger.warning("%d objects were not put into the shared store", len(self.waiting))

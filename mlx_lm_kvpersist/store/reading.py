@@ -1,7 +1,4 @@
-"""Reading: blocks from the pool, or from the disk into it, when needed or before.
-
-Any long-lived thread may read. Prefetched entries stay in RAM until they are used.
-"""
+"""Reading: blocks from the pool, or from the disk into it, when needed or before. Any thread."""
 
 from __future__ import annotations
 
@@ -23,30 +20,27 @@ from .tier import ReadTier
 logger = logging.getLogger(__name__)
 
 _N_THREADS = 3
-"""Files read at once where somebody waits: while one is hashed the next is read."""
 
 
 class Prefetch:
-    """The entries that are prefetched for a prompt. They stay in RAM until `release`."""
+    """Entries prefetched for a prompt. They stay in RAM until `release`."""
 
     def __init__(self, pool: BlockPool, released: Callable[[Prefetch], None]) -> None:
         self.sizes: dict[bytes, int] = {}
-        """Bytes of what has come from disk since it began, by key, whoever it was read for."""
+        """Bytes of what has come from disk, by key."""
         self.stopped = False
         self.finished = False
-        """Whether no more will be read."""
         self._pool = pool
         self._released = released
         self._is_released = False
         self._entries: list[KVBlock] = []
-        """Changed under the lock of the pool."""
 
     def stop(self) -> None:
         """Read no further than the file that is being read; entries in RAM stay."""
         self.stopped = True
 
     def release(self) -> None:
-        """Stop, and unpin everything. Any thread, any number of times."""
+        """Stop, and unpin everything. Any thread."""
         with self._pool.lock:
             self.stopped = self._is_released = True
             entries, self._entries = self._entries, []
@@ -63,10 +57,9 @@ class Prefetch:
 
 
 class Reader:
-    """Reads what tiers hold into a pool, from the first tier that can be read.
+    """Reads from tiers, in their order, into a pool. Any thread.
 
-    `lose_from` is called with the tiers that should have a block or checkpoint, if they do not have
-    it, or if it failed a check for the reason given. Any thread.
+    `lose_from` is called with the tiers that lack a record or, for a reason, hold a bad one.
     """
 
     def __init__(
@@ -91,10 +84,7 @@ class Reader:
         return entry
 
     def load_all(self, wanted: Sequence[Record], root: Root) -> Iterator[KVBlock | None]:
-        """Yield what `load` returns for each, in order.
-
-        Several are read at once, and little beyond what the caller has asked for.
-        """
+        """Yield what `load` returns for each, in order. Several are read at once."""
         if sum(self.pool.get(block.key) is None for block in wanted) < 2:
             for block in wanted:
                 yield self.load(block, root)
@@ -106,12 +96,7 @@ class Reader:
             coming.extend(map(self._workers.submit, islice(tasks, 1)))
 
     def prefetch(self, wanted: Sequence[tuple[Record, int]], root: Root) -> Prefetch:
-        """Read missing records into the pool, in order; each comes with its size in bytes.
-
-        All prefetched entries take at most half of the budget, so that turns to be written have
-        room; records that do not fit are left on disk. Records in RAM, and records that come, stay
-        until `release`.
-        """
+        """Read missing records, with their sizes, into the pool, up to half of its budget."""
         prefetch = Prefetch(self.pool, self._prefetches.discard)
         self._prefetches.add(prefetch)
         present = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
@@ -165,7 +150,7 @@ class Reader:
             prefetch.add(come)
 
     def read(self, block: Record, root: Root) -> KVBlock | None:
-        """Read from the first tier that can be read; None if no tier can be read now."""
+        """Read from the first tier that can be read now."""
         for tier in self._tiers:
             started = time.perf_counter()
             try:

@@ -1,7 +1,7 @@
 """Rebuild a store's index from the metadata of its files.
 
-The new index is made aside and then takes effect at once: however a rebuild is interrupted, the
-next one finds the old index or none, never half of one, which a sweep would take at its word.
+The new index is made aside and takes effect at once: an interrupted rebuild leaves the old index or
+none, never half of one, which a sweep would take at its word.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ _SUFFIXES = ("", "-wal", "-shm")
 
 
 def rebuild_index(
-    files: OwnFiles,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    files: OwnFiles, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> int:
     """Make the index of a store anew and put it in place; return the number of blocks.
 
-    An index that can still be read is replaced within, by one transaction, so that a server that
-    has it open goes on with it: SQLite forbids to move a file that is in use. Any other goes to
-    quarantine. `SmallState` says what is lost with it. The caller holds the store's lock.
+    The rows of an index that can still be read are replaced by one transaction, because a server
+    may have it open: SQLite forbids to move a file that is in use. Any other index goes to
+    quarantine, and some small state is lost with it. The caller holds the store's lock.
 
     What is damaged is left out. `progress` is called with the files read and all files.
     Raises OSError when a file cannot be read now, because what is left out is swept, and
@@ -68,16 +67,15 @@ def rebuild_index(
 def _replaced_within(path: Path, fresh_path: Path, files: OwnFiles) -> bool:
     """Put the rows of a fresh index into the one at `path`; False when it is missing or damaged.
 
-    One transaction: other processes read the old rows until it ends. The index keeps what the files
-    do not say, if it still applies and can be read: sessions that have neither name nor pin, times
-    of use, and all small state.
+    Other processes read the old rows until the transaction ends. What the files do not say is kept
+    if it can be read: sessions without name and pin, times of use, and all small state.
     """
     if is_empty(path):
         return False
     try:
         live = Index(path, files)
         with closing(live), closing(live.database.connection) as db, db:
-            files.attach(db, fresh_path, "fresh")
+            files.encryption.attach(db, fresh_path, "fresh")
             db.execute("BEGIN IMMEDIATE")
             for table in ("blocks", "checkpoints"):
                 db.execute(

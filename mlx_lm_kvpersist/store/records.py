@@ -25,22 +25,19 @@ class StoreLimits:
     max_ram_bytes: int
     max_disk_bytes: int
     min_free_bytes: int = 0
-    """Free space to leave on the volume."""
     max_loss_s: float = 0.0
-    """Checkpoints that take no longer to compute again are postponed: see `store/writer.py`."""
     model_share: float = 0.75
     """Most of the disk that one model may fill while another model has blocks there."""
 
 
 @dataclass
 class KVBlock:
-    """A block or a checkpoint in RAM: its record, and its KV arrays (opaque to the pool).
+    """A block or checkpoint in RAM, and its KV arrays.
 
     `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
-    it, `prefetched` the prompts that it was prefetched for. `tier` is the place that it was read
-    from, and `read_s` how long that took, until a restore with it has been completed: only then is
-    it as good as one that was computed here. `used` counts up with each use of any entry. `place`
-    is the entry's place in the order of eviction, None while it must stay.
+    it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
+    `read_s` how long that took, until a restore has proven it. `used` counts up with each use of
+    any entry. `place` is its place in the order of eviction, None while it must stay.
     """
 
     block: Record
@@ -61,7 +58,7 @@ class KVBlock:
 
     @classmethod
     def of(cls, block: Record, arrays: Any) -> KVBlock:
-        """Return the entry of a block. Ids and text count: there may be no arrays."""
+        """Return the entry of a record."""
         n_bytes = sum(array.nbytes for array in arrays.values())
         if isinstance(block, Block):
             n_bytes += len(block.packed_ids) + len(block.text)
@@ -72,10 +69,9 @@ class KVBlock:
 class Leaf:
     """The end of one conversation: `n_tokens` tokens, the last of them in block `key`.
 
-    `name` is what the client calls it, if anything. `replaced` has the keys of blocks whose tokens
-    are now in longer blocks, each with the longer block's key: a session that ended in a replaced
-    block moves. `note` is for people. `messages` are the messages that its prompt was rendered
-    from, if it was.
+    `name` is the client's, if any. `replaced` has the keys of blocks whose tokens are now in longer
+    blocks, each with the longer block's key: sessions that ended in replaced blocks move. `note` is
+    for people. `messages` are those that the prompt was rendered from.
     """
 
     name: str | None
@@ -92,14 +88,11 @@ class Leaf:
 class Commit:
     """A change of the store that is made whole or not at all: a turn, a prompt's chunk, replies.
 
-    `blocks` are the new blocks, in order; the blocks before them are not part of the commit. Blocks
-    that are not on disk yet wait in the pool, pinned. A leaf is the end of the last block. If the
-    turn has not ended, a commit has no leaf, and no session moves.
-
-    `checkpoints` belong to these blocks, or to blocks on disk. Checkpoints that are not on disk yet
-    wait in the pool, too. `superseded` checkpoints are removed once the commit is on disk.
-    `replies` has, by digest, the packed ids of replies whose text, as the client saw it, is not
-    what the ids decode to. `messages` are the messages of their prompt.
+    `blocks` are the new blocks, in order. Until it is on disk, a record waits in the pool, pinned.
+    A leaf is the end of the last block; without one, the turn has not ended. `checkpoints` belong
+    to these blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards.
+    `replies` has, by digest, the packed ids of replies that do not decode to the text that the
+    client saw; `messages` are those of their prompt.
     """
 
     root: Root
@@ -116,17 +109,11 @@ class Commit:
 
     @property
     def parent(self) -> bytes:
-        """The key of the block, or of the root, that the first block continues.
-
-        A parent on disk implies the blocks before it: leaves are evicted first.
-        """
+        """The key that the first block continues. If it is on disk, so are the blocks before it."""
         return self.blocks[0].parent if self.blocks else self.root.key
 
     def keys(self) -> set[bytes]:
-        """Return the keys of the records, of their parent and of the blocks of checkpoints.
-
-        As long as these are not evicted, the blocks before them are not.
-        """
+        """Return the keys that must stay on disk so that the whole chain does."""
         keys = {self.parent, *(record.key for record in self.records)} - {self.root.key}
         return keys.union(checkpoint.block for checkpoint in self.checkpoints)
 
@@ -141,10 +128,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A block or checkpoint whose file `write` makes at a path; it returns the size in bytes.
-
-    `n_bytes` is the most that it can be.
-    """
+    """A record whose file `write` makes at a path; it returns the bytes, at most `n_bytes`."""
 
     block: Record
     n_bytes: int
@@ -181,7 +165,6 @@ class Totals:
     n_checkpoints: int = 0
     checkpoint_bytes: int = 0
     sidecar_bytes: int = 0
-    """All sessions together."""
 
     @property
     def n_bytes(self) -> int:
@@ -240,10 +223,7 @@ def write_sidecar(session: Session, files: OwnFiles) -> int:
 
 
 def read_sidecar(path: Path, files: OwnFiles) -> Session:
-    """Read the file of a session.
-
-    Raises ValueError, TypeError, KeyError or OSError when it is not the file of this session.
-    """
+    """Read a session's sidecar. Raises ValueError, TypeError, KeyError or OSError."""
     try:
         content = json.loads(files.read(path))
     except StoreError as error:

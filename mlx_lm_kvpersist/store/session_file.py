@@ -29,22 +29,16 @@ from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from .disk import DiskStore
 from .disk_tier import Saving
-from .files import (
-    MALFORMED,
-    MAX_HEADER_BYTES,
-    read_file,
-    record_in,
-)
-from .folder import OwnFiles, open_regular, whole_file
+from .files import MALFORMED, MAX_HEADER_BYTES, read_file, record_in
+from .folder import open_regular, whole_file
 from .index import Index
 from .records import Commit, Leaf, NewFile, Session
 
 SESSION_FORMAT = 1
-"""A reader refuses a newer one."""
 
 _FORMAT_KEY = "kvpersist-session"
 Progress = Callable[[int, int], None]
-"""Called with the files that have been read or written, and all files."""
+"""Called with the number of files done, and of all files."""
 
 
 class Listed(NamedTuple):
@@ -76,10 +70,9 @@ def _line(content: Mapping[str, Any]) -> bytes:
 
 
 class SessionFile:
-    """An exported session, checked by the checksums of its files; readers check what is in them.
+    """An exported session whose files match their checksums; readers check the content.
 
-    Raises StoreFormatError when a newer version wrote it and StoreError when it is anything but
-    what `export_session` writes.
+    Raises StoreFormatError when a newer version wrote it and StoreError when it is malformed.
     """
 
     def __init__(self, path: Path, progress: Progress = lambda done, total: None) -> None:
@@ -115,7 +108,14 @@ class SessionFile:
         if n_bytes != end or min(file.n_bytes for file in self.files) <= 0:
             raise ValueError(f"it has {n_bytes} bytes and should have {end}")
         self._read_items(n_blocks, progress)
-        self._read_session(session)
+        name = session["name"]
+        if name is not None:
+            if not isinstance(name, str):
+                raise ValueError(f"the session's name is {name!r}")
+            name.encode()
+        self.name: str | None = name
+        if session["n_tokens"] != self.blocks[-1].stop:
+            raise ValueError("the session does not end where its last block does")
 
     def _read_items(self, n_blocks: int, progress: Progress) -> None:
         blocks: list[Block] = []
@@ -145,19 +145,9 @@ class SessionFile:
             progress(number + 1, len(self.files))
         self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
 
-    def _read_session(self, session: Mapping[str, Any]) -> None:
-        name = session["name"]
-        if name is not None:
-            if not isinstance(name, str):
-                raise ValueError(f"the session's name is {name!r}")
-            name.encode()
-        if session["n_tokens"] != self.blocks[-1].stop:
-            raise ValueError("the session does not end where its last block does")
-        self.name: str | None = name
-
     @property
     def items(self) -> tuple[Record, ...]:
-        """All that it holds, in the order of `own_file`."""
+        """Its records, in the order of `own_file`."""
         return (*self.blocks, *self.checkpoints)
 
     def own_file(self, number: int) -> bytes:
@@ -169,15 +159,9 @@ class SessionFile:
 
 
 def export_session(
-    index: Index,
-    session: Session,
-    target: Path,
-    progress: Progress = lambda done, total: None,
+    index: Index, session: Session, target: Path, progress: Progress = lambda done, total: None
 ) -> int:
-    """Write a session to a file, which appears when it is whole; return its size in bytes.
-
-    Raises what `export_records` and `export_parts` raise.
-    """
+    """Write a session to a file, which appears when it is whole; return its size in bytes."""
     records = export_records(index, session)
     n_bytes, chunks = export_parts(index, session, records, progress)
     with whole_file(target, fsync=True) as file:
@@ -191,10 +175,8 @@ def export_records(index: Index, session: Session) -> list[Record]:
     chain = [block for block, _ in index.chain(session.leaf)]
     if not chain:
         raise StoreError(f"session {session.id} has lost blocks; run store verify")
-    checkpoints = [
-        checkpoint for checkpoint, _ in index.checkpoints([block.key for block in chain])
-    ]
-    return [*chain, *checkpoints]
+    checkpoints = index.checkpoints([block.key for block in chain])
+    return [*chain, *(checkpoint for checkpoint, _ in checkpoints)]
 
 
 def export_parts(
@@ -205,8 +187,8 @@ def export_parts(
 ) -> tuple[int, Iterator[bytes]]:
     """Return the size of an exported session in bytes, and its parts.
 
-    Every block and checkpoint is checked before. Checkpoints that are evicted in between are left
-    out. Raises StoreError when a block is missing or anything is damaged; so do the parts.
+    All is checked before. Checkpoints that are evicted are left out. Raises StoreError when a
+    block is missing or anything is damaged; so do the parts.
     """
     exported: dict[Path, Listed] = {}
     files = index.files
@@ -222,9 +204,9 @@ def export_parts(
         except (BlockCorrupt, *MALFORMED) as error:
             raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
         progress(number + 1, 2 * len(records))
-    header_session: dict[str, Any] = {"name": session.name, "n_tokens": session.n_tokens}
+    described = {"name": session.name, "n_tokens": session.n_tokens}
     n_blocks = sum(isinstance(item, Block) for item in records)
-    header = header_of(header_session, n_blocks, list(exported.values()))
+    header = header_of(described, n_blocks, list(exported.values()))
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"session {session.id} is too long for one file ({n_blocks} blocks)")
 
@@ -256,19 +238,18 @@ def _what(item: Record, session: Session) -> str:
 def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
     """Write a checked session to a store, within its budget, whole or not at all.
 
-    An existing session is left unchanged, and so is a session of the same name that continues it; a
-    session that ends on the way to it moves. Return the session, its new records, and whether a
-    session was added or moved. Raises StoreError if it does not fit.
+    A session of the same name that it begins stays; one that ends on the way to it moves. Return
+    the session, its new records, and whether it was added or moved. Raises StoreError.
     """
     leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
-    files = {
-        item.key: NewFile(
-            item,
-            disk.files.most_bytes(source.files[number].n_bytes),
-            partial(_write, source, number, disk.files),
-        )
-        for number, item in enumerate(source.items)
-    }
+    n_added_bytes, files = disk.files.encryption.n_added_bytes, dict[bytes, NewFile]()
+
+    def write(number: int, path: Path) -> int:
+        return disk.files.write(path, source.own_file(number))
+
+    for number, item in enumerate(source.items):
+        n_bytes = source.files[number].n_bytes + n_added_bytes
+        files[item.key] = NewFile(item, n_bytes, partial(write, number))
 
     def commit() -> Commit:
         # For each plan: a session may have been evicted to make room.
@@ -293,8 +274,3 @@ def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
         ):
             return session
     return None
-
-
-def _write(source: SessionFile, number: int, files: OwnFiles, path: Path) -> int:
-    """Write the file of a block or checkpoint; return its size in bytes."""
-    return files.write(path, source.own_file(number))

@@ -1,9 +1,7 @@
 """The shared tier: blocks in a bucket or folder that several servers use.
 
-Blocks are content-addressed and never change, so servers need not agree on anything: each puts what
-is not there (`putting`), fetches what a prompt needs before the request is queued (`fetching`), and
-checks all that it gets (`shared_objects`). What another server computed is found by the ids of a
-prompt, or by its text through the conversation's own object (`conversation`).
+Blocks never change, so servers need not agree: each puts what is not there (`putting`), fetches
+what a prompt needs before the request is queued (`fetching`), and checks it (`shared_objects`).
 """
 
 from __future__ import annotations
@@ -23,15 +21,14 @@ from .threads import Threads
 from .tier import SHARED
 
 SLOW_S, MOST_SLOW_S = 30.0, 1800.0
-"""How long a store that was slower than computing is not asked: at first, and at most."""
+"""How long a slow store is not asked, at first and at most."""
 _SLOW = "the shared store is slower than computing"
 
 
 class SharedTier:
-    """Blocks in a store that several servers use.
+    """Blocks in a store that several servers use. Any thread may ask.
 
-    `land` takes what was fetched, which is at most half of what `pool` may have. All servers put at
-    most `max_bytes`. For the others see `Putting`. Any thread may ask.
+    `land` takes what was fetched, at most half of what `pool` may have.
     """
 
     name = SHARED
@@ -50,18 +47,17 @@ class SharedTier:
         self.putting = Putting(objects, disk, replies_of, max_bytes)
         self._threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
-        """How long a store that was slower than computing is not asked, until when, and the loss in
-        seconds of prompts that do not ask: a longer prompt may be worth it."""
+        """How long a slow store is not asked, until when, and the most loss that does not ask."""
 
     def stats(self) -> dict[str, Any]:
         """Return what was put and fetched, and why nothing is now, if so."""
         return {
-            "blocks": self.objects.n_seen,
+            "blocks": len(self.objects.seen_s),
             "evicted": 0,
             "asked_again_tokens": 0,
             **self.objects.counts,
             "failed_with": self.objects.failed_with,
-            "waiting": self.putting.n_waiting,
+            "waiting": len(self.putting.waiting),
         }
 
     def __contains__(self, key: bytes) -> bool:
@@ -69,14 +65,11 @@ class SharedTier:
         return self.objects.is_seen(key)
 
     def remove(self, key: bytes, reason: str | None = None) -> None:
-        """Have a block that must not be used replaced when this server computes it again."""
+        """Have a bad block replaced when this server computes it again."""
         self.objects.forget(key, is_bad=reason is not None)
 
     def fetch(self, wanted: Wanted) -> str:
-        """Bring what is there of a prompt into RAM while that is quicker than computing.
-
-        Return what is to be said of it, if anything. HTTP thread, which waits.
-        """
+        """Fetch a prompt while that is quicker than computing; return a note. HTTP thread."""
         if failed_with := self.objects.reads.failed_with:
             return f"the shared store is not used now: {failed_with}"
         loss_s = wanted.loss_s
@@ -87,7 +80,10 @@ class SharedTier:
         try:
             note = fetching.run()
         except TooLate:
-            self._was_slow(loss_s)
+            self.objects.failures.add("%s: it is tried less often", _SLOW)
+            self._slow_s = min(max(2 * self._slow_s, SLOW_S), MOST_SLOW_S)
+            self._slow_until_s = time.monotonic() + self._slow_s
+            self._slow_loss_s = max(self._slow_loss_s, loss_s)
             return _SLOW
         except (OSError, RuntimeError) as error:
             self.objects.reads.failed(error)
@@ -96,16 +92,10 @@ class SharedTier:
             self._slow_s = self._slow_loss_s = 0.0
         return note
 
-    def _was_slow(self, loss_s: float) -> None:
-        self.objects.failures.add("%s: it is tried less often", _SLOW)
-        self._slow_s = min(max(2 * self._slow_s, SLOW_S), MOST_SLOW_S)
-        self._slow_until_s = time.monotonic() + self._slow_s
-        self._slow_loss_s = max(self._slow_loss_s, loss_s)
-
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> list[Saved | Exception | None]:
-        """Have commits that are on disk put here; None for one if too much waits already."""
+        """Have stored commits put; None for a commit if too much waits."""
         return [Saved(commit) if self.putting.write(commit) else None for commit in commits]
 
     def close(self, timeout_s: float) -> None:

@@ -1,7 +1,6 @@
 """A shared store's objects by key: encrypted, named, checked, counted; left alone if it fails.
 
-An object is a block's or a checkpoint's file, or a conversation. A damaged object is a miss. It is
-counted, and replaced when this server has its content. Any thread.
+A damaged object is a miss, and replaced when this server has its content. Any thread.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from .tier import SHARED
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 86400.0
-"""What is known to be there is asked for again after a day: others prune."""
+"""What is there is asked for again after a day: others prune."""
 RENEW_S = 3 * 86400.0
-"""What is used and was put so long ago is put again, so that pruning removes what is not used."""
+"""What is used is put again after so long, so that pruning removes what is not used."""
 _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
-"""Keys that are remembered in a table, at most; then it begins again."""
+"""Most keys in a table; then it begins again."""
 
 
 @dataclass
 class Breaker:
-    """Whether a store may be asked, and why not; each failed attempt is counted."""
+    """Whether a store may be asked, and why not."""
 
     what: str
     failures: Failures
@@ -53,10 +52,7 @@ class Breaker:
 
 
 class SharedObjects:
-    """What one server gets from a shared store and puts there.
-
-    Raises what `TimedObjects` does, but no FileNotFoundError. The tables of keys are bounded.
-    """
+    """What a server gets and puts. Raises what `TimedObjects` does, but no FileNotFoundError."""
 
     def __init__(self, objects: Objects, encryption: Encryption, failures: Failures) -> None:
         self.objects = TimedObjects(objects)
@@ -64,18 +60,17 @@ class SharedObjects:
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
         )
-        """What happened so far; "refused": objects that failed a check."""
+        """What has happened; "refused": objects that failed a check."""
         self.reads = Breaker("read", self.failures)
         self.writes = Breaker("written", self.failures)
-        self._seen_s: dict[bytes, float] = {}
+        self.seen_s: dict[bytes, float] = {}
         """When objects were last known to be there, by the monotonic clock."""
         self._bad: set[bytes] = set()
-        """Keys of objects that must be replaced."""
         if self.objects.is_hanging:
             self.reads.failed("it does not answer")
 
     def answers(self) -> bool:
-        """Ask for a missing object, even if an operation hangs; say whether the store answers."""
+        """Ask for a missing object; return whether the store answers."""
         self.objects.try_again()
         try:
             self.objects.age_s(self.path(bytes(KEY_BYTES)))
@@ -87,12 +82,8 @@ class SharedObjects:
 
     @property
     def failed_with(self) -> str:
-        """Why nothing is fetched or put now; "" if nothing is wrong."""
+        """Why nothing is fetched or put now, or ""."""
         return self.reads.failed_with or self.writes.failed_with
-
-    @property
-    def n_seen(self) -> int:
-        return len(self._seen_s)
 
     def path(self, key: bytes) -> str:
         """Return the name of an object. All but its hash is the same in every store."""
@@ -157,8 +148,8 @@ class SharedObjects:
         self.forget(key, is_bad=True)
 
     def forget(self, key: bytes, *, is_bad: bool) -> None:
-        """Take an object for missing. If it `is_bad`, it is replaced although it exists."""
-        self._seen_s.pop(key, None)
+        """Take an object for missing. If it `is_bad`, it is replaced."""
+        self.seen_s.pop(key, None)
         if is_bad:
             if len(self._bad) >= _MAX_KEYS:
                 self._bad.clear()  # they are refused again
@@ -167,13 +158,13 @@ class SharedObjects:
     # Put.
 
     def saw(self, key: bytes) -> None:
-        if len(self._seen_s) >= _MAX_KEYS:
-            self._seen_s.clear()  # they are asked for again
-        self._seen_s[key] = time.monotonic()
+        if len(self.seen_s) >= _MAX_KEYS:
+            self.seen_s.clear()  # they are asked for again
+        self.seen_s[key] = time.monotonic()
 
     def is_seen(self, key: bytes) -> bool:
         """Say whether an object was known to be there lately."""
-        return time.monotonic() - self._seen_s.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S
+        return time.monotonic() - self.seen_s.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S
 
     def lacks(self, key: bytes) -> bool:
         """Ask whether an object should be put: it is missing, damaged or was put long ago."""

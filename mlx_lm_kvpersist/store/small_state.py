@@ -1,7 +1,7 @@
 """The index's small state: persisted values, notes, replies, last requests, bytes written.
 
-An index that is rebuilt keeps it all if the old one can be read. It keeps the
-persisted values, as far as they can be read. It loses all if the old index is gone.
+A rebuilt index keeps it all if the old index can be read, the readable persisted values if that is
+damaged, and nothing if it is gone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from .database import Rows
 
 _MAX_REPLIES = 10_000
 KEPT = 100
-"""Records of requests."""
 _MAX_RECORD_CHARS = 4096
 _CHECKSUM_BYTES = 8
 _NOTE = "session "
 """Before a session's id: the key of its note."""
 _SAVED = "saved"
 _HOUR = 60
-"""In minutes."""
 
 
 class SmallState:
@@ -39,11 +37,7 @@ class SmallState:
         self._transaction = rows.database.transaction
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the packed ids of remembered replies, by digest.
-
-        They go into a prompt unchanged, so they have a checksum. Keys and files of blocks tell
-        whether the ids of blocks are damaged.
-        """
+        """Return the packed ids of remembered replies, by digest, whose checksum is right."""
         query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
         rows = self._ask_in(query, zip(digests), root, types=(bytes, bytes))
         return {
@@ -68,7 +62,7 @@ class SmallState:
             )
 
     def _get(self, key: str) -> Any:
-        """Return a persisted value; None if it is missing or damaged."""
+        """Return a JSON value; None if it is missing or damaged."""
         for (value,) in self._ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
             text = value[2 * _CHECKSUM_BYTES :]
             return json.loads(text) if value == _checked(key, text) else None
@@ -84,10 +78,7 @@ class SmallState:
             self._rows.report("keep a note", error)
 
     def note(self, session_id: str) -> dict[str, str]:
-        """Return what people know a session by: its `title`, `client`, first `words`, each if any.
-
-        A title is given by the operator; words exist only if text is stored.
-        """
+        """Return a session's `title`, `client` and first `words`, each if any."""
         note: dict[str, str] = self._get(f"{_NOTE}{session_id}") or {}
         return note
 
@@ -102,7 +93,7 @@ class SmallState:
             db.execute("DELETE FROM state WHERE key = ?", (f"{_NOTE}{session_id}",))
 
     def forget_lost_notes(self) -> None:
-        """Remove the notes of sessions that are gone: an index that is rebuilt may lack some."""
+        """Remove the notes of sessions that are gone."""
         with self._transaction() as db:
             db.execute(
                 "DELETE FROM state WHERE key GLOB ?1 || '*' "
@@ -111,28 +102,23 @@ class SmallState:
             )
 
     def saved(self) -> dict[str, float]:
-        """Return the `tokens` that all requests reused, and the `seconds` to compute `timed` ones.
-
-        The time to compute the other tokens was not known.
-        """
+        """Return the `tokens` that were reused, and the `seconds` to compute `timed` of them."""
         return self._get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
 
     def salvage(self, path: Path) -> None:
         """Add the persisted values of another index, as far as they can be read."""
         with (
             suppress(sqlite3.Error, UnicodeDecodeError),
-            closing(self._rows.database.files.connect(path)) as damaged,
+            closing(self._rows.database.files.encryption.connect(path)) as damaged,
         ):
             for row in damaged.execute("SELECT key, value FROM state"):
                 with self._transaction() as db:
                     db.execute("INSERT OR IGNORE INTO state VALUES (?, ?)", row)
 
     def written_last_hour(self) -> int:
-        """Return how many bytes all processes wrote to this store within the last hour.
-
-        A clock that was set back leaves minutes of the future behind. They do not count.
-        """
+        """Return how many bytes all processes wrote to this store within the last hour."""
         now = _minute()
+        # A clock that was set back leaves minutes of the future behind.
         total = "SELECT CAST(total(n_bytes) AS INTEGER) FROM writes WHERE minute BETWEEN ? AND ?"
         return sum(n_bytes for (n_bytes,) in self._ask(total, now - _HOUR, now + 1))
 
@@ -162,10 +148,7 @@ class SmallState:
         return records
 
     def add_request(self, record: dict[str, Any]) -> None:
-        """Add a record of at most 4,096 characters, and remove all but the last `KEPT`.
-
-        Its reused tokens are added to the sum of all requests.
-        """
+        """Add a record of at most 4,096 characters, keep the last `KEPT`, and sum reused tokens."""
         if n_reused := record.get("reused_tokens", 0):
             saved, seconds = self.saved(), record.get("saved_s")
             new = {"tokens": n_reused, "timed": n_reused * bool(seconds), "seconds": seconds or 0.0}
@@ -181,10 +164,7 @@ class SmallState:
             )
 
     def forget_requests(self, sessions: Collection[str | None] | None = None) -> None:
-        """Remove the records of sessions, by their names; None stands for all.
-
-        A record of another session may quote a session that is removed. It loses the quotation.
-        """
+        """Remove records by the names of sessions, None for all, and quotations in the others."""
         with self._transaction() as db:
             for number, record_json in db.execute("SELECT number, about FROM requests").fetchall():
                 try:
@@ -208,7 +188,7 @@ def _checksum(*contents: bytes) -> bytes:
 
 
 def _checked(key: str, text: str) -> str:
-    """Return a value's text behind its checksum: what is computed depends on it."""
+    """Return a value's text behind its checksum."""
     return _checksum(key.encode(), text.encode()).hex() + text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Thread
 
 from ..block import BLOCK_TOKENS, Block, Root
@@ -11,29 +11,22 @@ from ..match.runs import Runs
 from .index import Index
 
 MOST_TOKENS = 1 << 19
-"""Most tokens of the blocks that were used last: 8 MiB, read in 0.1 s."""
+"""Most tokens that are read: 8 MiB, in 0.1 s."""
 
 logger = logging.getLogger(__name__)
 
 
 class StoredRuns:
-    """The runs of ids in the blocks of one tree, a tenant's, that were used last.
+    """Runs of ids in the newest blocks of one tree. A thread reads them while replies run."""
 
-    A thread reads them while replies run, again for each request after blocks were stored.
-    `index` returns the store's.
-    """
-
-    def __init__(self, index: Callable[[], Index]) -> None:
+    def __init__(self, index: Index) -> None:
         self._index = index
         self._known: tuple[object, Root, Runs] | None = None
         self._n_cleared = 0
         self._reads = Thread()
 
     def read(self, root: Root) -> bool:
-        """Have what is stored of a tree read, if it is not known; False if another is being read.
-
-        Generation thread.
-        """
+        """Have a tree read if it has changed; False if another is being read. Generation thread."""
         if self._reads.is_alive():
             return False
         self._reads = Thread(target=self._read, args=(root,), name="stored runs", daemon=True)
@@ -53,7 +46,7 @@ class StoredRuns:
     def _read(self, root: Root) -> None:
         n_cleared, before = self._n_cleared, self._known
         try:
-            with self._index().asked_once() as index:
+            with self._index.asked_once() as index:
                 version = index.totals(root.key)
                 if before is not None and before[:2] == (version, root):
                     return
@@ -68,7 +61,7 @@ class StoredRuns:
 
 
 def _joined(blocks: Sequence[Block]) -> bytes:
-    """Return the packed ids of blocks, the newest first: as they follow each other, newest last."""
+    """Return the packed ids of blocks in chains, the newest last."""
     left, runs = {block.key: block for block in blocks if block.is_genuine}, list[bytes]()
     for block in blocks:
         node = left.pop(block.key, None)

@@ -1,7 +1,4 @@
-"""The sessions of a running store, for its operator and its agents: shown, pinned, removed.
-
-HTTP threads ask. The writer changes the disk, after the turns that already wait.
-"""
+"""The sessions of a running store, for its operator and its agents. HTTP threads ask."""
 
 from __future__ import annotations
 
@@ -19,29 +16,27 @@ from .records import Session
 from .session_file import export_parts, export_records
 
 SHOWN = 50
-"""Sessions at a time: what is shown must cost little however many there are."""
 _TIMEOUT_S = 30.0
 
 Answer = TypeVar("Answer")
 
 
 class StoredSessions:
-    """Sessions for the operator's programs and for agents: seen, and changed.
+    """Sessions for the operator's programs and for agents: shown, and changed.
 
-    All sessions of one name in one namespace are the branches of an agent, taken as one. Every
-    method may raise RequestRefused.
+    All sessions of one name in one namespace are branches of an agent, taken as one. Every method
+    may raise RequestRefused.
     """
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._last: tuple[Any, dict[str, Any]] = (None, {})
-        """What `describe` returned last, and the counts by which it would be the same again."""
 
     def describe(self, find: str = "", skip: int = 0, *, with_text: bool = False) -> dict[str, Any]:
         """Return the sessions used last, after the first `skip`, that contain `find`, of `total`.
 
         A session counts its whole chain; bytes are those on disk. `used` and `created` are seconds
-        since the epoch. Only `with_text` conversations are quoted, and found by their first words.
+        since the epoch. Only `with_text` are conversations quoted and searched.
         """
         pool = self._store.pool
         with _readable(), self._store.index.asked_once() as index:
@@ -97,7 +92,7 @@ class StoredSessions:
         return answer
 
     def pin(self, session_id: str, pinned: bool) -> dict[str, Any]:
-        """Pin a session, so that it is never removed from disk to make room, or let it go."""
+        """Pin or unpin a session: a pinned one is never evicted from disk."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             session = disk.set_pinned(_session(disk, session_id), pinned)
@@ -106,7 +101,7 @@ class StoredSessions:
         return self.changed(change)
 
     def rename(self, session_id: str, title: str) -> dict[str, Any]:
-        """Give a session a title for people; "" takes it away. Requests keep its name."""
+        """Give a session a title for people, or take it away with ""."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             with disk.lock.held():
@@ -117,10 +112,7 @@ class StoredSessions:
         return self.changed(change)
 
     def export(self, session_id: str) -> tuple[int, Iterator[bytes]]:
-        """Return the size in bytes of an exported session, and its parts.
-
-        Its waiting turns and postponed checkpoints are written first.
-        """
+        """Write what waits of a session; return the exported size in bytes, and the parts."""
         disk = self._store.disk
         self._write_postponed(session_id)
         self.changed(lambda disk: None)
@@ -131,7 +123,7 @@ class StoredSessions:
             return export_parts(disk.index, session, records)
 
     def evict(self, session_id: str) -> dict[str, Any]:
-        """Evict a session from RAM, except for blocks with other children; it stays on disk."""
+        """Evict a session from RAM, except for blocks with other children."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             chain = disk.index.chain(_session(disk, session_id).leaf)
@@ -142,20 +134,12 @@ class StoredSessions:
         return self.changed(change)
 
     def _write_postponed(self, session_id: str) -> None:
-        """Have the writer write next what is postponed of a session."""
 
-        def find(disk: DiskStore) -> set[bytes]:
-            chain = disk.index.chain(_session(disk, session_id).leaf)
-            return {block.key for block, _ in chain}
-
-        self._store.writer.write_postponed(ends=self.changed(find))
+        chain = self.changed(lambda disk: disk.index.chain(_session(disk, session_id).leaf))
+        self._store.writer.write_postponed(ends={block.key for block, _ in chain})
 
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
-        """Delete a session, and the blocks that no other session needs, from disk and RAM.
-
-        A draft model's blocks and the records of its last requests go, too. Records of other
-        requests may quote it; the quotations are removed.
-        """
+        """Delete a session, what only it needs, and what records of requests say of it."""
 
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
             with disk.lock.held():
@@ -195,8 +179,7 @@ class StoredSessions:
     def describe_named(self, namespace: str, name: str) -> dict[str, Any]:
         """Return numbers of tokens, blocks and bytes; `used` is in seconds since the epoch.
 
-        Tokens and precision are of the branch that was used last. A block in RAM and on disk
-        counts in both tiers.
+        Tokens and precision are those of the branch used last.
         """
         with _readable(), self._store.index.asked_once() as index:
             branches = _branches(index, namespace, name)
@@ -223,9 +206,9 @@ class StoredSessions:
         }
 
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
-        """Pin the session of this name that was saved last; return None if none was since.
+        """Pin the session of this name that was saved last, and unpin older ones of this model.
 
-        Older sessions of this name and model are unpinned.
+        Return None if none was saved since.
         """
 
         def change(disk: DiskStore) -> dict[str, Any] | None:
@@ -242,10 +225,7 @@ class StoredSessions:
         return self.changed(change)
 
     def each_named(self, namespace: str, name: str, change: Callable[[str], object]) -> bool:
-        """Change every branch, by its id, when the turns that wait are written; tell of any.
-
-        change: `pin`, `evict` or `delete`.
-        """
+        """Change every branch by its id: `pin`, `evict` or `delete`; return whether one exists."""
         ids = self.changed(
             lambda disk: [session.id for session in _branches(disk.index, namespace, name)]
         )
@@ -270,7 +250,6 @@ def _session(disk: DiskStore, session_id: str) -> Session:
 
 
 def _branches(index: Index, namespace: str, name: str) -> list[Session]:
-    """Return the sessions, the most recently used first."""
     sessions = index.sessions_named(name)
     roots = {session.root: index.root(session.root) for session in sessions}
     return [

@@ -13,11 +13,7 @@ Result = TypeVar("Result")
 
 
 class Threads:
-    """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive.
-
-    The process would wait for a ThreadPoolExecutor's. A thread that has evaluated MLX leaks a
-    little when it ends: these last until they are closed.
-    """
+    """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive."""
 
     def __init__(self, n_threads: int, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()

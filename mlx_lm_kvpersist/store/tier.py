@@ -1,8 +1,6 @@
 """A tier: a place that holds blocks and checkpoints. RAM, the disk, and a shared store are tiers.
 
-A lookup asks RAM, the disk, and other tiers that have the methods of `ReadTier`. Records that are
-read from a tier enter RAM. The records of a commit are in RAM first; then the writer stores them in
-each tier below.
+Records that are read from a tier enter RAM. The writer stores commits in each tier below.
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ class Tier(Protocol):
         """Say whether a block or a checkpoint is known to be there."""
 
     def stats(self) -> dict[str, Any]:
-        """Return "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes".
-
-        "asked_again_tokens" are the tokens of evicted blocks that came back, if they are counted.
-        """
+        """Return "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes"."""
 
 
 class SearchedTier(Tier, BlockSource, Protocol):
@@ -48,7 +43,7 @@ class LowerTier(Tier, Protocol):
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> Sequence[Saved | Exception | None]:
-        """Store commits; return for each the part that is stored, or None. Writer thread.
+        """Store commits; return for each what is stored, or None. Writer thread.
 
         `entry_of` returns a record that is in RAM.
         """

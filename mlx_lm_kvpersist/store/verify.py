@@ -1,7 +1,7 @@
 """Check a store from end to end: every file, every row, and that they agree.
 
-Reading takes no lock, so a server goes on. Whatever looks wrong is checked again under the lock,
-because a turn that is being saved looks like a fault for a moment.
+Reading takes no lock. What looks wrong is checked again under the lock: a turn that is being saved
+looks like a fault for a moment.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ class Fault(str, Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong. `subject` is a key as hex, a path or a session's id."""
+    """A fault. `subject` is a key as hex, a path or a session's id; `check` looks again."""
 
     fault: Fault
     subject: str
     reason: str
     check: Callable[[], Problem | None] = field(default=lambda: None, compare=False, repr=False)
-    """Look again."""
 
 
 def find_problems(
@@ -80,11 +79,7 @@ def find_problems(
 
 
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
-    """Take out of use what is wrong, and what can no longer be reached without it.
-
-    Bad files of blocks and checkpoints go to quarantine. Where file and index disagree, the file is
-    believed.
-    """
+    """Take out of use what is wrong, and what needs it: bad files go to quarantine."""
     with disk.lock.held():
         if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
             # First: a file that a damaged row does not name is not left behind.
@@ -109,7 +104,6 @@ def _check_index(index: Index, fault: str) -> Problem | None:
 
 
 def _check_record(index: Index, key: bytes, kind: str) -> Problem | None:
-    """Check the file and the row of a block or a checkpoint."""
     if key not in index:
         return None
     path = index.files.path_of(key, kind)
@@ -129,7 +123,7 @@ def _check_record(index: Index, key: bytes, kind: str) -> Problem | None:
 def _record_fault(
     index: Index, record: Record, root: Root, n_bytes: int
 ) -> tuple[Fault, str] | None:
-    """Return what is wrong between the row of a record and its file, which is whole."""
+    """Return what is wrong between a record's row and its whole file."""
     if isinstance(record, Checkpoint):
         what, parent_key = "block", record.block
         is_as_indexed = (record, n_bytes) in index.checkpoints([parent_key])
@@ -157,7 +151,7 @@ def _check_file(index: Index, path: Path) -> Problem | None:
     if kind == "sessions":
         is_indexed = path.suffix == ".json" and index.session(path.stem) is not None
     else:
-        key = index.files.key_of(path)
+        key = index.files.encryption.key_of(path.stem)
         is_indexed = bool(index.ask(f"SELECT 1 FROM {kind} WHERE key = ?", key))
     if is_indexed or not path.exists():
         return None
@@ -175,7 +169,6 @@ def _check_session(index: Index, session_id: str) -> Problem | None:
 
 
 def _wrong_end(index: Index, session: Session) -> str | None:
-    """Say what is wrong with where a session ends."""
     row = index.block(session.leaf)
     if row is None:
         return f"its last block {session.leaf.hex()} is not there"
@@ -185,7 +178,6 @@ def _wrong_end(index: Index, session: Session) -> str | None:
 
 
 def _wrong_sidecar(index: Index, session: Session) -> str | None:
-    """Say what a rebuilt index would get wrong of a session."""
     path = sidecar_path(index.files.folder, session.id)
     try:
         sidecar = read_sidecar(path, index.files)

@@ -20,29 +20,22 @@ from .records import Commit
 logger = logging.getLogger(__name__)
 
 REST_FACTOR = 6.0
-"""While replies run, the writer rests this many times as long as it has worked.
-
-A second of its work takes about 0.17 s from replies on a GPU, so they lose 2.5% of their time."""
+"""Rest over work while replies run. On a GPU they lose 2.5% of their time to the writer."""
 MAX_AGE_S = 5.0
 """While a commit that is this old waits or is being written, the writer does not rest."""
 POSTPONE_S = 30.0
-"""A conversation has rested when it has not gone on for so long after a reply."""
 MOST_TASKS = 10_000
-"""Notes are left out while more tasks wait."""
 ABANDON_S = 300.0
-"""A prompt was given up when no reply has ended for so long: what is postponed there is written."""
-
-
+"""A prompt without a reply for so long was given up: what is postponed there is written."""
 MOST_TOGETHER_BYTES = 64 << 20
-"""Turns that wait at the same time are saved together, up to this size."""
+"""Turns that wait are saved together, up to this size."""
 
 
 @dataclass(eq=False)
 class Task:
-    """Something to do: `run`, or save a `commit`.
+    """Something to do: `run`, or save a `commit`, whose records are pinned until `let_go`.
 
-    `let_go` unpins the blocks and checkpoints of a commit, which are pinned until it is saved or
-    given up. `sizes` has the bytes of the records that are in RAM alone, by key.
+    `sizes` has the bytes of the records that are in RAM alone, by key.
     """
 
     run: Callable[[], object] = lambda: None
@@ -57,54 +50,45 @@ class Task:
 
     @property
     def is_turn(self) -> bool:
-        """Whether it saves the end of a turn."""
         return self.commit is not None and self.commit.leaf is not None
 
 
 def _bytes_of(tasks: Iterable[Task]) -> int:
-    """Return the bytes of tasks in RAM: a record of several tasks counts once."""
+    """Return the bytes in RAM: a record of several tasks counts once."""
     return sum({key: n for task in tasks for key, n in task.sizes.items()}.values())
 
 
 class Writer:
     """Runs tasks on one long-lived thread, in order, but what saves a turn that has ended first.
 
-    `save` is called with commits; turns that wait at the same time are saved by one call.
+    `save` is called with turns that wait at the same time.
 
     At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest commit that a
-    later one of the same conversation contains is left out, and if there is none, the oldest: no
-    request waits. The newest commit may be as much again, together with the one that is being
-    written; one commit alone, or behind one that is bigger than that, may always wait. Half of
-    `max_bytes` may be postponed besides.
+    later one contains is left out, and if there is none, the oldest: no request waits. The newest
+    may be as much again, with the one that is being written; one alone, or behind a bigger one,
+    may always wait. Half of `max_bytes` may be postponed besides.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
         self.max_bytes = max_bytes
         self._save = save
         self.now: Callable[[], float] = time.monotonic
-        """The clock of what is postponed."""
         self._tasks: deque[Task] = deque()
         self._postponed: dict[bytes, Task] = {}
-        """Postponed tasks by the block that they end in, the oldest first."""
         self._closing = False
         self._running: list[Task] = []
         self.rest_factor = REST_FACTOR
         self._n_replies = 0
-        """Replies that run now."""
         self._since_s = 0.0
-        """When its work began, or resumed after a rest."""
         self._rests_until_s = 0.0
-        """When it will have rested enough; a rest that is cut short is made up for, up to
-        `MAX_AGE_S`: no busy hour is followed by an hour of rests."""
+        """When it will have rested enough, at most `MAX_AGE_S` from now."""
         self._n_waiting = 0
-        """Threads that wait until it has done what was submitted."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvpersist-writer", daemon=True)
         self._thread.start()
 
     @property
     def n_tasks(self) -> int:
-        """Tasks that wait or run."""
         return len(self._tasks) + len(self._running)
 
     @property
@@ -115,7 +99,6 @@ class Writer:
 
     @property
     def n_postponed_bytes(self) -> int:
-        """Bytes of what is postponed."""
         with self._changed:
             return _bytes_of(self._postponed.values())
 
@@ -144,7 +127,7 @@ class Writer:
         return [task for task in (*self._running, *self._tasks) if task.commit]
 
     def submit(self, run: Callable[[], object], *, is_note: bool = False) -> None:
-        """Have something done. A note is left out if too many tasks wait, as for a held lock."""
+        """Have something done. A note is left out if too many tasks wait."""
         with self._changed:
             if not is_note or len(self._tasks) < MOST_TASKS:
                 self._tasks.append(Task(run))
@@ -170,10 +153,7 @@ class Writer:
         return sum(task.is_turn for task in victims)
 
     def _hurry(self, newest: Task) -> None:
-        """Move a turn that has ended ahead of prompts that are still computed.
-
-        Waiting tasks of its conversation go with it, so that they stay in order.
-        """
+        """Move an ended turn, with its conversation's tasks, ahead of unfinished prompts."""
         assert newest.commit is not None
         if newest.commit.leaf is None and not newest.commit.replies:
             return
@@ -184,7 +164,6 @@ class Writer:
         self._tasks = deque(sorted(self._tasks, key=lambda task: not task.is_urgent))
 
     def _fits(self, newest: Task) -> bool:
-        """Say whether a commit may wait while another commit is being written."""
         if self.n_bytes <= 2 * self.max_bytes:
             return True
         if not any(task.commit for task in self._running):
@@ -210,9 +189,9 @@ class Writer:
     # Postponed commits.
 
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
-        """Have a commit of the conversation whose last block is `end` saved later, or withdrawn.
+        """Have the commit of a conversation that ends in `end` saved later, or withdrawn.
 
-        If no reply `has_ended` there, that is much later: a running reply continues it.
+        That is much later if no reply `has_ended`: a running reply continues it.
         """
         task.due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
         with self._changed:
@@ -228,7 +207,7 @@ class Writer:
                 self.write_postponed(ends=[next(iter(self._postponed))])
 
     def withdraw(self, ends: Iterable[bytes]) -> None:
-        """Let go of what is postponed where conversations end: they have gone on."""
+        """Let go of what is postponed at ends that have been continued."""
         with self._changed:
             gone = [self._postponed.pop(end) for end in ends if end in self._postponed]
         for task in gone:
@@ -249,34 +228,30 @@ class Writer:
         """Return when nothing waits or is postponed any more, at full speed."""
         with self._changed:
             self.write_postponed()
-            self._wait_for(lambda: not self.n_tasks)
+            self.finish(lambda: not self.n_tasks)
 
-    def finish(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+    def finish(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Return when what was submitted `is_done`, at full speed; or after a timeout."""
         with self._changed:
-            self._wait_for(is_done, timeout_s)
-
-    def _wait_for(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
-        self._n_waiting += 1
-        try:
-            self._changed.notify_all()
-            self._changed.wait_for(is_done, timeout_s)
-        finally:
-            self._n_waiting -= 1
+            self._n_waiting += 1
+            try:
+                self._changed.notify_all()
+                self._changed.wait_for(is_done, timeout_s)
+            finally:
+                self._n_waiting -= 1
 
     def set_n_replies(self, n_replies: int) -> None:
-        """Say how many replies run now. Any thread."""
+        """Set the number of running replies. Any thread."""
         if n_replies != self._n_replies:
             with self._changed:
                 self._n_replies = n_replies
                 self._changed.notify_all()
 
     def rest(self) -> None:
-        """Rest for as long as the work so far asks for, where replies run. Writer thread.
+        """Rest for as long as the work so far asks for, while replies run. Writer thread.
 
-        The rest ends when somebody waits for what is written, when the store is closed, when half
-        of `max_bytes` waits, and when the oldest commit is `MAX_AGE_S` old: the writer never falls
-        behind because it rests.
+        The rest ends when somebody waits, when half of `max_bytes` waits, and when the oldest
+        commit is `MAX_AGE_S` old.
         """
         with self._changed:
             self._end_work()
@@ -287,7 +262,6 @@ class Writer:
             self._since_s = time.perf_counter()
 
     def _end_work(self) -> None:
-        """End a time of work, which replies that run are owed a rest for."""
         now_s = time.perf_counter()
         if self._n_replies:
             rest_s = self.rest_factor * (now_s - self._since_s)
@@ -311,7 +285,6 @@ class Writer:
             return left
 
     def is_alive(self) -> bool:
-        """Say whether the thread still runs a task."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -339,7 +312,6 @@ class Writer:
             del tasks
 
     def _next_tasks(self) -> list[Task]:
-        """Take the next task; if it saves a turn, also the turns that wait behind it."""
         tasks = [self._tasks.popleft()]
         while tasks[0].is_urgent and self._tasks and self._tasks[0].is_urgent:
             if _bytes_of([*tasks, self._tasks[0]]) > MOST_TOGETHER_BYTES:

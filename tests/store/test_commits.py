@@ -155,7 +155,7 @@ def test_a_commit_that_fails_takes_no_other_along(
 
         monkeypatch.setattr(Index, "put_session", put)
     else:
-        monkeypatch.setattr(DiskStore, "reserve", of_second(DiskStore.reserve))
+        monkeypatch.setattr(DiskStore, "make_room", of_second(DiskStore.make_room))
     with writer_held(store):
         for number, nodes in enumerate(turns):
             submit(store, nodes, f"s{number}")
@@ -181,15 +181,15 @@ def of_block(bad: Block, fail: Callable[[], None]) -> object:
     return write
 
 
-def of_second(real: Callable[..., None]) -> object:
+def of_second(real: Callable[..., object]) -> object:
     """Return a method whose second call fails."""
     calls: list[object] = []
 
-    def call(*args: object) -> None:
+    def call(*args: object) -> object:
         calls.append(args)
         if len(calls) == 2:
             refuse()
-        real(*args)
+        return real(*args)
 
     return call
 

@@ -157,7 +157,7 @@ def _closed_by_another(index: Index) -> Iterator[None]:
 @contextmanager
 def _locked(index: Index) -> Iterator[None]:
     index.database.connection.execute("PRAGMA busy_timeout = 1")
-    with closing(index.files.connect(index.path)) as other:
+    with closing(index.files.encryption.connect(index.path)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
 

@@ -873,4 +873,4 @@ def test_what_is_remembered_of_objects_is_bounded(
         objects.saw(n.to_bytes(16))
         objects.forget((1000 + n).to_bytes(16), is_bad=True)
         assert objects.is_seen(n.to_bytes(16))
-        assert len(objects._bad) <= 10 and objects.n_seen <= 10
+        assert len(objects._bad) <= 10 and len(objects.seen_s) <= 10
