@@ -98,7 +98,7 @@ def kill_and_check(folder: Path, n_turns: int, most_lines: int, key: str = "") -
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("n_turns", "most_lines"),
-    [(100, 8), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((300, 20), (20_000, 60)))],
+    [(100, 8), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((300, 20), (4_000, 60)))],
 )
 def test_killed_at_any_moment(tmp_path: Path, n_turns: int, most_lines: int) -> None:
     kill_and_check(tmp_path, n_turns, most_lines)

@@ -142,8 +142,9 @@ def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
         states = []
         for x in kind.states(slot):
             if x is not None and (not isinstance(x, mx.array) or x.shape[0] != 1):
-                why = f"cache {number} has a state that is not an array with one row"
-                raise ModelNotSupported(why)
+                raise ModelNotSupported(
+                    f"cache {number} has a state that is not an array with one row"
+                )
             states.append(None if x is None else (tuple(x.shape[1:]), dtype_name(x.dtype)))
         return tuple(states) if any(states) else None
     if slot.keys is None and slot.values is None:
