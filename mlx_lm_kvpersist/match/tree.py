@@ -30,7 +30,7 @@ class BlockSource(Protocol):
     ) -> Sequence[Block]:
         """Return the blocks that continue `parent`, at most `limit`.
 
-        With the text or the packed ids `ahead`, those that have less in common with it than others
+        With the text or the packed ids `ahead`, blocks that share less of it than other blocks
         may be left out.
         """
 

@@ -1,9 +1,9 @@
 """Models with windows or recurrent layers: their checkpoints, and which of them stay.
 
-Such a model goes on only from a checkpoint, which has the last tokens of its windows and its
-states: at the ends of the system prompt, of the user's messages and of the replies, and at some
-places of a long prompt until it is computed. A checkpoint that takes a few seconds to compute again
-is postponed: the next one takes its place.
+Such a model continues only from a checkpoint, which holds its states and the last tokens of its
+windows. Checkpoints are at the ends of the system prompt, of the user's messages and of the
+replies, and at some places of a long prompt until it is computed. A checkpoint that takes a few
+seconds to compute again is postponed: the next one takes its place.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .sequence import RunningSequence
 
 STATE = "state"
 """The record of every checkpoint: states of recurrent layers, and the newest tokens of quantized
-ones as they were computed."""
+layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""Newest checkpoints that stay beside the first: two for each of three turns."""
+"""The newest checkpoints that stay, besides the first: two for each of three turns."""
 
 N_SAFE = 2
 """Newest checkpoints below RAM that stay besides: a kill takes postponed ones."""
@@ -59,7 +59,7 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Saves checkpoints besides, and finds one to go on from; `pace` is the speed of computing."""
+    """Also saves checkpoints, and finds one to resume from; `pace` is the speed of computing."""
 
     pace: Pace = field(default_factory=Pace)
 
@@ -129,8 +129,8 @@ class CheckpointSaver(Saver):
     ) -> float:
         """Return how long a chain's end takes to compute from a checkpoint that a kill leaves.
 
-        It is infinite for the first of a conversation, which others share. Temporary checkpoints
-        count only while their prompt is computed.
+        It is infinite for the first checkpoint, which other conversations share. Temporary
+        checkpoints count only while their prompt is computed.
         """
         is_chunk = cache_type == PREFILL
         before = [
@@ -191,11 +191,12 @@ class CheckpointSaver(Saver):
     ) -> list[Checkpoint]:
         """Return the windows and states, of those `stored`, that can be deleted.
 
-        These stay, with all that they need: the newest, the newest below RAM, and the first, which
-        others share. Where another session ends, or conversations diverge, the last up to there
-        stays, and the last below RAM, so that a kill or eviction costs others no more than it may.
-        Temporary checkpoints stay only in such places. An earlier reply at the place where the
-        sequence went on loses its checkpoint.
+        These checkpoints stay, with all records that they need: the newest, the newest below RAM,
+        and the first, which other conversations share. Before each place where another session
+        ends or conversations diverge, the last checkpoint stays, and the last below RAM. So a kill
+        or an eviction costs another conversation no more than `config.MAX_LOSS_S`. Temporary
+        checkpoints stay only there. An earlier reply at the place from which this sequence
+        continued loses its checkpoint.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)

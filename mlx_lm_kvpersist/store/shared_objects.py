@@ -23,7 +23,7 @@ from .tier import SHARED
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 86400.0
-"""What is there is asked for again after a day: others prune."""
+"""The server asks for an object again after a day, because another server may have pruned it."""
 RENEW_S = 3 * 86400.0
 """What is used is put again after so long, so that pruning removes what is not used."""
 _MAX_LAYOUT_BYTES = 1 << 16
