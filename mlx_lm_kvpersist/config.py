@@ -64,8 +64,8 @@ class Config:
     show_text: bool = False
     warm: tuple[Path, ...] = ()
     """Files of prompts that are computed at the start."""
-    guesses: bool = True
-    """Whether what a reply repeats of its conversation is guessed."""
+    prompt_lookup: bool = True
+    """Whether the ids that followed a reply's last ids before are checked as drafts."""
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
     max_stall_s: float = 0.25
@@ -247,7 +247,7 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     )
     add(
         "draft",
-        "Guess what a reply repeats of its conversation or of stored ones, and check several "
+        "Draft what a reply repeats of its conversation or of stored ones, and check several "
         "tokens in one step, while no other request runs; pauses if that does not pay, and is off "
         "on CUDA (default: auto)",
         choices=("auto", "off"),
@@ -342,7 +342,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
         precision=precision,
         stock_kv_bits=stock_kv_bits,
         attention=args.kvpersist_attention,
-        guesses=args.kvpersist_draft == "auto" and n_ranks == 1,
+        prompt_lookup=args.kvpersist_draft == "auto" and n_ranks == 1,
         max_stall_s=stall_ms / 1e3,
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
         memory_bytes=memory,

@@ -160,7 +160,7 @@ class KVPersistPlugin:
             memory,
             draft,
             # Drafts are checked in calls of a few rows, which may wait for a kernel of their own.
-            most_taken_back if options.guesses and least_rows() == 1 else lambda caches: 0,
+            most_taken_back if options.prompt_lookup and least_rows() == 1 else lambda caches: 0,
         )
 
     def _drop_model(self) -> None:

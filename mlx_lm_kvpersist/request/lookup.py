@@ -16,6 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +27,8 @@ from ..cache.geometry.spec import arrays_fit, forms_bytes
 from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.answers import Prompt
-from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
+from ..image_ids import before_image
+from ..match.tree import NO_MATCH, Match, match_prompt, splice
 from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.records import Gone
 from ..store.tier import RAM, SHARED
@@ -191,21 +193,21 @@ class Lookup:
         divergence = divergence_at(text or "", nearest, self.prompt.messages)
         return StoredPrefix(prompt, packed, match, diverges, n_tokens, reason, detail, divergence)
 
-    def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
-        """Match the prompt again, because blocks came or went; keys in `lost` cannot be used.
+    def _find_again(self) -> StoredPrefix:
+        """Match the prompt again, because blocks came or went since the last match.
 
-        A stored block's parent is stored, too: one key is looked for, and one for each block gone.
+        A stored block's parent is stored, too: so one key is looked for, and one for each block
+        that is gone.
         """
         stored = self.stored
         if len(stored.prompt.ids) <= MAX_MATCHED_TOKENS:
             return self._find(self.prompt)
-        known: list[Block] = []
-        for block in stored.match.path:
-            # An unfinished block may have a longer sibling by now.
-            is_whole = block.n_tokens == BLOCK_TOKENS and block.stop <= stored.match.n_tokens
-            if block.key in lost or not is_whole:
-                break
-            known.append(block)
+
+        def is_whole(block: Block) -> bool:
+            """Say whether no longer sibling can have taken its place."""
+            return block.n_tokens == BLOCK_TOKENS and block.stop <= stored.match.n_tokens
+
+        known = list(takewhile(is_whole, stored.match.path))
         while known and (known[-1].pending or known[-1].key not in self._store):
             known.pop()
         return self._find(stored.prompt, known)
@@ -363,10 +365,10 @@ class Lookup:
         lost: set[bytes] = set()
         joined: _Joined | None = None
         while joined is None:
-            is_changed = bool(lost) or self._store.n_changes != self._n_changes
+            is_changed = self._store.n_changes != self._n_changes
             if is_changed and n_matched < _MAX_MATCHED and not self.model.ranks.are_several:
                 n_matched += 1
-                self.stored = self._find_again(lost)
+                self.stored = self._find_again()
             n_wanted = max(n_wanted, self.stored.n_tokens)
             point = self._common_point(lost)
             joined = _Joined() if point is None else (yield from self._load(point, lost, in_steps))

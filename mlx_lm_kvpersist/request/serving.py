@@ -327,7 +327,7 @@ class ServedRequest(TakenRequest):
         if has_ended and state.is_saved is not None:
             state.is_saved.set()
 
-    def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
+    def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return the ids that followed a run in stored text; the first call has it read."""
         root, runs = self._root, self._serving.store.runs
         self._has_asked_runs = self._has_asked_runs or runs.read(root)
