@@ -1,6 +1,6 @@
 """The plugin's options, and defaults that depend on the device.
 
-The commands take some of these options, too, so MLX is imported only when it is needed.
+Commands share some of these options, so MLX is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ _ACCESS = {
     ),
 }
 OPTIONS = {**_STORAGE, **_SERVING, **_ACCESS}
-"""What argparse takes for each option, by its name without `--kvpersist-`."""
+"""The arguments of argparse for each option, by its name without `--kvpersist-`."""
 GROUPS = {
     "Where and how much": _STORAGE,
     "Serving": _SERVING,
@@ -259,7 +259,7 @@ class HelpAll(Action):
 
 
 def add_options(parser: ArgumentParser, *names: str) -> None:
-    """Add the options of these names to a command's parser; without names, all to the server's."""
+    """Add the options of these names to a parser; without names, add every option in a group."""
     for name in names:
         parser.add_argument(f"--kvpersist-{name}", **OPTIONS[name])
     if names:
