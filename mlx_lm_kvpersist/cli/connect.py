@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import ConfigError, KVPersistError
 from ..store.folder import whole_file
-from .asking import ask
+from .servers import ask
 
 Settings = Mapping[str, Any]
 

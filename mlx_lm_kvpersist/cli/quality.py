@@ -23,8 +23,8 @@ from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
 from . import quality_checks as checks
 from .output import progress, table, tell
+from .servers import OWN_TEXT
 from .spec import load_named
-from .story import OWN_TEXT
 
 REFERENCE = "16"
 """The precision that the others are compared with: the model's own."""

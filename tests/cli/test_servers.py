@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cli.asking import answer, ask
-from mlx_lm_kvpersist.cli.started_server import StartedServer
+from mlx_lm_kvpersist.cli.servers import StartedServer, answer, ask
 from mlx_lm_kvpersist.errors import KVPersistError
 
 

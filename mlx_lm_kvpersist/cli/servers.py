@@ -1,4 +1,4 @@
-"""`mlx_lm.server` in a subprocess, for commands that measure it or kill it, and its replies."""
+"""Running servers: asked as a client, or started in a subprocess to be measured or killed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,80 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
-from ..api.admin import STATS_PATH
+from ..api.admin import KEY_VARIABLE, STATS_PATH
+from ..error_forms import message_of
 from ..errors import KVPersistError
-from .asking import answer, ask
 
 _HOST = "127.0.0.1"
 _START_S, _REPLY_S = 300.0, 300.0
 _LEAST_TOKENS = 16
 _QUIET_S, _MOST_ASKED = 0.5, 200
 Message = dict[str, str]
+OWN_TEXT = Path(__file__).with_name("quality_text.txt")
+"""A story that `demo`, `bench` and `quality` let a model read."""
+
+
+def answer(
+    url: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 10.0,
+) -> HTTPResponse:
+    """Open a server's answer; with a body it is posted. Raises KVPersistError without an answer.
+
+    What is raised while the answer is read is the caller's.
+    """
+    url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
+    key = os.environ.get(KEY_VARIABLE)
+    sent = {"Authorization": f"Bearer {key}"} if key else {}
+    sent |= {"Content-Type": "application/json", **(headers or {})}
+    payload = None if body is None else json.dumps(body).encode()
+    opener = build_opener(ProxyHandler({}))  # a server on this machine is not behind a proxy
+    try:
+        reply: HTTPResponse = opener.open(Request(f"{url}{path}", payload, sent), timeout=timeout_s)
+        return reply
+    except HTTPError as error:
+        with error:
+            if why := message_of(error.read()):
+                raise KVPersistError(f"{url} refused: {why}") from error
+            raise KVPersistError(
+                f"{url} answered {error.code} to {path}; "
+                "is it mlx_lm.server with --plugin kvpersist?"
+            ) from error
+    except (OSError, ValueError, HTTPException) as error:
+        raise _no_answer(url, error) from error
+
+
+def ask(url: str, path: str, body: Any = None, timeout_s: float = 10.0) -> Any:
+    """Return a server's JSON; else as `answer`."""
+    with answer(url, path, body, timeout_s=timeout_s) as reply:
+        try:
+            return json.load(reply)
+        except (OSError, ValueError, HTTPException) as error:
+            raise _no_answer(url, error) from error
+
+
+def _no_answer(url: str, error: Exception) -> KVPersistError:
+    return KVPersistError(
+        f"no answer from {url} ({error}); name a running server with --url, "
+        "or its store with --kvpersist-dir"
+    )
+
+
+def document(n_chars: int) -> str:
+    """Return the first `n_chars` characters of the story, repeated if it is too short."""
+    text = OWN_TEXT.read_text(encoding="utf-8")
+    return (text * (n_chars // len(text) + 1))[:n_chars]
 
 
 @dataclass(frozen=True)
