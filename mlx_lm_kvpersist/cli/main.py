@@ -216,7 +216,16 @@ def _add_connect(add: Any) -> None:
     connect.add_argument(
         "--write",
         action="store_true",
-        help="merge it into the client's file: show the difference, keep a copy of the former file",
+        help="write it into a file of its own, or merge it into the client's: show the difference",
+    )
+    connect.add_argument(
+        "--global",
+        dest="for_all",
+        action="store_true",
+        help="claude: change its settings for all projects, and write no file of its own",
+    )
+    connect.add_argument(
+        "--undo", action="store_true", help="restore the client's files as they were before --write"
     )
 
 
