@@ -123,7 +123,7 @@ def test_figures_are_those_of_the_newest_run_that_is_named() -> None:
 
 def test_every_option_has_a_group() -> None:
     table = options.server_options()
-    names = [name for group in options.GROUPS.values() for name in group]
+    names = [name for group in config.GROUPS.values() for name in group]
     assert len(names) >= 14 and set(names) >= set(config.RARE)
     assert [name for name in names if f"| `--kvpersist-{name}" not in table] == []
 
