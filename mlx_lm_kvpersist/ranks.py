@@ -34,7 +34,7 @@ Decision = TypeVar("Decision")
 logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<IIqq")
-"""The topic of a message, its number, its value, and the bytes of its decision."""
+"""The topic of a message with all values noted, its number, its value, the bytes of a decision."""
 _INLINE = 104
 """Bytes of a decision that go with the first message."""
 PATIENCE_S = 120.0
@@ -62,6 +62,7 @@ class Ranks:
         self.is_ending = False
         """Whether all have agreed to end."""
         self._spoke_s = time.monotonic()
+        self._noted = 0
 
     @property
     def decides(self) -> bool:
@@ -120,12 +121,19 @@ class Ranks:
         """Tell whether all ranks have an equal value."""
         return self.agree(self.told(value, what) == value, what)
 
+    def note(self, value: int) -> None:
+        """Have the next message compare `value`, and all noted before; the process ends if unequal.
+
+        No message of its own.
+        """
+        self._noted = crc32(str(value).encode(), self._noted)
+
     def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
         """Return each rank's value, the bytes of its payload, and the beginning of the payload."""
         if self._is_deciding:  # the other ranks wait for a decision
             end(f"rank {self.rank} asks within a decision ({what}); please report it")
         self.n_messages += 1
-        topic = crc32(what.encode()), self.n_messages & 0xFFFFFFFF
+        topic = crc32(what.encode(), self._noted), self.n_messages & 0xFFFFFFFF
         sent = _HEAD.pack(*topic, value, len(payload)) + payload[:_INLINE].ljust(_INLINE, b"\0")
         gathered = _bytes(mx.distributed.all_gather(_array(sent), stream=mx.cpu))
         self._spoke_s = time.monotonic()
