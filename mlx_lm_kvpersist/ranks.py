@@ -1,4 +1,4 @@
-"""What the processes that compute one model together say to each other.
+"""Messages between the processes that compute one model together.
 
 All ranks must do the same in the same order: MLX's collectives carry no names, so a rank that does
 something else computes wrong numbers, or waits for ever. So rank 0 decides whatever depends on a
@@ -38,7 +38,7 @@ _HEAD = struct.Struct("<IIqq")
 _INLINE = 104
 """Bytes of a decision that go with the first message."""
 PATIENCE_S = 120.0
-"""How long a rank does not hear of the others: longer than any step takes."""
+"""Seconds without a message after which a rank ends: longer than any step takes."""
 LOADING_S = 1800.0
 """The same while a model is loaded."""
 _CONNECT_S = 10.0
@@ -57,7 +57,7 @@ class Ranks:
         self.size, self.rank = size, rank
         self.n_messages = 0
         self.patience_s = LOADING_S
-        """How long it does not hear of the others before it ends; they speak while idle, too."""
+        """Seconds without a message after which this rank ends; idle ranks send messages, too."""
         self._is_deciding = False
         self.is_ending = False
         """Whether all have agreed to end."""
@@ -199,7 +199,7 @@ class Ranks:
             end(f"another rank than rank {self.rank} has ended")
 
     def wait_for(self, seconds: float) -> None:
-        """Wait this number of seconds for the others from now on."""
+        """Wait this number of seconds for a message from now on."""
         self.progressed()
         self.patience_s = seconds
 
@@ -243,7 +243,7 @@ def alone() -> Iterator[None]:
 
 
 def end(why: str) -> NoReturn:
-    """End this process at once, with one line; those of the other ranks end with it."""
+    """End this process at once, with one line; the processes of the other ranks end with it."""
     with suppress(OSError):  # who reads it may have ended, too
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"kvpersist: {why}\n".encode())
     os._exit(1)
