@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "block",
         "cache",
         "config",
-        "error_forms",
+        "apis",
         "errors",
         "host",
         "match",
@@ -45,15 +45,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request_log": {"request"},
     "round_trip": {"cache", "errors", "host", "request", "store"},
     "config": {"api", "cache", "errors", "store", "units"},
-    "host": {"apis", "ranks", "contents", "error_forms", "errors", "failures", "fields"},
-    "api": {"apis", "contents", "error_forms", "errors", "fields"},
+    "host": {"apis", "errors", "failures", "ranks"},
+    "api": {"apis", "errors"},
     "request": {
         "ranks",
         "block",
         "cache",
-        "contents",
+        "apis",
         "errors",
-        "failures",
         "host",
         "match",
         "store",
@@ -64,17 +63,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "match": {"block"},
     "ranks": set(),
     "block": set(),
-    "contents": set(),
     "errors": set(),
-    "error_forms": set(),
     "failures": set(),
-    "apis": set(),
-    "fields": {"errors"},
+    "apis": {"errors"},
     "units": set(),
 }
 NO_MLX = {
-    *("_startup", "block", "contents", "match", "error_forms", "errors", "failures", "fields"),
-    "units",
+    *("_startup", "apis", "block", "errors", "failures", "match", "units"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..api.warming import WARM_PATH, read_prompt, session_name
+from ..api.agents import WARM_PATH, read_prompt, session_name
 from .asking import ask
 from .output import print_json, shown
 
