@@ -1,17 +1,23 @@
 """A pytest plugin for mlx-lm's own tests: what this package changes is in place before they import.
 
-The tests bring model providers of their own, which say nothing of what ours adds, and models that
-no plugin was told of. Both are made up for here; our batch generator is that of `mlx_lm.generate`,
-too, and computes prompts its own way, on stock's caches.
+The tests have their own model providers, which lack the attributes that ours adds, and load models
+without a server. This module adds both. The plugin's batch generator also takes the place of the
+one in `mlx_lm.generate`. A model that does not make its own caches gets the plugin's: those of
+stock if `KVPERSIST_CACHES` is "stock", otherwise quantized ones in the default precision.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import importlib
+import os
+import shutil
 import tempfile
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-import mlx_lm.generate as generate
 import mlx_lm.server as server
 import mlx_lm.utils as utils
 
@@ -23,27 +29,38 @@ from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches, Plugin
 MOST_TOKENS = 2048
 _SAYS = {"is_ready": True, "is_loading": False, "reads_images": False, "max_context": None}
 
+# `import mlx_lm.generate as generate` gives the function of that name, not the module.
+generate = importlib.import_module("mlx_lm.generate")
 _stock_load = utils.load
 
 
 def load(*args: Any, **kwargs: Any) -> Any:
-    """Load as stock does; prompts of a model that makes no caches itself are computed in chunks."""
-    model, *rest = _stock_load(*args, **kwargs)
+    """Load as stock does; a model that does not make its own caches gets the plugin's."""
+    model, tokenizer, *rest = _stock_load(*args, **kwargs)
     if not hasattr(type(model), "make_cache"):
+        support = ModelSupport(lambda: None)
+        if os.environ["KVPERSIST_CACHES"] != "stock":
+            key, cli_args = (str(args[0]), None, None), argparse.Namespace(kv_bits=None)
+            provider = SimpleNamespace(
+                model=model, tokenizer=tokenizer, model_key=key, cli_args=cli_args
+            )
+            ((_, support),) = manager.ask("model_loaded", provider=provider)
         limits = PrefillLimits(0.5, lambda position: MOST_TOKENS)
-        model.make_cache = PluginCaches(model, "tests", ModelSupport(lambda: None, limits=limits))
-    return (model, *rest)
+        model.make_cache = PluginCaches(model, "tests", replace(support, limits=limits))
+    return (model, tokenizer, *rest)
 
 
 def put_in_place() -> None:
     host.install(["kvpersist"])
     folder = tempfile.mkdtemp(prefix="own-tests-store-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     parser = argparse.ArgumentParser()
     for stock in ("--model", "--draft-model", "--kv-bits", "--prompt-cache-bytes"):
         parser.add_argument(stock)
     manager.ask("add_options", parser=parser)
     manager.ask("configure", args=parser.parse_args(["--kvpersist-dir", folder]))
-    utils.load, generate.BatchGenerator = load, server.BatchGenerator
+    utils.load = load
+    setattr(generate, "BatchGenerator", server.BatchGenerator)  # noqa: B010
     init = server.ResponseGenerator.__init__
 
     def with_provider(self: Any, provider: Any, *args: Any, **kwargs: Any) -> None:

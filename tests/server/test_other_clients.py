@@ -83,7 +83,10 @@ def test_opencode(start_server: StartServer, tmp_path: Path) -> None:
 
 
 def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps its history in a file, and sends its rules again behind it: those are computed."""
+    """It keeps its history in a file, and sends its rules again behind it: those are computed.
+
+    Reuse ends with the last whole block before them, so with at most 255 tokens less.
+    """
     server = make_server(start_server, tmp_path)
     programs = install(tmp_path, "aider-chat")
     home = tmp_path / "home"
@@ -116,7 +119,7 @@ def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.Mo
     first, *others = asked + requests(server)
     assert len(others) == 2 and first["reused_tokens"] == 0
     for each in others:
-        assert each["reused_tokens"] >= 0.5 * each["prompt_tokens"], each["sentence"]
+        assert each["reused_tokens"] + 255 >= 0.5 * each["prompt_tokens"], each["sentence"]
     assert "from disk" in others[-1]["sentence"]
 
 
