@@ -19,7 +19,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from ..api.admin import KEY_VARIABLE, STATS_PATH
-from ..error_forms import message_of
+from ..apis import message_of
 from ..errors import KVPersistError
 
 _HOST = "127.0.0.1"

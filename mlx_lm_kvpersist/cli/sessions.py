@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
-from ..api.warming import WARM_PATH, read_prompt, session_name
+from ..api.agents import WARM_PATH, read_prompt, session_name
 from ..block import Checkpoint
 from ..config import encryption_of, limits_of
 from ..errors import StoreError

@@ -13,7 +13,6 @@ import pytest
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api import admin, agents, messages, responses, session_keys
-from mlx_lm_kvpersist.api import page as api_page
 from mlx_lm_kvpersist.request.outcome import Kind, Outcome, Reason
 from tests.support.host import REPOSITORY
 from tools.docs import options, results
@@ -142,7 +141,7 @@ def test_messages_are_found_where_they_are_known_to_be() -> None:
 
 
 def test_every_path_of_a_module_stands_in_a_page() -> None:
-    modules = (admin, agents, messages, api_page, responses)
+    modules = (admin, agents, messages, responses)
     paths = {
         value
         for module in modules
