@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlx_lm_kvpersist import config
-from mlx_lm_kvpersist.cli.main import PROG, make_parser
+from mlx_lm_kvpersist.cli.main import make_parser
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Where and how much": (
@@ -83,8 +83,9 @@ def _cell(text: str) -> str:
 
 
 def commands() -> str:
-    """Return a section for each command with what it takes."""
-    return "\n\n".join(_section(name, parser) for name, parser in leaves(make_parser()))
+    """Return a row for each command with what it does."""
+    rows = [f"| `{name}` | {_cell(parser.description or '')} |" for name, parser in leaves(make_parser())]
+    return "\n".join(["| command | what it does |", "| --- | --- |", *rows])
 
 
 def leaves(
@@ -97,27 +98,3 @@ def leaves(
                 yield from leaves(command, f"{name} {word}".strip())
             return
     yield name, parser
-
-
-def _section(name: str, parser: argparse.ArgumentParser) -> str:
-    actions = [
-        action
-        for action in parser._actions
-        if not isinstance(action, argparse._HelpAction) and action.help is not argparse.SUPPRESS
-    ]
-    formatter = parser._get_formatter()
-    if name == "server":
-        rows = ["| `OPTION…` | those of `mlx_lm.server` and of the plugin |"]
-    else:
-        rows = [
-            f"| `{_escaped(_spelt(action))}` | {_cell(formatter._expand_help(action))} |"
-            for action in actions
-        ]
-    head = f"## {PROG} {name}\n\n{parser.description}"
-    if not rows:
-        return head
-    return "\n".join([f"{head}\n", "| argument | meaning |", "| --- | --- |", *rows])
-
-
-def _escaped(code: str) -> str:
-    return code.replace("|", "\\|")
