@@ -53,7 +53,7 @@ def server_options() -> str:
     for heading, names in GROUPS.items():
         rows = [_row(parser, actions[name]) for name in names]
         table = ["| option | default | meaning |", "| --- | --- | --- |", *rows]
-        parts.append(f"## {heading}\n\n" + "\n".join(table))
+        parts.append(f"### {heading}\n\n" + "\n".join(table))
     return "\n\n".join(parts)
 
 
