@@ -13,17 +13,14 @@ from .sweep import Finding
 
 _INTRO = f"""# Models
 
-This page shows how the plugin keeps the conversations of each architecture of mlx-lm. The results come
-from tiny models with random float32 weights on a CPU, with mlx-lm {{mlx_lm}} and mlx {{mlx}}. The command
-`mlx-lm-kvpersist spec --model M` shows how your model is kept.
+This page shows how the plugin keeps the conversations of each architecture of mlx-lm. The results
+come from tiny models with random float32 weights on a CPU, with mlx-lm {{mlx_lm}} and mlx {{mlx}}.
+The command `mlx-lm-kvpersist spec --model M` shows how your model is kept.
 
-| column | meaning |
-| --- | --- |
-| layers | the kinds of caches that the model's layers have |
-| resumes at | where a prompt that leaves a stored conversation can resume: at the last multiple of 256 tokens before that place, or at an earlier checkpoint |
-| in one batch | what the server computes together: prompts and replies, replies only, or nothing |
-
-If a prompt continues a whole conversation, all of its stored tokens are reused.
+- *Layers*: the kinds of caches that the model's layers have.
+- *Resumes at*: where a prompt that leaves a stored conversation resumes: at the last multiple of
+  256 tokens, or at an earlier checkpoint. A prompt that continues a conversation reuses all of it.
+- *In one batch*: what the server computes together.
 
 {{summary}}.
 
@@ -31,8 +28,8 @@ If a prompt continues a whole conversation, all of its stored tokens are reused.
 
 ## How this was tested
 
-Each model holds a conversation of {N_TURNS} turns in the stock server's batch generator. The conversation
-is longer than a block and longer than the model's windows. The test compares it with:
+Each model holds a conversation of {N_TURNS} turns in the stock server's batch generator. The
+conversation is longer than a block and longer than the model's windows. The test compares it with:
 
 - the model's own caches, rounded as the plugin rounds them;
 - the same conversation with a store that is closed and opened in the middle;
@@ -41,12 +38,12 @@ is longer than a block and longer than the model's windows. The test compares it
 - the conversation in a batch with other conversations and a new prompt;
 - a conversation that begins shorter than the windows, with a restart before each turn.
 
-*Equal* means that the same token is the most likely in every step, and that log-probabilities differ by
-at most {TOLERANCE:g} of their range. The largest difference of an equal model is {{largest}}. *Refused*
-means that the server serves the model without the store, and says so when it loads the model.
+*Equal* means that the same token is the most likely in every step, and that log-probabilities
+differ by at most {TOLERANCE:g} of their range. The largest difference of an equal model is
+{{largest}}. *Refused* means that the server serves the model without the store, and says so.
 
-`python -m models_check` repeats the test, and `python -m models_check --write docs/models.md` writes this
-page. `--only NAME` tests one architecture and prints its details.
+`python -m models_check` repeats the test. `--only NAME` tests one architecture and prints its
+details. `--write docs/models.md` writes this page.
 """
 
 _TURNS = """
@@ -55,14 +52,12 @@ _TURNS = """
 The table counts a turn of 500 tokens. Models with sliding windows or recurrent layers also write
 checkpoints ([when](store.md#what-happens-when)).
 
-| column | meaning |
-| --- | --- |
-| in a row | turns of a tool loop follow each other, prompts are computed at 1,000 tokens a second, and a checkpoint is written every two seconds of computing |
-| after a rest | the conversation rested for 30 seconds, so the checkpoint at the end of the reply is written |
-| every turn at once | what a turn would write if no checkpoint were postponed |
+- *In a row*: turns of a tool loop at 1,000 tokens a second, with a checkpoint every two seconds.
+- *After a rest*: the conversation rested for 30 seconds, so its last checkpoint is written.
+- *Every turn at once*: what a turn would write if no checkpoint were postponed.
 
-The shapes are from the config.json of the real models, in bfloat16. Tiny models with such layers write
-[the same number of bytes](benchmarks.md#settled-questions).
+The shapes are from the config.json of the real models, in bfloat16. Tiny models with such layers
+write [the same number of bytes](benchmarks.md#settled-questions).
 
 <!-- made: turns -->
 <!-- end of turns -->

@@ -17,7 +17,6 @@ from mlx_lm_kvpersist.api import page as api_page
 from mlx_lm_kvpersist.request.outcome import Kind, Outcome, Reason
 from tests.support.host import REPOSITORY
 from tools.docs import options, results
-from tools.docs.messages import found
 from tools.docs.pages import PAGES, PARTS, parts, remade
 
 from .blocks import PAGES as ALL_PAGES
@@ -126,19 +125,6 @@ def test_every_option_has_a_group() -> None:
     names = [name for group in options.GROUPS.values() for name in group]
     assert len(names) >= 14 and set(names) >= set(config.RARE)
     assert [name for name in names if f"| `--kvpersist-{name}" not in table] == []
-
-
-def test_messages_are_found_where_they_are_known_to_be() -> None:
-    """A negative control of the search: one of each kind, from a file that has it."""
-    said = {(each.section, each.text, each.status) for each in found()}
-    assert len(said) > 150
-    log, refused = "The server's log", "A request is refused"
-    assert (log, "a turn is not saved: …, which it needs, …", None) in said
-    assert (refused, "prompt is too long: … tokens > … maximum", 400) in said
-    assert (refused, "the body ended after … of … bytes", 400) in said
-    assert (refused, "there are … agents; delete one first", 429) in said
-    stops = "The server does not start"
-    assert (stops, "… is not a size; write for example 8G or 512M", None) in said
 
 
 def test_every_path_of_a_module_stands_in_a_page() -> None:

@@ -29,10 +29,10 @@ def test_every_other_module_is_named_with_its_reason() -> None:
 
 
 def test_a_page_says_what_was_found() -> None:
-    full = {"caches": "2 full", "reusable": "by blocks", "batching": "prompts and replies"}
-    kept = Finding("llama", "equal", reused=[0, 9], possible=[0, 9], **full)
+    batched = "prompts and replies"
+    kept = Finding("llama", "equal", caches="2 full", reusable="by blocks", batching=batched)
     kept.differences, kept.excused = {"restored": 2e-7}, {"in a batch": 0.5}
-    alike = Finding("qwen3", "equal", **full)
+    alike = Finding("qwen3", "equal", caches="1 full", reusable="by blocks", batching=batched)
     mixed = Finding("gemma3", "equal", caches="1 sliding 16, 1 full", reusable="70 of 87")
     wrong = Finding("mamba", "WRONG", "rewound: logits 1.0e+00 apart", caches="2 recurrent")
     text = page([kept, mixed, alike, wrong])

@@ -1,6 +1,6 @@
 """The same bytes to a stock server and to one with the plugin: the same answers.
 
-Differences that are wanted stand in the table of docs/clients.md, which gives the reasons.
+Differences that are wanted stand in the table of docs/api.md, which gives the reasons.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support import ServerProcess, StartServer
 from tests.support.stock import answers_wrong_fields
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-TABLE = Path(__file__).parents[2] / "docs" / "clients.md"
+TABLE = Path(__file__).parents[2] / "docs" / "api.md"
 WRONG_FIELDS = pytest.mark.skipif(not answers_wrong_fields(), reason="stock fails")
 CLOSED = "closes the connection"
 """What the table says of a server that answers nothing."""

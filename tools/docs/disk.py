@@ -240,7 +240,7 @@ OFFERED_GIB = {16: 16 * 2 / 3, 32: 32 * 2 / 3, 64: 48, 128: 96}
 
 
 def tokens_on_a_mac(name: str, gib: int) -> int | None:
-    """Return how many tokens the memory budget holds beside the weights, None if they do not fit."""
+    """Return how many tokens the memory budget holds; None if the weights leave no room."""
     offered, n_weights = int(OFFERED_GIB[gib] * (1 << 30)), _weights_bytes(name)
     left = offered - n_weights - min(offered // 8, MOST_RESERVE_BYTES)
     return None if left < LEAST_BYTES else left // spec_of(name).bytes_per_token
@@ -253,7 +253,7 @@ def _weights_bytes(name: str) -> int:
 def macs_table() -> str:
     """Return how many tokens of conversations fit into the memory of a Mac, by model."""
     rows = [
-        f"| model, 4-bit weights | weights | {' | '.join(f'{gib} GB' for gib in OFFERED_GIB)} |",
+        f"| model, 4-bit weights | weights | {' | '.join(f'{gib} GiB' for gib in OFFERED_GIB)} |",
         f"|{' --- |' * (2 + len(OFFERED_GIB))}",
     ]
     for name in BILLIONS:

@@ -84,7 +84,10 @@ def _cell(text: str) -> str:
 
 def commands() -> str:
     """Return a row for each command with what it does."""
-    rows = [f"| `{name}` | {_cell(parser.description or '')} |" for name, parser in leaves(make_parser())]
+    rows = [
+        f"| `{name}` | {_cell(parser.description or '')} |"
+        for name, parser in leaves(make_parser())
+    ]
     return "\n".join(["| command | what it does |", "| --- | --- |", *rows])
 
 
