@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from .compare import TOLERANCE
-from .configs import NOT_IN_THE_ZOO, module_of
+from .configs import module_of
 from .conversation import N_TURNS
 from .sweep import Finding
 
@@ -98,7 +98,6 @@ def page(findings: Sequence[Finding]) -> str:
     excused = [
         f"- `{finding.name}`: {_excuse(finding)}." for finding in findings if finding.excused
     ]
-    not_in_the_zoo = [f"- `{name}`: {why}." for name, why in sorted(NOT_IN_THE_ZOO.items())]
     differences = [
         value
         for finding in findings
@@ -119,9 +118,6 @@ def page(findings: Sequence[Finding]) -> str:
         "\n## As in stock\n",
         "Stock's own caches show these differences, too:\n",
         *(excused or ["None."]),
-        "\n## Not in the table\n",
-        "These modules of `mlx_lm.models` hold no model, or a model that mlx-lm cannot run:\n",
-        *not_in_the_zoo,
         _TURNS.rstrip("\n"),
     ]
     return "\n".join(lines) + "\n"

@@ -51,12 +51,14 @@ def _cell(text: str) -> str:
 
 
 def commands() -> str:
-    """Return a row for each command with what it does."""
-    rows = [
-        f"| `{name}` | {_cell(parser.description or '')} |"
-        for name, parser in leaves(make_parser())
-    ]
-    return "\n".join(["| command | what it does |", "| --- | --- |", *rows])
+    """Return a row for each command, or group of commands, with what it does."""
+    rows = ["| command | what it does |", "| --- | --- |"]
+    for action in make_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            rows += [
+                f"| `{each.dest}` | {_cell(each.help or '')} |" for each in action._choices_actions
+            ]
+    return "\n".join(rows)
 
 
 def leaves(
