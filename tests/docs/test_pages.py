@@ -15,7 +15,7 @@ from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api import admin, agents, messages, responses, session_keys
 from mlx_lm_kvpersist.request.outcome import Kind, Outcome, Reason
 from tests.support.host import REPOSITORY
-from tools.docs import options, results
+from tools.docs import disk, options, results
 from tools.docs.pages import PAGES, PARTS, parts, remade
 
 from .blocks import PAGES as ALL_PAGES
@@ -162,3 +162,16 @@ def test_nothing_is_taken_for_html() -> None:
     for each in ALL_PAGES:
         outside = re.sub(r"```.*?```|`[^`]*`|<!--.*?-->", "", text_of(each), flags=re.DOTALL)
         assert re.findall(r"<[a-z/][^>]*>", outside) == [], each.name
+
+
+def test_tokens_on_a_mac_follow_from_the_budget() -> None:
+    """Computed by hand for Llama 3.1 8B: 8 heads of 128 in 32 layers, 6.5 bits a number."""
+    gib = 1 << 30
+    offered, weights = 16 * gib * 2 // 3, 8.03e9 * 4.5 / 8
+    token = 2 * 32 * 8 * 128 * 6.5 / 8
+    expected = (offered - weights - offered / 8) / token
+    assert abs((disk.tokens_on_a_mac("Llama 3.1 8B", 16) or 0) / expected - 1) < 0.001
+    # 128 GiB: the reserve ends at 4 GiB.
+    expected = (96 * gib - weights - 4 * gib) / token
+    assert abs((disk.tokens_on_a_mac("Llama 3.1 8B", 128) or 0) / expected - 1) < 0.001
+    assert disk.tokens_on_a_mac("Llama 3.3 70B", 32) is None

@@ -159,7 +159,7 @@ FIELDS: dict[str, list[Step]] = {
 """Requests with a field of a wrong type or range; the answers are the same, too."""
 
 DIFFERENT: dict[str, dict[str, list[Step]]] = {
-    "a query behind the path": {"query": [request(ONE, target=f"POST {CHAT}?api-version=2024")]},
+    "a query after the path": {"query": [request(ONE, target=f"POST {CHAT}?api-version=2024")]},
     "a field of null": {
         "temperature of null": [request(chat(temperature=None))],
         "stream of null": [request(chat(stream=None, model=None))],
@@ -173,7 +173,7 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
     "a stream with `include_usage`": {
         "usage": [request(chat(stream=True, stream_options={"include_usage": True}))]
     },
-    "`Content-Length` that is no number": {
+    "a `Content-Length` that is not a number": {
         "empty length": [request(ONE, length="")],
         "length in words": [request(ONE, length="all")],
     },
