@@ -66,7 +66,7 @@ def in_short() -> str:
                 f"{_LONG:,} tokens; on a CPU hardly sooner than stock",
             ),
             (
-                "a short question beside a long one",
+                "a short question during a long prompt",
                 (beside["stock"], beside[OURS]),
                 f"the long one has {_LONG:,} tokens",
             ),
