@@ -131,7 +131,6 @@ ALIKE: dict[str, list[Step]] = {
     "preflight": [ask(f"OPTIONS {CHAT}", "Origin: http://example.org")],
     "unknown path": [request(ONE, target="POST /v1/nothing")],
     "unknown path, GET": [ask("GET /nothing")],
-    "root": [ask("GET /")],
     "slash": [request(ONE, target=f"POST {CHAT}/")],
     "two slashes": [request(ONE, target=f"POST /{CHAT}")],
     "short path": [request(ONE, target="POST /chat/completions")],
@@ -197,6 +196,7 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
     "`stop` within a token, or over several": {
         "stop in a token": [request(chat(stop=[*"bcdfghjklmnprstw"], max_tokens=200))]
     },
+    "`GET /`": {"root": [ask("GET /")]},
     "`stop` of a wrong form": {"stop": [request(chat(stop=5))]},
     "an image for a model that reads text only": {"image": [request(chat(messages=PICTURE))]},
     "`HEAD /`, `HEAD /api/hello`": {
