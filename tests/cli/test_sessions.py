@@ -157,18 +157,23 @@ def test_pin_outlives_gc_and_rebuild(run: CommandLine) -> None:
         ["store", "verify", "--fix"],
         ["store", "rebuild"],
         ["store", "gc"],
+        ["store", "map"],
+        ["why", "x"],
     ],
     ids=" ".join,
 )
 def test_a_store_that_is_not_there_is_not_made(
     run: CommandLine, tmp_path: Path, argv: list[str]
 ) -> None:
-    missing = run.at(tmp_path / "nowhere")
-    assert "there is no store" in missing.error(*argv)
+    missing = run.at(tmp_path / "no where")
+    said = missing.error(*argv)
+    assert "there is no store" in said and "start the server first: mlx_lm.server " in said
+    assert f"--kvpersist-dir '{missing.folder}';" in said
     assert not missing.folder.exists()
     other = run.at(tmp_path / "other")
     other.folder.mkdir()
-    assert "holds no store" in other.error(*argv)
+    said = other.error(*argv)
+    assert "holds no store" in said and f"--kvpersist-dir {other.folder};" in said
     assert list(other.folder.iterdir()) == []
 
 
