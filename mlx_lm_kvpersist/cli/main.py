@@ -29,7 +29,7 @@ PROG = "mlx-lm-kvpersist"
 _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
 _BUDGETS = (*_STORE, "disk", "min-free")
-_WHICH = "a session's id, the beginning of an id, or a session's name"
+_WHICH = "a session's id, the beginning of an id, or a session's name or title"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -176,7 +176,7 @@ def make_parser() -> CommandParser:
     _add_connect(add)
     _add_why(commands)
     summary = "look after the sessions of a store"
-    _add_sessions(_group(commands, "sessions", summary, "sessions list"))
+    _add_sessions(_group(commands, "sessions", summary, "sessions list --sort size"))
     _add_warm(add)
     _add_store(_group(commands, "store", "check, repair and shrink a store", "store map"))
     key = add("key", "store:key", "make the key file of an encrypted store")
@@ -313,9 +313,26 @@ def _add_selftest(add: Any) -> None:
     )
 
 
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of sessions; write for example 20"
+        )
+    return int(text)
+
+
 def _add_sessions(commands: Any) -> None:
     add = _adder(commands, *_STORE)
-    add("list", "sessions:list_all", "list all sessions, the most recently used first")
+    listed = add("list", "sessions:list_all", "list sessions, the most recently used first")
+    listed.description = (
+        "List sessions, the most recently used first: a line each in a terminal, tab-separated "
+        "values in a pipe. Sizes count shared blocks in full."
+    )
+    listed.add_argument("text", metavar="TEXT", nargs="?", help="text in the name or the title")
+    orders = ("used", "size", "tokens", "name")
+    what = "what comes first: last used, largest, most tokens, or by name (default: %(default)s)"
+    listed.add_argument("--sort", choices=orders, default="used", help=what)
+    listed.add_argument("--limit", type=_count, metavar="N", help="list the first N sessions")
     show = add("show", "sessions:show", "show one session with its blocks")
     rm = add("rm", "sessions:rm", "remove sessions and the blocks that no other session needs")
     rm.add_argument("sessions", metavar="ID|NAME", nargs="*", help=_WHICH)
@@ -325,9 +342,12 @@ def _add_sessions(commands: Any) -> None:
     pin.set_defaults(pinned=True)
     unpin = add("unpin", "sessions:pin", "let a session be removed to make room again")
     unpin.set_defaults(pinned=False)
+    rename = add("rename", "sessions:rename", "give a session a title for the page and commands")
     export = add("export", "sessions:export", "write a session to a file of its own")
-    for command in (show, pin, unpin, export):
+    for command in (show, pin, unpin, rename, export):
         command.add_argument("session", metavar="ID|NAME", help=_WHICH)
+    new = "the title; '' takes it away. Requests go on with the name that the client sends"
+    rename.add_argument("title", metavar="NEW", help=new)
     export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
     add = _adder(commands, *_BUDGETS)

@@ -38,7 +38,7 @@ def test_all_commands_stand_in_one_tree() -> None:
     assert list(COMMANDS) == [
         "doctor", "server", "connect", "why",
         "sessions list", "sessions show", "sessions rm", "sessions pin", "sessions unpin",
-        "sessions export", "sessions import", "warm",
+        "sessions rename", "sessions export", "sessions import", "warm",
         "store stats", "store gc", "store map", "store verify", "store rebuild", "store prune",
         "key", "bench", "demo", "quality", "spec", "selftest",
     ]  # fmt: skip
