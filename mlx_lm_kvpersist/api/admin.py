@@ -24,6 +24,7 @@ SPEC_PATH = "/v1/kvpersist/spec"
 METRICS_PATH = "/metrics"
 PAGE_PATH = "/kvpersist"
 SESSIONS_PATH = "/v1/kvpersist/sessions"
+MAX_TITLE_CHARS = 200
 KEY_VARIABLE = "KVPERSIST_API_KEY"
 _PROXY_HEADERS = {
     *("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"),
@@ -253,7 +254,8 @@ def session_changes(
 
     def rename(body: dict[str, Any]) -> Any:
         title = require_text("title", body.get("title")).strip()
-        require(len(title) <= 200, "title", title, "at most 200 characters")
+        limit = f"at most {MAX_TITLE_CHARS} characters"
+        require(len(title) <= MAX_TITLE_CHARS, "title", title, limit)
         return sessions().rename(require_text("id", body.get("id")), title)
 
     def export(body: dict[str, Any]) -> Any:
