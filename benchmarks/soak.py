@@ -26,16 +26,19 @@ from pathlib import Path
 from statistics import median_low
 from typing import TextIO
 
-from mlx_lm_kvpersist.api.admin import STATS_PATH
+from mlx_lm_kvpersist.api.admin import SPEC_PATH, STATS_PATH
 from mlx_lm_kvpersist.cli.asking import ask
 from mlx_lm_kvpersist.cli.bench import fetched, measured_conditions
 from mlx_lm_kvpersist.cli.machine import conditions
 from mlx_lm_kvpersist.cli.output import ongoing
 from mlx_lm_kvpersist.cli.started_server import Message, Reply, StartedServer
 from mlx_lm_kvpersist.cli.story import document
+from mlx_lm_kvpersist.config import DEFAULT_BITS
 from mlx_lm_kvpersist.errors import KVPersistError
 from mlx_lm_kvpersist.host.scheduling.context_length import max_context
 from mlx_lm_kvpersist.units import show_bytes
+
+from .checks import check_kept
 
 STREAMS = 2
 MOST_TOKENS = 16_384
@@ -92,6 +95,7 @@ class Soak:
         with ongoing("soak: start") as say, ThreadPoolExecutor(STREAMS) as pool:
             log_path = self.folder / "log"
             with StartedServer(*command, *self.options, log_path=log_path) as server:
+                check_kept("soak", ask(server.url, SPEC_PATH), DEFAULT_BITS)
                 self._ends_s = time.monotonic() + seconds
                 streams = [pool.submit(self._stream, server, n) for n in range(STREAMS)]
                 try:
