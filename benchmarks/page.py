@@ -37,7 +37,7 @@ def make_page(results: Sequence[DeviceResults]) -> str:
             if question in part["notes"]
         ]
         table = show_table(_HEADER, rows) if rows else "Nothing was measured."
-        parts += [f"## {question.capitalize()}", table, *dict.fromkeys(notes)]
+        parts += [f"## {question[0].upper()}{question[1:]}", table, *dict.fromkeys(notes)]
     parts += ["## First token over context", f"![Seconds to the first token](../{CHART})", _LIMITS]
     return "\n\n".join(parts) + "\n"
 

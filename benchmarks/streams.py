@@ -35,8 +35,8 @@ def measure(run: Run, n_streams: int, n_repeats: int) -> None:
                 first += n
     run.report.note(
         QUESTION,
-        f"Each sample is {n} streams of {MAX_TOKENS} tokens with {run.model.name}; "
-        f"{n_repeats} samples make {n * n_repeats} streams.",
+        f"A sample has {n} streams of {MAX_TOKENS} tokens; the model is {run.model.name}. CPU time "
+        "counts what the plugin writes after the last reply.",
     )
 
 

@@ -56,7 +56,7 @@ def longest(results: DeviceResults) -> int:
 def first_token_s(
     results: DeviceResults, state: str, n_tokens: int
 ) -> tuple[float | None, float | None]:
-    """Return the seconds of stock and of the plugin; stock computes a new prompt after a restart."""
+    """Return seconds of stock and the plugin; after a restart stock computes a new prompt."""
     stock_state = "new prompt" if state == "after a restart" else state
     return (
         results.median(ttft.QUESTION, f"{stock_state}, {tokens(n_tokens)}", STOCK),
@@ -122,7 +122,7 @@ def conditions() -> str:
     part = results.parts[0]
     weights = " with random weights" if part["model"]["random_weights"] else ""
     smoke = (
-        "" if results.is_preset else " Such a small model shows that the commands work, no more."
+        "" if results.is_preset else " This tiny model shows no more than that the commands work."
     )
     text = (
         f"{results.device.get('device_name', results.folder)} ({results.kind.upper()}), mlx-lm "
