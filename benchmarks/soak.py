@@ -27,12 +27,10 @@ from statistics import median_low
 from typing import TextIO
 
 from mlx_lm_kvpersist.api.admin import SPEC_PATH, STATS_PATH
-from mlx_lm_kvpersist.cli.asking import ask
 from mlx_lm_kvpersist.cli.bench import fetched, measured_conditions
 from mlx_lm_kvpersist.cli.machine import conditions
 from mlx_lm_kvpersist.cli.output import ongoing
-from mlx_lm_kvpersist.cli.started_server import Message, Reply, StartedServer
-from mlx_lm_kvpersist.cli.story import document
+from mlx_lm_kvpersist.cli.servers import Message, Reply, StartedServer, ask, document
 from mlx_lm_kvpersist.config import DEFAULT_BITS
 from mlx_lm_kvpersist.errors import KVPersistError
 from mlx_lm_kvpersist.host.scheduling.context_length import max_context

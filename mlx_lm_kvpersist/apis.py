@@ -1,14 +1,30 @@
-"""A parsed request, whatever API it came by, and the parser and reply format that an API has."""
+"""Requests of every API, with their fields and contents, and forms of replies and errors."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from email.message import Message
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+
+from .errors import RequestRefused
 
 Event = dict[str, Any]
 """An event of a stream, with its name as `type` if it has one."""
+
+_MAX_QUOTED = 40
+_KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a boolean"}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ReplyFormat(Protocol):
@@ -73,3 +89,100 @@ class API(Protocol):
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         """Return an error in the API's own form."""
+
+
+def require(is_right: bool, name: str, value: Any, expected: str) -> None:
+    """Refuse a request unless one of its fields is right."""
+    if not is_right:
+        refuse(name, value, expected)
+
+
+def refuse(name: str, value: Any, expected: str) -> NoReturn:
+    """Raise RequestRefused: the name of a field, what was found there, what was expected."""
+    shown = _KINDS.get(type(value))
+    if isinstance(value, str) and len(value) <= _MAX_QUOTED:
+        shown = json.dumps(value)
+    elif shown is None:
+        shown = "too large" if isinstance(value, int) and abs(value) > 10**20 else repr(value)
+    raise RequestRefused(f"{name} is {shown}, expected {expected}")
+
+
+def require_text(name: str, value: Any) -> str:
+    """Return text; refuse a value that is none, or cannot be encoded (half a surrogate pair)."""
+    require(isinstance(value, str), name, value, "text")
+    try:
+        value.isascii() or value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRefused(f"{name} is not valid Unicode at character {error.start}") from None
+    text: str = value
+    return text
+
+
+def require_object(name: str, value: Any) -> dict[str, Any]:
+    """Return an object; refuse a value that is none."""
+    require(isinstance(value, dict), name, value, "an object")
+    object_value: dict[str, Any] = value
+    return object_value
+
+
+def require_objects(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return a list of objects; refuse a value that is none."""
+    require(isinstance(value, list), name, value, "a list of objects")
+    return [require_object(f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+
+def joined(content: Any, more: Any, between: str = "\n\n") -> Any:
+    """Join the contents of two messages; by default an empty line stands between them."""
+    if not content or not more:
+        return content or more or ""
+    if isinstance(content, list) or isinstance(more, list):
+        return [*parts_of(content), *(parts_of(between) if between else ()), *parts_of(more)]
+    return f"{content}{between}{more}"
+
+
+def parts_of(content: Any) -> list[Any]:
+    """Return content as a list of parts."""
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def text_of(content: Any) -> Any:
+    """Return content as one text, joined as the server does; other content unchanged."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    texts = [block.get("text") for block in content if block.get("type") == "text"]
+    are_all = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(texts) if are_all else content
+
+
+def readable(value: Any) -> Any:
+    """Return JSON in which U+FFFD stands in the place of each half of a surrogate pair.
+
+    A client that cuts a text between two halves sends such a half, which has no UTF-8.
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError:
+        return json.loads(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+    return value
+
+
+def openai_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error in OpenAI's form, which our own routes have, too."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Return an error in Anthropic's form: the body of a reply, or an event in a stream."""
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def message_of(body: bytes) -> str:
+    """Return what an error's body says, in any of the forms of the APIs; "" for anything else."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return ""

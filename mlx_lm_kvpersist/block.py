@@ -11,6 +11,8 @@ from hashlib import blake2b
 from itertools import chain
 from typing import ClassVar
 
+from .image_ids import ids_of, words_of
+
 KEY_BYTES = 16
 """Two different prefixes share a key by accident once in about 2**64 blocks."""
 
@@ -66,26 +68,12 @@ def block_key(parent: bytes, ids: bytes) -> bytes:
     return blake2b(parent + ids, digest_size=KEY_BYTES, person=b"kvpersist-blok-1").digest()
 
 
-IMAGE_GOES_ON = -1
-"""The id of all tokens of an image but the first, whose id is its SHA-256, below -(2**256)."""
-
-_IMAGE_WORDS = 9
-"""The words of the packed id of an image's first token: each has 30 bits, and is below -1."""
-
-
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Return token ids as little-endian int32; the first token of an image takes nine words."""
     try:
         return array("i", ids).tobytes()
     except OverflowError:
-        return array("i", chain.from_iterable(map(_words, ids))).tobytes()
-
-
-def _words(token_id: int) -> list[int]:
-    if token_id >= IMAGE_GOES_ON:
-        return [token_id]
-    shifts = range(30 * (_IMAGE_WORDS - 1), -1, -30)
-    return [-2 - (-token_id >> shift & (1 << 30) - 1) for shift in shifts]
+        return array("i", chain.from_iterable(map(words_of, ids))).tobytes()
 
 
 def unpack_ids(packed: bytes) -> list[int]:
@@ -93,15 +81,7 @@ def unpack_ids(packed: bytes) -> list[int]:
     words = array("i", packed).tolist()
     if packed[3::4].isascii():  # the highest bit of none is set: no images
         return words
-    ids, place = [], 0
-    while place < len(words):
-        n_words = 1 if words[place] >= IMAGE_GOES_ON else _IMAGE_WORDS
-        value = 0
-        for word in words[place : place + n_words]:
-            value = value << 30 | -2 - word & (1 << 30) - 1
-        ids.append(words[place] if n_words == 1 else -value)
-        place += n_words
-    return ids
+    return ids_of(words)
 
 
 def n_packed(packed: bytes) -> int:

@@ -1,6 +1,6 @@
 """The plugin's options, and defaults that depend on the device.
 
-The commands take some of these options, too, so nothing of MLX is imported before it is needed.
+Commands share some of these options, so MLX is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Config:
     show_text: bool = False
     warm: tuple[Path, ...] = ()
     """Files of prompts that are computed at the start."""
-    guesses: bool = True
-    """Whether what a reply repeats of its conversation is guessed."""
+    prompt_lookup: bool = True
+    """Whether the ids that followed a reply's last ids before are checked as drafts."""
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
     max_stall_s: float = 0.25
@@ -79,7 +79,133 @@ class Config:
     """The store that other servers use, too, its encryption, and the most bytes of its objects."""
 
 
-_METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
+def _option(meaning: str, parse: Any = None, **argument: Any) -> dict[str, Any]:
+    """Return what argparse takes for an option."""
+    metavars: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
+    typed = {"type": parse, "metavar": metavars.get(parse)} if parse else {}
+    return {"help": meaning, **typed, **argument}
+
+
+_STORAGE = {
+    "dir": _option("Where conversations are kept (default: the user's cache folder)", parse_folder),
+    "ram": _option(
+        "Most memory for blocks of conversations that are not running, such as 8G "
+        "(default: an eighth of the device's memory, at most half of --kvpersist-memory)",
+        parse_size,
+    ),
+    "memory": _option(
+        "Most memory for everything but the model: running conversations and those that are "
+        "not, prompts that are computed (default: what the device leaves, less a reserve)",
+        parse_size,
+    ),
+    "memory-policy": _option(
+        "What a request does that does not fit into memory beside those that run: wait, or be "
+        "refused with status 503 (default: wait)",
+        choices=("wait", "refuse"),
+        default="wait",
+    ),
+    "disk": _option(
+        "Most disk space for conversations, index and quarantine included (default: a tenth "
+        "of the volume, at most 64G)",
+        parse_size,
+    ),
+    "min-free": _option(
+        "Disk space to leave free on the volume (default: 10G)",
+        parse_size,
+        default="10G",
+    ),
+    "shared": _option(
+        "A bucket (s3://, gs://, az://) or a folder in which servers share what they computed",
+        metavar="URL",
+    ),
+    "shared-key": _option(
+        "The key file that encrypts what is shared; mlx-lm-kvpersist key FILE makes one; plain: no "
+        "encryption",
+        Path,
+        metavar="FILE|plain",
+    ),
+    "shared-size": _option(
+        "Most that all servers keep there: what was not used for the longest is removed "
+        "(default: no limit)",
+        parse_size,
+    ),
+    "warm": _option(
+        "Compute and pin a beginning at the start, as mlx-lm-kvpersist warm FILE "
+        "does; can be given more than once",
+        Path,
+        action="append",
+        default=[],
+    ),
+}
+_SERVING = {
+    "kv-bits": _option(
+        "Bits of each key and value; k8v4: 8 for keys, 4 for values; k6v4: 6 for keys, 4 for "
+        "values; 16: the model's own precision (default: that of --kv-bits, or k8v4)",
+        choices=KV_BITS,
+    ),
+    "max-stall-ms": _option(
+        "Longest that running replies wait for a token while a prompt is computed or "
+        "restored; less makes that prompt slower (default: 250)",
+        float,
+        default=250,
+        metavar="MS",
+    ),
+    "attention": _option(
+        "How layers attend over quantized keys: dequantize one layer at a time, read them "
+        "packed, or dequantize in tiles, if the model and the device can (default: a fixed "
+        "policy for each backend)",
+        choices=("auto", "dequantize", "packed", "tiled"),
+        default="auto",
+    ),
+    "draft": _option(
+        "Draft what a reply repeats of its conversation or of stored ones, and check several "
+        "tokens in one step, while no other request runs; pauses if that does not pay, and is off "
+        "on CUDA (default: auto)",
+        choices=("auto", "off"),
+        default="auto",
+    ),
+    "served-name": _option(
+        "A further name of the model, the first in /v1/models: one for several servers behind a "
+        "router (default: none)",
+        dest="served_name",
+        metavar="NAME",
+    ),
+}
+_ACCESS = {
+    "encrypt": _option(
+        "The key file that encrypts what is kept in the folder, from the first start on; "
+        "mlx-lm-kvpersist key FILE makes one (default: not encrypted)",
+        Path,
+        metavar="KEYFILE",
+    ),
+    "no-text": _option(
+        "Store token ids only, no text; conversations are then found by their ids",
+        action="store_true",
+    ),
+    "isolation": _option(
+        "Whether equal beginnings are stored once for all sessions, or each session "
+        "finds only what it stored itself, and a request without a session finds nothing "
+        "(default: shared)",
+        choices=("shared", "session"),
+        default="shared",
+    ),
+    "namespace-by-key": _option(
+        "Share nothing between requests with different API keys", action="store_true"
+    ),
+    "show-text": _option(
+        "Let the page and /v1/kvpersist/requests quote prompts: the first words of sessions, and "
+        "where prompts differ from what is stored",
+        action="store_true",
+    ),
+}
+OPTIONS = {**_STORAGE, **_SERVING, **_ACCESS}
+"""The arguments of argparse for each option, by its name without `--kvpersist-`."""
+GROUPS = {
+    "Where and how much": _STORAGE,
+    "Serving": _SERVING,
+    "Who may see what": _ACCESS,
+}
+"""The options by the heading that they have in the docs."""
 RARE = "memory-policy shared-size attention draft served-name isolation show-text".split()
 """Options that --help-all shows, and --help does not."""
 _LEAVE_OUT = "leave it out"
@@ -108,10 +234,10 @@ REMOVED = {
 
 
 class RemovedOption(Action):
-    """Ends the process with what to do instead."""
+    """Ends the process with a message that says what to do instead."""
 
     def __call__(self, parser: ArgumentParser, *args: Any) -> None:
-        parser.error(with_remedies(f"unrecognized arguments: {self.option_strings[0]}"))
+        parser.error(with_remedies(f"unrecognized arguments: {args[-1]}"))
 
 
 def with_remedies(message: str) -> str:
@@ -122,176 +248,34 @@ def with_remedies(message: str) -> str:
 
 
 class HelpAll(Action):
-    """Prints the help with the rare options, too. `const` has these, with their help."""
+    """Prints the help with the rare options, too. `const` has their actions, by name."""
 
     def __call__(self, parser: ArgumentParser, *args: Any) -> None:
-        for action, meaning in self.const:
-            action.help = meaning
+        for name, action in self.const.items():
+            action.help = OPTIONS[name]["help"]
         self.help = SUPPRESS  # the reader has found it
         parser.print_help()
         parser.exit()
 
 
 def add_options(parser: ArgumentParser, *names: str) -> None:
-    """Add the plugin's options, in a group of their own, or those of these names alone."""
-    group: Any = parser
-    hidden: list[tuple[Action, str]] = []
-    if not names:
-        group = parser.add_argument_group(
-            "kvpersist", "Keep the KV cache of every conversation, quantized, across restarts."
-        )
-        group.add_argument(
-            "--help-all",
-            action=HelpAll,
-            nargs=0,
-            const=hidden,
-            help="Show this help with the plugin's rare options, too",
-        )
-        for name in REMOVED:
-            group.add_argument(
-                f"--kvpersist-{name}",
-                action=RemovedOption,
-                nargs="?",
-                default=SUPPRESS,
-                help=SUPPRESS,
-            )
-
-    def add(name: str, meaning: str, **argument: Any) -> None:
-        if names and name not in names:
-            return
-        if (metavar := _METAVARS.get(argument.get("type"))) is not None:
-            argument.setdefault("metavar", metavar)
-        action = group.add_argument(f"--kvpersist-{name}", help=meaning, **argument)
-        if name in RARE and not names:
-            hidden.append((action, meaning))
-            action.help = SUPPRESS
-
-    add("dir", "Where conversations are kept (default: the user's cache folder)", type=parse_folder)
-    add(
-        "encrypt",
-        "The key file that encrypts what is kept in the folder, from the first start on; "
-        "mlx-lm-kvpersist key FILE makes one (default: not encrypted)",
-        type=Path,
-        metavar="KEYFILE",
+    """Add the options of these names to a parser; without names, add every option in a group."""
+    for name in names:
+        parser.add_argument(f"--kvpersist-{name}", **OPTIONS[name])
+    if names:
+        return
+    group = parser.add_argument_group(
+        "kvpersist", "Keep the KV cache of every conversation, quantized, across restarts."
     )
-    add(
-        "ram",
-        "Most memory for blocks of conversations that are not running, such as 8G "
-        "(default: an eighth of the device's memory, at most half of --kvpersist-memory)",
-        type=parse_size,
-    )
-    add(
-        "memory",
-        "Most memory for everything but the model: running conversations and those that are "
-        "not, prompts that are computed (default: what the device leaves, less a reserve)",
-        type=parse_size,
-    )
-    add(
-        "memory-policy",
-        "What a request does that does not fit into memory beside those that run: wait, or be "
-        "refused with status 503 (default: wait)",
-        choices=("wait", "refuse"),
-        default="wait",
-    )
-    add(
-        "disk",
-        "Most disk space for conversations, index and quarantine included (default: a tenth "
-        "of the volume, at most 64G)",
-        type=parse_size,
-    )
-    add(
-        "min-free",
-        "Disk space to leave free on the volume (default: 10G)",
-        type=parse_size,
-        default="10G",
-    )
-    add(
-        "shared",
-        "A bucket (s3://, gs://, az://) or a folder in which servers share what they computed",
-        metavar="URL",
-    )
-    add(
-        "shared-key",
-        "The key file that encrypts what is shared; mlx-lm-kvpersist key FILE makes one; plain: no "
-        "encryption",
-        type=Path,
-        metavar="FILE|plain",
-    )
-    add(
-        "shared-size",
-        "Most that all servers keep there: what was not used for the longest is removed "
-        "(default: no limit)",
-        type=parse_size,
-    )
-    add(
-        "kv-bits",
-        "Bits of each key and value; k8v4: 8 for keys, 4 for values; k6v4: 6 for keys, 4 for "
-        "values; 16: the model's own precision (default: that of --kv-bits, or k8v4)",
-        choices=KV_BITS,
-    )
-    add(
-        "max-stall-ms",
-        "Longest that running replies wait for a token while a prompt is computed or "
-        "restored; less makes that prompt slower (default: 250)",
-        type=float,
-        default=250,
-        metavar="MS",
-    )
-    add(
-        "attention",
-        "How layers attend over quantized keys: dequantize one layer at a time, read them "
-        "packed, or dequantize in tiles, if the model and the device can (default: a fixed "
-        "policy for each backend)",
-        choices=("auto", "dequantize", "packed", "tiled"),
-        default="auto",
-    )
-    add(
-        "draft",
-        "Guess what a reply repeats of its conversation or of stored ones, and check several "
-        "tokens in one step, while no other request runs; pauses if that does not pay, and is off "
-        "on CUDA (default: auto)",
-        choices=("auto", "off"),
-        default="auto",
-    )
-    add(
-        "served-name",
-        "A further name of the model, the first in /v1/models: one for several servers behind a "
-        "router (default: none)",
-        dest="served_name",
-        metavar="NAME",
-    )
-    add(
-        "no-text",
-        "Store token ids only, no text; conversations are then found by their ids",
-        action="store_true",
-    )
-    add(
-        "isolation",
-        "Whether equal beginnings are stored once for all sessions, or each session "
-        "finds only what it stored itself, and a request without a session finds nothing "
-        "(default: shared)",
-        choices=("shared", "session"),
-        default="shared",
-    )
-    add(
-        "namespace-by-key",
-        "Share nothing between requests with different API keys",
-        action="store_true",
-    )
-    add(
-        "warm",
-        "Compute and pin a beginning at the start, as mlx-lm-kvpersist warm FILE "
-        "does; can be given more than once",
-        type=Path,
-        action="append",
-        default=[],
-    )
-    add(
-        "show-text",
-        "Let the page and /v1/kvpersist/requests quote prompts: the first words of sessions, and "
-        "where prompts differ from what is stored",
-        action="store_true",
-    )
+    rare: dict[str, Action] = {}
+    help_all = "Show this help with the plugin's rare options, too"
+    group.add_argument("--help-all", action=HelpAll, nargs=0, const=rare, help=help_all)
+    removed = [f"--kvpersist-{name}" for name in REMOVED]
+    group.add_argument(*removed, action=RemovedOption, nargs="?", default=SUPPRESS, help=SUPPRESS)
+    for name, argument in OPTIONS.items():
+        action = group.add_argument(f"--kvpersist-{name}", **argument)
+        if name in RARE:
+            rare[name], action.help = action, SUPPRESS
 
 
 def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
@@ -342,7 +326,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
         precision=precision,
         stock_kv_bits=stock_kv_bits,
         attention=args.kvpersist_attention,
-        guesses=args.kvpersist_draft == "auto" and n_ranks == 1,
+        prompt_lookup=args.kvpersist_draft == "auto" and n_ranks == 1,
         max_stall_s=stall_ms / 1e3,
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
         memory_bytes=memory,
@@ -412,7 +396,7 @@ def _warm(args: Namespace) -> tuple[Path, ...]:
 
 
 def default_folder() -> Path:
-    """Return the default of --kvpersist-dir. Raises ConfigError if it is no absolute path."""
+    """Return the default of --kvpersist-dir. Raises ConfigError if the path is not absolute."""
     folder = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist"))
     if not folder.is_absolute():
         raise ConfigError(

@@ -11,14 +11,12 @@ from typing import Any
 
 from . import config
 from .api import admin
-from .api.agents import AgentsAPI, Service
+from .api.admin import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sessions_view
+from .api.agents import WARM_PATH, AgentsAPI, Service, warm_at_start, warm_view
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI
 from .api.metrics import CONTENT_TYPE, Metrics
-from .api.normalise import normalise
-from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sessions_view
 from .api.responses import RESPONSES_PATH, ResponsesAPI
-from .api.session_keys import is_kept, namespace, note, session_key, unshared
-from .api.warming import WARM_PATH, warm_at_start, warm_view
+from .api.session_keys import is_kept, namespace, normalise, note, session_key, unshared
 from .cache.geometry.kinds import most_taken_back
 from .cache.live.policy import least_rows
 from .cache.live.quantized import batch_of
@@ -160,7 +158,7 @@ class KVPersistPlugin:
             memory,
             draft,
             # Drafts are checked in calls of a few rows, which may wait for a kernel of their own.
-            most_taken_back if options.guesses and least_rows() == 1 else lambda caches: 0,
+            most_taken_back if options.prompt_lookup and least_rows() == 1 else lambda caches: 0,
         )
 
     def _drop_model(self) -> None:

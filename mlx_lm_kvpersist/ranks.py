@@ -1,4 +1,4 @@
-"""What the processes that compute one model together say to each other.
+"""Messages between the processes that compute one model together.
 
 All ranks must do the same in the same order: MLX's collectives carry no names, so a rank that does
 something else computes wrong numbers, or waits for ever. So rank 0 decides whatever depends on a
@@ -34,11 +34,11 @@ Decision = TypeVar("Decision")
 logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<IIqq")
-"""The topic of a message, its number, its value, and the bytes of its decision."""
+"""The topic of a message with all values noted, its number, its value, the bytes of a decision."""
 _INLINE = 104
 """Bytes of a decision that go with the first message."""
 PATIENCE_S = 120.0
-"""How long a rank does not hear of the others: longer than any step takes."""
+"""Seconds without a message after which a rank ends: longer than any step takes."""
 LOADING_S = 1800.0
 """The same while a model is loaded."""
 _CONNECT_S = 10.0
@@ -57,11 +57,12 @@ class Ranks:
         self.size, self.rank = size, rank
         self.n_messages = 0
         self.patience_s = LOADING_S
-        """How long it does not hear of the others before it ends; they speak while idle, too."""
+        """Seconds without a message after which this rank ends; idle ranks send messages, too."""
         self._is_deciding = False
         self.is_ending = False
         """Whether all have agreed to end."""
         self._spoke_s = time.monotonic()
+        self._noted = 0
 
     @property
     def decides(self) -> bool:
@@ -120,12 +121,19 @@ class Ranks:
         """Tell whether all ranks have an equal value."""
         return self.agree(self.told(value, what) == value, what)
 
+    def note(self, value: int) -> None:
+        """Have the next message compare `value`, and all noted before; the process ends if unequal.
+
+        No message of its own.
+        """
+        self._noted = crc32(str(value).encode(), self._noted)
+
     def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
         """Return each rank's value, the bytes of its payload, and the beginning of the payload."""
         if self._is_deciding:  # the other ranks wait for a decision
             end(f"rank {self.rank} asks within a decision ({what}); please report it")
         self.n_messages += 1
-        topic = crc32(what.encode()), self.n_messages & 0xFFFFFFFF
+        topic = crc32(what.encode(), self._noted), self.n_messages & 0xFFFFFFFF
         sent = _HEAD.pack(*topic, value, len(payload)) + payload[:_INLINE].ljust(_INLINE, b"\0")
         gathered = _bytes(mx.distributed.all_gather(_array(sent), stream=mx.cpu))
         self._spoke_s = time.monotonic()
@@ -191,7 +199,7 @@ class Ranks:
             end(f"another rank than rank {self.rank} has ended")
 
     def wait_for(self, seconds: float) -> None:
-        """Wait this number of seconds for the others from now on."""
+        """Wait this number of seconds for a message from now on."""
         self.progressed()
         self.patience_s = seconds
 
@@ -235,7 +243,7 @@ def alone() -> Iterator[None]:
 
 
 def end(why: str) -> NoReturn:
-    """End this process at once, with one line; those of the other ranks end with it."""
+    """End this process at once, with one line; the processes of the other ranks end with it."""
     with suppress(OSError):  # who reads it may have ended, too
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"kvpersist: {why}\n".encode())
     os._exit(1)

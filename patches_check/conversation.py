@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_lm_kvpersist.cli.demo_model import make_model
-from mlx_lm_kvpersist.cli.started_server import Message, StartedServer
-from mlx_lm_kvpersist.cli.story import document
+from mlx_lm_kvpersist.cli.servers import Message, StartedServer, document
 from mlx_lm_kvpersist.errors import SelfTestFailed
 
 N_CHARS = 4000

@@ -94,6 +94,19 @@ def test_a_rank_that_is_elsewhere_ends_the_others(tmp_path: Path, others: str) -
     assert "rank" in errors.splitlines()[-1]
 
 
+def test_values_that_differ_end_the_ranks_at_the_next_message(tmp_path: Path) -> None:
+    script = """
+        us.note(7)
+        us.told(1, "alike")
+        print(us.n_messages, flush=True)
+        us.note(us.rank)
+        us.told(1, "unlike")
+        print("went on")
+    """
+    for code, said, _ in of_ranks(tmp_path, script, script):
+        assert code != 0 and said == "1\n"
+
+
 def test_a_rank_that_waits_for_too_long_ends(tmp_path: Path) -> None:
     waits = """
         us.patience_s = 1.5

@@ -5,23 +5,26 @@ An agent is known as long as the server runs. Its session stays in the store.
 
 from __future__ import annotations
 
+import json
+import logging
 import re
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message as Headers
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
-from ..error_forms import openai_error
-from ..errors import RequestRefused
-from ..fields import require, require_objects, require_text
-from .admin import check_operator, check_site, send
+from ..apis import openai_error, require, require_objects, require_text
+from ..errors import ConfigError, RequestRefused
+from .admin import answering, check_operator, check_site, send
+from .messages import MessagesAPI
+from .responses import ResponsesAPI
 from .session_keys import names_namespace, namespace
 
 AGENTS_PATH = "/v1/agents"
@@ -29,11 +32,18 @@ AGENT_PATH = f"{AGENTS_PATH}/{{id}}"
 OPENAPI_PATH = "/v1/kvpersist/openapi.json"
 MAX_AGENTS, MAX_ALL_AGENTS = 1000, 10_000
 """The limits for one namespace, and for all together."""
+WARM_PATH = "/v1/kvpersist/warm"
 
 _OPENAPI = Path(__file__).with_name("openapi.json")
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "TRACE", "QUERY")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PAGE, _MAX_PAGE = 20, 100
+_NOT_SENT = re.compile(r"[^!-~ ]+")
+"""Characters that a header cannot have."""
+_SAVED_S = 60.0
+_POLL_S = 0.1
+
+logger = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 
@@ -93,7 +103,7 @@ class AgentsAPI:
     def __init__(self, service: Service, forget: Callable[[str], None]) -> None:
         self._service, self._forget = service, forget
         self._agents: dict[tuple[str, str], Agent] = {}
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     def routes(self) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
         """Yield method, path and handler of each route; a wrong method is answered, too."""
@@ -282,3 +292,95 @@ def _messages(messages: Any) -> list[Body]:
         is_content = isinstance(content, str | list | None)
         require(is_content, f"{name}.content", content, "text, a list of parts, or null")
     return checked
+
+
+def warm_view(service: Service) -> Callable[[Any], None]:
+    """Return the handler of the route: a body `{"name": …, "request": …}`."""
+
+    def answer(handler: Any) -> Any:
+        check_operator(handler, service.key)
+        check_site(handler.headers, service.key)
+        body = service.chat.read_body(handler)
+        name = body.get("name")
+        require(isinstance(name, str) and bool(name), "name", name, "a session's name")
+        return warm(service, handler, str(name), body.get("request"))
+
+    return answering(answer)
+
+
+def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
+    """Compute a prompt, and pin the session that holds it.
+
+    content: messages, or the body of a request to one of the APIs. Raises RequestRefused if it
+    is none, or is not stored.
+    """
+    chat_body = chat_body_of(content, handler.headers)
+    name = _NOT_SENT.sub("-", name)
+    name_session(handler.headers, name)
+    since_s = time.time()
+    service.chat.prefill(handler, chat_body)
+    if why := service.refusal():
+        raise RequestRefused(f"the prompt was computed, but the model is not kept: {why}", 503)
+    tenant, deadline_s = service.namespace(handler.headers), time.time() + _SAVED_S
+    while time.time() < deadline_s:
+        if (pinned := service.sessions().pin_newest(tenant, name, since_s)) is not None:
+            return pinned
+        time.sleep(_POLL_S)
+    late = f"the prompt was computed, but not stored within {_SAVED_S:.0f} s; the log says why"
+    raise RequestRefused(late, 503)
+
+
+def warm_at_start(
+    service: Service, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
+) -> None:
+    """Warm each file in a thread of its own; the log says what came of it.
+
+    serve: see the hook `started`.
+    """
+
+    def run() -> None:
+        for file in files:
+            try:
+                serve(partial(_warm_file, service, file))
+            except Exception as error:
+                logger.error("kvpersist: %s is not warmed: %s", file, error)
+
+    threading.Thread(target=run, name="kvpersist-warm", daemon=True).start()
+
+
+def _warm_file(service: Service, file: Path, handler: Any) -> None:
+    done = warm(service, handler, session_name(file), read_prompt(file))
+    logger.info("kvpersist: %s is computed and pinned: %s", file, done)
+
+
+def chat_body_of(content: Any, headers: Headers) -> Body:
+    """Return messages, or the body of a request to one of the APIs, as a chat completion.
+
+    Raises RequestRefused for anything else.
+    """
+    body = {"messages": content} if isinstance(content, list) else content
+    is_body = isinstance(body, dict) and bool({"messages", "input"} & body.keys())
+    require(is_body, "the prompt", content, "messages, or the body of a request that has some")
+    tools = body.get("tools")
+    is_anthropic = "system" in body or (
+        isinstance(tools, list) and any(isinstance(t, dict) and "input_schema" in t for t in tools)
+    )
+    if "input" in body:
+        body = ResponsesAPI().parse(body, headers).fields
+    elif is_anthropic:
+        body = MessagesAPI().parse(body, headers).fields
+    # A limit of another name would go before the one token that is asked for.
+    body = {name: value for name, value in body.items() if name != "max_completion_tokens"}
+    return {**body, "model": "default_model"}
+
+
+def read_prompt(file: Path) -> Any:
+    """Return the JSON in a file. Raises ConfigError if there is none."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+
+
+def session_name(file: Path) -> str:
+    return f"warm {file.stem}"

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..apis import Event
-from ..contents import joined, text_of
-from ..fields import require, require_object, require_text
+from ..apis import Event, joined, require, require_object, require_text, text_of
 
 Message = dict[str, Any]
 Part = dict[str, Any]

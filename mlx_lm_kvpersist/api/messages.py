@@ -15,9 +15,16 @@ from email.message import Message as Headers
 from hashlib import blake2b
 from typing import Any
 
-from ..apis import Event, Request
-from ..error_forms import anthropic_error
-from ..fields import refuse, require, require_object, require_objects, require_text
+from ..apis import (
+    Event,
+    Request,
+    anthropic_error,
+    refuse,
+    require,
+    require_object,
+    require_objects,
+    require_text,
+)
 from . import chat
 from .chat import Message, OpenPart, Part, ReplyParts
 from .session_keys import is_kept

@@ -16,10 +16,8 @@ from collections.abc import Iterator, Mapping
 from email.message import Message as Headers
 from typing import Any
 
-from ..apis import Event, Request
-from ..error_forms import openai_error
+from ..apis import Event, Request, openai_error, require, require_objects, require_text
 from ..errors import RequestRefused
-from ..fields import require, require_objects, require_text
 from . import chat
 from .chat import Message, OpenPart, Part, ReplyParts
 from .session_keys import is_kept

@@ -23,11 +23,9 @@ from ..errors import ConfigError, KVPersistError
 from ..host.scheduling.context_length import max_context
 from ..host.scheduling.model_provider import check_model_name
 from ..units import show_bytes
-from .asking import ask
 from .machine import conditions, cpu_gflops, device, openblas_advice, versions
 from .output import ongoing, utc_time
-from .started_server import Message, Reply, StartedServer
-from .story import document
+from .servers import Message, Reply, StartedServer, ask, document
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens that a new prompt may have."""

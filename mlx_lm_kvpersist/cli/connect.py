@@ -1,6 +1,8 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
-A JSON file that exists is merged: its other settings stay. A TOML file is our own and is replaced.
+A JSON file that exists is merged, so its other settings stay. A TOML file belongs to this command
+and is replaced. Next to each file that it writes, the command keeps a record of the former content,
+and `--undo` restores that.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, KVPersistError
 from ..store.folder import whole_file
-from .asking import ask
+from .servers import ask
 
 Settings = Mapping[str, Any]
 
@@ -35,11 +37,16 @@ _MAX_OUTPUT = 32_000
 
 @dataclass(frozen=True)
 class Client:
-    """How a client is started with its `files`, JSON or TOML; without_file: with variables."""
+    """How a client is started with its `files`, JSON or TOML.
+
+    without_file: a command that needs no file. for_all: the files that change the client for all of
+    its projects; the client then starts as always.
+    """
 
     start: str
     files: Mapping[Path, Settings]
     without_file: str = ""
+    for_all: Mapping[Path, Settings] = field(default_factory=dict)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,14 +59,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.server:
         raise ConfigError("--server names the servers of a router; other clients have --port")
-    n_context = context_of(url)
-    client = CLIENTS[args.client](url, n_context)
-    if client.files and n_context is None:
-        print(
-            f"No server at {url} says its context length, so the client does not know it either; "
-            "connect again when the server runs.\n"
+    if args.undo:
+        return undo(args.client)
+    client = CLIENTS[args.client](url, context_of(url))
+    if args.for_all and not client.for_all:
+        raise ConfigError(
+            f"--global is for claude; connect {args.client} changes nothing outside of the files "
+            "that it shows"
         )
-    for file, settings in client.files.items():
+    files, start = client.files, client.start
+    if args.for_all:
+        files, start = client.for_all, args.client
+        print(f"With --global every project of {args.client} uses this server.\n")
+    for file, settings in files.items():
         ours = _text(file, settings, "")
         if not args.write:
             print(f"What --write adds to {file}:\n\n{ours}")
@@ -71,46 +83,134 @@ def run(args: argparse.Namespace) -> int:
             print(f"What to add to {file}:\n\n{ours}")
             left = f"{file} is left as it is ({' '.join(str(error).split())})"
             raise ConfigError(f"{left}; add the lines above by hand") from error
-    print(f"Start it:\n\n  {client.start}")
+    print(f"Start it:\n\n  {start}")
     if client.without_file and not args.write:
         print(f"\nOr without the file:\n\n  {client.without_file}")
+    if args.write and files:
+        print(f"\nTo go back:\n\n  mlx-lm-kvpersist connect {args.client} --undo")
     return 0
 
 
 def context_of(url: str) -> int | None:
-    """Return how many tokens the model of a running server takes; None if no server says it."""
+    """Return how many tokens the model of a running server takes; print why if that is unknown."""
     try:
-        models = ask(url, "/v1/models")["data"]
-        lengths = [int(entry["max_model_len"]) for entry in models if "max_model_len" in entry]
-    except (KVPersistError, KeyError, TypeError, ValueError):
-        return None  # also for another program's server on the port
-    return lengths[0] if lengths else None
+        answer = ask(url, "/v1/models")
+    except KVPersistError:
+        print(
+            f"No server answers at {url}. Start it with `mlx_lm.server --plugin kvpersist "
+            "--model ...`, and connect again: the client then knows the model's context length.\n"
+        )
+        return None
+    try:
+        models = answer["data"]
+        return next(int(entry["max_model_len"]) for entry in models if "max_model_len" in entry)
+    except (KeyError, TypeError, ValueError, StopIteration):
+        # It may be the server of another program.
+        print(f"The server at {url} names no context length, so the client does not know it.\n")
+        return None
+
+
+def undo(name: str) -> int:
+    """Restore what a client's files were before `--write`; return the exit status.
+
+    Raises ConfigError if a file cannot be restored.
+    """
+    client = CLIENTS[name]("", 1)
+    records = [
+        (file, record)
+        for file in (*client.files, *client.for_all)
+        if (record := _record_of(file.resolve())).exists()
+    ]
+    if not records:
+        print(f"connect has written no file of {name}'s.")
+    for file, record in records:
+        try:
+            _restore(file.resolve(), json.loads(record.read_bytes()))
+        except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
+            why = " ".join(str(error).split())
+            raise ConfigError(
+                f"{file} cannot be restored ({why}); its former content is in {record}"
+            ) from error
+        record.unlink()
+        print(f"{file} is as it was.")
+    return 0
+
+
+def _restore(path: Path, record: Mapping[str, Any]) -> None:
+    former = _undone(path, record)
+    if former is None:
+        path.unlink(missing_ok=True)
+    else:
+        _replace(path, former.encode(), path.stat().st_mode & 0o777)
+
+
+def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
+    """Return what a file was before `connect` wrote it, with all that others changed since then.
+
+    None: there was no file. Raises ValueError if that cannot be told.
+    """
+    before: str | None = record["before"]
+    current = path.read_bytes().decode() if path.exists() else None
+    if current in (record["after"], before):
+        return before
+    if current is None:
+        raise ValueError("somebody has removed it")
+    if path.suffix == ".toml":
+        raise ValueError("somebody has changed it")
+    tables = [json.loads(text or "{}") for text in (current, before, record["after"])]
+    return _in_json(_without(*tables), current)
+
+
+def _without(
+    current: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the current table without the change from `before` to `after`."""
+    table = dict(current)
+    for key, value in after.items():
+        if key not in table:
+            continue
+        former = before.get(key)
+        if isinstance(value, dict) and isinstance(table[key], dict):
+            inner = _without(table[key], former if isinstance(former, dict) else {}, value)
+            if inner or key in before:
+                table[key] = inner
+            else:
+                del table[key]
+        elif table[key] == value and key in before:
+            table[key] = former
+        elif table[key] == value:
+            del table[key]
+    return table
+
+
+def _record_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{_NAME}-undo")
 
 
 def _write(file: Path, settings: Settings) -> None:
-    """Merge settings into a file, show the difference, and keep the former content next to it.
+    """Merge settings into a file and show the difference; first keep the former content.
 
     Raises ValueError if they cannot be merged, OSError or RuntimeError for an unusable file.
     """
     path = file.resolve()  # a link stays one
     if path.exists() and not path.is_file():
         raise ValueError("it is no regular file")
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    after = _text(file, settings, before)
+    before = path.read_bytes().decode() if path.exists() else None
+    after = _text(file, settings, before or "")
     if before == after:
         print(f"{file} says all of it already.\n")
         return
-    old, new = before.splitlines(), after.splitlines()
+    old, new = (before or "").splitlines(), after.splitlines()
     print("\n".join(difflib.unified_diff(old, new, str(file), str(file), lineterm="")))
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode, backup_note = 0o600, ""
-    if path.exists():
-        mode = path.stat().st_mode & 0o777
-        backup = next(p for n in count(1) if not os.path.lexists(p := f"{path}.bak{n}"))
-        _replace(Path(backup), path.read_bytes(), mode)
-        backup_note = f"; its former content is in {backup}"
+    mode = 0o600 if before is None else path.stat().st_mode & 0o777
+    record = _record_of(path)
+    if record.exists():  # from a call before this one
+        with suppress(ValueError):  # somebody has changed or removed the file
+            before = _undone(path, json.loads(record.read_bytes()))
+    _replace(record, json.dumps({"before": before, "after": after}).encode(), 0o600)
     _replace(path, after.encode(), mode)
-    print(f"\n{file} is written{backup_note}.\n")
+    print(f"\n{file} is written.\n")
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
@@ -132,9 +232,14 @@ def _text(file: Path, settings: Settings, before: str) -> str:
     merged = _merged(current, settings)
     if merged == current:
         return before
-    indented = re.search(r"^([ \t]+)\S", before, re.MULTILINE)
+    return _in_json(merged, before)
+
+
+def _in_json(table: Mapping[str, Any], like: str) -> str:
+    """Return a table as JSON, indented as a text is."""
+    indented = re.search(r"^([ \t]+)\S", like, re.MULTILINE)
     indent = indented[1] if indented else 2
-    return json.dumps(merged, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(table, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -165,7 +270,7 @@ def _with(variables: Mapping[str, str], command: str) -> str:
 
 
 def claude(url: str, n_context: int | None) -> Client:
-    """Claude Code reads `env` of its settings, and a variable of the shell otherwise."""
+    """Claude Code reads `env` of a settings file, and a variable of the shell otherwise."""
     variables = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_AUTH_TOKEN": _NO_KEY,
@@ -174,8 +279,11 @@ def claude(url: str, n_context: int | None) -> Client:
     }
     if n_context:
         variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(n_context)
-    file = _folder("CLAUDE_CONFIG_DIR", ".claude") / "settings.json"
-    return Client("claude", {file: {"env": variables}}, _with(variables, "claude"))
+    folder, settings = _folder("CLAUDE_CONFIG_DIR", ".claude"), {"env": variables}
+    file = folder / f"{_NAME}.json"
+    start = f"claude --settings {shlex.quote(str(file))}"
+    in_shell = _with(variables, "claude")
+    return Client(start, {file: settings}, in_shell, {folder / "settings.json": settings})
 
 
 def codex(url: str, n_context: int | None) -> Client:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ..host.scheduling.model_provider import check_model_name
 from .output import console, ongoing, shown
-from .started_server import Message, Reply, StartedServer
-from .story import document
+from .servers import Message, Reply, StartedServer, document
 
 _MAX_TOKENS = 32
 _QUESTIONS = ("Who was the keeper of the lock?", "What was Ruth Amsel sent to find out?")

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .story import OWN_TEXT
+from .servers import OWN_TEXT
 
 _END = "<|im_end|>"
 _TEMPLATE = (

@@ -26,7 +26,7 @@ from ..errors import KVPersistError, PluginNotFound, UnsupportedVersion
 from ..host import manager
 from ..host.patching import versions
 from ..units import show_bytes
-from . import asking
+from . import servers
 from .machine import openblas_advice
 from .output import console, counted, print_json
 
@@ -180,7 +180,7 @@ def running(start: str) -> tuple[Finding, str]:
     except OSError:
         return Finding(name, True, "free for the server"), start
     try:
-        model = asking.ask(url, SPEC_PATH)["model"]
+        model = servers.ask(url, SPEC_PATH)["model"]
     except (KVPersistError, KeyError, TypeError) as error:
         return Finding(name, True, f"taken: {error}"), f"{start} --port {PORT + 1}"
     observed = f"a server with the plugin runs there, with {model or 'no model yet'}"

@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; an error of ours is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a name in a terminal of ASCII is no error
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal of ASCII shows a name as far as it can
     args = make_parser().parse_args(argv)
     if "run" not in args:
         args.print_help()
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_each_rank(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run a command for the store that the options name, or for each of those of several ranks.
+    """Run a command for the store that the options name, or for the store of each rank.
 
     An error ends the command if all of the stores raise one. JSON is an object by folder.
     """
@@ -104,7 +106,7 @@ def _of_each_rank(run: Callable[[argparse.Namespace], int], args: argparse.Names
 
 
 def run_server(args: argparse.Namespace) -> int:
-    """Run `mlx_lm.server` with the plugin, or with those that the options name."""
+    """Run `mlx_lm.server` with the plugin, or with the plugins that the options name."""
     plugin = [] if requested_plugins(args.options) else ["--plugin", "kvpersist"]
     serve([*plugin, *args.options])
     return 0
@@ -131,7 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_sessions(_group(commands, "sessions", "look after the sessions of a store"))
     _add_warm(add)
     _add_store(_group(commands, "store", "check, repair and shrink a store"))
-    key = add("key", "key:run", "make the key file of an encrypted store")
+    key = add("key", "store:key", "make the key file of an encrypted store")
     key.add_argument("file", type=Path, metavar="FILE", help="the file to make, for you alone")
     _add_bench(add)
     demo = add("demo", "demo:run", "kill a server and see its conversation go on")
@@ -214,7 +216,16 @@ def _add_connect(add: Any) -> None:
     connect.add_argument(
         "--write",
         action="store_true",
-        help="merge it into the client's file: show the difference, keep a copy of the former file",
+        help="write it into a file of its own, or merge it into the client's: show the difference",
+    )
+    connect.add_argument(
+        "--global",
+        dest="for_all",
+        action="store_true",
+        help="claude: change its settings for all projects, and write no file of its own",
+    )
+    connect.add_argument(
+        "--undo", action="store_true", help="restore the client's files as they were before --write"
     )
 
 
@@ -280,7 +291,7 @@ def _add_store(commands: Any) -> None:
     verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")
     add("rebuild", "store:rebuild", "make the index anew from the files")
     summary = "remove the objects of a shared store that were put first"
-    prune = _adder(commands)("prune", "prune:run", summary, json=True)
+    prune = _adder(commands)("prune", "store:prune", summary, json=True)
     prune.add_argument("url", metavar="URL", help="as --kvpersist-shared has it")
     older = "remove what was put before, such as 14d"
     prune.add_argument("--older", type=parse_days, metavar="AGE", help=older)
@@ -291,7 +302,7 @@ def _add_store(commands: Any) -> None:
 
 def _add_warm(add: Any) -> None:
     summary = "let a running server compute the beginning of prompts, and pin it"
-    warm = add("warm", "warm:run", summary, json=True)
+    warm = add("warm", "sessions:warm", summary, json=True)
     content = "messages, or the body of a request, as JSON"
     warm.add_argument("file", type=Path, metavar="FILE", help=content)
     url = "the running server (default: %(default)s)"

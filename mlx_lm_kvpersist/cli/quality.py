@@ -23,11 +23,11 @@ from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
 from . import quality_checks as checks
 from .output import progress, table, tell
+from .servers import OWN_TEXT
 from .spec import load_named
-from .story import OWN_TEXT
 
 REFERENCE = "16"
-"""The precision that the others are compared with: the model's own."""
+"""The model's own precision, with which every other precision is compared."""
 
 _MIN_TOKENS = 64
 _WINDOW, _STRIDE = 1024, 512
@@ -35,7 +35,7 @@ _WINDOW, _STRIDE = 1024, 512
 _REPLY_TOKENS = 24
 _TOOL_TOKENS = 64
 _TOOL_CHARS = 3000
-"""Of the text before a chain of tool calls, so that it is longer than a block."""
+"""Length of the text before a chain of tool calls: more than a block."""
 
 _ESTIMATES = ("perplexity", "perplexity_rise", "agreement", "divergence_nats")
 _Said = tuple[list[list[int]], list[list[int]]]
@@ -43,7 +43,7 @@ _Said = tuple[list[list[int]], list[list[int]]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises KVPersistError where it fails."""
+    """Run the command; return the exit status. Raises KVPersistError if it fails."""
     text_name, text = read_text(args.text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     about_text = {"name": text_name, "chars": len(text), "sha256": digest}
@@ -102,7 +102,7 @@ def _judged(
 ) -> dict[str, dict[str, int | None] | None]:
     """Return what a row says of replies, and of tool calls; None if none was tried.
 
-    `same` counts answers that begin, or call, as `own`, those of the model's own precision.
+    `same` counts answers that begin, or call, as `own`, the answers in the model's own precision.
     `found` counts answers with the hidden number, or with the next tool call.
     """
     first = slice(checks.FIRST_TOKENS)
@@ -137,7 +137,7 @@ def _measured(
     calls: Sequence[tuple[list[int], Any]],
     on_progress: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
-    """Return the row of the model's own precision, then those of `specs`, as JSON has them.
+    """Return the rows for JSON: the model's own precision first, then each of `specs`.
 
     `perplexity_rise` is a share of the perplexity in the model's own precision, `agreement` the
     share of next tokens chosen as there, `divergence_nats` the mean Kullback-Leibler divergence

@@ -1,4 +1,4 @@
-"""What a KV precision changes, as users see it: the next tokens of a text, replies, tool calls."""
+"""Effects of a KV precision that users see: the next tokens of a text, replies, tool calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeCache = Callable[[], list[Any]]
 """Returns an empty prompt cache."""
 
 FIRST_TOKENS = 16
-"""Of a reply: where they are the same, the replies say the same."""
+"""Replies that begin with the same tokens, this number of them, count as the same."""
 
 Window = tuple[list[int], int]
 """Ids, and how many of them are only read; those after them are predicted."""
@@ -74,7 +74,7 @@ def server_attention() -> Iterator[None]:
 def served(
     model: Any, choice: PrecisionChoice, attention: Strategy | Literal["auto"] = "auto"
 ) -> ModelCacheSpec:
-    """Return a model's spec with its attention plans: the policy's, or those of a named strategy.
+    """Return a model's spec with its attention plans: the policy's, or a named strategy's.
 
     Raises ModelNotSupported if nothing of the model is kept.
     """
@@ -86,8 +86,8 @@ def served(
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
     """Cut ids into windows of `length`: `begin`, then a part that advances by `stride`.
 
-    Every token but the first is predicted once, with at least `length - stride` tokens before it
-    where the text has so many.
+    Every token but the first is predicted once, with at least `length - stride` tokens before it,
+    or all tokens before it if the text has fewer.
     """
     room = length - len(begin)
     windows: list[Window] = []
@@ -176,7 +176,7 @@ def _word_end(text: str, at: int) -> int:
 
 
 def prompt_of(tokenizer: Any, content: str) -> list[int]:
-    """Return the ids of a user's message, in the chat template where the model has one."""
+    """Return the ids of a user's message, in the chat template if the model has a template."""
     if getattr(tokenizer, "has_chat_template", False):
         return _rendered(tokenizer, [{"role": "user", "content": content}], None)
     return list(tokenizer.encode(f"{content}\n"))
@@ -189,8 +189,8 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> lis
 def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
     """Return a chain of calls: each prompt's ids, and the call that should follow.
 
-    Each prompt has the calls before it. Without tools in the template there is none, without calls
-    one.
+    Each prompt has the calls before it. A template without tools gives no prompt, and a template
+    without calls gives one prompt.
     """
     content = f"{text}\n\nHow many metres high is the water at each of these locks: "
     content += f"{', '.join(LOCKS)}? Use the tool for one after the other, in this order."

@@ -1,4 +1,4 @@
-"""`mlx-lm-kvpersist sessions`: list, show, remove, pin and move sessions."""
+"""`mlx-lm-kvpersist sessions` and `warm`: list, show, remove, pin, move and compute sessions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
+from ..api.agents import WARM_PATH, read_prompt, session_name
 from ..block import Checkpoint
 from ..config import encryption_of, limits_of
 from ..errors import StoreError
@@ -17,8 +18,10 @@ from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
 from .opening import changing, folder_of, reading
 from .output import amount, counts, named, progress, record, records, shown, tell, utc_time
+from .servers import ask
 
 _EXCERPT_CHARS = 240
+_COMPUTED_S = 3600.0
 
 
 def choose(sessions: Sequence[Session], wanted: str) -> Session:
@@ -165,4 +168,14 @@ def load(args: argparse.Namespace) -> int:
     n_written = {f"{kind}_written": n for kind, n in counts(written).items()}
     line = f"{named(session)}  {what}; written: {amount(written)}"
     tell(args, {**facts, "is_new": is_new, **n_written}, line)
+    return 0
+
+
+def warm(args: argparse.Namespace) -> int:
+    """Let a running server compute and pin a beginning. Raises KVPersistError if it does not."""
+    name = args.name or session_name(args.file)
+    request = {"name": name, "request": read_prompt(args.file)}
+    done = ask(args.url, WARM_PATH, request, timeout_s=_COMPUTED_S)
+    line = f"{done['id']}  {shown(done['name'])}  is computed and pinned: {done['tokens']:,} tokens"
+    tell(args, done, line)
     return 0

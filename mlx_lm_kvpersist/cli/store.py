@@ -1,4 +1,4 @@
-"""`mlx-lm-kvpersist store`: what a store holds, whether it is whole, what may go."""
+"""`mlx-lm-kvpersist store` and `key`: what a store holds, whether it is whole, what may go."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 from ..config import limits_of
 from ..errors import StoreError
+from ..store.encryption import new_key
 from ..store.folder import INDEX_FILES, StoreLock
 from ..store.index import Index
 from ..store.index_schema import INDEX_FORMAT
+from ..store.objects import Objects, TimedObjects, surplus
 from ..store.rebuild import rebuild_index
 from ..store.records import StoreLimits
 from ..store.verify import Problem, find_problems, fix_problems
@@ -156,3 +158,32 @@ def gc(args: argparse.Namespace) -> int:
             f"{show_bytes(limits.min_free_bytes)} of {show_bytes(free)} free"
         )
     return 0 if fits else 1
+
+
+def prune(args: argparse.Namespace) -> int:
+    """Remove objects of a shared store. Raises ConfigError for a bad URL, StoreError else."""
+    objects = TimedObjects(Objects(args.url))
+    try:
+        stored = list(objects.list())
+        old = surplus(stored, args.older, args.size)
+        if not args.dry_run:
+            objects.delete([item.name for item in old])
+    except OSError as error:
+        raise StoreError(f"{args.url} cannot be pruned: {error}") from error
+    n_bytes, all_bytes = (sum(item.n_bytes for item in items) for items in (old, stored))
+    n_left, left_bytes = len(stored) - len(old), all_bytes - n_bytes
+    would = "would be removed" if args.dry_run else "removed"
+    content = {"removed": len(old), "removed_bytes": n_bytes, "left_bytes": left_bytes}
+    line = f"{counted(len(old), 'object')}, {show_bytes(n_bytes)}, {would}; "
+    tell(args, content, f"{line}{counted(n_left, 'object')}, {show_bytes(left_bytes)}, left")
+    return 0
+
+
+def key(args: argparse.Namespace) -> int:
+    """Make a file with a new key. Raises ConfigError if the file exists."""
+    new_key(args.file)
+    print(
+        f"{args.file} is made. Keep a copy: without it, what was encrypted with it is lost. "
+        "Whoever has it reads everything."
+    )
+    return 0

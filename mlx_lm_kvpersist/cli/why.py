@@ -9,9 +9,9 @@ from typing import Any
 from ..api.admin import REQUESTS_PATH, STATS_PATH
 from ..errors import KVPersistError
 from ..units import show_bytes
-from .asking import ask
 from .opening import folder_of, reading
 from .output import local_time, shown, table, tell
+from .servers import ask
 
 Record = dict[str, Any]
 _NO_PARTS = ("total", "weights", "active", "waiting", "pressure")

@@ -193,7 +193,7 @@ class ModelSupport:
     Layers of one attribute `kind` share a mask: prompts join where these caches are of one class.
     `batches` says whether sequences may be served together at all. Without `limits` prompts are
     computed as in stock, and nothing is weighed. `draft` has the caches and limits of the draft
-    model, if one was loaded. A single reply that repeats what is known (`TakenRequest.guess`) is
+    model, if one was loaded. A single reply that repeats itself or `TakenRequest.draft_ids` is
     computed several tokens at a time, as many as `most_taken_back(caches)` says that one call may
     append to a batch's caches so that `trim` can remove any number of them; by default none.
     """
@@ -275,10 +275,10 @@ class TakenRequest:
         where its client left; "parked" where the reply was taken out of the batch.
         """
 
-    def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
+    def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return up to `n` ids that may follow a run, the last ids of the reply; none by default.
 
-        Asked for a single reply whose own conversation does not have what follows. A wrong guess
+        Asked for a single reply whose own conversation does not have what follows. A wrong draft
         costs time only.
         """
         return ()
@@ -344,7 +344,7 @@ def check_prepared(answer: Any) -> None:
         check_prepared(answer.draft)
 
 
-def check_guess(answer: Any) -> None:
+def check_draft_ids(answer: Any) -> None:
     is_list = isinstance(answer, list | tuple)
     expect(is_list and all(type(id_) is int and id_ >= 0 for id_ in answer), answer, "token ids")
 

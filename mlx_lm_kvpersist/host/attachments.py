@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..contents import parts_of
+from ..apis import parts_of, refuse
 from ..errors import RequestRefused
-from ..fields import refuse
 
 IMAGE_KINDS = ("image_url", "input_image", "image")
 PART_KINDS = (

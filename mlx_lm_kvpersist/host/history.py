@@ -19,7 +19,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
-from ..contents import joined, readable, text_of
+from ..apis import joined, readable, text_of
 
 Message = dict[str, Any]
 

@@ -25,7 +25,7 @@ from .answers import (
     Prepared,
     Prompt,
     TakenRequest,
-    check_guess,
+    check_draft_ids,
     check_prepared,
 )
 from .http.request_checks import check_messages
@@ -239,10 +239,12 @@ class Taken:
         self.prompt, self.draft = prepared.prompt, prepared.draft
         return prepared.prompt
 
-    def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
+    def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return up to `n` ids that may follow; a plugin that fails knows none."""
-        guess = self.request.guess
-        return (safely(self.plugin, "take_request", guess, run, n, check=check_guess) or ())[:n]
+        drafts = self.request.draft_ids
+        return (safely(self.plugin, "take_request", drafts, run, n, check=check_draft_ids) or ())[
+            :n
+        ]
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:
         computed = tuple(tokens), list(caches), cache_type

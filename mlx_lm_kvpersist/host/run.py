@@ -27,7 +27,7 @@ from . import manager
 from .stopping import report, stop
 
 GRACE_S = 30.0
-"""How long a signalled server may take to end by itself."""
+"""How long a signalled server may take to end."""
 
 _ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\n\t"}
 
@@ -101,7 +101,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
             log.setFormatter(PrintableFormatter(log.formatter or logging.Formatter()))
         with ending_cleanly(provider) as signals:
             try:
-                if ranks().decides:  # the others do not listen
+                if ranks().decides:  # other ranks do not listen
                     check_address(call["host"], call["port"])
                 try:
                     manager.ask("configure", args=provider.cli_args)
@@ -130,7 +130,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 def check_address(host: str, port: int) -> None:
     """End the process with one line if the server could not listen there.
 
-    Stock notices this only after it has begun to load a model, and goes on loading it.
+    Stock notices this only after it has begun to load a model, and still loads the whole model.
     """
     try:
         if not 0 <= port < 1 << 16:  # getaddrinfo takes it modulo 65536

@@ -6,17 +6,15 @@ import codecs
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, compress, count, takewhile
 from typing import Any
 
-from ..block import IMAGE_GOES_ON
+from .. import image_ids
 
 REPLACEMENT = "\ufffd"
 """Stands for an incomplete or invalid UTF-8 sequence (Unicode 15, section 3.9)."""
-
-IMAGE_MARK = "\ufffc"
-"""Begins the text of an image: the character for embedded objects (Unicode 15, 23.8)."""
 
 _UNKNOWN = b"\xff"
 """Stands for a token without known bytes: an invalid byte, never nothing."""
@@ -26,9 +24,7 @@ class _Pieces(dict[int, bytes]):
     """The bytes of tokens by their ids: of an image, its digest at its first token."""
 
     def __missing__(self, token_id: int) -> bytes:
-        if token_id >= 0:
-            return _UNKNOWN
-        return b"" if token_id == IMAGE_GOES_ON else f"{IMAGE_MARK}{-token_id:x}".encode()
+        return _UNKNOWN if token_id >= 0 else image_ids.text_of(token_id).encode()
 
 
 class _Decoder(codecs.BufferedIncrementalDecoder):
@@ -52,7 +48,7 @@ class TokenText:
     end of a sequence that wait for the rest of a character are called `pending`. Ids without known
     bytes decode to a replacement character: ask `covers` before comparing texts.
 
-    The text of an image is IMAGE_MARK and its digest in hex. Ordinary tokens can spell it, and
+    `image_ids` says how an image reads. Ordinary tokens can spell it, and
     control tokens: texts are the same only if their `controls` are the same as well. The control
     tokens are the ids `controls`, which the tokenizer finds in a text before anything else.
     """
@@ -100,7 +96,7 @@ class TokenText:
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
             n_chars, start = n_chars + len(text), place + 1
-            if ids[place] != IMAGE_GOES_ON:
+            if ids[place] != image_ids.GOES_ON:
                 controls.append((n_chars - len(self.decode(ids[place:start])), ids[place]))
         return controls
 
@@ -147,6 +143,18 @@ class TokenText:
             if n_chars > max_chars:
                 break
         return ends
+
+
+def n_chars_alike(
+    stored: Sequence[tuple[int, int]], own: Sequence[tuple[int, int]], position: int, n_chars: int
+) -> int:
+    """Return up to where `n_chars` equal characters have the same control tokens.
+
+    stored: `TokenText.controls` of the block at `position`. own: those of the prompt.
+    """
+    first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
+    controls = {(start - position, token_id) for start, token_id in own[first:stop]}
+    return min([n_chars, *(start for start, _ in controls.symmetric_difference(stored))])
 
 
 def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:

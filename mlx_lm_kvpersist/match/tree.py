@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 from typing import Any, Literal, Protocol
 
-from ..block import IMAGE_GOES_ON, Block, pack_ids, unpack_ids
-from .text import REPLACEMENT, TokenText
+from ..block import Block, pack_ids, unpack_ids
+from ..image_ids import GOES_ON, before_image
+from .text import REPLACEMENT, TokenText, n_chars_alike
 
 Encode = Callable[[str], list[int]]
 """Text to token ids, special tokens recognised but none added."""
@@ -118,21 +119,13 @@ def match_prompt(
     return replace(match, n_agreed=farthest.position + farthest.n_equal, stored_next=stored_next)
 
 
-def before_image(ids: Sequence[int], n_tokens: int) -> int:
-    """Return how many of the first `n_tokens` tokens stand before an image that they end within."""
-    if n_tokens < len(ids) and ids[n_tokens] == IMAGE_GOES_ON:
-        while n_tokens and ids[n_tokens] == IMAGE_GOES_ON:
-            n_tokens -= 1
-    return n_tokens
-
-
 def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
     stored = match.ids
     n_images = sum(token_id < 0 for token_id in stored)
     of_images = [token_id for token_id in prompt if token_id < 0]
-    if of_images[n_images : n_images + 1] != [IMAGE_GOES_ON]:
+    if of_images[n_images : n_images + 1] != [GOES_ON]:
         return match
-    n_tokens = before_image([*stored, IMAGE_GOES_ON], len(stored))
+    n_tokens = before_image([*stored, GOES_ON], len(stored))
     path = tuple(node for node in match.path if node.start < n_tokens)
     return replace(match, path=path, n_tokens=n_tokens, at_end=False)
 
@@ -195,7 +188,7 @@ def _steps(
                 if own is None:
                     own = tokens.controls(unpack_ids(packed_ids[ids_start:]))
                     own = [(start + n_chars, token_id) for n_chars, token_id in own]
-                n_alike = _n_alike(tokens.controls(node.ids, pending), own, position, n_equal)
+                n_alike = n_chars_alike(tokens.controls(node.ids, pending), own, position, n_equal)
                 is_whole, n_equal = is_whole and n_alike == n_equal, n_alike
             end = ids_end + len(node.packed_ids)
             step = _Step(node, before, pending, position, n_equal, end)
@@ -203,18 +196,6 @@ def _steps(
             if is_whole:
                 open_ends.append((node.key, position + n_equal, step))
     return sorted(steps, key=lambda step: -step.position - step.n_equal)
-
-
-def _n_alike(
-    stored: Sequence[tuple[int, int]], own: Sequence[tuple[int, int]], position: int, n_chars: int
-) -> int:
-    """Return up to where `n_chars` equal characters have the same control tokens.
-
-    stored: the block's, see `TokenText.controls`; own: the prompt's, from `position` on.
-    """
-    first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
-    controls = {(start - position, token_id) for start, token_id in own[first:stop]}
-    return min([n_chars, *(start for start, _ in controls.symmetric_difference(stored))])
 
 
 def common_prefix(content: Any, prompt: Any, position: int) -> int:
@@ -336,25 +317,16 @@ def splice(
         stored_ends = stored_ends[:n_stored]
     if not (n_same or stored) or tokens.decode(stored + tail) != text:
         return None
+    if tokens.controls(stored + tail) != tokens.controls(own):
+        return None
     # Boundaries are counted from the end: the stored ids may end within a character.
     tail_ends = [0, *_ends(tail, text, tokens)]
     n_before = ceil(ends[-1]) - ceil(tail_ends[-1])
-    controls = _controls(stored, stored_ends, tokens)
-    controls += _controls(tail, [n_before + end for end in tail_ends[1:]], tokens)
-    if controls != _controls(own, ends, tokens):
-        return None
     n_stored = n_same + len(stored)
     first = 0 if not stored or float(stored_ends[-1]).is_integer() else 1
     place = {n_before + tail_ends[i]: n_stored + i for i in range(first, len(tail_ends))}
     shared = {n_same + i: place[n] for i, n in enumerate([0, *ends]) if n in place and n == int(n)}
     return Splice([*prompt[:n_same], *stored, *tail], n_stored, shared)
-
-
-def _controls(
-    ids: Sequence[int], ends: Sequence[float], tokens: TokenText
-) -> list[tuple[float, int]]:
-    """Return the ends and ids of the control tokens, and of those of images."""
-    return [(ends[place], ids[place]) for place in tokens.control_places(ids)]
 
 
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:

@@ -16,6 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +27,8 @@ from ..cache.geometry.spec import arrays_fit, forms_bytes
 from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.answers import Prompt
-from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
+from ..image_ids import before_image
+from ..match.tree import NO_MATCH, Match, match_prompt, splice
 from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.records import Gone
 from ..store.tier import RAM, SHARED
@@ -51,9 +53,6 @@ MAX_MATCHED_TOKENS = 2048
 
 _LOOK_S = 0.1
 """How often a restore looks whether its client is still there."""
-
-_NOT_READ, _FROM_RAM, _FROM_BELOW = range(3)
-"""A rank reports one of these numbers of a restore."""
 
 _MAX_MATCHED = 3
 """How often a prompt is matched again, because blocks disappeared between a match and a restore."""
@@ -191,21 +190,21 @@ class Lookup:
         divergence = divergence_at(text or "", nearest, self.prompt.messages)
         return StoredPrefix(prompt, packed, match, diverges, n_tokens, reason, detail, divergence)
 
-    def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
-        """Match the prompt again, because blocks came or went; keys in `lost` cannot be used.
+    def _find_again(self) -> StoredPrefix:
+        """Match the prompt again, because blocks came or went since the last match.
 
-        A stored block's parent is stored, too: one key is looked for, and one for each block gone.
+        A stored block's parent is stored, too: so one key is looked for, and one for each block
+        that is gone.
         """
         stored = self.stored
         if len(stored.prompt.ids) <= MAX_MATCHED_TOKENS:
             return self._find(self.prompt)
-        known: list[Block] = []
-        for block in stored.match.path:
-            # An unfinished block may have a longer sibling by now.
-            is_whole = block.n_tokens == BLOCK_TOKENS and block.stop <= stored.match.n_tokens
-            if block.key in lost or not is_whole:
-                break
-            known.append(block)
+
+        def is_whole(block: Block) -> bool:
+            """Say whether no longer sibling can have taken its place."""
+            return block.n_tokens == BLOCK_TOKENS and block.stop <= stored.match.n_tokens
+
+        known = list(takewhile(is_whole, stored.match.path))
         while known and (known[-1].pending or known[-1].key not in self._store):
             known.pop()
         return self._find(stored.prompt, known)
@@ -236,23 +235,6 @@ class Lookup:
             point = self.model.saver.find(stored.match.path, n_tokens, self._store, lost)
         self._planned = asked, point
         return point
-
-    def _common_point(self, lost: Collection[bytes]) -> RestorePoint | None:
-        """Return what to restore: as much as all ranks have."""
-        most = None
-        while True:
-            try:
-                point = self._point(lost, most)
-            except Exception:
-                if not self.model.ranks.are_several:
-                    raise
-                logger.exception("kvpersist: what is stored could not be looked up")
-                point = None
-            n_tokens = self.model.ranks.all_of(point.n_tokens if point else 0, "how much is stored")
-            most = min(n_tokens)
-            if most == max(n_tokens):
-                return point
-            self._others_have_less |= point is not None and most < point.n_tokens
 
     def prefetch(self) -> bool:
         """Start to read the blocks that `restore` will need; False if that would not take long.
@@ -361,63 +343,82 @@ class Lookup:
         """Restore the stored tokens; a block that is lost on the way costs its tokens only."""
         n_wanted = n_matched = 0
         lost: set[bytes] = set()
-        joined: _Joined | None = None
+        read: list[Record] = []
+        most: int | None = None
+        together, joined = self.model.ranks, None
         while joined is None:
-            is_changed = bool(lost) or self._store.n_changes != self._n_changes
-            if is_changed and n_matched < _MAX_MATCHED and not self.model.ranks.are_several:
+            is_changed = self._store.n_changes != self._n_changes
+            if is_changed and n_matched < _MAX_MATCHED and not together.are_several:
                 n_matched += 1
-                self.stored = self._find_again(lost)
+                self.stored = self._find_again()
             n_wanted = max(n_wanted, self.stored.n_tokens)
-            point = self._common_point(lost)
-            joined = _Joined() if point is None else (yield from self._load(point, lost, in_steps))
+            point = None
+            try:
+                point = self._point(lost, most)
+                steps = self._joined(point, lost, read, in_steps) if point else ()
+                joined = (yield from steps) if point else _Joined()
+            except Exception:
+                if not together.are_several:
+                    raise
+                logger.exception("kvpersist: a rank could not restore")
+                joined = _Joined()
+            if joined is None:
+                read.clear()  # all of it is read again
+                continue
+            # The one exchange of a restore; if the ranks have less or more, all try the least.
+            is_checked = bool(read) or not self.model.is_known
+            reports = together.all_of(2 * joined.n_tokens + is_checked, "how much is restored")
+            most = min(reports) // 2
+            if most < max(reports) // 2:
+                self._others_have_less |= most < joined.n_tokens
+                joined = None
+            elif point is not None:
+                is_checked = any(report % 2 for report in reports)
+                if not self._is_usable(point, joined, read, lost, is_checked=is_checked):
+                    joined = None
         chain = [block for block in self.stored.match.path if block.stop <= joined.n_tokens]
         return Reuse(self.stored.prompt, self._outcome(joined, n_wanted), joined.caches, chain)
 
-    def _load(
-        self, point: RestorePoint, lost: set[bytes], in_steps: bool
-    ) -> Generator[None, None, _Joined | None]:
-        """Load the records of a restore point into caches with room for the rest of the prompt.
+    def _is_usable(
+        self,
+        point: RestorePoint,
+        joined: _Joined,
+        read: list[Record],
+        lost: set[bytes],
+        *,
+        is_checked: bool,
+    ) -> bool:
+        """Tell whether the canary finds that the blocks are this model's; note their use.
 
-        Yields after each block, and after some buffers that are made. Returns None if one of the
-        ranks cannot read a block, or if the canary finds that the blocks, which then go to
-        quarantine, are not this model's. `lost` gets their keys.
-
-        in_steps: whether replies go on between, so that no step may be long; otherwise blocks in
-        RAM are joined all at once, which takes less time in all.
+        Otherwise the blocks in `read` go to quarantine, and `lost` gets the keys of all.
         """
-        ids, store, together = self.stored.prompt.ids, self._store, self.model.ranks
-        read: list[Record] = []
-        try:
-            joined = yield from self._joined(point, lost, read, in_steps)
-        except Exception:
-            if not together.are_several:
-                raise
-            logger.exception("kvpersist: a rank could not restore")
-            lost.update(need.record.key for need in point.needed)
-            joined = None
-        source = _NOT_READ if joined is None else _FROM_BELOW if read else _FROM_RAM
-        sources = together.all_of(source, "what is read")
-        if joined is None or _NOT_READ in sources:
-            return None
-        is_checked = _FROM_BELOW in sources or not self.model.is_known
+        store, model, caches = self._store, self.model, joined.caches or ()
         if self._canary and is_checked:
-            model, caches = self.model, joined.caches or ()
-            difference = canary_difference(model.model, model.spec, caches, ids[: point.n_tokens])
-            if not together.agree(difference <= CANARY_TOLERANCE, "the canary"):
+            ids = self.stored.prompt.ids[: point.n_tokens]
+            difference = canary_difference(model.model, model.spec, caches, ids)
+            if not model.ranks.agree(difference <= CANARY_TOLERANCE, "the canary"):
                 for record in read:
                     store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")
+                read.clear()
                 # Blocks in RAM are not damaged, but the model does not continue from them.
                 lost.update(need.record.key for need in point.needed)
-                return None
+                return False
         used = [block.key for block in self.stored.match.path if block.start < point.n_tokens]
         records = (need.record for need in point.needed)
         store.touch(used, [record for record in records if isinstance(record, Checkpoint)])
-        return joined
+        return True
 
     def _joined(
         self, point: RestorePoint, lost: set[bytes], read: list[Record], in_steps: bool
     ) -> Generator[None, None, _Joined | None]:
-        """Do the work of `_load` without the checks; `read` gets the records from below RAM."""
+        """Load the records of a restore point into caches with room for the rest of the prompt.
+
+        Yields after each block, and after some buffers that are made. Returns None if a block
+        cannot be read: `lost` gets its key. `read` gets the records from below RAM.
+
+        in_steps: whether replies continue between the steps, so that no step may be long;
+        otherwise blocks in RAM are joined all at once, which takes less time in all.
+        """
         spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
         n_bytes: Counter[str] = Counter()

@@ -38,8 +38,8 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
+from ..apis import text_of
 from ..block import Root
-from ..contents import text_of
 from ..host.answers import Prompt
 from ..store.block_store import BlockStore
 from ..store.records import Commit

@@ -227,9 +227,6 @@ class ServedRequest(TakenRequest):
         self._claim.lookup = lookup
         serving.memory.enters(self._claim)
         reuse = self._restored(lambda: lookup) if lookup is not None else None
-        n_restored = reuse.outcome.n_reused if reuse is not None else 0
-        if len(set(self._serving.model.ranks.all_of(n_restored, "how much was restored"))) > 1:
-            reuse = None
         if reuse is None:
             # All ranks feed the same prompt: as looked up by rank 0.
             is_common = self._serving.model.ranks.are_several and lookup is not None
@@ -327,7 +324,7 @@ class ServedRequest(TakenRequest):
         if has_ended and state.is_saved is not None:
             state.is_saved.set()
 
-    def guess(self, run: Sequence[int], n: int) -> Sequence[int]:
+    def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return the ids that followed a run in stored text; the first call has it read."""
         root, runs = self._root, self._serving.store.runs
         self._has_asked_runs = self._has_asked_runs or runs.read(root)

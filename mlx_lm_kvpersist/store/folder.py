@@ -367,8 +367,11 @@ class StoreLock:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
                 try:
                     self._wait(descriptor)
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, _this_process().encode(errors="replace"), 0)
+                    name = _this_process().encode(errors="replace")
+                    os.pwrite(descriptor, name, 0)
+                    # Truncating takes most of a millisecond, and names are mostly of one length.
+                    if os.fstat(descriptor).st_size != len(name):
+                        os.ftruncate(descriptor, len(name))
                 except BaseException:
                     os.close(descriptor)
                     raise

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api.normalise import normalise
+from mlx_lm_kvpersist.api.session_keys import normalise
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.128; cch=a3f12;"
 

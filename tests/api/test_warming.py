@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api.agents import Service
-from mlx_lm_kvpersist.api.warming import chat_body_of, read_prompt, warm
+from mlx_lm_kvpersist.api.agents import Service, chat_body_of, read_prompt, warm
 from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
 
 ASK = {"role": "user", "content": "Who is first?"}

@@ -18,8 +18,12 @@ from tests.support import UNMEASURED, Message, Reply, ServerProcess, make_tiny_m
 MIB = 1 << 20
 N_CLIENTS = 4
 N_TURNS = 4
-TOLERANCE = 0.01
-"""Of log probabilities; KV of other tokens makes a difference of several."""
+TOLERANCE = 0.1
+"""Of log probabilities. KV of other tokens makes a difference of several.
+
+Without any store, prompts that are cut into other chunks differ by up to 0.025: sums in another
+order move a few values over the edge between two quantization steps.
+"""
 N_HEADER_BYTES = 16 * 1024
 """More than the header of a block file takes."""
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import soak
 from benchmarks.soak import Soak, memory_of
 from mlx_lm_kvpersist.cli.demo_model import make_model
-from mlx_lm_kvpersist.cli.started_server import StartedServer
+from mlx_lm_kvpersist.cli.servers import StartedServer
 from mlx_lm_kvpersist.errors import KVPersistError
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from mlx_lm_kvpersist.cli import bench
 from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, StockSpeed, as_markdown, row
 from mlx_lm_kvpersist.cli.demo_model import make_model
 from mlx_lm_kvpersist.cli.main import main
-from mlx_lm_kvpersist.cli.started_server import Reply
+from mlx_lm_kvpersist.cli.servers import Reply
 from mlx_lm_kvpersist.errors import KVPersistError
 
 

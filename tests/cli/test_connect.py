@@ -19,11 +19,12 @@ from .test_docs import subcommands
 
 URL = "http://127.0.0.1:8123"
 FILES = {
-    "claude": ".claude/settings.json",
+    "claude": ".claude/kvpersist.json",
     "codex": ".codex/kvpersist.config.toml",
     "opencode": ".config/opencode/opencode.json",
     "aider": ".aider.kvpersist.json",
 }
+GLOBAL = ".claude/settings.json"
 SETTINGS = """\
 {
     "$schema": "https://example.com/settings.json",
@@ -46,8 +47,14 @@ def connect(client: str, *options: str) -> int:
     return main(["connect", client, "--port", "8123", *options])
 
 
-def backups(file: Path) -> list[str]:
-    return [path.read_text() for path in sorted(file.parent.glob(f"{file.name}.bak*"))]
+def everywhere(*options: str) -> int:
+    return connect("claude", "--global", "--write", *options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder, by their paths."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def read(file: Path) -> Any:
@@ -88,7 +95,7 @@ def test_what_each_client_reads(home: Path) -> None:
     for client, file in FILES.items():
         assert connect(client, "--write") == 0
         path = home / file
-        assert path.stat().st_mode & 0o777 == 0o600 and backups(path) == []
+        assert path.stat().st_mode & 0o777 == 0o600
     env = read(home / FILES["claude"])["env"]
     assert (env["ANTHROPIC_BASE_URL"], env["ANTHROPIC_MODEL"]) == (URL, "claude-local")
     provider = read(home / FILES["opencode"])["provider"]["kvpersist"]
@@ -122,14 +129,15 @@ def test_a_router_needs_one_name_of_the_model(
 
 
 def test_json_is_merged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    real, file = home / "dotfiles.json", home / FILES["claude"]
+    real, file = home / "dotfiles.json", home / GLOBAL
     file.parent.mkdir()
     file.symlink_to(real)
     real.write_text(SETTINGS)
     real.chmod(0o640)
-    assert connect("claude", "--write") == 0
+    assert everywhere() == 0
     said = capsys.readouterr().out
     assert f'+        "ANTHROPIC_BASE_URL": "{URL}",' in said and "gateway.example" in said
+    assert "every project of claude uses this server" in said
     before, after = json.loads(SETTINGS), json.loads(real.read_text())
     assert list(after) == list(before) and list(after["env"])[:2] == ["ANTHROPIC_BASE_URL", "OTHER"]
     assert after["env"].pop("ANTHROPIC_BASE_URL") == URL
@@ -137,25 +145,78 @@ def test_json_is_merged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
         del after["env"][name]
     assert after == {**before, "env": {"OTHER": "ü"}}
     assert file.is_symlink() and real.stat().st_mode & 0o777 == 0o640
-    assert backups(real) == [SETTINGS] and f"{real}.bak1" in said
     written = real.read_bytes()
-    assert connect("claude", "--write") == 0
+    assert everywhere() == 0
     assert "says all of it already" in capsys.readouterr().out
-    assert real.read_bytes() == written and len(backups(real)) == 1
-    assert main(["connect", "claude", "--write"]) == 0  # another port
+    assert real.read_bytes() == written
+    assert everywhere("--port", "8080") == 0
     assert json.loads(real.read_text())["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8080"
-    assert backups(real) == [SETTINGS, written.decode()]
 
 
-def test_codexs_profile_is_replaced_and_its_former_content_is_kept(
+def test_claudes_own_settings_are_touched_only_with_global(home: Path) -> None:
+    (home / ".claude").mkdir()
+    (home / GLOBAL).write_text(SETTINGS)
+    assert connect("claude", "--write") == 0
+    assert (home / GLOBAL).read_text() == SETTINGS
+
+
+def test_global_is_refused_for_other_clients(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["connect", "codex", "--write"]) == 0
+    assert connect("codex", "--global", "--write") == 1
+    assert "--global is for claude" in capsys.readouterr().err and not contents(home)
+
+
+@pytest.mark.parametrize("client", [*FILES, "claude --global"])
+@pytest.mark.parametrize("there", [None, b"", b'{\r\n\t"mine": {"deep": [1, 2.50]}\r\n}'])
+@pytest.mark.usefixtures("serving")
+def test_undo_restores_the_files(client: str, there: bytes | None, home: Path) -> None:
+    """Also after several calls, and byte for byte."""
+    name, *flags = client.split()
+    file = home / (GLOBAL if flags else FILES[name])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if there is not None:
+        file.write_bytes(there)
+    before = contents(home)
+    assert connect(name, "--write", *flags) == 0
+    assert connect(name, "--write", *flags, "--port", "8124") == 0
+    assert contents(home).keys() > before.keys() and file.read_bytes() != there
+    assert connect(name, "--undo") == 0
+    assert contents(home) == before
+    assert connect(name, "--undo") == 0
+
+
+@pytest.mark.parametrize("is_written_again", [False, True])
+def test_undo_keeps_what_was_changed_since(is_written_again: bool, home: Path) -> None:
+    file = home / GLOBAL
+    file.parent.mkdir()
+    file.write_text(SETTINGS)
+    assert everywhere() == 0
+    settings = read(file)
+    settings["env"]["ANTHROPIC_MODEL"] = "opus"
+    file.write_text(json.dumps({**settings, "theme": "dark"}))
+    if is_written_again:
+        assert everywhere("--port", "8124") == 0
+    assert connect("claude", "--undo") == 0
+    wanted = json.loads(SETTINGS)
+    wanted["env"]["ANTHROPIC_MODEL"] = "opus"
+    assert read(file) == {**wanted, "theme": "dark"}
+    assert contents(home).keys() == {GLOBAL}
+
+
+def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = home / FILES["codex"]
-    file.write_text(before := file.read_text() + "[tui]\nnotifications = true\n")
+    file.parent.mkdir()
+    file.write_text("before\n")
     assert connect("codex", "--write") == 0
+    file.write_text(mine := file.read_text() + "[tui]\nnotifications = true\n")
+    assert connect("codex", "--undo") == 1
+    assert "somebody has changed it" in (error := capsys.readouterr().err) and "undo" in error
+    assert file.read_text() == mine
+    assert connect("codex", "--write") == 0  # replaces it, and remembers it
     assert "-notifications = true" in capsys.readouterr().out
-    assert f'base_url = "{URL}/v1"' in file.read_text() and backups(file) == [before]
+    assert connect("codex", "--undo") == 0
+    assert file.read_text() == mine
 
 
 @pytest.mark.parametrize(
@@ -173,13 +234,13 @@ def test_codexs_profile_is_replaced_and_its_former_content_is_kept(
 def test_what_cannot_be_merged_is_left_alone(
     client: str, there: str, why: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = home / FILES[client]
+    file = home / (GLOBAL if client == "claude" else FILES[client])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(there)
-    assert connect(client, "--write") == 1
+    assert connect(client, "--write", *["--global"][: client == "claude"]) == 1
     out, err = capsys.readouterr()
     assert why in err and err.count("\n") == 1
-    assert file.read_text() == there and backups(file) == []
+    assert file.read_text() == there and len(contents(home)) == 1
     assert URL in out and "by hand" in err
 
 
@@ -208,21 +269,15 @@ def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture
     assert "is left as it is" in (err := capsys.readouterr().err) and err.count("\n") == 1
 
 
-def test_a_copy_of_the_former_content_overwrites_nothing(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A link that leads nowhere is not written through, and nobody else can read the copy."""
+def test_the_record_is_as_private_as_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
-    file = home / FILES["claude"]
+    file = home / GLOBAL
     file.parent.mkdir()
     file.write_text(SETTINGS)
-    Path(f"{file}.bak1").symlink_to(home / "elsewhere")
-    file.chmod(0o600)
     monkeypatch.setattr("os.fsync", lambda file: synced.append(os.fstat(file).st_mode & 0o777))
-    assert connect("claude", "--write") == 0
-    assert synced == [0o600, 0o600], "both files, whole before they have their names"
-    assert not (home / "elsewhere").exists()
-    assert Path(f"{file}.bak2").read_text() == SETTINGS
+    file.chmod(0o644)
+    assert everywhere() == 0
+    assert synced == [0o600, 0o644], "both files, whole before they have their names"
 
 
 def test_open_webui_gets_variables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +293,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server whose model takes 32,768 tokens."""
 
     def ask(url: str, path: str) -> Any:
-        assert (url, path) == (URL, "/v1/models")
+        assert path == "/v1/models"
         return {"data": [{"id": "m"}, {"id": "claude-m", "max_model_len": 32768}]}
 
     monkeypatch.setattr("mlx_lm_kvpersist.cli.connect.ask", ask)
@@ -267,20 +322,20 @@ def test_another_programs_server_is_no_error(
 ) -> None:
     monkeypatch.setattr("mlx_lm_kvpersist.cli.connect.ask", lambda *_: {"data": [model]})
     assert connect("claude") == 0
-    assert f"No server at {URL} says its context length" in capsys.readouterr().out
+    assert f"The server at {URL} names no context length" in capsys.readouterr().out
 
 
-def test_without_a_server_it_is_said_that_no_length_is_written(
+def test_it_is_said_that_no_server_answers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert connect("claude") == 0
     out = capsys.readouterr().out
-    assert f"No server at {URL} says its context length" in out and "COMPACT" not in out
+    assert f"No server answers at {URL}" in out and "COMPACT" not in out
 
 
 def test_folders_of_the_users_choice(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLAUDE_CONFIG_DIR", str(home / "c"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "x"))
     assert connect("claude", "--write") == connect("opencode", "--write") == 0
-    assert (home / "c" / "settings.json").exists()
+    assert (home / "c" / "kvpersist.json").exists()
     assert (home / "x" / "opencode" / "opencode.json").exists()

@@ -17,7 +17,7 @@ from mlx_lm_kvpersist.cache.measuring import texts
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import quality as command
 from mlx_lm_kvpersist.cli import quality_checks as checks
-from mlx_lm_kvpersist.cli.story import OWN_TEXT
+from mlx_lm_kvpersist.cli.servers import OWN_TEXT
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from tests.support import make_tiny_model, make_zoo_model
 

@@ -25,7 +25,7 @@ from .blocks import Block, blocks, commands, inline
 LANGUAGES = {"", "ini", "json", "python", "sh", "toml", "xml", "yaml"}
 OTHER_PROGRAMS = {
     *("claude", "codex", "opencode", "aider"),
-    *("apt-get", "export", "mlx.launch", "journalctl", "launchctl", "systemctl", "towncrier"),
+    *("apt-get", "export", "mlx.launch", "journalctl", "launchctl", "systemctl"),
 }
 """Programs that are not ours: nothing of theirs is checked."""
 

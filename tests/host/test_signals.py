@@ -15,9 +15,8 @@ import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped
 from mlx_lm_kvpersist.host import run
-from mlx_lm_kvpersist.host.http import server as http_server
-from mlx_lm_kvpersist.host.http.clients import Clients
-from mlx_lm_kvpersist.host.http.server import PluginHTTPServer
+from mlx_lm_kvpersist.host.http import clients as http_clients
+from mlx_lm_kvpersist.host.http.clients import Clients, PluginHTTPServer
 from mlx_lm_kvpersist.host.run import ending_cleanly
 from mlx_lm_kvpersist.host.scheduling.response_generator import RequestQueue
 from tests.support.waiting import wait_until
@@ -198,7 +197,7 @@ def test_running_replies_end_before_the_server_does() -> None:
 
 
 def test_the_time_for_replies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "DRAIN_S", 0.05)
+    monkeypatch.setattr(http_clients, "DRAIN_S", 0.05)
     server = Serving()
     server.serve()
     assert server.n_times == 2

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.block import IMAGE_GOES_ON, Block, block_key, pack_ids, unpack_ids
+from mlx_lm_kvpersist.block import Block, block_key, pack_ids, unpack_ids
+from mlx_lm_kvpersist.image_ids import GOES_ON, before_image, first_id
 from mlx_lm_kvpersist.match.text import REPLACEMENT, TokenText
-from mlx_lm_kvpersist.match.tree import before_image, match_prompt, splice
+from mlx_lm_kvpersist.match.tree import match_prompt, splice
 
 from .conftest import EXAMPLES
 from .test_tree import sequences
@@ -21,7 +22,7 @@ from .tree_in_memory import ROOT, MemoryTree
 
 def image(number: int, n_tokens: int) -> list[int]:
     digest = sha256(number.to_bytes(4, "big")).digest()
-    return [-int.from_bytes(b"\1" + digest, "big"), *[IMAGE_GOES_ON] * (n_tokens - 1)]
+    return [first_id(digest), *[GOES_ON] * (n_tokens - 1)]
 
 
 IMAGES = [image(number, n_tokens) for number, n_tokens in enumerate([1, 2, 5, 11])]

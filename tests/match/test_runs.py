@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlx_lm_kvpersist.block import IMAGE_GOES_ON, pack_ids
+from mlx_lm_kvpersist.block import pack_ids
+from mlx_lm_kvpersist.image_ids import GOES_ON
 from mlx_lm_kvpersist.match.runs import N_LAST, Runs
 
 
@@ -54,7 +55,7 @@ def test_runs_of_one_hash_are_told_apart() -> None:
 
 
 def test_an_image_ends_what_follows() -> None:
-    image = [-(1 << 256) - 5, IMAGE_GOES_ON, IMAGE_GOES_ON]
+    image = [-(1 << 256) - 5, GOES_ON, GOES_ON]
     runs = Runs(pack_ids([1, 2, 3, 4, 5, 6, 7, *image, 1, 2, 3]))
     assert runs.after([1, 2, 3, 4, 5, 6], 5) == [7]
     assert runs.after([2, 3, 4, 5, 6, 7], 5) == []

@@ -10,10 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.block import IMAGE_GOES_ON
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.match.tree import before_image
+from mlx_lm_kvpersist.image_ids import GOES_ON, before_image, first_id
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
@@ -25,7 +24,7 @@ from .test_lookup import TOLERANCE
 
 def image(number: int, n_tokens: int) -> list[int]:
     digest = sha256(bytes([number])).digest()
-    return [-int.from_bytes(b"\1" + digest, "big"), *[IMAGE_GOES_ON] * (n_tokens - 1)]
+    return [first_id(digest), *[GOES_ON] * (n_tokens - 1)]
 
 
 def text(first: int, n_tokens: int) -> list[int]:

@@ -20,6 +20,7 @@ from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
 from mlx_lm_kvpersist.request.state import RequestState, Stage
+from mlx_lm_kvpersist.store.records import Gone
 from tests.support.store_files import block_path
 
 from .conftest import Conversations
@@ -175,6 +176,32 @@ def test_a_long_prompt_is_cut_at_the_block_that_went(talk: Conversations, n_left
         outcome = lookup.restore().outcome
     assert outcome.n_reused == n_left * 256
     assert outcome.reason is not None and counts[0] <= MAX_MATCHED_TOKENS
+
+
+@pytest.mark.parametrize("n_left", [0, 1, 5])
+def test_a_block_that_went_before_the_restore_is_not_read(
+    talk: Conversations, n_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the blocks before it are not joined twice."""
+    ids = sampled_turn(talk.loaded, LONG)
+    talk.remember(ids, n_prompt=LONG - 10)
+    talk.forget_hot_blocks()
+    lookup = asked(talk, [*ids, 5, 6])
+    path = lookup.stored.match.path
+    for block in reversed(path[n_left:]):
+        talk.store.disk.forget(block.key, Gone.EVICTED)
+    talk.remember(sampled_turn(talk.loaded, 300, seed=8)[::-1], n_prompt=290)
+    asked_for: list[bytes] = []
+    load_all = talk.store.reader.load_all
+
+    def load(records: Any, root: Any) -> Any:
+        asked_for.extend(record.key for record in records)
+        return load_all(records, root)
+
+    monkeypatch.setattr(talk.store.reader, "load_all", load)
+    outcome = lookup.restore().outcome
+    assert outcome.n_reused == n_left * 256
+    assert asked_for == [block.key for block in path[:n_left]]
 
 
 def test_the_same_prompt_twice_at_once_computes_its_beginning_once(

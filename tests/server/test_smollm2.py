@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.cli.story import OWN_TEXT
+from mlx_lm_kvpersist.cli.servers import OWN_TEXT
 from tests.support import Message, Reply, ServerProcess, StartServer
 from tests.support.openblas import openblas_env
 from tests.support.synthetic.outliers import add_outliers

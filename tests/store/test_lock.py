@@ -16,6 +16,7 @@ from mlx_lm_kvpersist.errors import StoreError
 from mlx_lm_kvpersist.store import database, encryption
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.folder import StoreLock
 from tests.support import wait_until
 from tests.support.lock_holder import lock_holder
 
@@ -138,3 +139,18 @@ def test_an_index_that_another_program_has_locked(
             DiskStore(folder, limits)
         assert "--kvpersist-dir" not in str(told.value)
     DiskStore(folder, limits).close()
+
+
+def test_the_lock_file_has_just_the_holder_and_is_truncated_only_if_a_longer_name_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truncated, truncate = list[int](), os.ftruncate
+    monkeypatch.setattr(os, "ftruncate", lambda fd, n: (truncated.append(n), truncate(fd, n)))
+    path = tmp_path / "lock"
+    path.write_bytes(b"x" * 900)
+    lock = StoreLock(path)
+    for _ in range(3):
+        with lock.held():
+            text = path.read_text()
+            assert text.startswith(f"process {os.getpid()} ") and "x" * 20 not in text
+    assert len(truncated) == 1

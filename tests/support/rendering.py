@@ -11,8 +11,8 @@ from typing import Any
 from mlx_lm.server import CompletionRequest, ResponseGenerator, process_message_content
 
 from mlx_lm_kvpersist.api.messages import MessagesAPI
-from mlx_lm_kvpersist.api.normalise import normalise
 from mlx_lm_kvpersist.api.responses import ResponsesAPI
+from mlx_lm_kvpersist.api.session_keys import normalise
 from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.history import Templates
 from mlx_lm_kvpersist.host.hookspecs import hookimpl

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.api.admin import REQUESTS_PATH, SPEC_PATH, STATS_PATH
-from mlx_lm_kvpersist.cli.asking import ask
+from mlx_lm_kvpersist.cli.servers import ask
 from mlx_lm_kvpersist.errors import KVPersistError
 from tests.support.openblas import openblas_env
 from tests.support.scripted import LAUNCHER, call, make_thinking_model

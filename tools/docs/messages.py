@@ -41,7 +41,7 @@ SECTIONS = {
 }
 DYNAMIC = {
     ("cache/geometry/architectures.py", "facts.refused"),
-    ("cli/asking.py", "why"),
+    ("cli/servers.py", "why"),
     ("cli/spec.py", "str(error)"),
     ("host/http/request_checks.py", "str(error)"),
     ("host/http/server.py", "_UNSAID[status_code]"),

@@ -10,51 +10,19 @@ from typing import Any
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.cli.main import PROG, make_parser
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Where and how much": (
-        "dir",
-        "memory",
-        "memory-policy",
-        "ram",
-        "disk",
-        "min-free",
-        "shared",
-        "shared-key",
-        "shared-size",
-        "warm",
-    ),
-    "Serving": ("kv-bits", "max-stall-ms", "attention", "draft", "served-name"),
-    "Who may see what": (
-        "encrypt",
-        "isolation",
-        "namespace-by-key",
-        "no-text",
-        "show-text",
-    ),
-}
-"""Every option of the plugin, without `--kvpersist-`, under the heading that it gets."""
-
 _DEFAULT = re.compile(r"\s*\(default: (.*)\)$", re.DOTALL)
 
 
 def server_options() -> str:
-    """Return a table for each group. Raises ValueError where an option is in none, or in two."""
-    parser = argparse.ArgumentParser(add_help=False)
-    config.add_options(parser)
-    help_all, *own = parser._actions
-    for action, meaning in help_all.const:
-        action.help = meaning
-    own = [action for action in own if action.help is not argparse.SUPPRESS]
-    actions = {a.option_strings[0].removeprefix("--kvpersist-"): a for a in own}
-    grouped = [name for names in GROUPS.values() for name in names]
-    if sorted(grouped) != sorted(actions):
-        raise ValueError(f"in no group, or unknown: {sorted({*grouped} ^ {*actions})}")
-    parts = []
-    for heading, names in GROUPS.items():
-        rows = [_row(parser, actions[name]) for name in names]
+    """Return a table for each group of options."""
+    sections = []
+    for heading, options in config.GROUPS.items():
+        parser = argparse.ArgumentParser(add_help=False)
+        config.add_options(parser, *options)
+        rows = [_row(parser, action) for action in parser._actions]
         table = ["| option | default | meaning |", "| --- | --- | --- |", *rows]
-        parts.append(f"## {heading}\n\n" + "\n".join(table))
-    return "\n\n".join(parts)
+        sections.append(f"## {heading}\n\n" + "\n".join(table))
+    return "\n\n".join(sections)
 
 
 def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

@@ -2,7 +2,7 @@
 
 `dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
 dequantizes: it reads a quarter of the bytes, but in two steps that write the scores between them.
-`tiled` dequantizes a few heads at a time, at least one, so that what is dequantized together stays
+`tiled` dequantizes a few heads at a time, at least one head, so that the dequantized numbers stay
 below a limit.
 
 Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...]. Hq is a multiple of Hkv; query
@@ -11,12 +11,12 @@ mask is None, "causal" (the queries are the last N of the S tokens), or an array
 [B, Hq, N, S], boolean (True: visible) or added to the scores. No query sees a later token, unless
 the mask is None.
 
-A query sees the keys and values of its own block of the grid as they were computed. So queries are
-attended in spans that do not go beyond a block.
+A query sees the keys and values of its own block of the grid in full precision. So queries are
+attended in spans that end with a block.
 
-Queries, what was computed and results are as the model has them. Rotated keys meet rotated queries,
-and what rotated values add up to is rotated back: the products of rows do not change if both are
-multiplied by one orthonormal matrix, or padded.
+Queries, full-precision tokens and results have the model's form. Rotated keys meet rotated queries,
+and the sum of rotated values is rotated back: the products of rows do not change if both factors
+are multiplied by the same orthonormal matrix, or padded.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MAX_DEQUANTIZED_BYTES = 256 << 20
 """Most bytes of dequantized keys and values, or of scores, at one time if there is a choice."""
 
 PADDED_TOKENS = 4096
-"""Where each number of keys needs a kernel of its own, there are multiples of this many."""
+"""If each number of keys needs its own kernel, keys are padded to multiples of this number."""
 
 
 class _Span(NamedTuple):
-    """Queries [start, stop), and the keys [first, last) that they see as they were computed.
+    """Queries [start, stop), and the keys [first, last) that they see in full precision.
 
-    They see the keys before `first` quantized, and none from `last` on.
+    They see the keys before `first` quantized, and no key from `last` on.
     """
 
     start: int
@@ -56,10 +56,10 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
     As a tuple: weights, scales and biases, the cache's own buffers, with spare room behind the
-    first `n_tokens`. `newest` are the last tokens [B, H, n, D] as they were computed: those of the
-    queries, and some of the `n_own` before them that are in the first query's block of the grid;
-    the others of these are packed. Rows that differ in this have one query each: `n_own` is then
-    the most of any row, and a row with fewer tokens here has zeros in front of them.
+    first `n_tokens`. `newest` are the last tokens [B, H, n, D] in full precision: the queries' own,
+    and some of the `n_own` tokens before them in the first query's block of the grid; the rest of
+    that block is packed. If rows differ in `n_own`, each row has one query: `n_own` is then the
+    largest of any row, and a row with fewer tokens has zeros in front of them.
     """
 
     quantization: Quantization
@@ -69,7 +69,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     newest: mx.array | None
     n_own: int
     is_computed: bool = False
-    """Whether `newest` are all tokens: in the first block of the grid nothing is read packed."""
+    """Whether `newest` has every token: the first block of the grid is never read packed."""
 
     @classmethod
     def of(
@@ -102,7 +102,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         return dequantized_attention(queries, self, values, scale, mask, tile_bytes)
 
     def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
-        """Cut the queries where the grid does."""
+        """Return the queries cut at the ends of blocks."""
         n_keys, n_own, start = self.n_tokens, self.n_own, 0
         if self.newest is None:
             return [_Span(0, n_queries, n_keys, n_keys)]
@@ -116,15 +116,15 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     def dequantized(
         self, rows: slice, heads: slice, tokens: slice, after: mx.array | None, dtype: mx.Dtype
     ) -> mx.array:
-        """Dequantize a part, `prepared` as it is, but not before `after` is computed."""
+        """Dequantize a part, in the packed form, but not before `after` is computed."""
         weights, *scales_and_biases = (x[rows, heads, tokens] for x in self)
         if after is not None:
-            # Without this MLX may dequantize all tiles first and then use them.
+            # MLX could otherwise dequantize every tile before it uses the first.
             (weights,) = mx.depends([weights], [after])
         return pk.dequantize((weights, *scales_and_biases), self.quantization, dtype)
 
     def computed(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
-        """Return tokens [first, last) as they were computed."""
+        """Return tokens [first, last) in full precision."""
         assert self.newest is not None
         before = self.n_tokens - self.newest.shape[2]
         return self.newest[rows, heads, first - before : last - before]
@@ -134,11 +134,12 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         return pk.prepared(self.computed(rows, heads, first, last), self.quantization)
 
     def joined(self, packed: mx.array, own: mx.array, spans: Sequence[_Span]) -> mx.array:
-        """Return what the queries of a span see of their own block.
+        """Return the numbers that the queries of a span see of their own block.
 
-        With a single span, `packed` and `own` have zeros where a row's tokens are in the other. A
-        single row has all from the first of `own` on computed, so `packed` is not read: a read
-        before a write makes MLX copy the buffer. With several spans, the block may be packed.
+        A single span may have several rows: each token is in `packed` or in `own`, which has zeros
+        for the tokens of `packed`, and the reverse. A single row has all tokens of `own`, so
+        `packed` is not read: a read before a write makes MLX copy the buffer. If there are several
+        spans, the block may be packed.
         """
         return own if len(spans) > 1 or self[0].shape[0] == 1 else packed + own
 
@@ -191,7 +192,7 @@ def _fused(
     """Dequantize the rows and key heads `where` and run the fused kernel, span after span.
 
     Queries and results are in the form that is packed. The tokens of all spans are made precise
-    first; those of a span that is done are then written over in place, rounded.
+    first. The tokens of a span that is done are then written over in place, rounded.
     """
     spans = keys.spans(queries.shape[2], mask)
     first, last = spans[0].first, keys.n_tokens

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...apis import API, Request
 from ...errors import RequestRefused
-from .chat import ChatReply
+from .completion import ChatReply
 from .request_checks import read_json, refusal_of, tidy
 
 

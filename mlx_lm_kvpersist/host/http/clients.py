@@ -1,27 +1,43 @@
-"""The connections of clients, and the thread that watches all clients that wait for a reply."""
+"""The connections of clients, the thread that watches them, and the server that accepts them."""
 
 from __future__ import annotations
 
 import io
+import logging
 import select
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...errors import GenerationStopped
 from ..answers import ClientRequest
+from ..run import uninterrupted
+
+if TYPE_CHECKING:
+    from http.server import ThreadingHTTPServer as StockServer
+else:
+    StockServer = object
 
 WATCH_S = 0.1
-"""How often the connections of waiting clients are looked at."""
+"""How often the connections of waiting clients are checked."""
 PROBE_AGAIN_S = 1.0
 """The pause between the first two probes of a reply; each later pause is twice as long."""
 HEADERS_AFTER_S = 2.0
 """How long a stream's headers wait for the request's own status, and for the plugins' headers."""
 KEEPALIVE_S = 10.0
 """How long a stream may be silent: clients give up after 300 s."""
+DRAIN_S = 5.0
+"""How long replies may continue after SIGTERM."""
+BACKLOG = 128
+"""Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
 _COMMENT = b":\n\n"
+
+logger = logging.getLogger(__name__)
 
 
 class ClientConnection(io.BufferedIOBase):
@@ -174,3 +190,42 @@ class Clients:
                     self.end(client)  # its thread may have ended without a word
                 else:
                     client.keep_alive()
+
+
+class PluginHTTPServer(StockServer):
+    """Listens as stock's server does; after SIGTERM until the replies that have begun have ended.
+
+    New requests get 503 during that time.
+    """
+
+    request_queue_size = BACKLOG
+    generator: Any
+    clients: Clients
+
+    def serve_forever(self, *args: Any) -> None:
+        try:
+            super().serve_forever(*args)
+        except KeyboardInterrupt as asked:
+            if signal.SIGTERM in asked.args and len(self.clients):
+                stopped = GenerationStopped("the server ends; ask again when it runs")
+                self.generator.requests.refuse(stopped)
+                threading.Thread(target=self._end_after_replies, daemon=True).start()
+                super().serve_forever(*args)
+            raise
+
+    def _end_after_replies(self) -> None:
+        if not self.clients.wait_for_none(DRAIN_S):
+            logger.info("some replies have not ended within %g s; they are cut off", DRAIN_S)
+        self.shutdown()
+
+    def _handle_request_noblock(self) -> None:
+        """Accept a connection. Interrupted here, socketserver would close it unanswered."""
+        with uninterrupted():
+            super()._handle_request_noblock()  # type: ignore[misc]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log why a connection failed, in place of socketserver's traceback on stderr."""
+        if isinstance(sys.exc_info()[1], OSError):
+            logger.info("a connection was closed before its request was read")
+        else:
+            logger.exception("a connection failed")

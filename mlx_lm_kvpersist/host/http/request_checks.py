@@ -14,9 +14,8 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 
-from ...contents import readable, text_of
+from ...apis import readable, require, require_objects, require_text, text_of
 from ...errors import RequestRefused
-from ...fields import require, require_objects, require_text
 from ..attachments import IMAGE_KINDS
 
 MAX_BODY_BYTES = 256 << 20

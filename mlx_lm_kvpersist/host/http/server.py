@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import re
-import signal
 import socket
 import sys
 import threading
@@ -26,39 +25,28 @@ from urllib.parse import unquote
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from ...apis import API, Request
-from ...error_forms import openai_error
+from ...apis import API, Request, openai_error, require_text
 from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
-from ...fields import require_text
 from .. import manager
 from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
-from ..run import uninterrupted
 from ..scheduling.model_provider import loaded_name, own_names
 from ..scheduling.reply import ARRIVING
 from ..stopping import stop
 from . import request_checks
-from .chat import ChatReply
-from .clients import ClientConnection, Clients
-from .completion import Completion
-from .stop_words import StopWords
+from .clients import ClientConnection, Clients, PluginHTTPServer
+from .completion import ChatReply, Completion, StopWords
 
 if TYPE_CHECKING:
-    from http.server import ThreadingHTTPServer as StockServer
-
     from mlx_lm.server import APIHandler as Stock
 else:
-    Stock = StockServer = object
+    Stock = object
 
 CLIENT_TIMEOUT_S = 300.0
 """How long a client may send nothing of its request, or take nothing of its reply."""
 RETRY_AFTER_S = 5
-DRAIN_S = 5.0
-"""How long replies may go on after SIGTERM."""
 LAST_ANSWERS_S = 5.0
 """How long the process waits until clients whose replies were cut off have been told."""
-BACKLOG = 128
-"""Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
 _UNSAID = {400: "Request should be a JSON dictionary", 411: "Content-Length header is required"}
 """Stock's messages for errors that it answers without an exception."""
 
@@ -504,45 +492,6 @@ def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[An
     ours, theirs = socket.socketpair()
     with ours, theirs:
         NoClient(generator, ours, ("", 0), None)
-
-
-class PluginHTTPServer(StockServer):
-    """Listens as stock's server does; after SIGTERM until the replies that have begun have ended.
-
-    New requests get 503 meanwhile.
-    """
-
-    request_queue_size = BACKLOG
-    generator: Any
-    clients: Clients
-
-    def serve_forever(self, *args: Any) -> None:
-        try:
-            super().serve_forever(*args)
-        except KeyboardInterrupt as asked:
-            if signal.SIGTERM in asked.args and len(self.clients):
-                stopped = GenerationStopped("the server ends; ask again when it runs")
-                self.generator.requests.refuse(stopped)
-                threading.Thread(target=self._end_after_replies, daemon=True).start()
-                super().serve_forever(*args)
-            raise
-
-    def _end_after_replies(self) -> None:
-        if not self.clients.wait_for_none(DRAIN_S):
-            logger.info("some replies have not ended within %g s; they are cut off", DRAIN_S)
-        self.shutdown()
-
-    def _handle_request_noblock(self) -> None:
-        """Accept a connection. Interrupted here, socketserver would close it unanswered."""
-        with uninterrupted():
-            super()._handle_request_noblock()  # type: ignore[misc]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log why a connection failed, in place of socketserver's traceback on stderr."""
-        if isinstance(sys.exc_info()[1], OSError):
-            logger.info("a connection was closed before its request was read")
-        else:
-            logger.exception("a connection failed")
 
 
 def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:

@@ -301,6 +301,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._end(parked.uid, parked.tokens, error)
             return
         request.caches = None
+        self._ranks.note(-1 if prompt is None else n_cached)
         if prompt is None or list(prompt.ids) != ids or caches is None:
             caches, n_cached = make_prompt_cache(self.model), 0
         segments = [ids[n_cached:-1], ids[-1:]] if ids[n_cached:-1] else [ids[-1:]]

@@ -1,7 +1,7 @@
 """The images of a prompt: ids that tell them apart, wherever a prompt is looked for.
 
 The model reads the same ids for every image of a size. Stock tells images apart by 60 bits of their
-URLs; here the first token of an image is its whole SHA-256, and the others go on from there.
+URLs; here the first token of an image is the whole SHA-256 of its pixels (`image_ids`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ...image_ids import GOES_ON, first_id
 from ..attachments import IMAGE_KINDS
-
-GOES_ON = -1
-"""The id of all tokens of an image but the first."""
 
 
 def vision_of(tokenized: Sequence[Any]) -> Any:
@@ -39,11 +37,10 @@ def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
 
 
 def _image_id(pixels: mx.array) -> int:
-    """Return the id of an image's first token, below -(2**256): the SHA-256 of its pixels."""
     floats = np.ascontiguousarray(pixels.astype(mx.float32))
     digest = hashlib.sha256(repr(floats.shape).encode())
     digest.update(floats.data)
-    return -int.from_bytes(b"\1" + digest.digest(), "big")
+    return first_id(digest.digest())
 
 
 def named(messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> list[Mapping[str, Any]]:

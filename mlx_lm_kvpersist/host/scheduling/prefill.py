@@ -228,7 +228,9 @@ class Prefills:
             # A model makes one mask for all layers of a kind: their caches have to agree about it.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
-            if self._caches.ranks.agree(is_one_mask, "whether prompts join"):
+            # All ranks have layers of the same kinds.
+            self._caches.ranks.note(is_one_mask)
+            if is_one_mask:
                 return caches, width
             for prefill in list(chunk)[1:]:
                 del chunk[prefill]

@@ -129,7 +129,7 @@ class PromptLookup:
         assert self._occurrences is not None
         ids = self._occurrences.after(last[-N_LAST:], n)
         request = getattr(self._occurrences.ids, "taken", None)
-        return ids if ids or request is None else list(request.guess(last[-N_SHOWN:], n))
+        return ids if ids or request is None else list(request.draft_ids(last[-N_SHOWN:], n))
 
 
 def checked(batch: Any, ids: list[int]) -> list[Any]:

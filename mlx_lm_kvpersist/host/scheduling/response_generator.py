@@ -348,8 +348,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         prompt, n_cached = None, -1
         if plugin_request is not None and (prompt := plugin_request.enter()) is not None:
             n_cached = plugin_request.n_cached
-        is_alike = len(set(self._ranks.all_of(n_cached, "how a request enters"))) == 1
-        if plugin_request is None or prompt is None or not is_alike:
+        self._ranks.note(n_cached)
+        if plugin_request is None or prompt is None:
             return rendered.stock
         plugin_request.reply = waiting.reply if waiting is not None else None
         fed = TakenTokens(prompt.ids, plugin_request)

@@ -109,6 +109,7 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
     rest, caches = options["prompt"], options["prompt_cache"]
     step_size: int = options["prefill_step_size"]
     ranks = caches_of(model).ranks
+    ranks.told(None, "a request that is served alone")  # it compares what the ranks have restored
     model_caches = list(caches) if n_cached else make_prompt_cache(model)
     models = [ComputedModel(model, model_caches, n_cached)]
     if draft_model is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.error_forms import openai_error
+from mlx_lm_kvpersist.apis import openai_error
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.http import clients
 

@@ -310,7 +310,7 @@ def test_a_connection_that_fails_is_a_line_of_the_log(
 
     caplog.set_level("INFO")
     patched_server._run_http_server("127.0.0.1", 0, SimpleNamespace(), Failing)
-    lines = [line for line in caplog.records if line.name == http_server.__name__]
+    lines = [line for line in caplog.records if line.name.startswith("mlx_lm_kvpersist.host.http")]
     assert [line.levelname for line in lines] == [level]
     assert "Traceback" not in capsys.readouterr().err
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.host.http.stop_words import StopWords
+from mlx_lm_kvpersist.host.http.completion import StopWords
 
 PIECES = st.lists(st.text("ab ", max_size=4), max_size=12)
 WORDS = st.lists(st.text("ab ", max_size=4), max_size=3)

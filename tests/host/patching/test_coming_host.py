@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.apis import openai_error
 from mlx_lm_kvpersist.cli.selftest import check_patch, check_startup
-from mlx_lm_kvpersist.error_forms import openai_error
 from mlx_lm_kvpersist.errors import PatchNotEffective, SignatureChanged
 from mlx_lm_kvpersist.host.answers import Prompt, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens

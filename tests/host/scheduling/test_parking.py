@@ -146,7 +146,9 @@ def test_a_parked_reply_has_no_token_of_a_draft(
     """It has drafts while it is alone, before it is parked and after; their ends are wrong."""
     clock = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
     monkeypatch.setattr(prompt_lookup, "time", clock)
-    monkeypatch.setattr(Kept, "guess", lambda self, run, n: [run[-1] + 1, run[-1] + 2, 7, 8][:n])
+    monkeypatch.setattr(
+        Kept, "draft_ids", lambda self, run, n: [run[-1] + 1, run[-1] + 2, 7, 8][:n]
+    )
     serving, _ = serve(most=120)
     clients = [serving.ask(1000, 40, N_TOKENS)]
     while len(clients[0].answer) < 9:

@@ -34,6 +34,7 @@ from mlx_lm_kvpersist.host.scheduling import batch_generator, prefill
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
 from mlx_lm_kvpersist.host.scheduling.step_failures import MOST_IN_A_ROW
+from mlx_lm_kvpersist.ranks import Ranks
 from mlx_lm_kvpersist.round_trip import _Generator, tiny_model
 from tests.support.host import plugged
 
@@ -209,6 +210,34 @@ def test_every_prompt_is_computed_by_itself_in_chunks(serve: Callable[..., Servi
     assert [client.answer for client in clients] == [right_answer(c) for c in clients]
     prompts = [rows for rows in serving.model.computed if rows != [1] * len(rows)]
     assert max(len(rows) for rows in prompts) == 1 and max(prompts) == [64]
+
+
+class TwoRanks(Ranks):
+    """Rank 0 of two, of which the other reports the same."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 0)
+        self.topics: list[str] = []
+
+    def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
+        self.topics.append(what)
+        return [(value, len(payload), payload[:104])] * 2
+
+
+def test_a_step_of_several_ranks_has_one_message_also_if_prompts_join(
+    serve: Callable[..., Serving],
+) -> None:
+    serving, ranks = serve(most=256, joins=True), TwoRanks()
+    serving.generator._ranks = serving.model.make_cache.ranks = ranks
+    clients = [serving.ask(1000 * i, n) for i, n in enumerate((100, 90, 80), 1)]
+    n_messages = []
+    while any(len(client.answer) < 4 for client in clients):
+        n_before = len(ranks.topics)
+        serving.step()
+        n_messages.append(len(ranks.topics) - n_before)
+    assert [client.answer for client in clients] == [right_answer(c) for c in clients]
+    assert max(map(len, serving.model.computed)) == 3 and serving.model.most_positions > 1
+    assert set(n_messages) == {0, 1} and set(ranks.topics) == {"a step"}
 
 
 def test_parts_that_fit_a_chunk_are_computed_together(serve: Callable[..., Serving]) -> None:

@@ -232,7 +232,7 @@ def test_a_sampler_is_asked_for_one_token_at_a_time() -> None:
 class Counted(Saving):
     """A request whose plugin knows what follows: the next numbers, and then a wrong one."""
 
-    def guess(self, run: Sequence[int], n: int) -> list[int]:
+    def draft_ids(self, run: Sequence[int], n: int) -> list[int]:
         return [*range(run[-1] + 1, run[-1] + n), 7]
 
 
@@ -296,7 +296,7 @@ class Stored(TakenRequest):
         self._ids, self._rng = ids, rng
         self.n_asked = 0
 
-    def guess(self, run: Sequence[int], n: int) -> Any:
+    def draft_ids(self, run: Sequence[int], n: int) -> Any:
         self.n_asked += 1
         if self._rng.random() < 0.1:
             return self._rng.choice(([-1], None, "ids", [True], [1.5], [WORDS], [1 << 70]))

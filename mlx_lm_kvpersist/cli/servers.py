@@ -1,0 +1,244 @@
+"""Running servers: asked as a client, or started in a subprocess to be measured or killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from ..api.admin import KEY_VARIABLE, STATS_PATH
+from ..apis import message_of
+from ..errors import KVPersistError
+
+_HOST = "127.0.0.1"
+_START_S, _REPLY_S = 300.0, 300.0
+_LEAST_TOKENS = 16
+_QUIET_S, _MOST_ASKED = 0.5, 200
+Message = dict[str, str]
+OWN_TEXT = Path(__file__).with_name("quality_text.txt")
+"""A story that `demo`, `bench` and `quality` let a model read."""
+
+
+def answer(
+    url: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 10.0,
+) -> HTTPResponse:
+    """Open a server's answer; with a body it is posted. Raises KVPersistError without an answer.
+
+    What is raised while the answer is read is the caller's.
+    """
+    url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
+    key = os.environ.get(KEY_VARIABLE)
+    sent = {"Authorization": f"Bearer {key}"} if key else {}
+    sent |= {"Content-Type": "application/json", **(headers or {})}
+    payload = None if body is None else json.dumps(body).encode()
+    opener = build_opener(ProxyHandler({}))  # a server on this machine is not behind a proxy
+    try:
+        reply: HTTPResponse = opener.open(Request(f"{url}{path}", payload, sent), timeout=timeout_s)
+        return reply
+    except HTTPError as error:
+        with error:
+            if why := message_of(error.read()):
+                raise KVPersistError(f"{url} refused: {why}") from error
+            raise KVPersistError(
+                f"{url} answered {error.code} to {path}; "
+                "is it mlx_lm.server with --plugin kvpersist?"
+            ) from error
+    except (OSError, ValueError, HTTPException) as error:
+        raise _no_answer(url, error) from error
+
+
+def ask(url: str, path: str, body: Any = None, timeout_s: float = 10.0) -> Any:
+    """Return a server's JSON; else as `answer`."""
+    with answer(url, path, body, timeout_s=timeout_s) as reply:
+        try:
+            return json.load(reply)
+        except (OSError, ValueError, HTTPException) as error:
+            raise _no_answer(url, error) from error
+
+
+def _no_answer(url: str, error: Exception) -> KVPersistError:
+    return KVPersistError(
+        f"no answer from {url} ({error}); name a running server with --url, "
+        "or its store with --kvpersist-dir"
+    )
+
+
+def document(n_chars: int) -> str:
+    """Return the first `n_chars` characters of the story, repeated if it is too short."""
+    text = OWN_TEXT.read_text(encoding="utf-8")
+    return (text * (n_chars // len(text) + 1))[:n_chars]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A streamed reply: its text, the time to its first token, and what was not computed again.
+
+    A reply that shows no token took `ttft_s` in all. `outcome` is the header X-KVPersist, or "".
+    `decode_s` is the time from the first of its `completion_tokens` to the last.
+    """
+
+    text: str
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    outcome: str
+    completion_tokens: int
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """How many tokens a second came after the first; None for less than 16 tokens."""
+        if self.completion_tokens < _LEAST_TOKENS or not self.decode_s:
+            return None
+        return (self.completion_tokens - 1) / self.decode_s
+
+    def said(self, field: str) -> str:
+        """Return a field of the outcome; "" if it has none."""
+        value = re.search(rf"\b{field}=([^;]*)", self.outcome)
+        return value[1] if value else ""
+
+
+class StartedServer:
+    """The stock server with further `options`, for a `with` block; its log is appended to a file.
+
+    Raises KVPersistError if it does not start or answer; the message ends with its log.
+    """
+
+    def __init__(self, model: str, *options: str, log_path: Path) -> None:
+        self._command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, *options]
+        self._log_path = log_path
+        self.start()
+
+    def __enter__(self) -> StartedServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(15.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def url(self) -> str:
+        return f"http://{_HOST}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill9(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def start(self) -> None:
+        """Run the command, on a free port, and wait until the server has generated a token."""
+        with socket.socket() as probe:
+            probe.bind((_HOST, 0))
+            self._port = probe.getsockname()[1]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._command, "--host", _HOST, "--port", str(self._port)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        try:
+            self._wait_for_model()
+        except BaseException:
+            self.kill9()
+            raise
+
+    def _wait_for_model(self) -> None:
+        deadline, is_ready = time.monotonic() + _START_S, False
+        while not is_ready:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise self.failure("it did not start")
+            time.sleep(0.05)
+            with suppress(KVPersistError):
+                is_ready = bool(ask(self.url, "/health", timeout_s=2.0))
+        try:
+            ask(self.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}, _REPLY_S)
+        except KVPersistError as error:
+            raise self.failure(str(error)) from error
+
+    def wait_until_written(self) -> None:
+        """Wait until the writer thread has nothing to do: kill -9 loses unwritten turns."""
+        time.sleep(_QUIET_S)  # a turn is queued right after its reply
+        for _ in range(_MOST_ASKED):
+            if not ask(self.url, STATS_PATH)["store"]["queue"]["tasks"]:
+                return
+            time.sleep(0.05)
+
+    def chat(self, messages: Sequence[Message], session: str | None, max_tokens: int) -> Reply:
+        """Stream the reply to a conversation, chosen greedily."""
+        body = {
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        headers = {"X-Session-ID": session} if session else {}
+        start = time.perf_counter()
+        try:
+            with answer(self.url, "/v1/chat/completions", body, headers, _REPLY_S) as response:
+                return _read(response, start)
+        except (KVPersistError, OSError, ValueError, HTTPException) as error:
+            raise self.failure(str(error)) from error
+
+    def failure(self, problem: str) -> KVPersistError:
+        """Return an error that says a problem, the command, and the end of the log."""
+        log = self._log_path.read_text(encoding="utf-8", errors="replace")
+        tail = "\n".join(log.splitlines()[-60:])
+        command = " ".join(self._command)
+        return KVPersistError(f"the server failed: {problem}\n--- {command}\n{tail}")
+
+
+def _read(response: HTTPResponse, start_s: float) -> Reply:
+    """Return a streamed reply; raises KVPersistError if it ends early."""
+    usage: dict[str, Any] = {}
+    text, ttft_s, last_s = "", 0.0, 0.0
+    for line in response:
+        kind, _, content = line.decode().strip().partition(": ")
+        if kind != "data":
+            continue
+        if content == "[DONE]":
+            break
+        chunk = json.loads(content)
+        if "error" in chunk:
+            raise KVPersistError(f"a reply ended early: {chunk['error']}")
+        usage = chunk.get("usage") or usage
+        if chunk["choices"]:
+            last_s = time.perf_counter() - start_s
+        for delta in (choice["delta"] for choice in chunk["choices"]):
+            text += delta.get("content") or ""
+            # Some models begin with reasoning, or say nothing else within `max_tokens`.
+            if any(delta.get(name) for name in ("content", "reasoning", "tool_calls")):
+                ttft_s = ttft_s or time.perf_counter() - start_s
+    else:
+        raise KVPersistError("a reply ended early")
+    outcome = response.getheader("X-KVPersist", "")
+    ttft_s = ttft_s or time.perf_counter() - start_s
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    n_prompt, n_reply = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    return Reply(text, ttft_s, n_prompt, cached, outcome, n_reply, max(0.0, last_s - ttft_s))

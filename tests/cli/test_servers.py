@@ -1,0 +1,78 @@
+"""A server that a command starts: how it fails, and how its replies are read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.cli.servers import StartedServer, answer, ask
+from mlx_lm_kvpersist.errors import KVPersistError
+
+
+def test_a_started_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
+    with pytest.raises(KVPersistError, match=r"(?s)did not start.*unrecognized arguments: --bad"):
+        StartedServer("nothing", "--bad", log_path=tmp_path / "log")
+
+
+@contextmanager
+def answering(*events: Any) -> Iterator[StartedServer]:
+    """Yield a server that streams these events as its reply."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            for event in events:
+                data = event if isinstance(event, str) else json.dumps(event)
+                self.wfile.write(f"data: {data}\n\n".encode())
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = object.__new__(StartedServer)
+    server._command, server._log_path = ["a server"], Path("/dev/null")
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        server._port = http.server_address[1]
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("name", ["reasoning", "tool_calls", "nothing"])
+def test_a_reply_without_content_has_a_time_to_its_first_token(name: str) -> None:
+    """A model that reasons says nothing else within the demo's few tokens."""
+    usage = {"prompt_tokens": 12}
+    with answering(
+        {"choices": [{"delta": {name: "Hm"}}]}, {"choices": [], "usage": usage}, "[DONE]"
+    ) as server:
+        reply = server.chat([], "s", 8)
+    assert reply.ttft_s > 0 and (reply.text, reply.prompt_tokens) == ("", 12)
+
+
+@pytest.mark.parametrize("last", [[], [{"error": "the server ends"}]])
+def test_a_reply_that_ends_early_is_an_error(last: list[Any]) -> None:
+    expected = f"ended early{': the server ends' if last else ''}"
+    with answering({"choices": [{"delta": {"content": "Hm"}}]}, *last) as server:
+        with pytest.raises(KVPersistError, match=expected):
+            server.chat([], "s", 8)
+
+
+def test_only_what_a_server_does_not_answer_is_no_answer() -> None:
+    with answering("[DONE]") as server:
+        with pytest.raises(OSError, match="the disk is full"), answer(server.url, "/", {}):
+            raise OSError("the disk is full")
+        with pytest.raises(KVPersistError, match="no answer from"):
+            ask(server.url, "/", {})
+    with answering("{") as server, pytest.raises(KVPersistError, match="the server failed: "):
+        server.chat([], "s", 8)

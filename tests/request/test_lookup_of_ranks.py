@@ -1,0 +1,76 @@
+"""How many messages a restore of several ranks takes, and what the ranks restore."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.host.answers import Prompt
+from mlx_lm_kvpersist.ranks import Ranks
+from mlx_lm_kvpersist.request import lookup as lookup_module
+from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
+
+from .conftest import Conversations
+
+
+class TwoRanks(Ranks):
+    """Rank 0 of two. The other reports the same, but has at most `n_other` tokens."""
+
+    def __init__(self, n_other: int = 1 << 40) -> None:
+        super().__init__(2, 0)
+        self.n_other, self.topics = n_other, list[str]()
+
+    def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
+        self.topics.append(what)
+        other = value if what == "the canary" else min(value, 2 * self.n_other + value % 2)
+        return [(number, len(payload), payload) for number in (value, other)]
+
+
+IDS = [5 + n % 200 for n in range(700)]
+
+
+def restored(talk: Conversations, ranks: Ranks) -> Reuse:
+    prompt = Prompt([*IDS, 5, 6, 7], [[*IDS, 5, 6, 7]], ["user"])
+    loaded = replace(talk.loaded, ranks=ranks)
+    return Lookup(prompt, talk.root, talk.store, loaded).restore()
+
+
+@pytest.fixture
+def stored(talk: Conversations) -> Conversations:
+    talk.remember(IDS, 600)
+    return talk
+
+
+def test_a_restore_from_ram_has_one_exchange(stored: Conversations) -> None:
+    ranks = TwoRanks()
+    assert restored(stored, ranks).outcome.n_reused >= 600
+    assert ranks.topics == ["how much is restored"]
+
+
+def test_a_restore_from_disk_also_agrees_on_the_canary(stored: Conversations) -> None:
+    ranks = TwoRanks()
+    stored.forget_hot_blocks()
+    assert restored(stored, ranks).outcome.n_reused >= 600
+    assert ranks.topics == ["how much is restored", "the canary"]
+
+
+def test_a_rank_that_cannot_look_up_reports_nothing_in_the_same_exchange(
+    stored: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise OSError("no index")
+
+    ranks = TwoRanks()
+    monkeypatch.setattr(lookup_module.Lookup, "_joined", fail)
+    assert restored(stored, ranks).outcome.n_reused == 0
+    assert ranks.topics == ["how much is restored"]
+
+
+def test_if_the_other_rank_has_less_both_restore_that(stored: Conversations) -> None:
+    ranks = TwoRanks(n_other=300)
+    reuse = restored(stored, ranks)
+    assert 0 < reuse.outcome.n_reused <= 300 and reuse.caches is not None
+    assert all(cache.size() == reuse.outcome.n_reused for cache in reuse.caches)
+    assert ranks.topics == ["how much is restored"] * 2

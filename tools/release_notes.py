@@ -1,0 +1,32 @@
+"""`python -m tools.release_notes`: print what CHANGELOG.md says about the package's version."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
+
+
+def notes_of(changelog: str, name: str) -> str:
+    """Return the text under the heading of a version. Raises ValueError if there is none."""
+    pattern = rf"^## \[{re.escape(name)}\][^\n]*\n(.*?)(?=^## |\Z)"
+    section = re.search(pattern, changelog, re.DOTALL | re.MULTILINE)
+    if section is None or not section[1].strip():
+        raise ValueError(f"CHANGELOG.md has no section for {name}: write one")
+    return section[1].strip() + "\n"
+
+
+def main() -> int:
+    try:
+        print(notes_of(CHANGELOG.read_text("utf-8"), version("mlx-lm-kvpersist")), end="")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
