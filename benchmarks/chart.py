@@ -28,7 +28,7 @@ def points(results: DeviceResults, what: str, side: str) -> list[tuple[int, floa
 
 
 def draw(results: Sequence[DeviceResults], path: Path | None = None) -> None:
-    """Write the chart as SVG, with a panel for each device. Without matplotlib, say so."""
+    """Write the chart as SVG, a panel for each device; print a line if matplotlib is missing."""
     try:
         import matplotlib
 

@@ -26,6 +26,8 @@ from .servers import OURS, STOCK, BenchmarkServer, rotated
 QUESTION, MEMORY = "replies at the same time", "live KV bytes"
 _OWN_TOKENS = 256
 """Tokens of each prompt that no other prompt begins with."""
+_N_SHORTER = 192
+"""Tokens by which a prompt is shorter than its name: replies do not fill the prompt's last block."""
 _WARM_UP_TOKENS = 4
 
 
@@ -50,26 +52,30 @@ def measure(
                         run.report.add(QUESTION, what, side, "tokens/s", rate)
                         fleet[side].settle()
             _measure_memory(run, fleet[OURS], prompts, context, max_tokens)
-    shared = f"all but the last {_OWN_TOKENS} tokens of the prompts are alike"
+    shared = (
+        f"prompts have {_N_SHORTER} tokens less than their names say, and all but their last "
+        f"{_OWN_TOKENS} tokens are alike"
+    )
     run.report.note(QUESTION, f"Replies of {max_tokens} tokens; {shared}.")
     run.report.note(MEMORY, "Stock: full precision, by the shape of the model's cache.")
 
 
 def _prompts(run: Run, context: int, n: int) -> list[list[Message]]:
-    """Return prompts of `context` tokens that share a system prompt, which is computed once."""
-    n_shared = max(_OWN_TOKENS // 2, context - _OWN_TOKENS)
+    """Return prompts that share a system prompt, which is computed once."""
+    n_tokens = context - _N_SHORTER
+    n_shared = max(_OWN_TOKENS // 4, n_tokens - _OWN_TOKENS)
     system: Message = {
         "role": "system",
         "content": run.prompts.of_length(n_shared, 7_000_000 + context)[0]["content"],
     }
-    return [run.prompts.filled([system], context, 7_100_000 + i) for i in range(n)]
+    return [run.prompts.filled([system], n_tokens, 7_100_000 + i) for i in range(n)]
 
 
 def _decode(
     server: BenchmarkServer, prompts: Sequence[list[Message]], context: int, max_tokens: int
 ) -> list[tuple[float, Reply]]:
     """Have prompts answered at the same time; return when each was sent, and the replies."""
-    hot = repeated(context)
+    hot = repeated(context - _N_SHORTER)
 
     def stream(prompt: list[Message]) -> tuple[float, Reply]:
         sent_s = time.perf_counter()

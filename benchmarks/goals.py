@@ -49,7 +49,7 @@ class Goal:
         )
 
     def verdict(self, results: DeviceResults) -> str:
-        """Return whether the results reach the goal; "" if there is no goal for the device."""
+        """Return whether the results reach the goal; "" if the goal is for other devices."""
         bound, found = self.bound(results.kind), self.ratio(results)
         if bound is None or not results.is_preset:
             return ""

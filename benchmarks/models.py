@@ -52,7 +52,7 @@ class BenchmarkModel:
         return "".join(kept).strip("-.")
 
     def about(self) -> dict[str, Any]:
-        """Return what a result says of it."""
+        """Return the facts about the model that a result names."""
         n_bytes = sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
         return {
             "name": self.name,
@@ -66,7 +66,7 @@ class BenchmarkModel:
 def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkModel:
     """Return the model of this name. Missing synthetic models, and SmolLM2, are made.
 
-    Raises SystemExit with one line if there is no such model.
+    Raises SystemExit with one line for an unknown model.
     """
     if name.startswith(SYNTHETIC):
         shape = name.removeprefix(SYNTHETIC)

@@ -36,7 +36,7 @@ class Prompts:
     def next_turn(self, messages: list[Message], reply: Reply, n_new: int) -> list[Message]:
         """Return the conversation with a reply and a question that add `n_new` tokens to it.
 
-        What the template puts around the two counts among them, the reply does not.
+        The template's tokens around the reply and the question count, the reply's do not.
         """
         said = [*messages, {"role": "assistant", "content": reply.text}]
         before = self.count(messages) + len(self._encode(reply.text))

@@ -1,4 +1,4 @@
-"""The cost of each KV precision for SmolLM2-135M, and for copies of it that lose more.
+"""The cost of each KV precision for SmolLM2-135M, and for copies that lose more.
 
     python -m tests.support.openblas python -m benchmarks.quality FILE...  [--tokens 1050]
 

@@ -30,7 +30,7 @@ COMMIT = "BENCHMARK_COMMIT"
 
 
 class Report:
-    """The samples of one part of a run. Each is on disk as soon as it is known."""
+    """The samples of one part of a run. Each sample is written to disk at once."""
 
     def __init__(
         self, part: str, model: dict[str, Any], sides: dict[str, str], folder: Path | None = None

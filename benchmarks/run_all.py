@@ -60,7 +60,7 @@ PRESETS = {
         TINY,
         (
             _step("ttft", contexts={1024: 1}),
-            _step("decode", batches={512: (1, 2)}, n_repeats=1, max_tokens=64),
+            _step("decode", batches={512: (1, 2)}, n_repeats=1, max_tokens=192),
             _step("together", system=512, agents_sides=BOTH, n_repeats=1),
             _step("stall", context=2048, n_repeats=1),
             _step("streams", n_streams=40, n_repeats=1),
@@ -73,13 +73,18 @@ PRESETS = {
             _step("start", n_repeats=3),
             _step("ttft", contexts={8192: 3, 1024: 1, 4096: 1}),
             _step("together", system=1024, agents_sides=(OURS,), n_repeats=3),
-            _step("decode", batches={4096: (1, 2, 8)}, n_repeats=3, max_tokens=32),
+            _step("decode", batches={4096: (1, 2, 8)}, n_repeats=3, max_tokens=48),
             _step("stall", context=4096, n_repeats=3),
             _step("streams", model=TINY, n_streams=200, n_repeats=4),
         ),
     ),
     "gpu-1": Preset(
-        _8B, (_step("ttft", contexts={8192: 3, 32768: 3, 1024: 2, 4096: 2, 16384: 2, 65536: 1}),)
+        _8B,
+        (
+            _step("ttft", contexts={8192: 3, 32768: 3}),
+            # Servers of their own: one GPU may not hold all prompts of the stock server.
+            _step("ttft", contexts={1024: 2, 4096: 2, 16384: 2, 65536: 1}),
+        ),
     ),
     "gpu-2": Preset(
         _8B,

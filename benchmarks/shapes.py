@@ -31,7 +31,7 @@ _TOKENIZER_SIZE = 2000
 _SHARD_BYTES = 1 << 30
 _QUERY_GAIN = 2.0  # as in `model`: attention sharp enough to depend on single places
 _LOGIT_GAIN = 2.5
-# The standard deviation of the numbers 0 to 15, each as likely as the others.
+# The standard deviation of the numbers 0 to 15, if all are equally likely.
 _STD_OF_CODES = math.sqrt((16**2 - 1) / 12)
 _MEAN_OF_CODES = 7.5
 
@@ -89,17 +89,17 @@ def make_shaped_model(
     config: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Write a model directory of the named shape that stock mlx_lm loads as it is; return `path`.
+    """Write a model directory of the named shape that stock mlx_lm loads; return `path`.
 
     shape: one of `TINY`, or of `MODEL_SHAPES`: weights quantized to 4 bits in groups of 64, as in
         mlx-community's conversions, activations and KV in bfloat16.
-    config: entries of config.json that replace or join those of the shape, for smaller ones.
-    progress: is told how many bytes of how many are written.
+    config: entries of config.json that replace or extend the shape's, for smaller models.
+    progress: called with the bytes that are written, and all bytes.
 
     Weights are made and written a gigabyte at a time. Equal arguments write equal weights. A greedy
     reply never ends before max_tokens, and each of its tokens is printable text of its own.
 
-    Raises ValueError where there is no such shape.
+    Raises ValueError for an unknown shape.
     """
     if shape == TINY:
         size = _TOKENIZER_SIZE
@@ -132,8 +132,8 @@ def make_shaped_model(
 def shaped_architecture(shape: str, config: Mapping[str, Any] | None = None) -> Any:
     """Return mlx_lm's model of the named shape in bfloat16, its weights lazy and never needed.
 
-    Good for asking what its caches look like; do not evaluate it. Raises ValueError where there is
-    no such shape.
+    Good for asking what its caches look like; do not evaluate it. Raises ValueError for an
+    unknown shape.
     """
     full_config = _config(shape, config)
     architecture = importlib.import_module(f"mlx_lm.models.{full_config['model_type']}")
@@ -203,8 +203,8 @@ def _random_weight(
 ) -> mx.array:
     """Return a parameter's values: codes at random, scales that keep activations near one.
 
-    Rows of the output layer that are no visible text are zero: with some two thousand random
-    logits beside it, 0 is never the largest.
+    Rows of the output layer without visible text are zero. Among some two thousand random logits,
+    0 is never the largest.
     """
     like = parameters[name]
     stem, _, part = name.rpartition(".")

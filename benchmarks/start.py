@@ -1,7 +1,7 @@
 """A server's start to the first token, and the first conversation after a first start.
 
 Each sample is a process that begins with the command. `first`: the store is empty, and on CUDA no
-kernel is compiled. `later`: store and compiled kernels are those of the conversation before. The
+kernel is compiled. `later`: an earlier conversation has left its store and compiled kernels. The
 first conversation is an agent's: a system prompt, and two turns as soon as the server is healthy.
 """
 

@@ -1,8 +1,8 @@
-"""Whether a killed server goes on as one that was never interrupted: greedy replies, turn by turn.
+"""Compare greedy replies of a server that is killed after each turn with uninterrupted ones.
 
     python -m tests.support.openblas python -m benchmarks.turns [--model FOLDER] [-- OPTIONS]
 
-Twelve turns of each conversation of turns.json, with SmolLM2-135M in float32 where no other model
+Twelve turns of each conversation of turns.json, with SmolLM2-135M in float32 unless another model
 is named. One server runs all the time. The other is ended with SIGKILL when each conversation has
 had one more reply, and its writer has written it. Both get the same prompts: the conversations go
 on with the replies of the first.
@@ -94,7 +94,7 @@ class Talk:
     first_difference: int | None = None
 
     def ask(self, stays: ServerProcess, dies: ServerProcess, turn: int) -> None:
-        """Ask both for the next reply, and go on with that of the first."""
+        """Ask both servers for the next reply, and continue with the first server's reply."""
         self.messages.append({"role": "user", "content": self.questions[turn]})
         expected, found = (
             server.chat(
