@@ -27,7 +27,7 @@ QUESTION, MEMORY = "replies at the same time", "live KV bytes"
 _OWN_TOKENS = 256
 """Tokens of each prompt that no other prompt begins with."""
 _N_SHORTER = 192
-"""Tokens by which a prompt is shorter than its name: replies do not fill the prompt's last block."""
+"""Tokens by which a prompt is shorter than its name, so that replies do not fill its last block."""
 _WARM_UP_TOKENS = 4
 
 
