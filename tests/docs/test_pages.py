@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.page import shown_number
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api import admin, agents, messages, responses, session_keys
 from mlx_lm_kvpersist.request.outcome import Kind, Outcome, Reason
@@ -103,20 +104,15 @@ def test_the_readme_links_to_absolute_addresses_only() -> None:
     assert picture and (REPOSITORY / picture[1]).exists()
 
 
-def test_figures_are_those_of_the_newest_run_that_is_named() -> None:
-    newest = {row["state"]: row for row in results.load(results.FIRST_TOKEN[-1])["rows"]}
-    cold = newest["cold"]
-    ours = f"| {cold['stock s']:.1f} | **{cold[f'{results.OURS} s']:.1f}** | 32,768 tokens"
-    assert ours in README and ours in text_of(DOCS / "index.md")
-    hot = [
-        line for line in text_of(DOCS / "benchmarks.md").splitlines() if "same prompt again" in line
-    ]
-    seconds = f"{newest['hot']['stock s']:.2f} | {newest['hot'][f'{results.OURS} s']:.2f} |"
-    assert (
-        len(hot) == 2
-        and seconds in hot[1]
-        and results.load(results.FIRST_TOKEN[-1])["commit"] in hot[1]
-    )
+def test_figures_are_those_of_the_kept_results() -> None:
+    """The table that users see first has the medians of the longest prompt."""
+    kept = results.shown_results()
+    size = results.longest(kept)
+    stock, ours = map(shown_number, results.first_token_s(kept, "new prompt", size))
+    row = f"| a new prompt | {stock} | **{ours}** | {size:,} tokens |"
+    assert row in README and row in text_of(DOCS / "index.md")
+    assert f"| a new prompt | {size:,} | {stock} | {ours} |" in text_of(DOCS / "benchmarks.md")
+    assert all(f"`{commit}`" in README for commit in kept.commits)
 
 
 def test_every_option_has_a_group() -> None:

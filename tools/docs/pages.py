@@ -23,7 +23,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "first token": results.first_token,
     "decode": results.decode,
     "together": results.together,
-    "shared": results.shared,
     "break even": disk.break_even,
 }
 _PART = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
