@@ -400,8 +400,8 @@ class Index(Rows):
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
         `new` comes with the sizes of the files, in bytes. `session` ends in the commit's leaf and
-        is used now; its file has `sidecar_bytes`. Wrong rows are corrected. Return the keys of removed checkpoints:
-        those superseded, and those of replaced blocks.
+        is used now; its file has `sidecar_bytes`. Wrong rows are corrected. Return the keys of
+        removed checkpoints: those superseded, and those of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
