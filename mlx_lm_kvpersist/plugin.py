@@ -39,9 +39,9 @@ from .request.state import RequestState, Stage
 from .request.wired import wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
+from .store.records import RAM
 from .store.stored_sessions import StoredSessions
 from .store.threads import Threads
-from .store.tier import RAM
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""

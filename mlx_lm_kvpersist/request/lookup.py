@@ -29,8 +29,7 @@ from ..host.answers import Prompt
 from ..image_ids import before_image
 from ..match.tree import NO_MATCH, Match, match_prompt, splice
 from ..store.block_store import BlockStore, KVBlock, Prefetch
-from ..store.records import Gone
-from ..store.tier import RAM, SHARED
+from ..store.records import RAM, SHARED, Gone
 from .model import LoadedModel
 from .outcome import COLD, Divergence, Kind, Outcome, Reason, divergence_at, why_not_stored
 from .replies import with_ids

@@ -20,7 +20,7 @@ from ..host.scheduling.pace import Pace
 from ..match.text import TokenText
 from ..ranks import ALONE, Ranks
 from ..store.block_store import BlockStore
-from ..store.tier import DISK, RAM
+from ..store.records import DISK, RAM
 from .checkpoint_saver import CheckpointSaver
 from .saver import Saver
 from .sequence import RunningSequence

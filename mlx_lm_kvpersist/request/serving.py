@@ -26,7 +26,6 @@ from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
 from .replies import digest_of, remember, retokenize
 from .sequence import RunningSequence
-from .sharing import fetch_ahead
 from .state import RequestState, Stage
 
 _ORDER = count()
@@ -73,6 +72,8 @@ class Serving:
     def fetch(self, state: RequestState, prompt: Prompt) -> None:
         """Bring what the shared tier has of a prompt into RAM. HTTP thread, which waits for it."""
         if self.store.shared is not None and self.keeps(state):
+            from .sharing import fetch_ahead  # most servers share nothing and start sooner
+
             state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
 
     def look_up(self, state: RequestState, prompt: Prompt) -> None:

@@ -11,8 +11,8 @@ from ..cache.geometry.spec import forms_bytes
 from ..host.answers import Prompt
 from ..match.tree import match_prompt
 from ..store.block_store import BlockStore, Commit
-from ..store.conversation import Conversation
-from ..store.fetching import Plan, Wanted
+from ..store.shared import Plan, Wanted
+from ..store.shared_objects import Conversation
 from .lookup import Lookup
 from .model import LoadedModel
 from .replies import retokenize

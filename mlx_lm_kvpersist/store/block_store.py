@@ -24,10 +24,8 @@ from .files import Arrays
 from .index import Index
 from .objects import Objects
 from .pool import BlockPool
-from .reading import Prefetch, Reader
-from .records import Commit, Gone, KVBlock, Saved, StoreLimits
-from .stored_runs import StoredRuns
-from .tier import LowerTier, ReadTier, SearchedTier
+from .reading import Prefetch, Reader, StoredRuns
+from .records import Commit, Gone, KVBlock, LowerTier, ReadTier, Saved, SearchedTier, StoreLimits
 from .writer import Task, Writer
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from ..units import show_bytes
 from .disk import DiskStore
 from .files import Arrays, read_file
 from .folder import Staging
-from .records import Commit, Gone, KVBlock, NewFile, Saved, Session, write_sidecar
-from .tier import DISK
+from .records import DISK, Commit, Gone, KVBlock, NewFile, Saved, Session, write_sidecar
 from .writer import Writer
 
 logger = logging.getLogger(__name__)

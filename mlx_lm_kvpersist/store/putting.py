@@ -15,11 +15,10 @@ from typing import Any
 
 from ..block import BLOCK_TOKENS, Block, Record, Root
 from ..errors import BlockCorrupt
-from .conversation import Conversation, conversation_key, layout_key, opening_of
 from .disk_tier import DiskTier
 from .objects import surplus
 from .records import Commit
-from .shared_objects import SharedObjects
+from .shared_objects import Conversation, SharedObjects, conversation_key, layout_key, opening_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,28 +1,204 @@
 """The shared tier: blocks in a bucket or folder that several servers use.
 
 Blocks never change, so servers need not agree: each puts what is not there (`putting`), fetches
-what a prompt needs before the request is queued (`fetching`), and checks it (`shared_objects`).
+what a prompt needs, and checks it (`shared_objects`). The prompt's HTTP thread waits while fetching
+is quicker than computing, before the request is queued; a lookup never asks the store.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
+from dataclasses import dataclass
+from functools import partial
+from itertools import dropwhile, takewhile
 from typing import Any
 
+from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, block_key, pack_ids
 from .disk_tier import DiskTier
-from .fetching import N_AHEAD, Fetching, Wanted
 from .pool import BlockPool
 from .putting import Putting, RepliesOf
-from .records import Commit, KVBlock, Saved
-from .shared_objects import SharedObjects
+from .records import SHARED, Commit, KVBlock, Saved
+from .shared_objects import OPENING_TOKENS, Conversation, SharedObjects, opening_of
 from .threads import Threads
-from .tier import SHARED
 
+N_AHEAD = 6
+"""Objects asked for at once, at most. It is one at first: on a slow line, none comes sooner."""
+MOST_LOSS = 0.06
+"""The share of its computing time that a prompt may wait in vain, and its bounds."""
+LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
 SLOW_S, MOST_SLOW_S = 30.0, 1800.0
 """How long a slow store is not asked, at first and at most."""
 _SLOW = "the shared store is slower than computing"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The blocks that begin as a prompt does, and the `missing` records with approximate bytes.
+
+    These are in the order of use. With them a prompt continues after `n_tokens`.
+    """
+
+    path: Sequence[Block] = ()
+    missing: Sequence[tuple[Record, int]] = ()
+    n_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A prompt whose blocks `chain` are here, and what is asked of the shared store.
+
+    `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute some
+    tokens after others. `learn` takes replies and returns the prompt as the model produced them.
+    An object has at most `max_bytes`. Without `any_prefix` the model needs checkpoints.
+    """
+
+    root: Root
+    ids: Sequence[int]
+    messages: Sequence[Any]
+    chain: Sequence[Block]
+    plan: Callable[[Conversation], Plan]
+    compute_s: Callable[[int, int], float]
+    learn: Callable[[Mapping[bytes, bytes]], Wanted]
+    max_bytes: int
+    any_prefix: bool = True
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that are here."""
+        return self.chain[-1].stop if self.chain else 0
+
+    @property
+    def loss_s(self) -> float:
+        """Seconds that it may wait in vain."""
+        left_s = self.compute_s(self.n_tokens, len(self.ids) - self.n_tokens)
+        return min(MOST_LOSS_S, max(LEAST_LOSS_S, MOST_LOSS * left_s))
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of the full blocks that the prompt's own ids make after `chain`."""
+        if not self.any_prefix:
+            return []
+        parent = self.chain[-1].key if self.chain else self.root.key
+        keys = []
+        for start in range(self.n_tokens, len(self.ids) - BLOCK_TOKENS, BLOCK_TOKENS):
+            parent = block_key(parent, pack_ids(self.ids[start : start + BLOCK_TOKENS]))
+            keys.append(parent)
+        return keys
+
+
+class Fetching:
+    """Brings a prompt's blocks, at most `max_bytes`, from a shared store to `land` in RAM."""
+
+    def __init__(
+        self,
+        store: SharedObjects,
+        threads: Threads,
+        land: Callable[[Commit, list[KVBlock]], None],
+        max_bytes: int,
+        wanted: Wanted,
+    ) -> None:
+        self._store, self._threads, self._land_there = store, threads, land
+        self._max_bytes, self._wanted = max_bytes, wanted
+        self._started_s = time.monotonic()
+        self._plan = Plan()
+        self._coming: dict[bytes, Future[KVBlock | None]] = {}
+        self._got: dict[bytes, KVBlock] = {}
+        self._n_tokens = self._n_bytes = 0
+
+    def run(self) -> str:
+        """Fetch, and return a note for people. What has come is used, whatever this raises.
+
+        Raises TooLate if it took longer than it saved, and OSError or RuntimeError.
+        """
+        wanted = self._wanted
+        opening = opening_of(wanted.messages, pack_ids(wanted.ids[:OPENING_TOKENS]))
+        ask = partial(self._store.conversation, wanted.root, opening)
+        coming = self._threads.submit(ask)
+        self._ask(wanted.keys()[:1])
+        beyond: list[bytes] = []
+        try:
+            conversation, note = coming.result(self._left_s())
+            if conversation.replies:
+                wanted = self._wanted = wanted.learn(conversation.replies)
+            self._plan = wanted.plan(conversation)
+            beyond = self._beyond()
+            self._fetch([*(record.key for record, _ in self._plan.missing), *beyond])
+            return note
+        finally:
+            self._land(beyond)
+            for future in self._coming.values():
+                future.cancel()
+
+    def _beyond(self) -> list[bytes]:
+        """Return the keys of blocks that the prompt's own ids make beyond the conversation."""
+        wanted = self._wanted
+        own = [*(block.key for block in wanted.chain), *wanted.keys()]
+        path = [block.key for block in self._full_path]
+        return own[max(len(path), len(wanted.chain)) :] if own[: len(path)] == path else []
+
+    @property
+    def _full_path(self) -> list[Block]:
+        return [block for block in self._plan.path if block.n_tokens == BLOCK_TOKENS]
+
+    def _fetch(self, keys: Sequence[bytes]) -> None:
+        """Fetch in order, up to the first that is not there."""
+        for n, key in enumerate(keys):
+            self._ask(keys[n : n + min(N_AHEAD, 1 + n // 2)])
+            entry = self._coming.pop(key).result(self._left_s())
+            if entry is None or self._n_bytes + entry.n_bytes > self._max_bytes:
+                return
+            self._got[key] = entry
+            self._n_bytes += entry.n_bytes
+            if isinstance(entry.block, Block):
+                self._n_tokens += entry.block.n_tokens
+
+    def _ask(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if key not in self._coming and key not in self._got:
+                get = partial(self._store.block, key, self._wanted.root, self._wanted.max_bytes)
+                self._coming[key] = self._threads.submit(get)
+
+    def _left_s(self) -> float:
+        """Return how long to wait: what has come was worth, and what may be lost. Raises TooLate.
+
+        For a model that needs checkpoints, what has come is worth its share of all that is missing.
+        """
+        wanted, n_tokens = self._wanted, self._n_tokens
+        if not wanted.any_prefix and self._plan.missing:
+            share = self._n_bytes / max(1, sum(n_bytes for _, n_bytes in self._plan.missing))
+            n_tokens = int(min(1.0, share) * (self._plan.n_tokens - wanted.n_tokens))
+        saved_s = wanted.compute_s(wanted.n_tokens, n_tokens)
+        left_s = self._started_s + wanted.loss_s + saved_s - time.monotonic()
+        if left_s <= 0:
+            raise TooLate
+        return left_s
+
+    def _land(self, beyond: Sequence[bytes]) -> None:
+        """Put what has come into RAM, as far as it is one chain with what is here."""
+        missing, got = {record.key for record, _ in self._plan.missing}, self._got
+        is_here = takewhile(
+            lambda block: block.key in got or block.key not in missing, self._plan.path
+        )
+        chain = list(is_here)
+        more = [got[key].block for key in takewhile(got.__contains__, beyond)]
+        if more:
+            before = max(self._wanted.chain, self._full_path, key=len)
+            chain = [*before, *(block for block in more if isinstance(block, Block))]
+        ends = {block.key for block in chain}
+        entries = [entry for entry in got.values() if _block_of(entry.block) in ends]
+        read_s = (time.monotonic() - self._started_s) / max(1, len(got))
+        for entry in entries:
+            entry.read_s = read_s
+        if entries:
+            new = tuple(dropwhile(lambda block: block.key not in got, chain))
+            at_end = tuple(e.block for e in entries if isinstance(e.block, Checkpoint))
+            self._land_there(Commit(self._wanted.root, new, checkpoints=at_end), entries)
+
+
+def _block_of(record: Record) -> bytes:
+    return record.block if isinstance(record, Checkpoint) else record.key
 
 
 class SharedTier:

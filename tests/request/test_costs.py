@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.request.lookup import MIN_TOKENS, tokens_to_reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.tier import DISK, RAM
+from mlx_lm_kvpersist.store.records import DISK, RAM
 
 ROOT = Root("fingerprint", "full")
 SHAPE = TensorShape(1, 64, "float32")

@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.image_ids import GOES_ON, before_image, first_id
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.tier import DISK
+from mlx_lm_kvpersist.store.records import DISK
 
 from .conftest import Conversations
 from .test_lookup import TOLERANCE

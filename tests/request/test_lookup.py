@@ -30,7 +30,7 @@ from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import read_record
-from mlx_lm_kvpersist.store.tier import DISK, RAM
+from mlx_lm_kvpersist.store.records import DISK, RAM
 from tests.support.store_files import block_path
 from tests.support.synthetic import synthetic_text
 

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.host.scheduling.pace import Pace
 from mlx_lm_kvpersist.request.model import MIN_RESTORE_BYTES, Speed
-from mlx_lm_kvpersist.store.tier import DISK, RAM
+from mlx_lm_kvpersist.store.records import DISK, RAM
 
 MB = 10**6
 

@@ -19,12 +19,11 @@ from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.store import putting, shared_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.conversation import Conversation, conversation_key, opening_of
 from mlx_lm_kvpersist.store.encryption import Cipher, Encryption, Plain
-from mlx_lm_kvpersist.store.fetching import Plan, Wanted
 from mlx_lm_kvpersist.store.objects import ANSWER_S, ListedObject, Objects, surplus
 from mlx_lm_kvpersist.store.records import Leaf
-from mlx_lm_kvpersist.store.shared import SharedTier
+from mlx_lm_kvpersist.store.shared import Plan, SharedTier, Wanted
+from mlx_lm_kvpersist.store.shared_objects import Conversation, conversation_key, opening_of
 from tests.support import wait_until
 
 from . import conftest
