@@ -292,6 +292,7 @@ class KVPersistPlugin:
             Route("GET", admin.STATS_PATH, admin.operator_view(self._stats, key)),
             Route("GET", admin.SPEC_PATH, admin.operator_view(self._spec, key)),
             Route("GET", admin.METRICS_PATH, metrics),
+            Route("GET", "/", admin.root_view(key)),
             Route("GET", PAGE_PATH, page_view(key)),
             Route("GET", SESSIONS_PATH, sessions_view(self._describe_sessions, key)),
             *(

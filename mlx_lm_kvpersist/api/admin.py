@@ -24,6 +24,7 @@ SPEC_PATH = "/v1/kvpersist/spec"
 METRICS_PATH = "/metrics"
 PAGE_PATH = "/kvpersist"
 SESSIONS_PATH = "/v1/kvpersist/sessions"
+MAX_TITLE_CHARS = 200
 KEY_VARIABLE = "KVPERSIST_API_KEY"
 _PROXY_HEADERS = {
     *("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"),
@@ -31,6 +32,7 @@ _PROXY_HEADERS = {
 }
 """Headers that proxies add; so do all that begin with X-Forwarded-."""
 _PAGE = Path(__file__).with_name("page.html")
+_ROOT_TEXT = b"The API of this server is at /v1, such as POST /v1/chat/completions.\n"
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
@@ -201,6 +203,21 @@ def page_view(key: str | None) -> Callable[[Any], None]:
     return answering(answer, headers)
 
 
+def root_view(key: str | None) -> Callable[[Any], None]:
+    """Return the handler of `/`: it leads an operator to the page, and other clients to the API."""
+
+    def handle(handler: Any) -> None:
+        try:
+            if key is None:  # else the page itself asks for the key
+                check_operator(handler, key)
+        except RequestRefused:
+            send(handler, 200, _ROOT_TEXT, {"Content-Type": "text/plain; charset=utf-8"})
+        else:
+            send(handler, 303, b"", {"Location": PAGE_PATH})
+
+    return handle
+
+
 def sessions_view(describe: Callable[..., Any], key: str | None) -> Callable[[Any], None]:
     """Return the handler that lists sessions; `describe` takes the query's `find` and `skip`."""
 
@@ -237,7 +254,8 @@ def session_changes(
 
     def rename(body: dict[str, Any]) -> Any:
         title = require_text("title", body.get("title")).strip()
-        require(len(title) <= 200, "title", title, "at most 200 characters")
+        limit = f"at most {MAX_TITLE_CHARS} characters"
+        require(len(title) <= MAX_TITLE_CHARS, "title", title, limit)
         return sessions().rename(require_text("id", body.get("id")), title)
 
     def export(body: dict[str, Any]) -> Any:

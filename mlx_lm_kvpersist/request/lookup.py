@@ -16,7 +16,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
@@ -190,21 +189,21 @@ class Lookup:
         divergence = divergence_at(text or "", nearest, self.prompt.messages)
         return StoredPrefix(prompt, packed, match, diverges, n_tokens, reason, detail, divergence)
 
-    def _find_again(self) -> StoredPrefix:
-        """Match the prompt again, because blocks came or went since the last match.
+    def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
+        """Match the prompt again, because blocks came or went; keys in `lost` cannot be used.
 
-        A stored block's parent is stored, too: so one key is looked for, and one for each block
-        that is gone.
+        A stored block's parent is stored, too: one key is looked for, and one for each block gone.
         """
         stored = self.stored
         if len(stored.prompt.ids) <= MAX_MATCHED_TOKENS:
             return self._find(self.prompt)
-
-        def is_whole(block: Block) -> bool:
-            """Say whether no longer sibling can have taken its place."""
-            return block.n_tokens == BLOCK_TOKENS and block.stop <= stored.match.n_tokens
-
-        known = list(takewhile(is_whole, stored.match.path))
+        known: list[Block] = []
+        for block in stored.match.path:
+            # An unfinished block may have a longer sibling by now.
+            is_whole = block.n_tokens == BLOCK_TOKENS and block.stop <= stored.match.n_tokens
+            if block.key in lost or not is_whole:
+                break
+            known.append(block)
         while known and (known[-1].pending or known[-1].key not in self._store):
             known.pop()
         return self._find(stored.prompt, known)
@@ -220,7 +219,9 @@ class Lookup:
 
         Records with a key in `lost` count as missing, and all tokens after the first `most`.
         """
-        stored, n_tokens = self.stored, self.stored.n_tokens if most is None else most
+        stored, n_tokens = self.stored, self.stored.n_tokens
+        if most is not None:
+            n_tokens = min(n_tokens, most)
         # The store decides only which checkpoints there are.
         n_changes = 0 if self.model.spec.any_prefix else self._store.n_changes
         asked = stored, n_tokens, frozenset(lost), n_changes
@@ -347,10 +348,10 @@ class Lookup:
         most: int | None = None
         together, joined = self.model.ranks, None
         while joined is None:
-            is_changed = self._store.n_changes != self._n_changes
+            is_changed = bool(lost) or self._store.n_changes != self._n_changes
             if is_changed and n_matched < _MAX_MATCHED and not together.are_several:
                 n_matched += 1
-                self.stored = self._find_again()
+                self.stored = self._find_again(lost)
             n_wanted = max(n_wanted, self.stored.n_tokens)
             point = None
             try:
@@ -368,14 +369,14 @@ class Lookup:
             # The one exchange of a restore; if the ranks have less or more, all try the least.
             is_checked = bool(read) or not self.model.is_known
             reports = together.all_of(2 * joined.n_tokens + is_checked, "how much is restored")
-            most = min(reports) // 2
-            if most < max(reports) // 2:
-                self._others_have_less |= most < joined.n_tokens
-                joined = None
+            least = min(reports) // 2
+            if least < max(reports) // 2:
+                self._others_have_less |= least < joined.n_tokens
+                joined, most = None, least
             elif point is not None:
                 is_checked = any(report % 2 for report in reports)
                 if not self._is_usable(point, joined, read, lost, is_checked=is_checked):
-                    joined = None
+                    joined, most = None, None
         chain = [block for block in self.stored.match.path if block.stop <= joined.n_tokens]
         return Reuse(self.stored.prompt, self._outcome(joined, n_wanted), joined.caches, chain)
 
