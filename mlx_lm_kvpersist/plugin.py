@@ -294,13 +294,13 @@ class KVPersistPlugin:
             Route("GET", admin.STATS_PATH, admin.operator_view(self._stats, key)),
             Route("GET", admin.SPEC_PATH, admin.operator_view(self._spec, key)),
             Route("GET", admin.METRICS_PATH, metrics),
+            Route("GET", "/", admin.root_view(key)),
             Route("GET", PAGE_PATH, page_view(key)),
             Route("GET", SESSIONS_PATH, sessions_view(self._describe_sessions, key)),
             *(
                 Route("POST", path, admin.operator_change(change, read_json, key))
                 for path, change in changes.items()
             ),
-            Route("GET", "/", admin.lead_to_page),
             *(Route("HEAD", path, admin.answering(lambda handler: b"")) for path in HELLO_PATHS),
             Route("POST", MESSAGES_PATH, partial(apis.serve, api=MessagesAPI())),
             Route("POST", RESPONSES_PATH, partial(apis.serve, api=ResponsesAPI())),

@@ -32,6 +32,7 @@ _PROXY_HEADERS = {
 }
 """Headers that proxies add; so do all that begin with X-Forwarded-."""
 _PAGE = Path(__file__).with_name("page.html")
+_ROOT_TEXT = b"The API of this server is at /v1, such as POST /v1/chat/completions.\n"
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
@@ -202,9 +203,19 @@ def page_view(key: str | None) -> Callable[[Any], None]:
     return answering(answer, headers)
 
 
-def lead_to_page(handler: Any) -> None:
-    """Answer a browser that asks for the server's address with the address of the page."""
-    send(handler, 303, b"", {"Location": PAGE_PATH})
+def root_view(key: str | None) -> Callable[[Any], None]:
+    """Return the handler of `/`: it leads an operator to the page, and other clients to the API."""
+
+    def handle(handler: Any) -> None:
+        try:
+            if key is None:  # else the page itself asks for the key
+                check_operator(handler, key)
+        except RequestRefused:
+            send(handler, 200, _ROOT_TEXT, {"Content-Type": "text/plain; charset=utf-8"})
+        else:
+            send(handler, 303, b"", {"Location": PAGE_PATH})
+
+    return handle
 
 
 def sessions_view(describe: Callable[..., Any], key: str | None) -> Callable[[Any], None]:

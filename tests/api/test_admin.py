@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from email.message import Message
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from mlx_lm_kvpersist.api.admin import check_operator, is_loopback
+from mlx_lm_kvpersist.api.admin import check_operator, is_loopback, root_view
 from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.host.answers import Route
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.patching.probes import answer
+from tests.support.host import plugged
 
 
 def why_refused(address: str, headers: dict[str, str], key: str | None) -> str:
@@ -77,3 +81,34 @@ def test_with_a_key_the_key_decides(authorization: str, is_right: bool) -> None:
 def test_loopback_names() -> None:
     assert is_loopback("127.5.5.5") and is_loopback("localhost:1") and is_loopback("[::1]")
     assert not is_loopback("0.0.0.0") and not is_loopback("localhost.evil") and not is_loopback("")
+
+
+class Root:
+    """Answers `/` as the plugin does."""
+
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+
+    @hookimpl
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/", root_view(self._key))]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+@pytest.mark.parametrize(
+    ("host", "key", "leads_to_page"),
+    [
+        ("127.0.0.1:8080", None, True),
+        ("public.example", None, False),
+        ("public.example", "secret", True),  # the page asks for the key
+    ],
+)
+def test_the_root_leads_to_the_page_or_names_the_api(
+    patched_server: ModuleType, host: str, key: str | None, leads_to_page: bool
+) -> None:
+    with plugged(Root(key)):
+        answered = answer(patched_server, f"GET /?a HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+    head, _, body = answered.partition("\r\n\r\n")
+    assert head.split()[1] == ("303" if leads_to_page else "200")
+    assert ("\r\nLocation: /kvpersist\r\n" in f"{head}\r\n") is leads_to_page
+    assert body.count("\n") == (not leads_to_page) and ("/v1" in body) is not leads_to_page

@@ -31,7 +31,12 @@ def test_the_loaded_model_is_listed_where_nothing_was_downloaded(
 ) -> None:
     own, alias = str(tiny_model.resolve()), f"claude-{tiny_model.name}"
     status, _, body = server.request("GET", "/v1/models")
-    assert (status, [model["id"] for model in json.loads(body)["data"]]) == (200, [own, alias])
+    assert (status, [model["id"] for model in json.loads(body)["data"]]) == (
+        200,
+        [own, alias, "default_model"],
+    )
+    status, _, body = server.request("GET", "/v1/models/default_model")
+    assert (status, json.loads(body)["object"]) == (200, "model")
     status, _, body = server.request("GET", f"/v1/models/{tiny_model}")
     assert (status, json.loads(body)["id"]) == (200, own)
     status, _, body = server.request("GET", "/v1/models/gpt-5")

@@ -45,6 +45,8 @@ else:
 CLIENT_TIMEOUT_S = 300.0
 """How long a client may send nothing of its request, or take nothing of its reply."""
 RETRY_AFTER_S = 5
+DEFAULT_MODEL = "default_model"
+"""Stock's name for the model of `--model`."""
 LAST_ANSWERS_S = 5.0
 """How long the process waits until clients whose replies were cut off have been told."""
 _UNSAID = {400: "Request should be a JSON dictionary", 411: "Content-Length header is required"}
@@ -254,11 +256,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             message = str(error).replace("requested_model", "model")
             raise RequestRefused(message) from error
         request_checks.check_parameters(self.body, self)
-        if self.requested_model != "default_model":
+        if self.requested_model != DEFAULT_MODEL:
             provider = self.generator.model_provider
             own, loaded = own_names(provider.cli_args), loaded_name(provider)
             if is_alias(self.requested_model) and (own or loaded):
-                self.requested_model = "default_model" if own else str(loaded)
+                self.requested_model = DEFAULT_MODEL if own else str(loaded)
             else:
                 request_checks.check_model(self.requested_model, own, loaded)
         draft, adapter = self.requested_draft_model, self.adapter
@@ -272,31 +274,31 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.wfile.write(json.dumps({"status": status}).encode())
 
     def handle_models_request(self) -> None:
-        """List the server's own model, what stock lists, and a name for Claude Code.
+        """List the server's own model, what stock lists, and two further names of the own model.
 
-        Routers take the first; Claude Code offers only names that begin with "claude". A path that
-        names a model is answered with that model alone.
+        Routers take the first name, Claude Code offers only names that begin with "claude", and
+        clients are configured with `default_model`. A path that names a model is answered with
+        that model alone.
         """
         provider = self.response_generator.model_provider
         loaded = loaded_name(provider) or provider.cli_args.model
         name = str(Path(loaded).resolve()) if loaded and Path(loaded).exists() else loaded
         served = getattr(provider.cli_args, "served_name", None)
-        ours = [
-            {"id": own, "object": "model", "created": self.created} for own in (served, name) if own
-        ]
-        models: list[dict[str, Any]] = []
+        models = [self._listed(own) for own in (served, name) if own]
         if Path(HF_HUB_CACHE).is_dir():
             inner = copy.copy(self)
             inner.path, inner.wfile = "/v1/models", io.BytesIO()
             for method in ("_set_completion_headers", "end_headers"):
                 setattr(inner, method, lambda *args: None)
             super(PluginAPIHandler, inner).handle_models_request()
-            models = json.loads(inner.wfile.getvalue())["data"]
-        models = [*ours, *(model for model in models if model["id"] not in (served, name))]
+            downloaded = json.loads(inner.wfile.getvalue())["data"]
+            models += [model for model in downloaded if model["id"] not in (served, name)]
         if name:
             models.append(alias_of(name, self.created))
             if provider.max_context:
                 models[-1]["max_model_len"] = provider.max_context
+        if provider.cli_args.model and DEFAULT_MODEL not in (served, name):
+            models.append(self._listed(DEFAULT_MODEL))
         asked_name = unquote(self.path.partition("?")[0]).removeprefix("/v1/models").strip("/")
         if not asked_name:
             self.answer_json(200, {"object": "list", "data": models, "has_more": False})
@@ -305,6 +307,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         why_not = f"there is no model {asked_name} here; GET /v1/models lists those that are"
         refusal = openai_error(404, why_not, "model_not_found")
         self.answer_json(200 if named else 404, named[0] if named else refusal)
+
+    def _listed(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self.created}
 
     def handle_chat_completions(self) -> Any:
         request_checks.check_chat(self.body)
@@ -381,6 +386,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         completion = self.completion
         if completion is None or completion.reply is None or completion.streams:
             super()._set_stream_headers(status_code)
+
+    def log_request(self, *args: Any) -> None:
+        """Log an answer, but none to a health check: supervisors ask every few seconds."""
+        if not self.requestline.startswith("GET /health "):
+            super().log_request(*args)
 
     def send_response(self, code: int, message: str | None = None) -> None:
         super().send_response(code, message)

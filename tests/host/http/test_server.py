@@ -189,6 +189,18 @@ def test_a_path_that_fails_is_a_500(
     assert "GET /echo/broken failed" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+@pytest.mark.parametrize("is_healthy", [True, False])
+def test_a_health_check_is_not_logged(
+    patched_server: ModuleType, capsys: pytest.CaptureFixture[str], is_healthy: bool
+) -> None:
+    answered = answer(patched_server, HEALTH, is_healthy=is_healthy)
+    assert answered.split()[1] == ("200" if is_healthy else "503")
+    assert capsys.readouterr().err == ""
+    answer(patched_server, HEALTH.replace(b"/health", b"/health?"))
+    assert '"GET /health? HTTP/1.1" 404' in capsys.readouterr().err
+
+
 class Late:
     """Fails when it has answered."""
 
@@ -351,7 +363,7 @@ def test_downloaded_models_and_the_own_one_under_two_names(
         return json.loads(answered.partition("\r\n\r\n")[2])
 
     names = [model["id"] for model in listed("/v1/models")["data"]]
-    assert names == [str(own), "some/model", "claude-Qwen3-8B-4bit"]
+    assert names == [str(own), "some/model", "claude-Qwen3-8B-4bit", "default_model"]
     alias = listed("/v1/models/claude-Qwen3-8B-4bit")
     assert (alias["type"], alias["object"]) == ("model", "model")
     assert listed("/v1/models/some/model")["id"] == "some/model"
@@ -361,3 +373,10 @@ def test_downloaded_models_and_the_own_one_under_two_names(
     assert [model["id"] for model in listed("/v1/models")["data"]] == names
     arguments.served_name = "team"
     assert [model["id"] for model in listed("/v1/models")["data"]] == ["team", *names]
+    assert listed("/v1/models/default_model")["id"] == "default_model"
+    arguments.served_name = "default_model"
+    assert [model["id"] for model in listed("/v1/models")["data"]] == ["default_model", *names[:-1]]
+    arguments.model = None  # a model that a request has loaded is not the default
+    arguments.served_name = None
+    assert [model["id"] for model in listed("/v1/models")["data"]] == names[:-1]
+    assert listed("/v1/models/default_model")["error"]["code"] == "model_not_found"
