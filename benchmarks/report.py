@@ -144,14 +144,18 @@ def shown_command(argv: Sequence[str]) -> str:
 
 def commit() -> str:
     """Return the commit that is measured; it ends in "-dirty" if files were changed."""
-    if given := os.environ.get(COMMIT):
-        return given
-    return _git("describe", "--always", "--abbrev=10", "--exclude=*", "--dirty") or "unknown"
+    return os.environ.get(COMMIT) or commit_of(FOLDER.parent)
 
 
-def _git(*arguments: str) -> str | None:
-    """Return the output of a git command in this folder; None if the command fails."""
-    command = ["git", "-C", str(FOLDER.parent), *arguments]
+def commit_of(folder: Path) -> str:
+    """Return the commit that is checked out in a folder, or "unknown"."""
+    describe = ("describe", "--always", "--abbrev=10", "--exclude=*", "--dirty")
+    return _git(folder, *describe) or "unknown"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command in a folder; None if the command fails."""
+    command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

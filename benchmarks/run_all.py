@@ -20,9 +20,9 @@ from typing import Any
 
 from . import decode, stall, start, streams, together, ttft
 from .models import DEFAULT_MODELS_DIR, SYNTHETIC, find_model
-from .report import Report, write_page
+from .report import DeviceResults, Report, commit_of, write_page
 from .runs import BOTH, Run
-from .servers import OURS, REPOSITORY, SIDES
+from .servers import BEFORE, OURS, SIDES, before_side
 
 STEPS: Mapping[str, Callable[..., None]] = {
     "start": start.measure,
@@ -114,11 +114,18 @@ def main() -> None:
     parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR, metavar="FOLDER")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: results/DEVICE)")
     parser.add_argument(
-        "--checkout", type=Path, default=REPOSITORY, help="run the servers from another checkout"
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="also measure the code of another checkout, and print ours over before",
     )
     parser.add_argument("--page", action="store_true", help="write RESULTS.md at the end")
     args = parser.parse_args()
-    measure(args.preset, args.model, args.models_dir, args.out, args.only, args.checkout.resolve())
+    report = measure(args.preset, args.model, args.models_dir, args.out, args.only, args.before)
+    if args.before:
+        from .page import compare_with_before
+
+        print(compare_with_before(DeviceResults("", [report.content])))
     if args.page:
         write_page()
 
@@ -129,12 +136,18 @@ def measure(
     models_dir: Path = DEFAULT_MODELS_DIR,
     out: Path | None = None,
     only: list[str] | None = None,
-    checkout: Path = REPOSITORY,
+    before: Path | None = None,
 ) -> Report:
-    """Measure a preset; return the report, which is on disk."""
+    """Measure a preset; return the report, which is on disk.
+
+    before: a checkout that is measured in the same run, as the side `before`.
+    """
+    other = before_side(before) if before else None
     preset = PRESETS[name]
     main_model = find_model(model or preset.model, models_dir)
     flags = {side.name: " ".join(side.flags) for side in SIDES.values()}
+    if other is not None:
+        flags[BEFORE] = f"{' '.join(other.flags)} (commit {commit_of(other.checkout)})"
     report = Report(name, main_model.about(), flags, out)
     report.content["load of the machine before"] = os.getloadavg()[0]
     for step in preset.steps:
@@ -142,7 +155,7 @@ def measure(
             continue
         began_s = time.monotonic()
         used = main_model if step.model is None else find_model(step.model, models_dir)
-        STEPS[step.name](Run(used, report, checkout), **step.arguments)
+        STEPS[step.name](Run(used, report, other), **step.arguments)
         print(f"{step.name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
     print(f"kept in {report.path}", file=sys.stderr)
     return report
