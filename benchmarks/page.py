@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from .chart import CHART
 from .goals import GOALS, QUESTIONS, Goal
-from .report import DeviceResults, ratio, show_table, warnings
-from .servers import BEFORE, OURS, OURS_16, STOCK
+from .report import DeviceResults, show_table, shown_number, warnings
+from .servers import OURS, OURS_16, STOCK
 
 _LIMITS = """\
 ## What the numbers do not show
@@ -81,37 +81,9 @@ def _rows(results: DeviceResults, question: str) -> Iterator[tuple[str, ...]]:
         stock = results.median(question, goal.base or goal.what, STOCK)
         if goal.base_side != STOCK:
             stock = results.median(question, goal.what, STOCK)
-        ours, over_stock = results.median(question, goal.what, goal.side), goal.ratio(results)
+        ours, ratio = results.median(question, goal.what, goal.side), goal.ratio(results)
         yield (
             *(results.folder, goal.what, goal.side, units.get(goal.what, "")),
-            *map(shown_number, (stock, ours, over_stock)),
+            *map(shown_number, (stock, ours, ratio)),
             *(goal.shown_bound(results.kind) if results.is_preset else "", goal.verdict(results)),
         )
-
-
-def compare_with_before(results: DeviceResults) -> str:
-    """Return a table of the rows that `ours` and `before` measured in the same run.
-
-    The ratio is the median of the ratios of ours to before within a repeat.
-    """
-    rows = []
-    for row in results.rows:
-        question, what = row["question"], row["what"]
-        ours, before = (results.values(question, what, side) for side in (OURS, BEFORE))
-        if row["side"] == OURS and before:
-            medians = (results.median(question, what, side) for side in (STOCK, BEFORE, OURS))
-            numbers = map(shown_number, (*medians, ratio(ours, before)))
-            rows.append((question, what, row["unit"], *numbers))
-    header = ("question", "row", "unit", STOCK, BEFORE, OURS, f"{OURS} / {BEFORE}")
-    return show_table(header, rows)
-
-
-def shown_number(value: float | None) -> str:
-    """Return a number with three digits; "" for None.
-
-    >>> shown_number(0.12345), shown_number(1234.5)
-    ('0.123', '1,234')
-    """
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

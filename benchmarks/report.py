@@ -198,6 +198,33 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def compare(results: DeviceResults, base: str) -> str:
+    """Return a table in Markdown of the rows that `ours` and the side `base` have in one run.
+
+    The ratio is the median of the ratios of ours to base within a repeat.
+    """
+    rows = []
+    for row in results.rows:
+        question, what = row["question"], row["what"]
+        under = results.values(question, what, base)
+        if row["side"] == "ours" and under:
+            medians = (results.median(question, what, side) for side in (base, "ours"))
+            numbers = map(shown_number, (*medians, ratio(row["values"], under)))
+            rows.append((question, what, row["unit"], *numbers))
+    return show_table(("question", "row", "unit", base, "ours", f"ours / {base}"), rows)
+
+
+def shown_number(value: float | None) -> str:
+    """Return a number with three digits; "" for None.
+
+    >>> shown_number(0.12345), shown_number(1234.5)
+    ('0.123', '1,234')
+    """
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def write_page() -> None:
     """Write RESULTS.md, and the chart if matplotlib is installed."""
     from .chart import draw

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import decode, stall, start, streams, together, ttft
+from . import decode, stall, start, store, streams, together, ttft
 from .models import DEFAULT_MODELS_DIR, SYNTHETIC, find_model
-from .report import DeviceResults, Report, commit_of, write_page
+from .report import DeviceResults, Report, commit_of, compare, write_page
 from .runs import BOTH, Run
 from .servers import BEFORE, OURS, SIDES, before_side
 
@@ -31,6 +31,7 @@ STEPS: Mapping[str, Callable[..., None]] = {
     "together": together.measure,
     "stall": stall.measure,
     "streams": streams.measure,
+    "store": store.measure,
 }
 TINY = f"{SYNTHETIC}tiny"
 
@@ -65,6 +66,7 @@ PRESETS = {
             _step("stall", context=2048, n_repeats=1),
             _step("streams", n_streams=40, n_repeats=1),
             _step("start", n_repeats=1),
+            _step("store", n_tokens=2048, n_repeats=1),
         ),
     ),
     "cpu": Preset(
@@ -76,6 +78,7 @@ PRESETS = {
             _step("decode", batches={4096: (1, 2, 8)}, n_repeats=3, max_tokens=48),
             _step("stall", context=4096, n_repeats=3),
             _step("streams", model=TINY, n_streams=200, n_repeats=4),
+            _step("store", n_tokens=8192, n_repeats=3),
         ),
     ),
     "gpu-1": Preset(
@@ -100,7 +103,7 @@ PRESETS = {
             _step("streams", n_streams=200, n_repeats=4),
         ),
     ),
-    "gpu-4": Preset(_8B, (_step("start", n_repeats=3),)),
+    "gpu-4": Preset(_8B, (_step("start", n_repeats=3), _step("store", n_tokens=8192, n_repeats=3))),
 }
 
 
@@ -123,9 +126,7 @@ def main() -> None:
     args = parser.parse_args()
     report = measure(args.preset, args.model, args.models_dir, args.out, args.only, args.before)
     if args.before:
-        from .page import compare_with_before
-
-        print(compare_with_before(DeviceResults("", [report.content])))
+        print(compare(DeviceResults("", [report.content]), BEFORE))
     if args.page:
         write_page()
 

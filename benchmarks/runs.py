@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from .models import BenchmarkModel
+from .models import DEFAULT_MODELS_DIR, BenchmarkModel, find_model
 from .prompts import Prompts
-from .report import Report
+from .report import DeviceResults, Report, compare
 from .servers import BEFORE, OURS, SIDES, STOCK, Fleet, Side
 
 BOTH = (OURS, STOCK)
@@ -45,3 +48,31 @@ def tokens(n: int) -> str:
     ('8K', '300')
     """
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)
+
+
+def parser(doc: str | None, model: str, n_tokens: int) -> argparse.ArgumentParser:
+    """Return the options of a benchmark that runs alone; `doc` is its module's docstring."""
+    options = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    out = Path(tempfile.gettempdir()) / "kvpersist-benchmarks"
+    options.add_argument("--model", default=model, help=f"(default: {model})")
+    options.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR, metavar="FOLDER")
+    options.add_argument("--tokens", type=int, default=n_tokens, help=f"(default: {n_tokens})")
+    options.add_argument("--repeats", type=int, default=3, help="(default: 3)")
+    options.add_argument(
+        "--out", type=Path, default=out, metavar="FOLDER", help=f"(default: {out})"
+    )
+    return options
+
+
+def run_of(args: argparse.Namespace, part: str) -> Run:
+    """Return the run of the options of `parser`; its samples go to PART.json."""
+    model = find_model(args.model, args.models_dir)
+    return Run(model, Report(part, model.about(), {}, args.out))
+
+
+def show(run: Run, base: str) -> None:
+    """Print the rows of `ours` against those of another side, and the notes."""
+    print(compare(DeviceResults("", [run.report.content]), base))
+    print(*run.report.content["notes"].values(), f"kept in {run.report.path}", sep="\n")

@@ -52,7 +52,7 @@ MEASURED: dict[str, Callable[[Run], None]] = {
 
 
 def test_every_benchmark_is_tried_here() -> None:
-    assert MEASURED.keys() == STEPS.keys()
+    assert MEASURED.keys() == STEPS.keys() - {"store"}, "the store is measured without a server"
 
 
 def test_a_precision_that_the_side_names_passes() -> None:

@@ -95,8 +95,8 @@ def test_ours_over_before_is_printed(
     monkeypatch.setattr(sys, "argv", ["run_all", *arguments])
     run_all.main()
     said = capsys.readouterr().out
-    assert "| question | row | unit | stock | before | ours | ours / before |" in said
-    assert "| first token | new prompt, 1K | s | 8 | 2 | 3 | 1.5 |" in said
+    assert "| question | row | unit | before | ours | ours / before |" in said
+    assert "| first token | new prompt, 1K | s | 2 | 3 | 1.5 |" in said
     kept = json.loads((tmp_path / "smoke.json").read_text())
     assert "(commit " in kept["sides"][BEFORE], "the file says what before is"
 
