@@ -238,7 +238,7 @@ class Lookup:
         return point
 
     def prefetch(self) -> bool:
-        """Start to read the blocks that `restore` needs; return whether reading or joining takes long.
+        """Start to read the needed blocks; return whether reading or joining takes long.
 
         O(blocks). `restore` does not depend on it.
         """

@@ -61,7 +61,7 @@ class Serving:
         self.memory.serve(self.model)
 
     def root_of(self, state: RequestState, model: LoadedModel | None = None) -> Root:
-        """Return the root of `model`'s tree, by default the main model's, for the request's tenant."""
+        """Return the root of a model's tree (default: the main model) for a request's tenant."""
         session = (state.session or "") if self.isolated else ""
         root = (model or self.model).root
         return replace(root, namespace=state.namespace, session=session)
