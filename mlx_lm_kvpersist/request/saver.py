@@ -49,7 +49,7 @@ class CheckpointSource(Protocol):
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """A place to go on from, and all that is read for it, in this order."""
+    """A place to continue from, and all records to read for it, in this order."""
 
     n_tokens: int
     needed: list[Needed]
@@ -63,7 +63,7 @@ class Saver:
     text: TokenText | None
 
     saves_every = BLOCK_TOKENS
-    """A prompt is saved after so many tokens while the rest is computed."""
+    """Tokens after which a prompt is saved while the rest is computed."""
     missing = Reason.EVICTED
     """Why fewer tokens are restored than match."""
 
@@ -81,7 +81,7 @@ class Saver:
     ) -> RestorePoint | None:
         """Return what to restore of the first `n_tokens` of a chain, without keys in `lost`.
 
-        What is used of a quantized block is computed again: its queries see it as computed.
+        The used tokens of a quantized block are computed again: queries see them as computed.
         """
         needed, end = [], 0
         for block in path:

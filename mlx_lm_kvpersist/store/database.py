@@ -71,7 +71,7 @@ class Database:
         self._n_opened += 1
 
     def is_current(self) -> bool:
-        """Say whether the file is still where it was opened."""
+        """Say whether the path still leads to the file that was opened."""
         try:
             return os.stat(self.path).st_ino == self._inode
         except OSError:
@@ -99,7 +99,7 @@ class Database:
             # A small log: it counts towards the disk budget like every other file.
             db.execute("PRAGMA wal_autocheckpoint = 112")
             db.execute("PRAGMA journal_size_limit = 524288")
-            # What is removed is overwritten: a page may have held a conversation's text.
+            # Removed rows are overwritten: a page may have held a conversation's text.
             db.execute("PRAGMA secure_delete = ON")
             db.execute(f"PRAGMA busy_timeout = {_WAIT_S * 1000:.0f}")
             if not self.is_current():

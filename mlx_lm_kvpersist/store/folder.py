@@ -175,7 +175,7 @@ class OwnFiles:
                 yield Path(entry.path)
 
     def n_bytes(self, *names: str) -> int:
-        """Return the bytes of the own files in some folders of the store, or of these files."""
+        """Return the bytes of the own files in folders of the store, or of single files."""
         total = 0
         for name in names:
             paths = self.paths(name) if name in _FOLDERS else iter([f"{self.folder}/{name}"])

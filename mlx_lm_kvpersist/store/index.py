@@ -355,7 +355,7 @@ class Index(Rows):
         """Return the totals of a root, or of all roots."""
         columns = "n_blocks, block_bytes, n_checkpoints, checkpoint_bytes, sidecar_bytes"
         rows = self.ask(f"SELECT {columns} FROM totals WHERE root = ?", root)
-        # A damaged number is taken for 0, and the others as they are.
+        # A damaged number counts as 0.
         return Totals(*(n if isinstance(n, int) else 0 for n in rows[0])) if rows else Totals()
 
     def faults(self) -> list[str]:
@@ -378,7 +378,7 @@ class Index(Rows):
             db.executemany(
                 "INSERT INTO blocks (key, parent, start, ids, text, pending, n_bytes, used, root, "
                 "model) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
-                # The row is there when a damaged or missing file has been written anew.
+                # The row exists if a damaged or missing file has been written again.
                 "ON CONFLICT (key) DO UPDATE SET n_bytes = excluded.n_bytes",
                 [
                     (b.key, b.parent, b.start, b.packed_ids, b.text, b.pending, n, *same)

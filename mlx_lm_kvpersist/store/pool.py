@@ -91,7 +91,7 @@ class BlockPool:
             return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
 
     def put(self, entry: KVBlock) -> KVBlock:
-        """Add an entry, or add its pins to the one there; return what is there.
+        """Add an entry, or add its pins to the pool's entry of its key; return the pool's entry.
 
         An entry larger than the pool that need not stay is not added.
         """

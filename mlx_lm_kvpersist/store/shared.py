@@ -1,8 +1,9 @@
 """The shared tier: blocks in a bucket or folder that several servers use.
 
-Blocks never change, so servers need not agree: each puts what is not there (`putting`), fetches
-what a prompt needs, and checks it (`shared_objects`). The prompt's HTTP thread waits while fetching
-is quicker than computing, before the request is queued; a lookup never asks the store.
+Blocks never change, so servers need not agree: each puts missing blocks (`putting`), fetches
+the blocks that a prompt needs, and checks them (`shared_objects`). The prompt's HTTP thread waits
+while fetching is quicker than computing, before the request is queued; a lookup never asks the
+store.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Wanted:
 
     `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute some
     tokens after others. `learn` takes replies and returns the prompt as the model produced them.
-    An object has at most `max_bytes`. Without `any_prefix` the model needs checkpoints.
+    An object has at most `max_bytes`. The model needs checkpoints unless `any_prefix`.
     """
 
     root: Root
@@ -108,7 +109,7 @@ class Fetching:
         self._n_tokens = self._n_bytes = 0
 
     def run(self) -> str:
-        """Fetch, and return a note for people. What has come is used, whatever this raises.
+        """Fetch, and return a note for people. Fetched blocks are used even if this raises.
 
         Raises TooLate if it took longer than it saved, and OSError or RuntimeError.
         """
@@ -143,7 +144,7 @@ class Fetching:
         return [block for block in self._plan.path if block.n_tokens == BLOCK_TOKENS]
 
     def _fetch(self, keys: Sequence[bytes]) -> None:
-        """Fetch in order, up to the first that is not there."""
+        """Fetch in order, up to the first missing object."""
         for n, key in enumerate(keys):
             self._ask(keys[n : n + min(N_AHEAD, 1 + n // 2)])
             entry = self._coming.pop(key).result(self._left_s())

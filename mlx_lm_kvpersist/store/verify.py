@@ -1,6 +1,6 @@
 """Check a store from end to end: every file, every row, and that they agree.
 
-Reading takes no lock. What looks wrong is checked again under the lock: a turn that is being saved
+Reading takes no lock. A suspect record is checked again under the lock: a turn that is being saved
 looks like a fault for a moment.
 """
 
@@ -23,7 +23,7 @@ from .records import Session, has_sidecar, read_sidecar, sidecar_path
 
 
 class Fault(str, Enum):
-    """What can be wrong with a store."""
+    """A kind of fault of a store."""
 
     CORRUPT = "corrupt"
     """The file of a block or a checkpoint is not what its name, metadata or checksum promise."""
