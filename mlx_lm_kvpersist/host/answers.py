@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
+from functools import cached_property
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -64,6 +65,8 @@ class FrozenHeaders(Message):
 
 def frozen(value: Any) -> Any:
     """Return a copy of what JSON can hold, in which nothing can be changed."""
+    if isinstance(value, FrozenDict | FrozenList):
+        return value
     if isinstance(value, dict):
         return FrozenDict({name: frozen(inner) for name, inner in value.items()})
     if isinstance(value, list):
@@ -235,11 +238,10 @@ class Route:
     path: str
     handle: Callable[[Any], None]
 
-    def matches(self, method: str, path: str) -> bool:
-        if method != self.method or "{" not in self.path:
-            return (method, path) == (self.method, self.path)
-        pattern = re.sub(r"\\{\w+\\}", "[^/]+", re.escape(self.path))
-        return re.fullmatch(pattern, path) is not None
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """The paths that match a path with braces."""
+        return re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(self.path)))
 
 
 @dataclass(eq=False)

@@ -62,7 +62,7 @@ class Completion:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
         if isinstance(self.reply, ChatReply) and not self.streams:
             responses = self.reply.keep_tokens(responses)
-        return self._until_stopped(responses)
+        return iter(responses) if self.stop_words is None else self._until_stopped(responses)
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
         """Parse a call of any tool, also of a deferred one; keep text that stock would drop."""
@@ -112,8 +112,9 @@ class Completion:
                 text += self.stop_words.rest()
             if finish_reason == "length" and self.stop_words.found is not None:
                 finish_reason = "stop"
-        text += "".join(self._unread)
-        self._unread.clear()
+        if self._unread:
+            text += "".join(self._unread)
+            self._unread.clear()
         self.doing = "generating"
         self._reasoning.append(reasoning)
         self._tool_calls += tool_calls
@@ -138,9 +139,9 @@ class Completion:
             reasoning="".join(self._reasoning),
             tool_calls=frozen(self._tool_calls),
         )
-        self._send(events)
-        if self._api is None and self.streams:
-            self._client.write(b"data: [DONE]\n\n")
+        done = b"data: [DONE]\n\n" if self._api is None else b""
+        if self.streams:
+            self._client.write(_encoded(events) + done)
 
     def fail(self, status: int, message: str, code: str | None) -> None:
         """Tell the client why the reply is missing or ends early. Stock closes silently."""
@@ -223,7 +224,8 @@ class ChatReply:
         self._reasoning.append(reasoning)
         self._calls += tool_calls
         parts = {"tool_calls": tool_calls, "reasoning_text": reasoning}
-        self._last_chunk = _with_reasoning(self._handler.stock_response(text, None, **parts))
+        chunk = self._handler.stock_response(text, None, **parts)
+        self._last_chunk = _with_reasoning(chunk) if reasoning else chunk
         return [self._last_chunk]
 
     def end(

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -96,7 +97,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     timeout = CLIENT_TIMEOUT_S
     plugin_routes: Mapping[tuple[str, str], Route]
-    pattern_routes: Sequence[Route]
+    pattern_routes: Mapping[str, Sequence[Route]]
+    """Routes with braces in their paths, by method."""
     clients: Clients
     stream_options: Any
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
@@ -111,6 +113,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     """The `Completion` of the request, while one is generated."""
     places: Sequence[str] = ()
     """The name of each message in the body of another API."""
+    stock_response: Callable[..., dict[str, Any]]
+    """Stock's `generate_response`: it makes a chunk of a reply, or the whole reply."""
     _status = 0
 
     @property
@@ -165,8 +169,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def _route(self) -> Route | None:
         method, path = self.command, self.path.partition("?")[0]
         exact = self.plugin_routes.get((method, path))
-        patterns = (route for route in self.pattern_routes if route.matches(method, path))
-        return exact or next(patterns, None)
+        routes = self.pattern_routes.get(method, ())
+        return exact or next((route for route in routes if route.pattern.fullmatch(path)), None)
 
     def _answer(self, route: Route) -> None:
         try:
@@ -339,12 +343,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.client.begin_keepalives(self.completion.keepalive)
 
     def _show_plugins(self, request: Any) -> None:
-        manager.ask(
-            "request_received",
-            request=ClientRequest.of(request),
-            headers=FrozenHeaders(self.headers),
-            body=frozen(self.body),
-        )
+        seen = ClientRequest.of(request)
+        body = {**self.body, "messages": seen.messages} if seen.messages else self.body
+        headers = FrozenHeaders(self.headers)
+        manager.ask("request_received", request=seen, headers=headers, body=frozen(body))
 
     def handle_completion(
         self, request: Any, stop_words: Iterable[str], *args: Any, **kwargs: Any
@@ -441,11 +443,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.completion.end(*args, **kwargs)
         return {}
 
-    def stock_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return a chunk of a reply, or the whole reply, as stock makes it."""
-        response: dict[str, Any] = super().generate_response(*args, **kwargs)
-        return response
-
     def stock_usage(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the last chunk of a stream; stock calls it a `chat.completion`."""
         response: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
@@ -481,10 +478,13 @@ def handler_with(
     stock: type[Any], routes: Mapping[tuple[str, str], Route], clients: Clients
 ) -> type[Any]:
     """Return the stock handler class with the methods of PluginAPIHandler before its own."""
-    bases = (PluginAPIHandler, stock)
-    patterns = [route for route in routes.values() if "{" in route.path]
+    patterns = defaultdict[str, list[Route]](list)
+    for route in routes.values():
+        if "{" in route.path:
+            patterns[route.method].append(route)
     attributes = {"plugin_routes": dict(routes), "pattern_routes": patterns, "clients": clients}
-    return type(PluginAPIHandler.__name__, bases, attributes)
+    attributes["stock_response"] = stock.generate_response
+    return type(PluginAPIHandler.__name__, (PluginAPIHandler, stock), attributes)
 
 
 def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[Any], None]) -> None:
