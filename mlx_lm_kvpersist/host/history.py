@@ -30,7 +30,7 @@ _MARK = "aa1zz"
 _ASKED: Message = {"role": "user", "content": _MARK}
 _CALL_IDS = ("call00000", "call00001")
 _LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
-_ENDS = ((), ("user",), ("assistant", "user"))
+_ENDS: tuple[tuple[str, ...], ...] = ((), ("user",), ("assistant", "user"))
 """Ends of a conversation, behind the message that is tried: a template can ask for them."""
 _JOINS: dict[str, tuple[str, ...]] = {
     "system": ("system", "user", "tool"),
@@ -131,14 +131,15 @@ class Template:
 
     def fits(self, before: list[str], kind: str) -> bool:
         """Tell whether the template takes a kind of message here, and a system message in place."""
-        tried = [[*before, kind, *end] for end in _ENDS]
-        usual, place = [[*(before or _TURNS[:2]), *end] for end in _ENDS], None
+        ends, usual, place = _ENDS, before or ["user", "assistant"], None
         if kind == "system":
             # A template that counts messages takes a system message for the assistant's.
             is_asked = before[-1:] in (["user"], ["tool"])
-            tried, usual, place = [tried[1 + is_asked]], [["user", *_ENDS[2]]], len(before)
-        texts = chain((self.spoken(kinds, place) for kinds in tried), map(self.spoken, usual))
-        return self._first((*before, kind), texts) < len(tried)
+            ends, place = ((_ENDS[2],) if is_asked else (_ENDS[1],)), len(before)
+            usual = ["user"] if is_asked else ["user", "assistant"]
+        tried = (self.spoken([*before, kind, *end], place) for end in ends)
+        usual_texts = (self.spoken([*usual, *end]) for end in ends)
+        return self._first((*before, kind), chain(tried, usual_texts)) < len(ends)
 
     def reads_calls(self) -> bool:
         """Tell whether the template takes calls, and their results."""

@@ -116,13 +116,17 @@ class Completion:
             text += "".join(self._unread)
             self._unread.clear()
         self.doing = "generating"
-        self._reasoning.append(reasoning)
-        self._tool_calls += tool_calls
+        if reasoning:
+            self._reasoning.append(reasoning)
+        if tool_calls:
+            self._tool_calls += tool_calls
         if finish_reason is not None:
             self._finish_reason, self._last = finish_reason, (text, reasoning, tool_calls)
             return
         with self._client.lock:
-            self._send(self.reply.add(text, reasoning, tool_calls))
+            events = self.reply.add(text, reasoning, tool_calls)
+            if events and self.streams:
+                self._client.write(_encoded(events))
 
     def end(self, n_prompt: int, n_new: int, n_cached: int) -> None:
         """Send the end of the reply, after the plugins have seen the reply."""
@@ -183,6 +187,36 @@ class Completion:
             self._client.write(_encoded(events))
 
 
+class ObservedGenerator:
+    """The server's response generator, as the handler of one completion sees it. HTTP thread.
+
+    Plugins see the request before it is queued, and the completion sees how far the prompt is.
+    """
+
+    def __init__(self, handler: Any, generator: Any) -> None:
+        self._handler, self._generator = handler, generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def generate(
+        self,
+        request: Any,
+        args: Any,
+        progress_callback: Callable[[int, int], None] = lambda n_done, n_all: None,
+    ) -> tuple[Any, Iterator[Any]]:
+        handler = self._handler
+        completion = handler.completion = handler.completion or Completion(handler, None)
+
+        def on_progress(n_done: int, n_all: int) -> None:
+            completion.show_progress(n_done, n_all)
+            progress_callback(n_done, n_all)
+
+        handler.receive(request)
+        context, responses = self._generator.generate(request, args, progress_callback=on_progress)
+        return context, completion.responses(context, responses)
+
+
 def _encoded(events: Iterable[Event]) -> bytes:
     text = ""
     for event in events:
@@ -223,8 +257,8 @@ class ChatReply:
         self._texts.append(text)
         self._reasoning.append(reasoning)
         self._calls += tool_calls
-        parts = {"tool_calls": tool_calls, "reasoning_text": reasoning}
-        chunk = self._handler.stock_response(text, None, **parts)
+        make = self._handler.stock_response
+        chunk = make(text, None, tool_calls=tool_calls, reasoning_text=reasoning)
         self._last_chunk = _with_reasoning(chunk) if reasoning else chunk
         return [self._last_chunk]
 

@@ -27,7 +27,7 @@ from urllib.parse import unquote
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from ...apis import API, Request, openai_error, require_text
-from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
+from ...errors import GenerationStopped, KVPersistError, RequestRefused
 from .. import manager
 from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
@@ -36,7 +36,7 @@ from ..scheduling.reply import ARRIVING
 from ..stopping import stop
 from . import request_checks
 from .clients import ClientConnection, Clients, PluginHTTPServer
-from .completion import ChatReply, Completion, StopWords
+from .completion import ChatReply, Completion, ObservedGenerator, StopWords
 
 if TYPE_CHECKING:
     from mlx_lm.server import APIHandler as Stock
@@ -54,36 +54,6 @@ _UNSAID = {400: "Request should be a JSON dictionary", 411: "Content-Length head
 """Stock's messages for errors that it answers without an exception."""
 
 logger = logging.getLogger(__name__)
-
-
-class ObservedGenerator:
-    """The server's response generator, as the handler of one completion sees it. HTTP thread.
-
-    Plugins see the request before it is queued, and the completion sees how far the prompt is.
-    """
-
-    def __init__(self, handler: PluginAPIHandler, generator: Any) -> None:
-        self._handler, self._generator = handler, generator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    def generate(
-        self,
-        request: Any,
-        args: Any,
-        progress_callback: Callable[[int, int], None] = lambda n_done, n_all: None,
-    ) -> tuple[Any, Iterator[Any]]:
-        handler = self._handler
-        completion = handler.completion = handler.completion or Completion(handler, None)
-
-        def on_progress(n_done: int, n_all: int) -> None:
-            completion.show_progress(n_done, n_all)
-            progress_callback(n_done, n_all)
-
-        handler.receive(request)
-        context, responses = self._generator.generate(request, args, progress_callback=on_progress)
-        return context, completion.responses(context, responses)
 
 
 class PluginAPIHandler(Stock):  # type: ignore[misc]
@@ -462,18 +432,6 @@ def alias_of(model: str, created: int) -> dict[str, Any]:
     return {**openai, "type": "model", "display_name": name, "created_at": when}
 
 
-def plugin_routes() -> dict[tuple[str, str], Route]:
-    """Return the plugins' routes by method and path; raises ConfigError if two have the same."""
-    routes: dict[tuple[str, str], Route] = {}
-    for answer in manager.ask("routes"):
-        for route in answer:
-            if (route.method, route.path) in routes:
-                both = f"two plugins answer {route.method} {route.path}"
-                raise ConfigError(f"{both}; leave one of them out")
-            routes[route.method, route.path] = route
-    return routes
-
-
 def handler_with(
     stock: type[Any], routes: Mapping[tuple[str, str], Route], clients: Clients
 ) -> type[Any]:
@@ -521,7 +479,7 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
             generator = call.arguments["response_generator"]
             try:
                 stock_handler = call.arguments["handler_class"]
-                handler = handler_with(stock_handler, plugin_routes(), clients)
+                handler = handler_with(stock_handler, manager.plugin_routes(), clients)
                 manager.ask("started", serve=partial(serve_ourselves, handler, generator))
             except Exception as error:
                 stop(error)
