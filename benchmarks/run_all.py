@@ -1,59 +1,48 @@
-"""First tokens, decoding, stalls and the store in one command, within a time.
+"""Measure all questions of RESULTS.md with one preset.
 
-    python -m benchmarks.run_all --preset cpu        # a tiny model, about 15 minutes on 2 cores
-    python -m benchmarks.run_all --preset gpu --deadline 540 --out FOLDER
+    python -m benchmarks.run_all --preset gpu-1 --out FOLDER
 
-Every row is on disk as soon as it is known. Rows after the deadline are left out, and
-the results say so. With `--page` RESULTS.md is made at the end; on a machine without matplotlib,
-bring the results into benchmarks/results/DEVICE and run `python -m benchmarks.report`.
+Presets are `smoke` (a tiny model, two minutes), `cpu`, and `gpu-1` to `gpu-4`, which may run at the
+same time on four GPUs. Each writes one file into its folder, a sample at a time. A server that does
+not do what is to be measured ends the run with an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from . import decode, stall, store, ttft
-from .models import DEFAULT_MODELS_DIR, find_model
-from .report import FOLDER, Result, device_slug, write_page
-from .runs import Deadline, Run
-from .servers import DEFAULT_SIDES, SIDES
+from . import decode, stall, start, store, streams, together, ttft
+from .models import DEFAULT_MODELS_DIR, SYNTHETIC, find_model
+from .report import DeviceResults, Report, commit_of, compare, write_page
+from .runs import BOTH, Run
+from .servers import BEFORE, OURS, SIDES, before_side
+
+STEPS: Mapping[str, Callable[..., None]] = {
+    "start": start.measure,
+    "ttft": ttft.measure,
+    "decode": decode.measure,
+    "together": together.measure,
+    "stall": stall.measure,
+    "streams": streams.measure,
+    "store": store.measure,
+}
+TINY = f"{SYNTHETIC}tiny"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One piece of a preset; `least_s` is what it takes at the very least."""
+    """A benchmark and its arguments. `model`: another model than the preset's."""
 
     name: str
-    measure: Callable[[Run, Path], Result]
-    least_s: float = 10.0
-
-
-def _ttft(name: str, contexts: Sequence[int], repeats: int) -> Step:
-    return Step(name, lambda run, _: ttft.measure(run, contexts, repeats), 30.0)
-
-
-def _decode(
-    name: str, contexts: Sequence[int], batches: Sequence[int], repeats: int, tokens: int
-) -> Step:
-    return Step(name, lambda run, _: decode.measure(run, contexts, batches, repeats, tokens), 30.0)
-
-
-def _stall(context: int, repeats: int) -> Step:
-    return Step("stall", lambda run, _: stall.measure(run, context, repeats), 30.0)
-
-
-def _store(model: str, n_tokens: int, repeats: int) -> Step:
-    def measure(run: Run, models_dir: Path) -> Result:
-        layout = store.layout_of(model, models_dir)
-        return store.measure(layout, run.out, n_tokens, repeats, deadline=run.deadline)
-
-    return Step("store", measure)
+    arguments: Mapping[str, Any]
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,94 +51,116 @@ class Preset:
     steps: tuple[Step, ...]
 
 
+def _step(name: str, model: str | None = None, **arguments: Any) -> Step:
+    return Step(name, arguments, model)
+
+
+_8B = f"{SYNTHETIC}llama-3.1-8b"
 PRESETS = {
-    "cpu": Preset(
-        "synthetic:tiny",
-        (
-            _ttft("ttft at 8K", (8192,), 2),
-            _decode("decode of 8 at 4K", (4096,), (8,), 3, 64),
-            _store("synthetic:llama-3.1-8b", 8192, 3),
-            _ttft("ttft at 1K", (1024,), 3),
-            _decode("decode of 1 to 8 at 1K", (1024,), (1, 2, 4, 8), 3, 64),
-            _stall(4096, 2),
-            _ttft("ttft at 4K", (4096,), 2),
-            _decode("decode of 1 to 4 at 4K", (4096,), (1, 2, 4), 2, 64),
-        ),
-    ),
-    "gpu": Preset(
-        "synthetic:llama-3.1-8b",
-        (
-            _ttft("ttft at 8K and 32K", (8192, 32768), 2),
-            _decode("decode of 8 at 4K", (4096,), (8,), 3, 128),
-            _stall(16384, 2),
-            _store("synthetic:llama-3.1-8b", 16384, 3),
-            _ttft("ttft at 1K, 4K and 16K", (1024, 4096, 16384), 2),
-            _decode("decode of 1 to 4 at 4K", (4096,), (1, 2, 4), 2, 128),
-            _decode("decode of 1 to 8 at 1K and 16K", (1024, 16384), (1, 2, 4, 8), 2, 128),
-        ),
-    ),
     "smoke": Preset(
-        "synthetic:tiny",
+        TINY,
         (
-            _ttft("ttft", (256,), 1),
-            _decode("decode", (256,), (2,), 1, 16),
-            _stall(512, 1),
-            _store("synthetic:tiny", 1024, 1),
+            _step("ttft", contexts={1024: 1}),
+            _step("decode", batches={512: (1, 2)}, n_repeats=1, max_tokens=192),
+            _step("together", system=512, agents_sides=BOTH, n_repeats=1),
+            _step("stall", context=2048, n_repeats=1),
+            _step("streams", n_streams=40, n_repeats=1),
+            _step("start", n_repeats=1),
+            _step("store", n_tokens=2048, n_repeats=1),
         ),
     ),
+    "cpu": Preset(
+        "smollm2-float32",
+        (
+            _step("start", n_repeats=3),
+            _step("ttft", contexts={8192: 3, 1024: 1, 4096: 1}),
+            _step("together", system=1024, agents_sides=(OURS,), n_repeats=3),
+            _step("decode", batches={4096: (1, 2, 8)}, n_repeats=3, max_tokens=48),
+            _step("stall", context=4096, n_repeats=3),
+            _step("streams", model=TINY, n_streams=200, n_repeats=4),
+            _step("store", n_tokens=8192, n_repeats=3),
+        ),
+    ),
+    "gpu-1": Preset(
+        _8B,
+        (
+            _step("ttft", contexts={8192: 3, 32768: 3}),
+            # Servers of their own: one GPU may not hold all prompts of the stock server.
+            _step("ttft", contexts={1024: 2, 4096: 2, 16384: 2, 65536: 1}),
+        ),
+    ),
+    "gpu-2": Preset(
+        _8B,
+        (
+            _step("decode", batches={4096: (1, 2, 8), 16384: (2,)}, n_repeats=5, max_tokens=128),
+            _step("stall", context=16384, n_repeats=3),
+        ),
+    ),
+    "gpu-3": Preset(
+        _8B,
+        (
+            _step("together", system=2048, agents_sides=BOTH, n_repeats=5),
+            _step("streams", n_streams=200, n_repeats=4),
+        ),
+    ),
+    "gpu-4": Preset(_8B, (_step("start", n_repeats=3), _step("store", n_tokens=8192, n_repeats=3))),
 }
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=PRESETS, required=True)
-    parser.add_argument("--model", help="another model than the preset's")
-    parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR)
-    parser.add_argument("--out", type=Path, help="folder of the results")
-    parser.add_argument("--deadline", type=float, metavar="SECONDS")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(DEFAULT_SIDES))
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="steps that begin so")
-    parser.add_argument("--page", action="store_true", help="make RESULTS.md at the end")
+    parser.add_argument("--only", nargs="+", choices=STEPS, help="measure these questions only")
+    parser.add_argument("--model", help="a folder, or a name on the hub (default: the preset's)")
+    parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: results/DEVICE)")
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="also measure the code of another checkout, and print ours over before",
+    )
+    parser.add_argument("--page", action="store_true", help="write RESULTS.md at the end")
     args = parser.parse_args()
-    preset = PRESETS[args.preset]
-    deadline = Deadline(args.deadline)
-    model = find_model(args.model or preset.model, args.models_dir)
-    run = Run(model, args.out or FOLDER / device_slug(), tuple(args.sides), deadline)
-    steps = [
-        step
-        for step in preset.steps
-        if not args.only or any(step.name.startswith(word) for word in args.only)
-    ]
-    failed = run_steps(run, steps, args.models_dir)
+    report = measure(args.preset, args.model, args.models_dir, args.out, args.only, args.before)
+    if args.before:
+        print(compare(DeviceResults("", [report.content]), BEFORE))
     if args.page:
         write_page()
-    return 1 if failed else 0
 
 
-def run_steps(run: Run, steps: Sequence[Step], models_dir: Path) -> list[str]:
-    """Run steps in order, as time allows; return the names of those that failed.
+def measure(
+    name: str,
+    model: str | None = None,
+    models_dir: Path = DEFAULT_MODELS_DIR,
+    out: Path | None = None,
+    only: list[str] | None = None,
+    before: Path | None = None,
+) -> Report:
+    """Measure a preset; return the report, which is on disk.
 
-    One that fails takes none of the others with it.
+    before: a checkout that is measured in the same run, as the side `before`.
     """
-    failed = []
-    for step in steps:
-        if not run.deadline.allows(step.least_s):
-            print(f"{step.name}: left out, {run.deadline.left_s:.0f} s left", flush=True)
+    other = before_side(before) if before else None
+    preset = PRESETS[name]
+    main_model = find_model(model or preset.model, models_dir)
+    flags = {side.name: " ".join(side.flags) for side in SIDES.values()}
+    if other is not None:
+        flags[BEFORE] = f"{' '.join(other.flags)} (commit {commit_of(other.checkout)})"
+    report = Report(name, main_model.about(), flags, out)
+    report.content["load of the machine before"] = os.getloadavg()[0]
+    for step in preset.steps:
+        if only and step.name not in only:
             continue
-        print(f"{step.name} …", file=sys.stderr, flush=True)
-        started = time.monotonic()
-        try:
-            result = step.measure(run, models_dir)
-        except Exception:
-            traceback.print_exc()
-            failed.append(step.name)
-            continue
-        print(f"{step.name}: {time.monotonic() - started:.0f} s", flush=True)
-        result.show()
-    return failed
+        began_s = time.monotonic()
+        used = main_model if step.model is None else find_model(step.model, models_dir)
+        STEPS[step.name](Run(used, report, other), **step.arguments)
+        print(f"{step.name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+    print(f"kept in {report.path}", file=sys.stderr)
+    return report
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,147 +1,78 @@
-"""Shared by all benchmarks of a server: model, sides, place of results, time left."""
+"""One run of benchmarks: the model, the prompts, and the file that its samples go to."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from tests.support import Reply
-
-from .models import DEFAULT_MODELS_DIR, SYNTHETIC, BenchmarkModel, find_model
+from .models import DEFAULT_MODELS_DIR, BenchmarkModel, find_model
 from .prompts import Prompts
-from .report import FOLDER, Result, device_slug
-from .servers import BEFORE, DEFAULT_SIDES, REPOSITORY, SIDES, Fleet
+from .report import DeviceResults, Report, compare
+from .servers import BEFORE, OURS, SIDES, STOCK, Fleet, Side
 
-
-class Deadline:
-    """When a run must have ended, if ever. Nothing is begun that would not be done by then."""
-
-    def __init__(self, seconds: float | None = None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    @property
-    def left_s(self) -> float:
-        return float("inf") if self._end is None else self._end - time.monotonic()
-
-    def allows(self, seconds: float) -> bool:
-        """Say whether there is time for something that takes about so long."""
-        return self.left_s > seconds
-
-
-class Costs:
-    """How long a prompt takes to compute, by the slowest seen so far; 0 before the first."""
-
-    def __init__(self) -> None:
-        self._s_per_token = 0.0
-
-    def learn(self, reply: Reply) -> None:
-        """Learn from a reply, if most of its prompt was computed."""
-        n_computed = reply.prompt_tokens - reply.cached_tokens
-        if n_computed > reply.prompt_tokens / 2:
-            self._s_per_token = max(self._s_per_token, reply.total_s / n_computed)
-
-    def of(self, n_tokens: int) -> float:
-        """Return about how many seconds a prompt of so many tokens takes."""
-        return self._s_per_token * n_tokens
+BOTH = (OURS, STOCK)
 
 
 @dataclass
 class Run:
-    """One run of benchmarks: their results name the same model and go to the same folder."""
+    """One run of benchmarks with one model. `before`: the side of another checkout, if any."""
 
     model: BenchmarkModel
-    out: Path
-    sides: tuple[str, ...] = DEFAULT_SIDES
-    deadline: Deadline = field(default_factory=Deadline)
-    costs: Costs = field(default_factory=Costs)
-    before: Path = REPOSITORY
-    _results: dict[str, Result] = field(default_factory=dict)
+    report: Report
+    before: Side | None = None
 
     @cached_property
     def prompts(self) -> Prompts:
         return Prompts(self.model.tokenizer)
 
-    def fleet(self, sides: Sequence[str] | None = None, extra: Sequence[str] = ()) -> Fleet:
-        return Fleet(self.model.path, sides or self.sides, extra, self.before)
+    def sides(self, names: Sequence[str] = BOTH) -> list[str]:
+        """Return the names of sides, and `before` with them if the run has it."""
+        return [*names, *([BEFORE] if self.before else [])]
 
-    def result(self, name: str, about: str, setting: dict[str, Any]) -> Result:
-        """Return the result of this name: a benchmark may add to it in several steps."""
-        if name not in self._results:
-            self._results[name] = Result(
-                f"{name}-{self.model.slug}",
-                about,
-                setting,
-                model=self.model.about(),
-                folder=self.out,
-            )
-        return self._results[name]
+    def side(self, name: str) -> Side:
+        """Return the side of a name."""
+        return self.before if name == BEFORE and self.before else SIDES[name]
+
+    def fleet(self, names: Iterable[str]) -> Fleet:
+        return Fleet(self.model.path, map(self.side, names))
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark that runs a model."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+def tokens(n: int) -> str:
+    """Return a number of tokens as the tables name it.
+
+    >>> tokens(8192), tokens(300)
+    ('8K', '300')
+    """
+    return f"{n // 1024}K" if n % 1024 == 0 else str(n)
+
+
+def parser(doc: str | None, model: str, n_tokens: int) -> argparse.ArgumentParser:
+    """Return the options of a benchmark that runs alone; `doc` is its module's docstring."""
+    options = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument(
-        "--model",
-        default=f"{SYNTHETIC}tiny",
-        help=f"{SYNTHETIC}SHAPE with random weights, a folder, or a hub name (%(default)s)",
+    out = Path(tempfile.gettempdir()) / "kvpersist-benchmarks"
+    options.add_argument("--model", default=model, help=f"(default: {model})")
+    options.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR, metavar="FOLDER")
+    options.add_argument("--tokens", type=int, default=n_tokens, help=f"(default: {n_tokens})")
+    options.add_argument("--repeats", type=int, default=3, help="(default: 3)")
+    options.add_argument(
+        "--out", type=Path, default=out, metavar="FOLDER", help=f"(default: {out})"
     )
-    made.add_argument(
-        "--models-dir",
-        type=Path,
-        default=DEFAULT_MODELS_DIR,
-        help="where synthetic models are made and kept (%(default)s)",
-    )
-    made.add_argument(
-        "--out", type=Path, help="folder of the results (default: benchmarks/results/DEVICE)"
-    )
-    made.add_argument(
-        "--sides", nargs="+", choices=SIDES, default=list(DEFAULT_SIDES), help="what to compare"
-    )
-    made.add_argument(
-        "--before",
-        type=Path,
-        metavar="CHECKOUT",
-        help="compare with the code of this folder, too: side `before`",
-    )
-    made.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="end cleanly before that, with what is"
-    )
-    return made
+    return options
 
 
-def run_of(args: argparse.Namespace) -> Run:
-    """Return the run that parsed options describe."""
-    deadline = Deadline(args.deadline)
-    return Run(
-        find_model(args.model, args.models_dir),
-        args.out or FOLDER / device_slug(),
-        (*args.sides, *((BEFORE,) if args.before else ())),
-        deadline,
-        before=args.before.resolve() if args.before else REPOSITORY,
-    )
+def run_of(args: argparse.Namespace, part: str) -> Run:
+    """Return the run of the options of `parser`; its samples go to PART.json."""
+    model = find_model(args.model, args.models_dir)
+    return Run(model, Report(part, model.about(), {}, args.out))
 
 
-def median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def ratio(over: Sequence[float], under: Sequence[float]) -> float | None:
-    """Return the median of the ratios of what was measured in the same turn."""
-    pairs = [a / b for a, b in zip(over, under, strict=False) if b]
-    return median(pairs)
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Return the value that `share` of the values do not exceed."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def show(run: Run, base: str) -> None:
+    """Print the rows of `ours` against those of another side, and the notes."""
+    print(compare(DeviceResults("", [run.report.content]), base))
+    print(*run.report.content["notes"].values(), f"kept in {run.report.path}", sep="\n")

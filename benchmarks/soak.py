@@ -26,22 +26,25 @@ from pathlib import Path
 from statistics import median_low
 from typing import TextIO
 
-from mlx_lm_kvpersist.api.admin import STATS_PATH
+from mlx_lm_kvpersist.api.admin import SPEC_PATH, STATS_PATH
 from mlx_lm_kvpersist.cli.bench import fetched, measured_conditions
 from mlx_lm_kvpersist.cli.machine import conditions
 from mlx_lm_kvpersist.cli.output import ongoing
 from mlx_lm_kvpersist.cli.servers import Message, Reply, StartedServer, ask, document
+from mlx_lm_kvpersist.config import DEFAULT_BITS
 from mlx_lm_kvpersist.errors import KVPersistError
 from mlx_lm_kvpersist.host.scheduling.context_length import max_context
 from mlx_lm_kvpersist.units import show_bytes
 
+from .checks import check_kept
+
 STREAMS = 2
 MOST_TOKENS = 16_384
-"""Of a new prompt; it has three quarters of these at least."""
+"""Length of a new prompt; a prompt has at least three quarters of this."""
 BUDGETS = ("--kvpersist-ram", "256M", "--kvpersist-disk", "8G", "--kvpersist-min-free", "512M")
 _REPLY_TOKENS = (16, 256)
 _KEPT, _MOST_TURNS = 6, 4
-"""How many conversations a stream may go on with, and how many turns each may have."""
+"""How many conversations a stream may continue, and the most turns of a conversation."""
 _KNOWN = ("caches", "pool", "held", "unused")
 _GREW = 1.1
 _SLACK_BYTES = 64 << 20
@@ -50,7 +53,7 @@ _LEAST_SAMPLES = 12
 
 
 def memory_of(pid: int) -> int:
-    """Return the bytes of resident memory of a process of this user; 0 where it is not known.
+    """Return the bytes of resident memory of a process of this user; 0 if unknown.
 
     On a Mac it is the footprint, which counts the GPU's memory. Raises OSError for one that ended.
     """
@@ -85,11 +88,12 @@ class Soak:
     _ends_s: float = 0.0
 
     def run(self, seconds: float, every_s: float = 1.0) -> None:
-        """Run both streams for so long. Raises KVPersistError where the server fails or grows."""
+        """Run both streams for some seconds. Raises KVPersistError if the server fails or grows."""
         command = (self.model, "--plugin", "kvpersist", "--kvpersist-dir", f"{self.folder}/store")
         with ongoing("soak: start") as say, ThreadPoolExecutor(STREAMS) as pool:
             log_path = self.folder / "log"
             with StartedServer(*command, *self.options, log_path=log_path) as server:
+                check_kept("soak", ask(server.url, SPEC_PATH), DEFAULT_BITS)
                 self._ends_s = time.monotonic() + seconds
                 streams = [pool.submit(self._stream, server, n) for n in range(STREAMS)]
                 try:

@@ -1,156 +1,90 @@
-"""Requests that arrive at the same moment: until the last has its reply, and to the first tokens.
+"""Requests that arrive at the same moment: next turns of conversations, and new agents.
 
-    python -m benchmarks.together [--model synthetic:llama-3.1-8b] [--what turns agents mixed]
-
-turns    eight conversations of 1,024 tokens that every side has in memory each go a turn further
-agents   six agents with one new system prompt of 2,048 tokens; before it one with another, alone
-mixed    eight new prompts of 48 to 1,536 tokens
-beside   a short prompt while one of `--long` tokens is computed; before it another short one, alone
-
-CPU seconds are those of a side's whole process, from the first request to the last reply's end:
-on a shared machine they vary less than seconds on the clock. Columns over another side are medians
-of the ratios within each repeat.
+turns    each conversation of 1,024 tokens, which every side has in RAM, goes one turn further
+agents   agents with one new system prompt; before them one agent with another system prompt, alone
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
 from tests.support import Reply
 from tests.support.synthetic import Message
 
-from .report import Result
-from .runs import Run, median, parser, ratio, run_of
-from .servers import Fleet, cpu_between, rotated
+from .checks import SERVED, Expected, WrongMeasurement, new, reused
+from .runs import Run, tokens
+from .servers import OURS, OURS_16, STOCK, BenchmarkServer, Fleet, rotated
 
-SIDES = ("ours-16", "ours", "stock")
-N_TURNS, CONTEXT, NEW = 8, 1024, (40, 68)
-"""Conversations, the tokens that each has, and how many a turn adds: the fewest and the most."""
-N_AGENTS, SYSTEM = 6, 2048
-MIXED = (48, 1536, 64, 1024, 128, 512, 256, 384)
+QUESTION = "together"
+TURNS_SIDES = (OURS, OURS_16, STOCK)
+N_TURNS, CONTEXT, NEW = 8, 1024, range(40, 68)
+"""Conversations, the tokens of each, and the numbers of tokens that a turn adds."""
+N_AGENTS = 6
 MAX_TOKENS = 20
-LONG = 32768
-_ALONE_S = 0.5
-"""How long a long prompt is computed before a short one arrives beside it."""
+ALL_TURNS = "eight next turns, to the last reply's end"
+ALONE, LAST = "one new agent alone", "the last of six new agents"
 
 Prompts = list[list[Message]]
 
 
-@dataclass(frozen=True)
-class Burst:
-    """What came of requests that were sent at once; `alone_s` is one's first token before them."""
-
-    replies: Sequence[Reply]
-    total_s: float
-    cpu_s: float | None
-    alone_s: float | None = None
-
-    @property
-    def first_tokens_s(self) -> list[float]:
-        return sorted(reply.ttft_s for reply in self.replies)
-
-    @property
-    def figures(self) -> dict[str, float | None]:
-        """What is told of it, by the names of columns."""
-        first, last = self.first_tokens_s[0], self.first_tokens_s[-1]
-        return {
-            "total s": self.total_s,
-            "CPU s": self.cpu_s,
-            "first token s": first,
-            "last first token s": last,
-            "alone s": self.alone_s,
-            "last / alone": None if self.alone_s is None else last / self.alone_s,
-        }
+def measure(run: Run, system: int, agents_sides: Sequence[str], n_repeats: int) -> None:
+    """Measure both scenes; the agents' system prompt has `system` tokens."""
+    with run.fleet(run.sides(TURNS_SIDES)) as fleet:
+        _measure_turns(run, fleet, n_repeats)
+        for repeat in range(n_repeats):
+            for side in rotated(run.sides(agents_sides), repeat):
+                _measure_agents(run, fleet[side], system, repeat)
+    run.report.note(
+        QUESTION,
+        f"The turns add {NEW.start} to {NEW.stop} tokens to conversations of {tokens(CONTEXT)}; "
+        f"replies have {MAX_TOKENS}. The agents share a system prompt of {tokens(system)} tokens "
+        "and wait for the first token; the ratio of their row is to one new agent alone, with the "
+        "plugin.",
+    )
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.set_defaults(sides=list(SIDES))
-    options.add_argument("--what", nargs="+", choices=SCENES, default=["turns", "agents", "mixed"])
-    options.add_argument("--long", type=int, default=LONG)
-    options.add_argument("--repeats", type=int, default=3)
-    args = options.parse_args()
-    measure(run_of(args), args.what, args.repeats, args.long).show()
-
-
-def measure(run: Run, what: Sequence[str], n_repeats: int, long: int = LONG) -> Result:
-    """Add rows for these scenes to the run's result."""
-    with run.fleet() as fleet:
-        result = run.result(
-            "together",
-            "Requests that arrive at the same moment.",
-            {"sides": fleet.flags, "max_tokens": MAX_TOKENS, "long prompt": long},
-        )
-        for name in what:
-            found: dict[str, list[Burst]] = defaultdict(list)
-            scene, longest_s = SCENES[name](run, fleet, long), 0.0
-            for repeat in range(n_repeats):
-                for side in rotated(run.sides, repeat):
-                    if not run.deadline.allows(longest_s):
-                        result.leave_out(f"{name}, repeat {repeat} of {side}")
-                        continue
-                    fleet.settle(side)  # the writer's work belongs to no other's time
-                    started = time.monotonic()
-                    found[side].append(burst := scene(side, repeat))
-                    longest_s = max(longest_s, time.monotonic() - started)
-                    print(f"{name} {side}: {_told(burst)}", file=sys.stderr, flush=True)
-            result.add(*(_row(name, side, found, run.sides[-1]) for side in run.sides))
-    return result
-
-
-def _told(burst: Burst) -> str:
-    told = [f"{name} {value:.3g}" for name, value in burst.figures.items() if value is not None]
-    return ", ".join(told)
-
-
-def _row(name: str, side: str, found: dict[str, list[Burst]], other: str) -> dict[str, Any]:
-    """Return a side's medians, and what they are over those of the last side."""
-    row: dict[str, Any] = {"what": name, "side": side, "repeats": len(found[side])}
-    its, others = ([burst.figures for burst in found[one]] for one in (side, other))
-    for column in its[0] if its else ():
-        row[column] = median([value for one in its if (value := one[column]) is not None])
-    for column in ("total s", "CPU s", "first token s", "last first token s") if its else ():
-        over = [one[column] or 0.0 for one in its], [one[column] or 0.0 for one in others]
-        row[f"{column} / {other}"] = ratio(*over)
-    replies = [reply for burst in found[side] for reply in burst.replies]
-    row["reused"] = median([reply.cached_tokens for reply in replies])
-    return row
-
-
-def together(fleet: Fleet, side: str, prompts: Prompts, max_tokens: int) -> Burst:
-    """Send prompts at once and wait for all replies."""
-    before, started = fleet.used(side), time.perf_counter()
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        replies = list(pool.map(lambda asked: fleet.ask(side, asked, max_tokens), prompts))
-    total_s = time.perf_counter() - started
-    return Burst(replies, total_s, cpu_between(before, fleet.used(side)))
-
-
-def _turns(run: Run, fleet: Fleet, long: int) -> Callable[[str, int], Burst]:
-    """Each repeat goes a turn further, so that its prompts are hot and its new tokens are new."""
+def _measure_turns(run: Run, fleet: Fleet, n_repeats: int) -> None:
+    """Each repeat goes one turn further: its prompts are in RAM, and its new tokens are new."""
     first = [run.prompts.of_length(CONTEXT, seed=8_500_000 + n) for n in range(N_TURNS)]
-    fewest, most = NEW
-    talks: dict[str, list[tuple[list[Message], Reply]]] = {}
+    talks = {
+        side: [(asked, fleet[side].ask(asked, MAX_TOKENS, new())) for asked in first]
+        for side in fleet.sides
+    }
+    for repeat in range(n_repeats):
+        for side in rotated(fleet.sides, repeat):
+            fleet[side].settle()
+            prompts = [
+                run.prompts.next_turn(asked, reply, NEW[7 * n % len(NEW)])
+                for n, (asked, reply) in enumerate(talks[side])
+            ]
+            # At least the prompt of the turn before is reused, but for the template's end.
+            least = min(reply.prompt_tokens for _, reply in talks[side]) - 32
+            started = time.perf_counter()
+            replies = at_once(fleet[side], prompts, reused(least))
+            run.report.add(QUESTION, ALL_TURNS, side, "s", time.perf_counter() - started)
+            talks[side] = list(zip(prompts, replies, strict=True))
 
-    def scene(side: str, repeat: int) -> Burst:
-        if side not in talks:
-            talks[side] = [(asked, fleet.ask(side, asked, MAX_TOKENS)) for asked in first]
-            fleet.settle(side)
-        prompts = [
-            run.prompts.next_turn(asked, reply, fewest + 7 * n % (most - fewest))
-            for n, (asked, reply) in enumerate(talks[side])
-        ]
-        burst = together(fleet, side, prompts, MAX_TOKENS)
-        talks[side] = list(zip(prompts, burst.replies, strict=True))
-        return burst
 
-    return scene
+def _measure_agents(run: Run, server: BenchmarkServer, system: int, repeat: int) -> None:
+    server.settle()
+    alone = at_once(server, new_agents(run, 1, system, 4_000_000 + repeat), new())
+    server.settle()
+    replies = at_once(server, new_agents(run, N_AGENTS, system, 3_000_000 + repeat), SERVED)
+    if server.side.bits is not None:
+        # The agents share the system prompt while it is computed.
+        n_reused = sum(reply.cached_tokens for reply in replies)
+        if n_reused < 0.9 * system * (N_AGENTS - 1):
+            raise WrongMeasurement(f"the run ends: {server.side.name}: agents reused {n_reused:,}")
+    run.report.add(QUESTION, ALONE, server.side.name, "s", alone[0].ttft_s)
+    run.report.add(QUESTION, LAST, server.side.name, "s", max(reply.ttft_s for reply in replies))
+
+
+def at_once(server: BenchmarkServer, prompts: Prompts, expected: Expected) -> list[Reply]:
+    """Send prompts at the same moment; return the replies."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda asked: server.ask(asked, MAX_TOKENS, expected), prompts))
 
 
 def new_agents(run: Run, n_agents: int, system_tokens: int, seed: int) -> Prompts:
@@ -161,50 +95,3 @@ def new_agents(run: Run, n_agents: int, system_tokens: int, seed: int) -> Prompt
         [system, {"role": "user", "content": f"You are agent {n}. What do you do first?"}]
         for n in range(n_agents)
     ]
-
-
-def _agents(run: Run, fleet: Fleet, long: int) -> Callable[[str, int], Burst]:
-    def scene(side: str, repeat: int) -> Burst:
-        one = new_agents(run, 1, SYSTEM, 4_000_000 + repeat)
-        alone = together(fleet, side, one, MAX_TOKENS)
-        fleet.settle(side)
-        all_of_them = new_agents(run, N_AGENTS, SYSTEM, 3_000_000 + repeat)
-        return _after(alone, together(fleet, side, all_of_them, MAX_TOKENS))
-
-    return scene
-
-
-def _mixed(run: Run, fleet: Fleet, long: int) -> Callable[[str, int], Burst]:
-    def scene(side: str, repeat: int) -> Burst:
-        seeds = range(6_500_000 + 100 * repeat, 6_500_000 + 100 * repeat + len(MIXED))
-        prompts = [run.prompts.of_length(n, seed) for n, seed in zip(MIXED, seeds, strict=True)]
-        return together(fleet, side, prompts, MAX_TOKENS)
-
-    return scene
-
-
-def _beside(run: Run, fleet: Fleet, long: int) -> Callable[[str, int], Burst]:
-    def scene(side: str, repeat: int) -> Burst:
-        seed = 6_000_000 + 2 * repeat
-        shorts = [run.prompts.of_length(64, seed + n) for n in (0, 1)]
-        behind = run.prompts.of_length(long, seed=5_000_000 + repeat)
-        alone = together(fleet, side, shorts[:1], 1)
-        with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(fleet.ask, side, behind, 1)
-            time.sleep(alone.total_s + _ALONE_S)
-            burst = together(fleet, side, shorts[1:], 1)
-            other.result()
-        return _after(alone, burst)
-
-    return scene
-
-
-def _after(alone: Burst, burst: Burst) -> Burst:
-    return Burst(burst.replies, burst.total_s, burst.cpu_s, alone.first_tokens_s[0])
-
-
-SCENES = {"turns": _turns, "agents": _agents, "mixed": _mixed, "beside": _beside}
-
-
-if __name__ == "__main__":
-    main()

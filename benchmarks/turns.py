@@ -1,8 +1,8 @@
-"""Whether a killed server goes on as one that was never interrupted: greedy replies, turn by turn.
+"""Compare greedy replies of a server that is killed after each turn with uninterrupted ones.
 
     python -m tests.support.openblas python -m benchmarks.turns [--model FOLDER] [-- OPTIONS]
 
-Twelve turns of each conversation of turns.json, with SmolLM2-135M in float32 where no other model
+Twelve turns of each conversation of turns.json, with SmolLM2-135M in float32 unless another model
 is named. One server runs all the time. The other is ended with SIGKILL when each conversation has
 had one more reply, and its writer has written it. Both get the same prompts: the conversations go
 on with the replies of the first.
@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.api.admin import STATS_PATH
+from mlx_lm_kvpersist.api.admin import SPEC_PATH, STATS_PATH
+from mlx_lm_kvpersist.config import DEFAULT_BITS
 from tests.support import Message, ServerProcess
 from tests.support.synthetic.smollm2 import make_smollm2
 
+from .checks import check_kept
 from .models import DEFAULT_MODELS_DIR
-from .report import Result
 
 CONVERSATIONS = Path(__file__).with_suffix(".json")
 MAX_TOKENS = 48
@@ -35,17 +36,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=DEFAULT_MODELS_DIR / "smollm2-float32")
-    parser.add_argument("--out", type=Path, help="folder of the result")
     parser.add_argument("options", nargs="*", help="further options of both servers")
     args = parser.parse_args()
     if not args.model.is_dir():
         make_smollm2(args.model)
-    result = Result(
-        "turns-smollm2",
-        "Greedy replies of a server that is killed after each turn, and of one that is not.",
-        {"max_tokens": MAX_TOKENS, "options": " ".join(args.options) or "none"},
-        folder=args.out,
-    )
     given = json.loads(CONVERSATIONS.read_text(encoding="utf-8"))["conversations"]
     talks = [Talk(one["kind"], one["messages"]) for one in given]
     with tempfile.TemporaryDirectory() as folder:
@@ -56,6 +50,9 @@ def main() -> None:
             for name in ("stays", "dies")
         )
         with stays, dies:
+            for server in (stays, dies):
+                spec = json.loads(server.request("GET", SPEC_PATH)[2])
+                check_kept("turns", spec, bits_of(args.options))
             for turn in range(len(talks[0].questions)):
                 for talk in talks:
                     talk.ask(stays, dies, turn)
@@ -63,18 +60,23 @@ def main() -> None:
                 dies.restart(kill=True)
                 n_equal = sum(talk.n_equal for talk in talks)
                 print(f"{n_equal} of {(turn + 1) * len(talks)} replies are equal", flush=True)
-    result.add(*(talk.row for talk in talks))
-    total = {name: sum(row[name] for row in result.rows) for name in ("turns", "equal replies")}
-    result.add({"conversation": "all", **total})
-    result.show()
+    for talk in talks:
+        print(json.dumps(talk.row))
 
 
 def plugin(store: Path, options: Sequence[str]) -> list[str]:
     return ["--plugin", "kvpersist", "--kvpersist-dir", str(store), *options]
 
 
+def bits_of(options: Sequence[str]) -> str:
+    """Return the value of --kvpersist-kv-bits in options, or the default."""
+    options = [word for option in options for word in option.split("=", 1)]
+    name = "--kvpersist-kv-bits"
+    return options[options.index(name) + 1] if name in options else DEFAULT_BITS
+
+
 def until_written(server: ServerProcess) -> None:
-    """Return when the server's writer has nothing more to do."""
+    """Return when the server has written everything."""
     while json.loads(server.request("GET", STATS_PATH)[2])["store"]["queue"]["tasks"]:
         time.sleep(0.05)
 
@@ -92,7 +94,7 @@ class Talk:
     first_difference: int | None = None
 
     def ask(self, stays: ServerProcess, dies: ServerProcess, turn: int) -> None:
-        """Ask both for the next reply, and go on with that of the first."""
+        """Ask both servers for the next reply, and continue with the first server's reply."""
         self.messages.append({"role": "user", "content": self.questions[turn]})
         expected, found = (
             server.chat(

@@ -7,83 +7,70 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from .compare import TOLERANCE
-from .configs import NOT_IN_THE_ZOO, module_of
+from .configs import module_of
 from .conversation import N_TURNS
-from .stock import NOT_JOINTLY
 from .sweep import Finding
 
 _INTRO = f"""# Models
 
-What the plugin does with each architecture of mlx-lm, tried on tiny models with random float32
-weights. This page is made by
+This page shows how the plugin keeps the conversations of each architecture of mlx-lm. The results
+come from tiny models with random float32 weights on a CPU, with mlx-lm {{mlx_lm}} and mlx {{mlx}}.
+The command `mlx-lm-kvpersist spec --model M` shows how your model is kept.
 
-```sh
-python -m models_check --write docs/models.md
-```
+- *Layers*: the kinds of caches that the model's layers have.
+- *Resumes at*: where a prompt that leaves a stored conversation resumes: at the last multiple of
+  256 tokens, or at an earlier checkpoint. A prompt that continues a conversation reuses all of it.
+- *In one batch*: what the server computes together.
 
-on a CPU, here with mlx-lm {{mlx_lm}} and mlx {{mlx}}. Each model is served by the facts about its
-architecture that ship with the package, and its attention takes packed keys where they allow it.
-With `--unknown` no facts are used, as for a model with its own code; the results are the same.
+{{summary}}.
 
-Each model holds a conversation of {N_TURNS} turns, longer than a block and than any of its windows,
-in the stock server's batch generator; or alone, as the server does where caches cannot be merged.
-The reference is one set of our caches that lives as long as the conversation. Compared are
+{{table}}
 
-- **live**: the reference itself with the model's own caches, made to round as ours do;
-- **restored**: the conversation with a store that is closed and opened anew in the middle and
-  before the last turn;
-- **rewound**: back by one turn after a restart, and on differently;
-- **cut anywhere**: prompts that leave the stored conversation in the middle of turns, with
-  computing them from scratch;
-- **in a batch**, **joining a batch**: two other last turns, restored, and a new prompt of another
-  length, which come together, or one after another;
-- **short**: a conversation that begins shorter than any window, with a restart before each turn.
+## How this was tested
 
-*equal*: in every step of all of them the same token is the likeliest, and log-probabilities differ
-by at most {TOLERANCE:g} of their range. Every run is given the reference's replies, so a near tie
-(two tokens nearer to each other than that) changes nothing behind it and is no difference.
-*refused*: the plugin leaves the model to stock and says so when it is loaded. *stock fails*: one
-prompt in stock's generator, with the model's own caches, raises.
+Each model holds a conversation of {N_TURNS} turns in the stock server's batch generator. The
+conversation is longer than a block and longer than the model's windows. The test compares it with:
 
-Some architectures are wrong in stock itself when prompts of different lengths are in one batch.
-*stock batches right*, measured with the model's own caches, says "{NOT_JOINTLY}" where only prompts
-that are computed together come out wrong; *together* is what we let run in one batch. Some are
-wrong when a prompt is computed in pieces: *pieces* is how far logits are apart, with the model's
-own caches, when a prompt is computed in two pieces and in one. Differences that stock has as well,
-in every batch or because of pieces, are listed under *As in stock* and not counted.
+- the model's own caches, rounded as the plugin rounds them;
+- the same conversation with a store that is closed and opened in the middle;
+- the conversation after a restart, one turn back and with another continuation;
+- prompts that leave the conversation in the middle of a turn;
+- the conversation in a batch with other conversations and a new prompt;
+- a conversation that begins shorter than the windows, with a restart before each turn.
 
-*reused* is how many tokens of earlier turns the conversation's turns took from the store, and
-*reusable* where it can be left: how many tokens are reused of how many that agree; *by blocks*: all
-of them, or all up to the block of 256 in which it is left.
+*Equal* means that the same token is the most likely in every step, and that log-probabilities
+differ by at most {TOLERANCE:g} of their range. The largest difference of an equal model is
+{{largest}}. *Refused* means that the server serves the model without the store, and says so.
+
+`python -m models_check` repeats the test. `--only NAME` tests one architecture and prints its
+details. `--write docs/models.md` writes this page.
 """
 
 _TURNS = """
 ## What a turn writes
 
-A turn of 500 tokens: its blocks, its newest tokens as they were computed, and of models with
-windows or recurrent layers their checkpoints ([store.md](store.md#what-happens-when)). *In a row*:
-turns of a tool follow each other, prompts are computed at 1,000 tokens a second, and a checkpoint
-is written every two seconds of computing; quicker machines write less. *After a rest*: nobody went
-on for 30 seconds, so the checkpoint of the reply's end is written. The last column is what each
-turn writes if no checkpoint is postponed. The shapes are those of the makers' config.json, in
-bfloat16. Tiny models with such layers write [as much](benchmarks.md#settled-questions).
+The table counts a turn of 500 tokens. Models with sliding windows or recurrent layers also write
+checkpoints ([when](store.md#what-happens-when)).
+
+- *In a row*: turns of a tool loop at 1,000 tokens a second, with a checkpoint every two seconds.
+- *After a rest*: the conversation rested for 30 seconds, so its last checkpoint is written.
+- *Every turn at once*: what a turn would write if no checkpoint were postponed.
+
+The shapes are from the config.json of the real models, in bfloat16. Tiny models with such layers
+write [the same number of bytes](benchmarks.md#settled-questions).
 
 <!-- made: turns -->
 <!-- end of turns -->
 """
 
-_COLUMNS = (
-    "model",
-    "caches",
-    "live and stored",
-    "reused",
-    "reusable",
-    "result",
-    "largest difference",
-    "pieces",
-    "together",
-    "stock batches right",
-)
+_KINDS = {
+    "full": "full attention",
+    "sliding": "sliding windows",
+    "chunked": "chunked attention",
+    "recurrent": "recurrent states",
+}
+"""The kinds of caches in a description of a model's caches, and their names on the page."""
+_BY_BLOCKS = "by blocks"
 
 
 def line(finding: Finding) -> str:
@@ -107,50 +94,53 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def page(findings: Sequence[Finding]) -> str:
     """Return docs/models.md."""
-    rows = [_table_row(_COLUMNS), _table_row(["---"] * len(_COLUMNS))]
-    rows += [_table_row(_cells(finding)) for finding in findings]
     reasons = [f"- `{finding.name}`: {finding.reason}." for finding in findings if finding.reason]
     excused = [
         f"- `{finding.name}`: {_excuse(finding)}." for finding in findings if finding.excused
     ]
-    not_in_the_zoo = [f"- `{name}`: {why}." for name, why in sorted(NOT_IN_THE_ZOO.items())]
+    differences = [
+        value
+        for finding in findings
+        if finding.result == "equal"
+        for value in finding.differences.values()
+    ]
+    intro = _INTRO.format(
+        mlx_lm=version("mlx-lm"),
+        mlx=version("mlx"),
+        summary=summary(findings),
+        table=table(findings),
+        largest=_number(max(differences, default=0.0)),
+    )
     lines = [
-        _INTRO.format(mlx_lm=version("mlx-lm"), mlx=version("mlx")),
-        f"{summary(findings)}.\n",
-        *rows,
-        _TURNS,
+        intro,
         "## Refused, or wrong\n",
         *(reasons or ["None."]),
         "\n## As in stock\n",
+        "Stock's own caches show these differences, too:\n",
         *(excused or ["None."]),
-        "\n## Not in the table\n",
-        "Modules of `mlx_lm.models` that hold no model, or none that can run:\n",
-        *not_in_the_zoo,
+        _TURNS.rstrip("\n"),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _cells(finding: Finding) -> list[str]:
-    return [
-        f"`{finding.name}`",
-        finding.caches,
-        finding.precisions,
-        _reused(finding),
-        finding.reusable,
-        finding.result,
-        _number(max(finding.differences.values(), default=None)),
-        _number(finding.pieces),
-        finding.batching,
-        finding.stock_batches_right,
-    ]
+def table(findings: Sequence[Finding]) -> str:
+    """Return one row for all models that are kept in the same way, the largest group first."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for finding in findings:
+        if finding.result == "equal":
+            resumes = "a multiple of 256" if finding.reusable == _BY_BLOCKS else "a checkpoint"
+            group = _layers(finding.caches), resumes, finding.batching
+            groups.setdefault(group, []).append(finding.name)
+    columns = ("architectures", "layers", "resumes at", "in one batch")
+    rows = [_table_row(columns), _table_row(["---"] * len(columns))]
+    for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        rows.append(_table_row([", ".join(f"`{name}`" for name in names), *group]))
+    return "\n".join(rows)
 
 
-def _reused(finding: Finding) -> str:
-    if not finding.possible:
-        return ""
-    if finding.reused == finding.possible:
-        return "all"
-    return f"{sum(finding.reused)} of {sum(finding.possible)}"
+def _layers(caches: str) -> str:
+    """Return the kinds of caches in a description such as "1 sliding 16, 1 full"."""
+    return ", ".join(shown for kind, shown in _KINDS.items() if kind in caches)
 
 
 def _excuse(finding: Finding) -> str:

@@ -22,6 +22,31 @@ settings.register_profile("here", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+_SERVER_FOLDERS = {"attack", "packaging", "replay", "server"}
+_SERVER_FIXTURES = {"environment", "patched_server", "start_server", "started"}
+_LONG_MODULES = {
+    *("tests.cache.live.test_schedules", "tests.cli.test_bench", "tests.cli.test_demo"),
+    *("tests.cli.test_doctor", "tests.cli.test_selftest", "tests.cli.test_store"),
+    *("tests.host.scheduling.test_drafts_over_caches", "tests.host.test_serving"),
+    *("tests.host.scheduling.test_generation_thread", "tests.host.test_startup"),
+    *("tests.models_check.test_sweep", "tests.request.test_checkpoints"),
+    *("tests.request.test_drafts", "tests.request.test_images", "tests.request.test_look_again"),
+    *("tests.request.test_lookup", "tests.request.test_memory_shared"),
+    *("tests.request.test_prefetch", "tests.store.test_shared", "tests.test_ranks"),
+    "tests.test_round_trip",
+}
+"""Modules that take eight seconds or more."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that `make quick` leaves out."""
+    for item in items:
+        module = getattr(item, "module").__name__  # noqa: B009
+        fixtures = _SERVER_FIXTURES & set(getattr(item, "fixturenames", ()))
+        if module.split(".")[1] in _SERVER_FOLDERS or fixtures or module in _LONG_MODULES:
+            item.add_marker(pytest.mark.full)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def zygotes() -> Iterator[None]:
     """On Linux servers are forked from processes that have imported transformers."""

@@ -11,9 +11,11 @@ import io
 import json
 import sqlite3
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -27,14 +29,51 @@ PROG = "mlx-lm-kvpersist"
 _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
 _BUDGETS = (*_STORE, "disk", "min-free")
-_WHICH = "a session's id, the beginning of an id, or a session's name"
+_WHICH = "a session's id, the beginning of an id, or a session's name or title"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors say what to do about options of earlier versions."""
+    """A parser whose errors suggest a command, or say what to do about removed options.
+
+    `commands` has the parsers of a group's commands by name; it is empty for a command. The epilog
+    is an example, which follows the help and each error.
+    """
+
+    commands: Mapping[str, CommandParser] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
-        super().error(with_remedies(message))
+        is_bare = message.startswith("the following arguments are required")
+        example = f"\n{self.epilog}" if self.epilog and is_bare else ""
+        super().error(with_remedies(message) + example)
+
+    def check_command(self, words: Sequence[str]) -> None:
+        """End the process with the nearest command if `words` begin with no command of a group."""
+        parser, depth = self, 0
+        while parser.commands and depth < len(words) and not words[depth].startswith("-"):
+            word = words[depth]
+            if word not in parser.commands:
+                near = self._nearest(parser, words[depth:])
+                advice = f"did you mean `{near}`?" if near else f"type `{parser.prog} --help`"
+                self.exit(2, f"{parser.prog}: there is no command {word!r}; {advice}\n")
+            parser, depth = parser.commands[word], depth + 1
+
+    def _nearest(self, group: CommandParser, words: Sequence[str]) -> str:
+        """Return the command that is most like `words`, with its group; "" if none is."""
+        word, *rest = words
+        by_last_word = {
+            name: f"{outer} {name}"
+            for outer, parser in self.commands.items()
+            for name in parser.commands
+        }
+        by_last_word |= {name: name for name in self.commands}
+        if word in by_last_word:
+            return by_last_word[word]
+        prefix = group.prog.removeprefix(self.prog).strip()
+        for near in get_close_matches(word, group.commands, 1):
+            commands = group.commands[near].commands
+            inner = get_close_matches(rest[0], commands, 1) if rest else []
+            return " ".join([*prefix.split(), near, *inner])
+        return next((by_last_word[name] for name in get_close_matches(word, by_last_word, 1)), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(
                 errors="replace"
             )  # a terminal of ASCII shows a name as far as it can
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    parser.check_command(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
     if "run" not in args:
         args.print_help()
         return 0
@@ -112,13 +153,17 @@ def run_server(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of all commands.
 
     It sets `run` ("module:function"), `command` (the command's first word) and `error`, which
     ends the process with the command's usage and status 2.
     """
-    parser = CommandParser(prog=PROG, description="Persistent memory for mlx_lm.server.")
+    parser = CommandParser(
+        prog=PROG,
+        description="Persistent memory for mlx_lm.server.",
+        epilog=_example("server --model MODEL"),
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = _commands(parser, "command", "Most people need the first five only.")
     summary = "say whether --plugin works here and, if not, why"
@@ -130,9 +175,10 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument("options", nargs=argparse.REMAINDER)
     _add_connect(add)
     _add_why(commands)
-    _add_sessions(_group(commands, "sessions", "look after the sessions of a store"))
+    summary = "look after the sessions of a store"
+    _add_sessions(_group(commands, "sessions", summary, "sessions list --sort size"))
     _add_warm(add)
-    _add_store(_group(commands, "store", "check, repair and shrink a store"))
+    _add_store(_group(commands, "store", "check, repair and shrink a store", "store map"))
     key = add("key", "store:key", "make the key file of an encrypted store")
     key.add_argument("file", type=Path, metavar="FILE", help="the file to make, for you alone")
     _add_bench(add)
@@ -154,15 +200,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _group(commands: Any, name: str, summary: str) -> Any:
-    return _commands(commands.add_parser(name, help=summary, description=summary), "subcommand")
+def _example(command: str) -> str:
+    return f"For example: {PROG} {command}"
 
 
-def _commands(parser: argparse.ArgumentParser, dest: str, summary: str | None = None) -> Any:
+def _group(commands: Any, name: str, summary: str, example: str) -> Any:
+    group = commands.add_parser(name, help=summary, description=summary, epilog=_example(example))
+    return _commands(group, "subcommand")
+
+
+def _commands(parser: CommandParser, dest: str, summary: str | None = None) -> Any:
     parser.set_defaults(print_help=parser.print_help)  # for the command alone
-    return parser.add_subparsers(
+    commands = parser.add_subparsers(
         dest=dest, title="commands", metavar="COMMAND", description=summary
     )
+    parser.commands = commands.choices
+    return commands
 
 
 def _adder(commands: Any, *names: str) -> Any:
@@ -199,6 +252,7 @@ def _add_bench(add: Any) -> None:
 
 def _add_connect(add: Any) -> None:
     connect = add("connect", "connect:run", "configure a client for a server of this machine")
+    connect.epilog = _example("connect claude --write")
     connect.add_argument(
         "client",
         choices=("claude", "codex", "opencode", "aider", "openwebui", "router"),
@@ -259,9 +313,26 @@ def _add_selftest(add: Any) -> None:
     )
 
 
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of sessions; write for example 20"
+        )
+    return int(text)
+
+
 def _add_sessions(commands: Any) -> None:
     add = _adder(commands, *_STORE)
-    add("list", "sessions:list_all", "list all sessions, the most recently used first")
+    listed = add("list", "sessions:list_all", "list sessions, the most recently used first")
+    listed.description = (
+        "List sessions, the most recently used first: a line each in a terminal, tab-separated "
+        "values in a pipe. Sizes count shared blocks in full."
+    )
+    listed.add_argument("text", metavar="TEXT", nargs="?", help="text in the name or the title")
+    orders = ("used", "size", "tokens", "name")
+    what = "what comes first: last used, largest, most tokens, or by name (default: %(default)s)"
+    listed.add_argument("--sort", choices=orders, default="used", help=what)
+    listed.add_argument("--limit", type=_count, metavar="N", help="list the first N sessions")
     show = add("show", "sessions:show", "show one session with its blocks")
     rm = add("rm", "sessions:rm", "remove sessions and the blocks that no other session needs")
     rm.add_argument("sessions", metavar="ID|NAME", nargs="*", help=_WHICH)
@@ -271,9 +342,12 @@ def _add_sessions(commands: Any) -> None:
     pin.set_defaults(pinned=True)
     unpin = add("unpin", "sessions:pin", "let a session be removed to make room again")
     unpin.set_defaults(pinned=False)
+    rename = add("rename", "sessions:rename", "give a session a title for the page and commands")
     export = add("export", "sessions:export", "write a session to a file of its own")
-    for command in (show, pin, unpin, export):
+    for command in (show, pin, unpin, rename, export):
         command.add_argument("session", metavar="ID|NAME", help=_WHICH)
+    new = "the title; '' takes it away. Requests go on with the name that the client sends"
+    rename.add_argument("title", metavar="NEW", help=new)
     export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
     add = _adder(commands, *_BUDGETS)
@@ -303,6 +377,7 @@ def _add_store(commands: Any) -> None:
 def _add_warm(add: Any) -> None:
     summary = "let a running server compute the beginning of prompts, and pin it"
     warm = add("warm", "sessions:warm", summary, json=True)
+    warm.epilog = _example("warm prompt.json")
     content = "messages, or the body of a request, as JSON"
     warm.add_argument("file", type=Path, metavar="FILE", help=content)
     url = "the running server (default: %(default)s)"

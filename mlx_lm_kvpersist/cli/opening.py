@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shlex
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -42,8 +43,15 @@ def existing(args: argparse.Namespace) -> OwnFiles:
     """
     folder = folder_of(args)
     files = OwnFiles(folder, encryption_of(args))
-    if not folder.is_dir():
-        raise StoreError(f"there is no store at {folder}; choose another with --kvpersist-dir")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        said = f"{folder} holds no store" if folder.is_dir() else f"there is no store at {folder}"
+        option = (
+            "" if folder == default_folder() else f" --kvpersist-dir {shlex.quote(str(folder))}"
+        )
+        raise StoreError(
+            f"{said}; start the server first: mlx_lm.server --plugin kvpersist --model MODEL"
+            f"{option}; or choose another folder with --kvpersist-dir"
+        )
     files.check_store()
     return files
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -32,6 +35,13 @@ from ..units import show_bytes
 
 _PIPE_WIDTH = 200
 """Columns if there is no terminal to ask."""
+_GAP = 2
+"""Blanks between the columns of a table."""
+_LEAST_WIDTH = 8
+_TSV_CHARS = 160
+_IS_ID = re.compile("[0-9a-f]{8}-?[0-9a-f]{4}|^digest-", re.IGNORECASE)
+"""A session's name that is made for programs."""
+_UNITS_S = {"d": 86_400, "h": 3600, "min": 60}
 
 
 def shown(text: str, max_chars: int = 40) -> str:
@@ -43,6 +53,49 @@ def shown(text: str, max_chars: int = 40) -> str:
         for char in text[: max_chars + 1]
     )
     return escaped if len(escaped) <= max_chars else escaped[: max_chars - 1] + "…"
+
+
+def fitted(text: str, width: int) -> str:
+    """Return a text in at most `width` columns; an ellipsis stands for the middle of a longer one.
+
+    A wide character takes two columns.
+    """
+    if cell_len(text) <= width:
+        return text
+    n_end = (width - 1) // 2
+    end = set_cell_size(text[::-1], n_end)[::-1]
+    return f"{set_cell_size(text, width - 1 - n_end)}…{end}"
+
+
+def fitted_rows(
+    rows: Sequence[Sequence[str]], columns: Sequence[str], column: str, width: int
+) -> list[list[str]]:
+    """Return the rows of a table of at most `width` columns: the cells of `column` are shortened.
+
+    A cell keeps at least 8 columns.
+    """
+    place = columns.index(column)
+    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+    rest = sum(widths) - widths[place] + _GAP * (len(columns) - 1)
+    left = max(_LEAST_WIDTH, width - rest)
+    return [[*row[:place], fitted(row[place], left), *row[place + 1 :]] for row in rows]
+
+
+def called(name: str | None, note: Mapping[str, str]) -> str:
+    """Return what people call a session: its title, its name or its first words; "" if none.
+
+    The first words stand for a name that is an id.
+    """
+    name, words = name or "", note.get("words", "")
+    return note.get("title") or (words if words and _IS_ID.search(name) else name or words)
+
+
+def age(seconds: float) -> str:
+    """Return a time in its largest unit, such as "3 d"; "now" if it is under a minute."""
+    for unit, unit_s in _UNITS_S.items():
+        if seconds >= unit_s:
+            return f"{seconds // unit_s:.0f} {unit}"
+    return "now"
 
 
 def counted(number: int, noun: str) -> str:
@@ -78,6 +131,19 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
+def print_tsv(sessions: Iterable[Mapping[str, Any]], *columns: str) -> None:
+    """Print fields of sessions as tab-separated values, after a line with their names.
+
+    Sizes are in bytes, times in UTC. A longer text than 160 characters is shortened.
+    """
+    print(*columns, sep="\t")
+    for row in sessions:
+        fields = {**row, "precision": layout_in_words(row["precision"] or "")}
+        values = ("" if fields[name] is None else fields[name] for name in columns)
+        texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+        print(*(shown(text, _TSV_CHARS) for text in texts), sep="\t")
+
+
 def tell(args: argparse.Namespace, content: Any, *texts: str | Table) -> None:
     """Print `content` as JSON if --json asks for it, else the lines and tables for people."""
     if args.json:
@@ -85,6 +151,11 @@ def tell(args: argparse.Namespace, content: Any, *texts: str | Table) -> None:
         return
     for text in texts:
         console().print(text)
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; 80 in a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
 
 
 def console() -> Console:

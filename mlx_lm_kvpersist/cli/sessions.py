@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+from ..api.admin import MAX_TITLE_CHARS
 from ..api.agents import WARM_PATH, read_prompt, session_name
 from ..block import Checkpoint
 from ..config import encryption_of, limits_of
@@ -17,21 +20,51 @@ from ..store.records import Session, Totals
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
 from .opening import changing, folder_of, reading
-from .output import amount, counts, named, progress, record, records, shown, tell, utc_time
+from .output import (
+    age,
+    amount,
+    called,
+    counted,
+    counts,
+    fitted_rows,
+    named,
+    print_tsv,
+    progress,
+    record,
+    records,
+    shown,
+    table,
+    tell,
+    terminal_width,
+    utc_time,
+)
 from .servers import ask
 
 _EXCERPT_CHARS = 240
 _COMPUTED_S = 3600.0
+_NAME_CHARS = 160
+_TSV_COLUMNS = "id name title model precision namespace tokens bytes blocks pinned used".split()
+_ORDERS: dict[str, Callable[[tuple[Session, str, dict[str, Any]]], Any]] = {
+    "used": lambda found: -found[0].used,
+    "size": lambda found: -found[2]["bytes"],
+    "tokens": lambda found: -found[0].n_tokens,
+    "name": lambda found: (not found[1], found[1].casefold()),
+}
+"""By the word after --sort: a key for a session, its name for people, and its record for JSON."""
 
 
-def choose(sessions: Sequence[Session], wanted: str) -> Session:
-    """Return the session with the id `wanted`, or that name, or the only id that begins with it.
+def choose(index: Index, wanted: str) -> Session:
+    """Return the session with the id `wanted`, or that name or title.
 
-    An id comes first, so that no name hides it. Raises StoreError unless one session matches.
+    The beginning of an id is enough. An id comes first, then a name, so that no title hides them.
+    Raises StoreError unless one session matches.
     """
-    by_id = [session for session in sessions if session.id == wanted]
-    named = [session for session in sessions if session.name == wanted]
+    sessions = index.sessions()
+    named = [session for session in sessions if session.name == wanted] or [
+        session for session in sessions if wanted and _title(index, session) == wanted
+    ]
     begun = [session for session in sessions if wanted and session.id.startswith(wanted)]
+    by_id = [session for session in begun if session.id == wanted]
     matches = by_id or named or begun
     if not matches:
         raise StoreError(f"no session has the id or the name {shown(wanted)}")
@@ -42,13 +75,17 @@ def choose(sessions: Sequence[Session], wanted: str) -> Session:
     return matches[0]
 
 
+def _title(index: Index, session: Session) -> str | None:
+    return index.state.note(session.id).get("title") or None
+
+
 def describe(index: Index, session: Session) -> dict[str, Any]:
     chain = index.outline([session.leaf])
     root = index.root(session.root)
     return {
         "id": session.id,
         "name": session.name,
-        "title": index.state.note(session.id).get("title") or None,
+        "title": _title(index, session),
         "model": root.model if root else None,
         "fingerprint": root.fingerprint if root else None,
         "precision": root.layout if root else None,
@@ -66,18 +103,59 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
 
 
 def list_all(args: argparse.Namespace) -> int:
-    folder = folder_of(args)
+    """List sessions: a line each that fits a terminal, tab-separated values in a pipe, or JSON."""
+    folder, now = folder_of(args), time.time()
+    found: list[tuple[Session, str, dict[str, Any]]] = []
     with reading(args) as index:
-        sessions = [describe(index, session) for session in index.sessions()]
-    columns = "id title name model precision namespace tokens bytes blocks pinned used".split()
-    listed = records(sessions, *columns) if sessions else f"no sessions in {folder}"
-    tell(args, {"folder": str(folder), "sessions": sessions}, listed)
+        for session in index.sessions():
+            note = index.state.note(session.id)
+            names = f"{session.name or ''}\n{note.get('title') or ''}".casefold()
+            if args.text is None or args.text.casefold() in names:
+                name = shown(called(session.name, note), _NAME_CHARS)
+                found.append((session, name, describe(index, session)))
+    found.sort(key=_ORDERS[args.sort])
+    listed = found[: args.limit]
+    facts = [fields for *_, fields in listed]
+    if args.json:
+        tell(args, {"folder": str(folder), "sessions": facts})
+    elif not listed:
+        which = "" if args.text is None else f" with {shown(args.text)} in the name or the title"
+        tell(args, None, f"no sessions{which} in {folder}")
+    elif not sys.stdout.isatty():
+        print_tsv(facts, *_TSV_COLUMNS)
+    else:
+        rows = [
+            [
+                *(session.id, name or "-", f"{session.n_tokens:,}", show_bytes(fields["bytes"])),
+                *(age(now - session.used), "pinned" if session.pinned else ""),
+            ]
+            for session, name, fields in listed
+        ]
+        columns = ["id", "session", "tokens", "size", "used", ""]
+        rows = fitted_rows(rows, columns, "session", terminal_width())
+        n_more = len(found) - len(listed)
+        more = [f"… and {counted(n_more, 'more session')}"] if n_more else []
+        tell(args, None, table(columns, rows, "tokens size used"), *more)
+    return 0
+
+
+def rename(args: argparse.Namespace) -> int:
+    """Give a session a title, or take it away with "". Requests go on with the client's name."""
+    title = args.title.strip()
+    if len(title) > MAX_TITLE_CHARS:
+        raise StoreError(f"a title has at most {MAX_TITLE_CHARS} characters, not {len(title):,}")
+    with changing(args) as disk, disk.lock.held():
+        session = choose(disk.index, args.session)
+        disk.index.state.add_note(session.id, title=title)
+        facts = describe(disk.index, session)
+    what = f"is called {shown(title)}" if title else "has no title any more"
+    tell(args, facts, f"{named(session)}  {what}")
     return 0
 
 
 def show(args: argparse.Namespace) -> int:
     with reading(args) as index:
-        session = choose(index.sessions(), args.session)
+        session = choose(index, args.session)
         facts = describe(index, session)
         chain = index.chain(session.leaf)
         checkpoints = index.checkpoints([node.key for node, _ in chain])
@@ -114,8 +192,8 @@ def rm(args: argparse.Namespace) -> int:
     if args.all and not args.yes:
         args.error(f"--all removes every session of {folder}; add --yes")
     with changing(args) as disk, disk.lock.held():
-        sessions = disk.index.sessions()
-        chosen = sessions if args.all else [choose(sessions, wanted) for wanted in args.sessions]
+        index = disk.index
+        chosen = index.sessions() if args.all else [choose(index, name) for name in args.sessions]
         chosen = list(dict.fromkeys(chosen))
         before = disk.index.totals()
         for session in chosen:
@@ -134,7 +212,7 @@ def rm(args: argparse.Namespace) -> int:
 
 def pin(args: argparse.Namespace) -> int:
     with changing(args) as disk, disk.lock.held():
-        session = disk.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
+        session = disk.set_pinned(choose(disk.index, args.session), args.pinned)
         facts = describe(disk.index, session)
     what = "pinned" if session.pinned else "no longer pinned"
     tell(args, facts, f"{named(session)}  is {what}")
@@ -144,7 +222,7 @@ def pin(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> int:
     target = args.file
     with reading(args) as index, progress("export") as on_progress:
-        session = choose(index.sessions(), args.session)
+        session = choose(index, args.session)
         if target.exists() and not args.force:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
         n_bytes = export_session(index, session, target, on_progress)

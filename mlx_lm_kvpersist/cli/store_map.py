@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +21,26 @@ from ..store.index import Index
 from ..store.records import Session
 from ..units import show_bytes
 from .opening import folder_of, reading
-from .output import counted, shown, table, tell, utc_time
+from .output import (
+    age,
+    called,
+    counted,
+    fitted,
+    fitted_rows,
+    shown,
+    table,
+    tell,
+    terminal_width,
+    utc_time,
+)
 
 _MOST_DRAWN = 40
 """The largest segments are drawn."""
 _MOST_CHARS = 60
+_NAME_CHARS = 160
 _BAR = 20
-_IS_ID = re.compile("[0-9a-f]{8}-?[0-9a-f]{4}|^digest-", re.IGNORECASE)
-"""A session's name that is made for programs."""
-_UNITS_S = {"d": 86_400, "h": 3600, "min": 60}
+_ID_CHARS = 8
+"""The beginning of an id that is drawn; the commands take it for the id."""
 _AGES_S = {"1 hour": 3600, "1 day": 86_400, "7 days": 604_800, "30 days": 2_592_000}
 
 
@@ -63,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         segments = _segments(index)
         ages = dict.fromkeys([*_AGES_S, "longer ago"], 0)
         for segment in segments:
-            older = (age for age, seconds in _AGES_S.items() if now - segment.used < seconds)
+            older = (named for named, limit_s in _AGES_S.items() if now - segment.used < limit_s)
             ages[next(older, "longer ago")] += segment.n_bytes
         roots, n_bytes = {root.key: root for root, _ in index.roots()}, sum(ages.values())
         if args.json:
@@ -72,9 +82,10 @@ def run(args: argparse.Namespace) -> int:
             tell(args, {"folder": str(folder), **facts})
             return 0
         n_sessions = sum(len(segment.ending) for segment in segments)
-        tell(args, None, f"{folder}: {show_bytes(n_bytes)} in {counted(n_sessions, 'session')}")
+        summary = f"{folder}: {show_bytes(n_bytes)} in {counted(n_sessions, 'session')}"
+        tell(args, None, summary)
         if segments:
-            rows = [[age, _bar(size, n_bytes), show_bytes(size)] for age, size in ages.items()]
+            rows = [[named, _bar(size, n_bytes), show_bytes(size)] for named, size in ages.items()]
             by_age = table(["used within", "", ""], rows)
             tell(args, None, *_drawn(index, segments, roots), "", by_age)
     return 0
@@ -156,49 +167,38 @@ def _drawn(
             is_last = segment is tops[-1]
             bar = _bar(segment.n_bytes, most, "█" if segment.n_sessions == 1 else "▒")
             label = indent + (last if is_last else first) + _label(index, segment)
-            yield [show_bytes(segment.n_bytes), bar, _ago(now - segment.used), label]
+            yield [show_bytes(segment.n_bytes), bar, age(now - segment.used), label]
             below = indent + ("  " if is_last else "│ ") * bool(first)
             yield from tree(segment.children, below, "├ ", "└ ")
         if rest:
             n_bytes = sum(segment.tree_bytes for segment in rest)
             n_sessions = sum(segment.n_sessions for segment in rest)
             more = counted(n_sessions, "more session") if n_sessions else "more of no session"
-            age = _ago(now - max(segment.used for segment in rest))
-            yield [show_bytes(n_bytes), "", age, f"{indent}{last}… and {more}"]
+            used = age(now - max(segment.used for segment in rest))
+            yield [show_bytes(n_bytes), "", used, f"{indent}{last}… and {more}"]
 
+    width, columns = terminal_width(), ["size", "", "used", "session"]
     sizes = {key: sum(segment.tree_bytes for segment in tops) for key, tops in models.items()}
     for model, layout in sorted(models, key=sizes.__getitem__, reverse=True):
         yield ""
-        yield f"{shown(model, 200)}, {layout_in_words(layout)}: {show_bytes(sizes[model, layout])}"
-        yield table(["size", "", "used", ""], tree(models[model, layout], "", "", ""), "size used")
+        facts = f", {layout_in_words(layout)}: {show_bytes(sizes[model, layout])}"
+        yield fitted(shown(model, 200), width - len(facts)) + facts
+        rows = fitted_rows([*tree(models[model, layout], "", "", "")], columns, "session", width)
+        yield table(columns, rows, "size used")
 
 
 def _label(index: Index, segment: Segment) -> str:
-    sessions = ""
-    if segment.ending:
-        first, n_more = segment.ending[0], len(segment.ending) - 1
-        sessions = _called(index, first) + (f" and {n_more:,} more" if n_more else "")
-        if len(segment.ending) == segment.n_sessions:
-            return sessions
-    words = shown(_words(index, segment).strip(), _MOST_CHARS)
     shared = f"shared by {segment.n_sessions:,}" if segment.n_sessions else "of no session"
-    label = f"{shared}, {segment.n_tokens:,} tokens" + (f' "{words}"' if words else "")
-    return label + (f"; end here: {sessions}" if sessions else "")
-
-
-def _called(index: Index, session: Session) -> str:
-    note, name = index.state.note(session.id), session.name or ""
-    words = note.get("words", "")
-    called = note.get("title") or (words if words and _IS_ID.search(name) else name or words)
-    return f"{session.id} {shown(called)}".strip() + (" (pinned)" if session.pinned else "")
+    if not segment.ending:
+        words = shown(_words(index, segment).strip(), _MOST_CHARS)
+        return f"{shared}, {segment.n_tokens:,} tokens" + (f' "{words}"' if words else "")
+    first, n_more = segment.ending[0], len(segment.ending) - 1
+    name = shown(called(first.name, index.state.note(first.id)), _NAME_CHARS)
+    sessions = f"{first.id[:_ID_CHARS]} {name}".strip() + " (pinned)" * first.pinned
+    sessions += f" and {n_more:,} more" if n_more else ""
+    is_own = len(segment.ending) == segment.n_sessions
+    return sessions if is_own else f"{shared}; end here: {sessions}"
 
 
 def _bar(n_bytes: int, most: int, glyph: str = "█") -> str:
     return glyph * max(1, round(_BAR * n_bytes / max(most, 1))) if n_bytes else ""
-
-
-def _ago(seconds: float) -> str:
-    for unit, unit_s in _UNITS_S.items():
-        if seconds >= unit_s:
-            return f"{seconds // unit_s:.0f} {unit}"
-    return "now"

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +187,9 @@ class Index(Rows):
         A row has its key, its parent's key, its bytes with its checkpoints', and their number.
         `leaves` are at most 500.
         """
+        values = ",".join(["(?)"] * len(leaves)) or "(NULL)"
         return self.ask(
-            f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "
+            f"WITH RECURSIVE leaves(key) AS (VALUES {values}), up(key) AS (SELECT key FROM leaves "
             "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
             "SELECT b.key, parent, b.n_bytes + coalesce(sum(c.n_bytes), 0), count(c.key) "
             "FROM up JOIN blocks AS b USING (key) LEFT JOIN checkpoints AS c ON c.block = b.key "
@@ -197,6 +197,11 @@ class Index(Rows):
             *leaves,
             types=(bytes, bytes, int, int),
         )
+
+    def n_children(self, keys: Iterable[bytes]) -> dict[bytes, int]:
+        """Return the number of children of those blocks that have any."""
+        query = "SELECT parent, count(*) FROM blocks WHERE parent IN (VALUES {}) GROUP BY parent"
+        return dict(self.ask_in(query, zip(keys), types=(bytes, int)))
 
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
         """Return a row for each block.
@@ -400,13 +405,13 @@ class Index(Rows):
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
-        `new` comes with the sizes of the files, in bytes. `session` ends in the commit's leaf; its
-        file has `sidecar_bytes`. Wrong rows are corrected. Return the keys of removed checkpoints:
-        those superseded, and those of replaced blocks.
+        `new` comes with the sizes of the files, in bytes. `session` ends in the commit's leaf and
+        is used now; its file has `sidecar_bytes`. Wrong rows are corrected. Return the keys of
+        removed checkpoints: those superseded, and those of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
-            now = self.now()
+            now = session.used if session is not None else self.now()
             self.add_blocks(root, new, now)
             self._use_checkpoints(db, commit.checkpoints, now)
             replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
@@ -439,7 +444,7 @@ class Index(Rows):
             )
             db.execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*astuple(session), sidecar_bytes),
+                (*vars(session).values(), sidecar_bytes),
             )
 
     def remove_session(self, session_id: str) -> None:

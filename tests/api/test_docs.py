@@ -13,7 +13,8 @@ from mlx_lm_kvpersist.host.http.server import is_alias
 from mlx_lm_kvpersist.request.outcome import Reason
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "clients.md").read_text(encoding="utf-8")
+CLIENTS = (DOCS / "clients.md").read_text(encoding="utf-8")
+API = (DOCS / "api.md").read_text(encoding="utf-8")
 REUSE = html.unescape((DOCS / "reuse.md").read_text(encoding="utf-8"))
 
 
@@ -29,16 +30,17 @@ def test_reasons() -> None:
 
 def test_the_setups_fit_together() -> None:
     """One server, and names that mean its own model."""
-    assert set(re.findall(r"127\.0\.0\.1:(\d+)", PAGE)) == {"8080"}
-    assert 'base_url = "http://127.0.0.1:8080/v1"' in PAGE and 'wire_api = "responses"' in PAGE
-    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:8080 " in PAGE
-    names = re.findall(r"ANTHROPIC_(?:MODEL|DEFAULT_HAIKU_MODEL)=(\S+)", PAGE)
+    assert set(re.findall(r"127\.0\.0\.1:(\d+)", CLIENTS)) == {"8080"}
+    assert 'base_url = "http://127.0.0.1:8080/v1"' in CLIENTS
+    assert 'wire_api = "responses"' in CLIENTS
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:8080 " in CLIENTS
+    names = re.findall(r"ANTHROPIC_(?:MODEL|DEFAULT_HAIKU_MODEL)=(\S+)", CLIENTS)
     assert len(names) == 2 and all(is_alias(name) for name in names)
 
 
 def test_paths() -> None:
     paths = (MESSAGES_PATH, COUNT_PATH, RESPONSES_PATH, *HELLO_PATHS)
-    assert [path for path in paths if f" {path}`" not in PAGE] == []
+    assert [path for path in paths if f" {path}`" not in API] == []
 
 
 def test_what_keeps_no_cache_is_what_the_plugin_refuses() -> None:

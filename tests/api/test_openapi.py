@@ -13,7 +13,7 @@ from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.store.records import StoreLimits
 from tests.support.host import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "agents.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
 DOCUMENT: Any = json.loads((REPOSITORY / "docs" / "openapi.json").read_text(encoding="utf-8"))
 OF_OTHERS = {
     *(messages.MESSAGES_PATH, messages.COUNT_PATH, responses.RESPONSES_PATH),

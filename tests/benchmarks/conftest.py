@@ -1,4 +1,4 @@
-"""Runs of benchmarks with a tiny model: small enough for a test, real servers all the same."""
+"""Runs of benchmarks with a tiny model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.models import BenchmarkModel
+from benchmarks.report import Report
 from benchmarks.runs import Run
 
 
 @pytest.fixture
-def run(tiny_model: Path, tmp_path: Path) -> Run:
-    return Run(BenchmarkModel("tiny", tiny_model), tmp_path / "results", ("ours", "stock"))
+def report(tmp_path: Path) -> Report:
+    return Report("smoke", {"name": "tiny"}, {}, tmp_path / "results")
+
+
+@pytest.fixture
+def run(tiny_model: Path, report: Report) -> Run:
+    return Run(BenchmarkModel("tiny", tiny_model), report)

@@ -1,135 +1,175 @@
-"""Results are on disk row by row; the page judges the goals by them."""
+"""Samples are kept as they come; the page judges the goals and names each fault of its results."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import report, store
-from benchmarks.goals import reached
+from benchmarks import chart, report
+from benchmarks.goals import GOALS, Goal
 from benchmarks.page import make_page
-from benchmarks.report import Result, kept_results, lost_commits, write_page
+from benchmarks.report import DeviceResults, Report, kept_results, warnings
+from benchmarks.run_all import PRESETS
 
 
-def result(name: str, *rows: dict[str, Any], kind: str = "cpu") -> tuple[str, dict[str, Any]]:
-    made = Result(name, "About.", {})
-    made.content["device"] = {**made.content["device"], "kind": kind}
-    made.rows.extend(rows)
-    return kind, made.content
+def results(
+    *rows: tuple[str, str, str, list[float]],
+    kind: str = "cpu",
+    part: str = "cpu",
+    commits: tuple[str, ...] = ("abc",),
+) -> DeviceResults:
+    """Return results of a device; a row is question, what, side and values."""
+    names = ("question", "what", "side", "values")
+    samples = [{**dict(zip(names, row, strict=True)), "unit": "s"} for row in rows]
+    model = {"name": "m", "weights_bytes": 1, "random_weights": True}
+    about: dict[str, Any] = {"part": part, "versions": {}, "date": "2026-11-27", "model": model}
+    about |= {"sides": {}, "command": "python", "notes": {}, "samples": samples}
+    about["device"] = {"kind": kind, "processors": 2, "platform": "p"}
+    return DeviceResults("device", [{**about, "commit": commit} for commit in commits])
 
 
-def test_rows_are_kept_as_they_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = Result("name", "About.", {"n": 1}, folder=tmp_path / "device")
-    made.add({"a": 1})
-    assert json.loads(made.path.read_text(encoding="utf-8"))["rows"] == [{"a": 1}]
-    made.add({"b": 0.12345})
-    made.leave_out("the rest")
-    ((device, kept),) = kept_results(tmp_path)
-    assert (device, kept["left_out"]) == ("device", ["the rest"])
-    assert {"mlx", "mlx-lm", "python"} <= kept["versions"].keys()
-    made.show()
-    assert "left out, no time: the rest" in capsys.readouterr().out
-    page = make_page([(device, kept)], {})
-    assert "| a | b |\n| --- | --- |\n| 1 |  |\n|  | 0.123 |" in page
+def test_samples_are_kept_as_they_come(tmp_path: Path) -> None:
+    made = Report("cpu", {"name": "m"}, {}, tmp_path / "device")
+    made.add("q", "w", "ours", "s", 1.0)
+    assert json.loads(made.path.read_text())["samples"][0]["values"] == [1.0]
+    made.add("q", "w", "stock", "s", 3.0)
+    made.add("q", "w", "ours", "s", 2.0)
+    made.note("q", "How.")
+    (kept,) = kept_results(tmp_path)
+    assert kept.values("q", "w", "ours") == [1.0, 2.0] and kept.median("q", "w", "stock") == 3.0
+    assert {"mlx", "mlx-lm", "python"} <= kept.parts[0]["versions"].keys()
+    assert kept.parts[0]["notes"] == {"q": "How."} and kept.values("q", "x", "ours") == []
 
 
-def test_tables_without_rich(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    made = Result("name", "About.", {}, folder=tmp_path)
-    made.add({"a": 1, "b": None})
-    made.show()
-    assert "About.\na\tb\n1\t\n" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("ours", "at_least", "verdict"),
+    [
+        (1.1, False, "reached"),
+        (1.2, False, "missed"),
+        (1.1, True, "reached"),
+        (1.0, True, "missed"),
+    ],
+)
+def test_a_goal_is_reached_or_missed(ours: float, at_least: bool, verdict: str) -> None:
+    goal = Goal("q", "w", 1.1, None, at_least=at_least)
+    measured = results(("q", "w", "ours", [ours]), ("q", "w", "stock", [1.0]))
+    assert goal.verdict(measured) == verdict
+    assert goal.verdict(results(kind="gpu")) == "", "there is no goal for a GPU"
+    assert goal.verdict(results()) == "not measured"
+    smoke = results(("q", "w", "ours", [ours]), ("q", "w", "stock", [1.0]), part="smoke")
+    assert goal.verdict(smoke) == "", "goals are for the presets"
 
 
-def test_goals_are_judged_where_they_are_hardest() -> None:
-    cold = {"state": "cold", "ours / its cold": 1.0}
-    results = [
-        result(
-            "ttft-m",
-            {"context": 1024, "ours / stock": 1.02, **cold},
-            {"context": 8192, "ours / stock": 1.2, **cold},
-            {"context": 8192, "state": "restart, disk", "ours / its cold": 0.1},
-        ),
-        result(
-            "ttft-m",
-            {"context": 8192, "state": "restart, disk", "ours / its cold": 0.1},
-            kind="gpu",
-        ),
-        result(
-            "stall-m",
-            {"side": "ours", "while": "turn being written", "slowdown": None},
-            {"side": "ours", "while": "the second after a cold prompt", "slowdown": 0.02},
-        ),
-        result("store-m", {"what": "restore, warm", "ratio": 0.5}),
+def test_a_ratio_is_the_median_within_the_repeats() -> None:
+    measured = results(("q", "w", "ours", [1.0, 4.0, 9.0]), ("q", "w", "stock", [1.0, 2.0, 3.0]))
+    assert Goal("q", "w", 1.0, 1.0).ratio(measured) == 2.0
+    other = Goal("q", "w", 1.0, 1.0, base="v", base_side="ours")
+    assert other.ratio(measured) is None
+    measured = results(("q", "w", "ours", [3.0]), ("q", "v", "ours", [2.0]))
+    assert other.ratio(measured) == 1.5
+
+
+def test_every_goal_has_a_row_that_the_presets_measure() -> None:
+    """The names of the goals are those that the benchmarks give their rows."""
+    contexts = {"cpu": ("8K", "4K"), "gpu": ("8K", "32K", "4K", "16K")}
+    names = " ".join(name for preset in PRESETS.values() for name in map(str, preset.steps))
+    for goal in GOALS:
+        for kind in ("cpu", "gpu"):
+            size = goal.what.rpartition(" ")[2]
+            if goal.bound(kind) is not None and size.endswith("K"):
+                assert size in contexts[kind] and str(int(size[:-1]) * 1024) in names
+
+
+def test_the_page_shows_reached_missed_and_missing_rows() -> None:
+    rows = [
+        ("first token", "new prompt, 8K", side, [s]) for side, s in (("ours", 1.0), ("stock", 2.0))
     ]
-    said = {(goal.what, goal.source.partition(",")[0]): goal for goal in reached(results)}
-    prefill = said["cold prefill, ours over stock", "cpu"]
-    assert (prefill.value, prefill.is_met, prefill.bound) == (1.2, False, "<= 1.05")
-    restart = "first token after a restart over cold, 8K"
-    assert not said[restart, "cpu"].is_met
-    assert said[restart, "gpu"].is_met and said[restart, "gpu"].bound == "<= 0.15"
-    assert said["decode slowdown while the writer runs", "cpu"].is_met
-    copy = said["time of a restore over a memory copy's, page cache warm", "cpu"]
-    assert (copy.value, copy.is_met) == (2.0, False)
-    assert said["live KV bytes by shape, ours over stock", ""].value is None
-    assert "| not measured |" in make_page(results, {})
+    again = [("first token", "same prompt again, 8K", side, [2.0]) for side in ("ours", "stock")]
+    extra = [("first token", "new prompt, 1K", side, [3.0]) for side in ("ours", "stock")]
+    page = make_page([results(*rows, *again, *extra)])
+    assert "| new prompt, 8K | ours | s | 2 | 1 | 0.5 | at most 1.05 | reached |" in page
+    assert "| same prompt again, 8K | ours | s | 2 | 2 | 1 | at most 0.8 | missed |" in page
+    assert "| next turn, 8K | ours |  |  |  |  | at most 0.9 | not measured |" in page
+    assert "| new prompt, 1K | ours | s | 3 | 3 | 1 |  |  |" in page
+    assert "Warning" not in page
 
 
-def test_the_page_with_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    made = Result("store", "About.", {}, folder=tmp_path / "results" / "cpu")
-    made.add({"what": "save", "GB/s": 1.0})
-    write_page(tmp_path / "results", tmp_path / "RESULTS.md")
-    assert "![store](results/cpu/store.png)" in (tmp_path / "RESULTS.md").read_text()
-    assert (tmp_path / "results" / "cpu" / "store.png").stat().st_size > 1000
-
-
-def test_results_of_lost_commits_are_marked_and_not_judged() -> None:
-    _, made = result("store-m", {"what": "restore, cold", "ratio": 0.9})
-    made["commit"] = "abc1234"
-    mark, goal = "**Not current**", "| 0.9 | reached |"
-    kept = make_page([("cpu", made)], {})
-    assert mark not in kept and goal in kept
-    lost = make_page([("cpu", made)], {}, {"abc1234"})
-    assert mark in lost and goal not in lost and "| restore, cold | 0.9 |" in lost
-
-
-def test_lost_commits_are_those_outside_of_the_history(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("kept", "warning"),
+    [
+        ([results(commits=("a", "b"))], "device mixes results of a, b"),
+        ([results(commits=("a-dirty",))], "measured with changed files (a-dirty)"),
+        ([results(commits=("unknown",))], "measured with changed files (unknown)"),
+        ([results(commits=("a",)), results(commits=("b",))], "at different commits: a, b"),
+    ],
+)
+def test_results_that_are_not_of_one_clean_commit_are_named_at_the_top(
+    kept: list[DeviceResults], warning: str
 ) -> None:
-    monkeypatch.setattr(report, "FOLDER", tmp_path / "results")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert lost_commits({"0" * 40}) == set() and "no history of git" in capsys.readouterr().err
-
-    def git(*arguments: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        command = ["git", "-C", str(tmp_path), *who, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "--quiet")
-    git("commit", "--quiet", "--allow-empty", "--message", "one")
-    first = git("rev-parse", "--short", "HEAD")
-    git("commit", "--quiet", "--allow-empty", "--message", "two")
-    second = git("rev-parse", "HEAD")
-    git("reset", "--quiet", first)
-    lost = {second, f"{first}-dirty", "0" * 40}
-    assert lost_commits({first, *lost}) == lost
+    assert any(warning in each for each in warnings(kept))
+    top = make_page(kept).partition("## ")[0]
+    assert "**Warning:**" in top and warning in top
 
 
-def test_the_store_benchmark(tiny_model: Path, tmp_path: Path) -> None:
-    layout = store.layout_of(str(tiny_model), tmp_path)
-    rows = {row["what"]: row for row in store.measure(layout, tmp_path, 600, 1).rows}
-    restored = rows["restore, cold"]
-    assert restored["MB"] == rows["load, cold"]["MB"] > 0
-    assert restored["rate over"] == "read plain files, cold" and restored["ratio"] > 0
-    # 256 tokens have keys of 8 bits and values of 4. The other 44 are in float32.
-    assert 1.57 <= rows["turn 1 of 300 tokens, written"]["over KV"] < 1.8
-    per_token = rows["on disk, index included"]["bytes a token"]
-    assert per_token > layout.spec.bytes_per_token
+def test_the_kept_results_of_a_device_are_of_one_commit() -> None:
+    kept = kept_results()
+    assert kept, "no results are kept"
+    for each in kept:
+        assert len(each.commits) == 1, f"{each.folder}: measure all parts at one commit"
+        assert not each.commits[0].endswith("-dirty") and each.commits[0] != "unknown"
+
+
+def test_the_kept_page_is_made_from_the_kept_results() -> None:
+    page = report.PAGE.read_text(encoding="utf-8")
+    assert page == make_page(kept_results()), "run: python -m benchmarks.report"
+    assert len(page.splitlines()) <= 250
+
+
+def test_the_largest_page_has_at_most_250_lines() -> None:
+    """Every goal on both kinds of device, and as many rows again without a goal."""
+    every = [
+        results(
+            *(
+                (goal.question, goal.what + extra, side, [1.0])
+                for goal in GOALS
+                for side in ("ours", "stock")
+                for extra in ("", ", too")
+            ),
+            kind=kind,
+            part=kind,
+        )
+        for kind in ("cpu", "gpu")
+    ]
+    assert 100 < len(make_page(every).splitlines()) <= 250
+
+
+def test_the_chart_has_a_line_for_each_way_to_begin(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        ("first token", f"{what}, {size}", side, [1.0, 3.0])
+        for what, side in (
+            ("new prompt", "stock"),
+            ("new prompt", "ours"),
+            ("after a restart", "ours"),
+        )
+        for size in ("1K", "64K")
+    ]
+    measured = results(*rows)
+    assert chart.points(measured, "new prompt", "stock") == [(1024, 2.0), (65536, 2.0)]
+    for name in ("a.svg", "b.svg"):
+        chart.draw([measured], tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    text = (tmp_path / "a.svg").read_text()
+    for label in ("stock, new prompt", "plugin, new prompt", "plugin, after a restart"):
+        assert f"<!-- {label} -->" in text
+
+
+def test_a_commit_can_be_named_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(report.COMMIT, "abc1234")
+    assert report.commit() == "abc1234"
+    monkeypatch.delenv(report.COMMIT)
+    monkeypatch.setattr(report, "FOLDER", Path("/nowhere/results"))
+    assert report.commit() == "unknown"

@@ -1,46 +1,46 @@
-"""The benchmarks of real servers, small: every state is what its name says."""
+"""The benchmarks with real servers and small prompts: each row is what its name says."""
 
 from __future__ import annotations
 
 import json
 import sys
-from itertools import pairwise
+from ast import literal_eval
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mlx_lm_kvpersist
-from benchmarks import decode, stall, start, together, ttft
-from benchmarks.measured_server import peak_rss_bytes
+from benchmarks import decode, run_all, stall, start, streams, together, ttft
 from benchmarks.page_cache import drop_cached_pages
-from benchmarks.runs import Costs, Deadline, Run
-from benchmarks.servers import check_kept
-from tests.support import Reply
+from benchmarks.runs import BOTH, Run
+from benchmarks.servers import BEFORE, OURS, OURS_16, REPOSITORY, SIDES, STOCK, before_side
+from tests.support import ServerError
+
+
+def values(run: Run) -> dict[tuple[str, str], list[float]]:
+    """Return the samples by row and side, as they are on disk."""
+    kept = json.loads(run.report.path.read_text(encoding="utf-8"))
+    return {(row["what"], row["side"]): row["values"] for row in kept["samples"]}
 
 
 @pytest.mark.slow
 def test_first_tokens(run: Run) -> None:
-    result = ttft.measure(run, (300,), 1)
-    rows = {row["state"]: row for row in result.rows}
-    assert list(rows) == ["cold", "hot", "extend", "restart, disk", "restart, cache"]
-    reused = {state: (row["ours reused"], row["stock reused"]) for state, row in rows.items()}
-    assert max(reused["cold"]) < 8, "no more than the template's first tokens"
-    assert reused["hot"] == (299, 299)
-    assert reused["extend"][0] > 300, "ours goes on behind the reply"
-    assert reused["restart, disk"][0] > 300 and reused["restart, disk"][1] < 8
-    assert reused["restart, cache"][0] > 300 and reused["restart, cache"][1] is None
-    assert rows["restart, disk"]["outcome"] == "EXACT"
-    assert all(row["ours s"] > 0 for row in result.rows)
-    kept = json.loads(result.path.read_text(encoding="utf-8"))
-    assert kept["rows"] == result.rows
-    assert kept["model"]["fingerprint"]
-    assert kept["setting"]["sides"].keys() == {"ours", "stock"}
-    assert kept["setting"]["page cache left after dropping"] in (0.0, None)
+    ttft.measure(run, {512: 2})
+    found = values(run)
+    states = ("new prompt", "same prompt again", "next turn")
+    rows = {(f"{state}, 512", side) for state in states for side in BOTH}
+    assert found.keys() == {*rows, ("after a restart, 512", OURS)}
+    assert all(len(each) == 2 and min(each) > 0 for each in found.values())
+    assert "page cache" in run.report.content["notes"][ttft.QUESTION]
 
 
 @pytest.mark.slow
-def test_the_code_of_another_checkout_runs_beside_ours(run: Run, tmp_path: Path) -> None:
-    """Its package notes that it was imported, and becomes ours."""
+def test_the_code_of_another_checkout_is_measured(run: Run, tmp_path: Path) -> None:
+    """The package of the checkout notes that it was imported, and becomes this package.
+
+    The checkout has no other folder: it may be older than the benchmarks.
+    """
     package = tmp_path / "checkout" / "mlx_lm_kvpersist"
     package.mkdir(parents=True)
     ours = Path(mlx_lm_kvpersist.__file__)
@@ -48,91 +48,144 @@ def test_the_code_of_another_checkout_runs_beside_ours(run: Run, tmp_path: Path)
         f"open({str(tmp_path / 'imported')!r}, 'w').close()\n"
         f"__path__ = [{str(ours.parent)!r}]\nexec(open({str(ours)!r}).read())\n"
     )
-    run.sides, run.before = ("ours", "before"), tmp_path / "checkout"
-    with run.fleet() as fleet:
-        assert fleet.sides["before"].flags == fleet.sides["ours"].flags
+    run.before = before_side(tmp_path / "checkout")
+    with run.fleet([OURS]):
+        assert not (tmp_path / "imported").exists()
+    with run.fleet([BEFORE]):
         assert (tmp_path / "imported").exists()
+
+
+def test_before_starts_the_code_of_its_checkout(run: Run, tmp_path: Path) -> None:
+    """The other checkout has nothing but the package, which notes the options and ends."""
+    package = tmp_path / "checkout" / "mlx_lm_kvpersist"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "_startup.py").write_text(
+        "import sys\ndef install():\n    pass\ndef serve(argv):\n"
+        f"    open({str(tmp_path / 'argv')!r}, 'w').write(repr(argv))\n    sys.exit(3)\n"
+    )
+    run.before = before_side(tmp_path / "checkout")
+    server = run.fleet([BEFORE])[BEFORE]
+    with pytest.raises(ServerError, match="3"):
+        server.start()
+    argv = literal_eval((tmp_path / "argv").read_text())
+    ours = [flag.replace("{store}", str(server.store)) for flag in SIDES[OURS].flags]
+    assert argv[-len(ours) :] == ours
+
+
+def test_a_folder_without_the_package_is_no_checkout(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="it has no folder mlx_lm_kvpersist"):
+        before_side(tmp_path)
+
+
+def test_ours_over_before_is_printed(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure(run: Run) -> None:
+        for side, value in zip(run.sides(), (3.0, 8.0, 2.0), strict=True):
+            run.report.add("first token", "new prompt, 1K", side, "s", value)
+
+    preset = run_all.Preset(str(tiny_model), (run_all.Step("ttft", {}),))
+    monkeypatch.setitem(run_all.PRESETS, "smoke", preset)
+    monkeypatch.setattr(run_all, "STEPS", {"ttft": measure})
+    arguments = ["--preset", "smoke", "--before", str(REPOSITORY), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run_all", *arguments])
+    run_all.main()
+    said = capsys.readouterr().out
+    assert "| question | row | unit | before | ours | ours / before |" in said
+    assert "| first token | new prompt, 1K | s | 2 | 3 | 1.5 |" in said
+    kept = json.loads((tmp_path / "smoke.json").read_text())
+    assert "(commit " in kept["sides"][BEFORE], "the file says what before is"
 
 
 @pytest.mark.slow
 def test_decoding(run: Run) -> None:
-    (row,) = decode.measure(run, (200,), (2,), 1, 12).rows
-    assert row["ours tokens/s"] > 0 and row["stock tokens/s"] > 0
-    # Of 32 bits: keys 6, values 4, and a scale and a bias in 64 numbers, of 16 bits each.
-    assert row["ours KV MB by shape"] / row["stock KV MB by shape"] == pytest.approx(5.5 / 32)
-    for side in ("ours", "stock"):
-        assert row[f"{side} RSS MB"] > row[f"{side} peak MB"] > 1
+    decode.measure(run, {512: (2,)}, 1, 192)
+    found = values(run)
+    assert found["2 of 512", OURS][0] > 0 and found["2 of 512", STOCK][0] > 0
+    memory = {row["side"]: row for row in run.report.content["samples"] if row["unit"] == "MB"}
+    # Two layers of two key heads of 64 float32 numbers, and two replies of 192 tokens.
+    assert memory[STOCK]["values"] == [2 * (512 - 192 + 192) * 2 * 2 * 2 * 64 * 4 / 1e6]
+    assert memory[OURS]["values"][0] > 0
 
 
 @pytest.mark.slow
 def test_requests_that_arrive_together(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "CONTEXT", 300)
-    monkeypatch.setattr(together, "SYSTEM", 600)
-    rows = together.measure(run, ("turns", "agents"), 1).rows
-    found = {(row["what"], row["side"]): row for row in rows}
-    assert len(found) == 4
-    assert all(row["last first token s"] <= row["total s"] for row in rows)
-    assert all(row["first token s"] <= row["last first token s"] for row in rows)
-    assert (
-        found["turns", "ours"]["reused"] > 300 and found["turns", "stock"]["total s / stock"] == 1
-    )
-    assert found["agents", "ours"]["reused"] > 500
+    together.measure(run, 600, BOTH, 2)
+    found = values(run)
+    sides = (OURS, OURS_16, STOCK)
+    assert all(len(found[together.ALL_TURNS, side]) == 2 for side in sides)
+    assert all(found[together.LAST, side][0] > 0 for side in BOTH)
 
 
 @pytest.mark.slow
-def test_a_client_beside_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall, "_QUIET_S", 0.3)
-    rows = stall.measure(run, 400, 1).rows
-    found = {(row["side"], row["while"]): row for row in rows}
-    for side in ("ours", "stock"):
-        alone = found[side, stall.QUIET]
-        assert found[side, stall.COLD]["max ms"] > alone["p95 ms"]
-        assert alone["slowdown"] == 0
-    restored = found["ours", stall.RESTORED]["max ms"]
-    assert restored < found["stock", stall.RESTORED]["max ms"]
+def test_the_longest_gap_of_a_reply(run: Run) -> None:
+    stall.measure(run, 600, 1)
+    assert all(0 < found[0] < 60 for found in values(run).values())
+
+
+def test_a_gap_counts_if_it_overlaps_the_time() -> None:
+    reply = stall.RunningReply.__new__(stall.RunningReply)
+    reply.times = [0.0, 1.0, 4.0, 5.0, 9.0]
+    assert reply.longest_gap_s(2.0, 4.5) == 3.0
+    assert reply.longest_gap_s(4.5, 5.5) == 4.0
+    with pytest.raises(RuntimeError, match="no token"):
+        reply.longest_gap_s(9.5, 10.0)
 
 
 @pytest.mark.slow
-def test_a_first_conversation(run: Run, tmp_path: Path) -> None:
-    *turns, short = start.measure_conversation(run, tmp_path, 1, 1.0).rows
-    assert [row["turn"] for row in turns] == [1, 2, 3, 4, 5, 6]
-    assert turns[0]["ours reused"] == turns[0]["stock reused"] == 0
-    for before, row in pairwise(turns):
-        assert row["ours reused"] >= before["ours prompt"] >= row["stock reused"] / 2 > 0
-    assert short["ours first token s"] > 0 and short["stock first token s"] > 0
+def test_short_streams_and_starts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_SYSTEM_TOKENS", 300)
+    streams.measure(run, 16, 2)
+    start.measure(run, 1)
+    found = values(run)
+    assert len(found["8 clients, wall time", OURS]) == 2
+    for row in (start.FIRST, start.LATER, start.SECOND_TURN):
+        assert found[row, OURS][0] > 0 and found[row, STOCK][0] > 0
 
 
-def test_a_model_that_is_not_kept_by_default_is_not_measured() -> None:
-    """A server that refuses a model is stock's twin, and nobody sees that in its times."""
-    group = {"kind": "full", "bits": "k8rv4rb64", "why_not_quantized": None}
-    spec = {"kept": True, "precision": "keys 8 bits, values 4", "groups": [group]}
-    check_kept(spec, "k8v4")
-    full = {**group, "bits": None, "why_not_quantized": "a head of 20 numbers"}
-    for other in ({**group, "bits": "4b64"}, full):
-        with pytest.raises(SystemExit, match="not in k8v4"):
-            check_kept({**spec, "groups": [group, other]}, "k8v4")
-        check_kept({**spec, "groups": [group, other]})
-    with pytest.raises(SystemExit, match="is not kept: layer 0"):
-        check_kept({"kept": False, "why_not": "layer 0 has a LayerCache"})
+def test_replies_that_do_not_overlap_have_no_rate() -> None:
+    from tests.support import Reply
+
+    def reply(*times_s: float) -> Reply:
+        return Reply("", "length", {}, {}, 0.0, 0.0, {}, times_s=list(times_s))
+
+    # Both run from 1.5 on; the second ends at 3.0, after three tokens of both.
+    streams = [(0.0, reply(1.0, 2.0, 3.0, 4.0)), (0.5, reply(1.0, 2.5))]
+    assert decode._rate(streams) == pytest.approx(3 / 1.5)
+    with pytest.raises(SystemExit, match="did not run at the same time"):
+        decode._rate([(0.0, reply(1.0, 2.0)), (0.0, reply(3.0, 4.0))])
 
 
-def test_no_time_left_is_said(run: Run) -> None:
-    run.deadline = Deadline(0)
-    assert ttft.measure(run, (300,), 1).content["left_out"] == ["ttft at 300"]
+def test_every_step_of_a_preset_has_a_benchmark() -> None:
+    for preset in run_all.PRESETS.values():
+        assert {step.name for step in preset.steps} <= run_all.STEPS.keys()
+    parts = [preset for name, preset in run_all.PRESETS.items() if name.startswith("gpu-")]
+    steps = [name for part in parts for name in {step.name for step in part.steps}]
+    assert sorted(steps) == sorted(run_all.STEPS), "the four parts are disjoint and complete"
 
 
-def test_costs_are_learned_from_what_was_computed() -> None:
-    costs = Costs()
+def test_a_preset_runs_its_steps_with_their_models(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, dict[str, Any]]] = []
+    preset = run_all.Preset("other", (run_all.Step("ttft", {"a": 1}), run_all.Step("stall", {})))
+    monkeypatch.setitem(run_all.PRESETS, "smoke", preset)
 
-    def reply(n_cached: int, total_s: float) -> Reply:
-        usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": n_cached}}
-        return Reply("", "length", usage, {}, 0.0, total_s, {})
+    def measure(run: Run, **arguments: Any) -> None:
+        ran.append((run.model.name, arguments))
 
-    costs.learn(reply(90, 50.0))
-    assert costs.of(1000) == 0
-    costs.learn(reply(20, 4.0))
-    costs.learn(reply(0, 1.0))
-    assert costs.of(1000) == 50
+    monkeypatch.setattr(run_all, "STEPS", {"ttft": measure, "stall": measure})
+    run_all.measure("smoke", str(tiny_model), out=tmp_path, only=["ttft"])
+    assert ran == [(tiny_model.name, {"a": 1})]
+
+
+def test_ours_has_the_options_that_users_get() -> None:
+    assert SIDES[OURS].bits == "k8v4" and "--kvpersist-kv-bits" not in SIDES[OURS].flags
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no posix_fadvise")
@@ -142,7 +195,3 @@ def test_dropping_the_page_cache(tmp_path: Path) -> None:
     left = drop_cached_pages([path])
     assert left is not None and left < 0.1
     assert drop_cached_pages([]) is None
-
-
-def test_peak_of_the_process() -> None:
-    assert peak_rss_bytes() > 10 << 20

@@ -17,11 +17,8 @@ SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_si
 PARAMETERS = {
     "llama-3.2-1b": 1.236e9,
     "llama-3.1-8b": 8.03e9,
-    "qwen3-8b": 8.19e9,
-    "gemma-3-12b": 11.8e9,
-    "deepseek-coder-v2-lite": 15.7e9,
 }
-"""Published sizes; gemma's without its vision tower."""
+"""Published sizes."""
 
 
 @pytest.mark.parametrize(
@@ -32,8 +29,7 @@ PARAMETERS = {
     ],
 )
 def test_small_ones_speak(shape: str, tmp_path: Path) -> None:
-    n_layers = 6 if shape == "gemma-3-12b" else 2
-    config = {**SMALL, "num_hidden_layers": n_layers, "n_routed_experts": 8}
+    config = {**SMALL, "num_hidden_layers": 2}
     model, tokenizer = load(str(make_shaped_model(tmp_path, shape, config=config)))
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Tell me."}], add_generation_prompt=True
@@ -51,11 +47,7 @@ def test_small_ones_speak(shape: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
 def test_the_shapes_are_those_of_the_real_models(shape: str) -> None:
     parameters: Any = tree_flatten(shaped_architecture(shape).parameters())
-    n = sum(
-        value.size
-        for name, value in parameters
-        if not (shape == "gemma-3-12b" and name.startswith("lm_head"))
-    )
+    n = sum(value.size for _, value in parameters)
     assert n == pytest.approx(PARAMETERS[shape], rel=0.01)
 
 
@@ -70,7 +62,7 @@ def test_equal_arguments_write_equal_weights_in_shards(
             tmp_path / name,
             "llama-3.1-8b",
             config=config,
-            told=lambda done, total: told.append((done, total)),
+            progress=lambda done, total: told.append((done, total)),
         )
     files = sorted(path.name for path in (tmp_path / "a").glob("model-*.safetensors"))
     assert len(files) > 1 and told[-1][0] == told[-1][1]

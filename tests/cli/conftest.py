@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,14 @@ class CommandLine:
             return cli.main([command, name, "--kvpersist-dir", str(self.folder), *rest])
         finally:
             self.out, self.err = self._capsys.readouterr()
+
+    def in_terminal(self, columns: int, *argv: str | Path) -> list[str]:
+        """Run a command whose output is a terminal of so many columns; return its lines."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", str(columns))
+            patch.setattr(sys.stdout, "isatty", lambda: True)
+            assert self(*argv) == 0, self.err
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.out).splitlines()
 
     def json(self, *argv: str | Path, status: int = 0) -> Any:
         assert self(*argv, "--json") == status, self.err

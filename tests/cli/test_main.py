@@ -38,7 +38,7 @@ def test_all_commands_stand_in_one_tree() -> None:
     assert list(COMMANDS) == [
         "doctor", "server", "connect", "why",
         "sessions list", "sessions show", "sessions rm", "sessions pin", "sessions unpin",
-        "sessions export", "sessions import", "warm",
+        "sessions rename", "sessions export", "sessions import", "warm",
         "store stats", "store gc", "store map", "store verify", "store rebuild", "store prune",
         "key", "bench", "demo", "quality", "spec", "selftest",
     ]  # fmt: skip
@@ -75,6 +75,61 @@ def test_a_command_that_is_missing_is_answered_with_the_help(
     begin = " ".join([*group, ""])
     own = {name.removeprefix(begin).split()[0] for name in COMMANDS if name.startswith(begin)}
     assert all(f"    {name} " in shown for name in own)
+
+
+@pytest.mark.parametrize(
+    ("typed", "suggested"),
+    [
+        ("prune", "store prune"),
+        ("list", "sessions list"),
+        ("stor", "store"),
+        ("sesions", "sessions"),
+        ("sesions list", "sessions list"),
+        ("stor verfy --fix", "store verify"),
+        ("sessions lst --json", "sessions list"),
+        ("sessions prune", "store prune"),
+        ("store list", "sessions list"),
+        ("conect claude", "connect"),
+        ("verfy", "store verify"),
+    ],
+)
+def test_an_unknown_command_suggests_the_nearest(
+    typed: str, suggested: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(typed.split())
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"did you mean `{suggested}`?\n") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "help_of"), [("xyzzy", ""), ("store xyzzy", " store"), ("sessions \n", " sessions")]
+)
+def test_an_unknown_command_like_no_other_names_the_help(
+    typed: str, help_of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(typed.split(" "))
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"; type `mlx-lm-kvpersist{help_of} --help`\n") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "status"), [("connect", 2), ("warm", 2), ("sessions", 0), ("store", 0), ("", 0)]
+)
+def test_a_bare_group_ends_with_a_command_that_works(
+    typed: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert cli.main(typed.split()) == status
+    except SystemExit as end:
+        assert end.code == status
+    *_, last = "".join(capsys.readouterr()).splitlines()
+    said, _, example = last.partition(": mlx-lm-kvpersist ")
+    assert said == "For example" and example.startswith(typed)
+    cli.make_parser().parse_args(example.split())
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
+from mlx_lm_kvpersist.store.index import Index
 from tests.store.conftest import chain, state, window
 from tests.support.store_files import block_path, checkpoint_path
 
@@ -33,6 +40,115 @@ def test_list_an_empty_store(run: CommandLine, tmp_path: Path) -> None:
     empty = run.at(tmp_path / "empty")
     assert empty("sessions", "list") == 0 and "no sessions" in empty.out
     assert empty.json("sessions", "list")["sessions"] == []
+
+
+LONG_NAME = "refactor the parser of the front end, second attempt, branch of Tuesday"
+
+
+@pytest.fixture
+def varied(run: CommandLine) -> CommandLine:
+    """Sessions that have a title, first words, a name that is an id, a long name, a wide name."""
+    fill(
+        run.folder,
+        {
+            "386d61b8-91d0-4b5c-a1ce-9f4f8ad9ce11": chain(HEAD, *([n] for n in range(100, 120))),
+            LONG_NAME: chain(HEAD, [51]),
+            "漢字の名前" * 12: chain(HEAD, [52]),
+            WEIRD_NAME: chain(HEAD, [53]),
+        },
+    )
+    with closing(Index(run.folder / "index.sqlite")) as index:
+        for session in index.sessions():
+            index.state.add_note(session.id, words="words of it")
+            if session.name == "first":
+                index.state.add_note(session.id, title="The parser")
+    assert run("sessions", "pin", LONG_NAME) == 0
+    return run
+
+
+@pytest.mark.parametrize("columns", [70, 80, 200])
+def test_the_list_fits_the_terminal(varied: CommandLine, columns: int) -> None:
+    head, *lines = varied.in_terminal(columns, "sessions", "list")
+    assert head.split() == ["id", "session", "tokens", "size", "used"]
+    ids = [one["id"] for one in varied.json("sessions", "list")["sessions"]]
+    assert [line.split()[0] for line in lines] == ids
+    assert max(map(cell_len, lines)) <= columns
+    (pinned,) = (line for line in lines if line.endswith("pinned"))
+    assert "refa" in pinned and "day " in pinned
+    assert ("…" in pinned) == (LONG_NAME not in pinned) == (columns < 200)
+    assert sum("The parser" in line for line in lines) == 1
+    assert sum("words of it" in line for line in lines) == 2  # of an id and of no name
+    assert all(" now" in line for line in lines)
+
+
+def test_the_list_in_a_pipe_is_tab_separated(varied: CommandLine) -> None:
+    assert varied("sessions", "list") == 0
+    rows = [line.split("\t") for line in varied.out.splitlines()]
+    found = varied.json("sessions", "list")["sessions"]
+    assert {len(row) for row in rows} == {len(rows[0])} and len(rows) == len(found) + 1
+    for row, session in zip(rows[1:], found, strict=True):
+        fields = dict(zip(rows[0], row, strict=True))
+        for name in ("id", "used", "title"):
+            assert fields[name] == (session[name] or "")
+        for name in ("tokens", "bytes", "pinned"):
+            assert fields[name] == json.dumps(session[name])
+        assert fields["name"] == (session["name"] or "") or len(session["name"]) > 160
+
+
+@pytest.mark.parametrize(
+    ("sort", "key", "is_falling"),
+    [
+        ("size", lambda one: one["bytes"], True),
+        ("tokens", lambda one: one["tokens"], True),
+        ("used", lambda one: one["used"], True),
+        ("name", lambda one: one["title"] or "words of it", False),
+    ],
+)
+def test_the_list_is_sorted(
+    run: CommandLine, sort: str, key: Callable[[Any], Any], is_falling: bool
+) -> None:
+    with closing(Index(run.folder / "index.sqlite")) as index:
+        for n, session in enumerate(index.sessions()):
+            index.put_session(replace(session, used=session.used - 100 * n))
+            index.state.add_note(session.id, title=("b", "C", "a")[n])
+    found = run.json("sessions", "list", "--sort", sort)["sessions"]
+    keys = [str(key(one)).casefold() if sort == "name" else key(one) for one in found]
+    assert keys == sorted(keys, reverse=is_falling) and len(set(keys)) > 1
+    (first,) = run.json("sessions", "list", "--sort", sort, "--limit", "1")["sessions"]
+    assert first == found[0]
+    *_, more = run.in_terminal(80, "sessions", "list", "--sort", sort, "--limit", "1")
+    assert more == "… and 2 more sessions"
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "x", "1.5", "\u0663"])
+def test_a_limit_is_a_number(
+    run: CommandLine, limit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run("sessions", "list", f"--limit={limit}")
+    assert end.value.code == 2
+    assert "is not a number of sessions; write for example 20" in run.err
+
+
+def test_the_list_is_filtered_by_name_and_title(varied: CommandLine) -> None:
+    for text, n_found in (("PARSER", 2), ("first", 1), ("tuesday", 1), ("words of it", 0)):
+        assert len(varied.json("sessions", "list", text)["sessions"]) == n_found
+    assert varied("sessions", "list", "nowhere") == 0
+    assert "no sessions with nowhere in the name or the title" in varied.out
+
+
+def test_rename_gives_a_title(run: CommandLine) -> None:
+    renamed = run.json("sessions", "rename", "first", " The parser\t")
+    assert (renamed["name"], renamed["title"]) == ("first", "The parser")
+    (listed,) = run.json("sessions", "list", "the parser")["sessions"]
+    assert listed["id"] == renamed["id"]
+    assert run.json("sessions", "rename", "The parser", "other")["id"] == renamed["id"]
+    assert run.json("sessions", "show", "first")["title"] == "other"
+    fill(run.folder, {"other": chain([77])})
+    assert run.json("sessions", "show", "other")["name"] == "other"  # no title hides a name
+    assert run.json("sessions", "rename", "first", "")["title"] is None
+    assert "at most 200 characters" in run.error("sessions", "rename", "first", "x" * 201)
+    assert "no session" in run.error("sessions", "rename", "nobody", "x")
 
 
 def test_show(run: CommandLine) -> None:
@@ -157,18 +273,23 @@ def test_pin_outlives_gc_and_rebuild(run: CommandLine) -> None:
         ["store", "verify", "--fix"],
         ["store", "rebuild"],
         ["store", "gc"],
+        ["store", "map"],
+        ["why", "x"],
     ],
     ids=" ".join,
 )
 def test_a_store_that_is_not_there_is_not_made(
     run: CommandLine, tmp_path: Path, argv: list[str]
 ) -> None:
-    missing = run.at(tmp_path / "nowhere")
-    assert "there is no store" in missing.error(*argv)
+    missing = run.at(tmp_path / "no where")
+    said = missing.error(*argv)
+    assert "there is no store" in said and "start the server first: mlx_lm.server " in said
+    assert f"--kvpersist-dir '{missing.folder}';" in said
     assert not missing.folder.exists()
     other = run.at(tmp_path / "other")
     other.folder.mkdir()
-    assert "holds no store" in other.error(*argv)
+    said = other.error(*argv)
+    assert "holds no store" in said and f"--kvpersist-dir {other.folder};" in said
     assert list(other.folder.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from mlx_lm_kvpersist.store.index import Index
 from tests.store.conftest import ROOT, chain
@@ -117,7 +118,29 @@ def test_a_session_is_called_what_people_call_it(run: CommandLine) -> None:
 
 def test_names_are_no_markup(run: CommandLine) -> None:
     fill(run.folder, {WEIRD_NAME: chain(HEAD, [50])})
-    assert lines_with(run, "../../etc/passwd\\x00\\n[red]\\u202e🦜")
+    lines = run.in_terminal(200, "store", "map")
+    assert any("../../etc/passwd\\x00\\n[red]\\u202e🦜" in line for line in lines)
+
+
+@pytest.mark.parametrize("columns", [None, 70, 120])
+def test_it_fits_the_terminal_and_80_columns_in_a_pipe(
+    run: CommandLine, columns: int | None
+) -> None:
+    long_name = "refactor the parser of the front end, second attempt, branch of Tuesday"
+    fill(run.folder, {long_name: chain(HEAD, [50]), "漢字" * 40: chain(HEAD, [50], [51])})
+    with closing(Index(run.folder / "index.sqlite")) as index, index.database.transaction() as db:
+        db.execute(
+            "UPDATE roots SET about = json_set(about, '$.model', ?)",
+            ("/models/of/mine/" * 8 + "Qwen3-4B",),
+        )
+    lines = drawn(run) if columns is None else run.in_terminal(columns, "store", "map")
+    folder, *drawing = lines
+    assert folder.startswith(str(run.folder)[:20]), "whole, so that it can be copied"
+    assert max(map(cell_len, drawing)) <= (columns or 80)
+    (named,) = (line for line in lines if "Tuesday" in line)
+    assert ("…" in named) == (long_name not in named)
+    assert sum("Qwen3-4B, keys 4 bits" in line for line in lines) == 1
+    assert all(line.count("█") in (0, *range(1, 21)) for line in lines)
 
 
 def test_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tests.support.host import REPOSITORY
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 TARGETS = ("test", "patches", "own-tests", "facts")
 """Of .ci/run, in this order."""
-PROGRAMS = {"test", "jq", "tee"}
+PROGRAMS = {"test", "jq", "tee", "git", "sudo", "rm", "gh"}
 """Those that a runner has."""
+MOST_MINUTES = {"test-all": 350, "models": 120, "matrix": 90}
+"""How long a job may take; every other job has an hour."""
 
 
 def loaded(path: Path) -> dict[Any, Any]:
@@ -36,7 +39,12 @@ def targets() -> set[str]:
 
 
 def test_the_workflows_are_these() -> None:
-    assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml", "weekly.yml"]
+    assert [path.name for path in WORKFLOWS] == [
+        "docs.yml",
+        "nightly.yml",
+        "push.yml",
+        "release.yml",
+    ]
 
 
 def commands_of(script: str) -> list[list[str]]:
@@ -59,6 +67,8 @@ def test_every_command_of_a_workflow_exists(path: Path) -> None:
     for program, *arguments in (one for script in scripts for one in commands_of(script)):
         if program == "make":
             assert arguments[0] in targets()
+        elif program == ".venv/bin/python":
+            assert arguments[0] == "-m" and find_spec(arguments[1]) is not None
         elif program.startswith("."):
             assert program == ".ci/run" and (REPOSITORY / program).stat().st_mode & 0o100
         else:
@@ -67,44 +77,59 @@ def test_every_command_of_a_workflow_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_every_job_ends_and_has_few_rights(path: Path) -> None:
+    """A job that may publish a package or write to the repository uses actions by their hashes."""
     workflow = loaded(path)
     assert workflow["permissions"] == {"contents": "read"}
     for name, job in workflow["jobs"].items():
-        assert job["timeout-minutes"] <= 60, name
-        assert job.get("permissions", {}) in ({}, {"id-token": "write"})
+        assert job["timeout-minutes"] <= MOST_MINUTES.get(name, 60), name
+        used = [step["uses"] for step in job["steps"] if "uses" in step]
+        rights = job.get("permissions", {})
+        if name in ("publish", "notes"):
+            assert rights in ({"id-token": "write"}, {"contents": "write"})
+            assert used and all(re.search(r"@[0-9a-f]{40}$", action) for action in used), name
+        else:
+            pages = {"pages": "write", "id-token": "write"}
+            assert rights == (pages if name == "deploy" else {}), name
+            assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", action) for action in used), name
     for step in steps(workflow):
         assert ("uses" in step) != ("run" in step)
-        assert "uses" not in step or re.fullmatch(r"[\w./-]+@[\w./-]+", step["uses"])
 
 
-def test_ci_runs_the_same_commands_on_linux_and_on_a_mac() -> None:
-    jobs = loaded(REPOSITORY / ".github/workflows/ci.yml")["jobs"]
-    systems = {each["os"] for each in jobs["checks"]["strategy"]["matrix"]["include"]}
-    for found in (systems, set(jobs["matrix"]["strategy"]["matrix"]["os"])):
-        assert {one.split("-")[0] for one in found} == {"ubuntu", "macos"}
-    run, soak = [step for step in jobs["checks"]["steps"] if "run" in step]
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_superseded_runs_are_cancelled(path: Path) -> None:
+    """But never a release."""
+    assert ("concurrency" in loaded(path)) == (path.stem != "release")
+
+
+def test_each_push_runs_the_same_commands_on_linux_and_on_a_mac() -> None:
+    jobs = loaded(REPOSITORY / ".github/workflows/push.yml")["jobs"]
+    systems = {entry["os"] for entry in jobs["test"]["strategy"]["matrix"]["include"]}
+    for used in (systems, set(jobs["quick"]["strategy"]["matrix"]["os"])):
+        assert {system.split("-")[0] for system in used} == {"ubuntu", "macos"}
+    (run,) = [step for step in jobs["test"]["steps"] if "run" in step]
     assert (run["run"], "if" in run) == (".ci/run", False)
-    assert soak["if"] == "runner.os == 'macOS'" and soak["run"].startswith("make soak ")
 
 
-def test_the_weekly_run_takes_upstreams_main_branch() -> None:
-    workflow = loaded(REPOSITORY / ".github/workflows/weekly.yml")
+def test_each_night_runs_all_tests_and_takes_upstreams_main_branch() -> None:
+    workflow = loaded(REPOSITORY / ".github/workflows/nightly.yml")
     assert workflow[True]["schedule"]  # YAML 1.1 reads `on` as true
     (checkout,) = [step for step in steps(workflow) if "repository" in step.get("with", {})]
     assert checkout["with"]["repository"] == "ml-explore/mlx-lm"
     commands = " ".join(step.get("run", "") for step in steps(workflow))
-    assert f"CHECKOUT={checkout['with']['path']}" in commands
+    assert f"CHECKOUT={checkout['with']['path']}" in commands and "make test-all " in commands
 
 
 def test_a_release_is_checked_built_and_published_without_a_token() -> None:
-    workflow = loaded(REPOSITORY / ".github/workflows/release.yml")
-    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
-    commands = [step["run"] for step in build["steps"] if "run" in step]
-    assert commands[0] == ".ci/run" and commands[-1] == "make dist"
-    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
-    (publisher,) = [step for step in publish["steps"] if "pypi-publish" in step["uses"]]
-    assert "with" not in publisher  # no password
-    assert "secrets." not in (REPOSITORY / ".github/workflows/release.yml").read_text()
+    """A run by hand publishes nothing."""
+    path = REPOSITORY / ".github/workflows/release.yml"
+    jobs = loaded(path)["jobs"]
+    commands = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
+    assert commands[0] == ".ci/run" and "make dist" in commands
+    assert jobs["publish"]["if"] == "github.ref_type == 'tag'"
+    assert (jobs["publish"]["needs"], jobs["notes"]["needs"]) == ("build", "publish")
+    publisher = jobs["publish"]["steps"][-1]
+    assert "pypi-publish" in publisher["uses"] and "with" not in publisher  # no password
+    assert "secrets." not in path.read_text()
 
 
 def test_ci_run_makes_the_tests_and_the_checks_of_patches(tmp_path: Path) -> None:

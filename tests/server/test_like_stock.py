@@ -1,6 +1,6 @@
 """The same bytes to a stock server and to one with the plugin: the same answers.
 
-Differences that are wanted stand in the table of docs/clients.md, which gives the reasons.
+Differences that are wanted stand in the table of docs/api.md, which gives the reasons.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support import ServerProcess, StartServer
 from tests.support.stock import answers_wrong_fields
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-TABLE = Path(__file__).parents[2] / "docs" / "clients.md"
+TABLE = Path(__file__).parents[2] / "docs" / "api.md"
 WRONG_FIELDS = pytest.mark.skipif(not answers_wrong_fields(), reason="stock fails")
 CLOSED = "closes the connection"
 """What the table says of a server that answers nothing."""
@@ -158,7 +158,7 @@ FIELDS: dict[str, list[Step]] = {
 """Requests with a field of a wrong type or range; the answers are the same, too."""
 
 DIFFERENT: dict[str, dict[str, list[Step]]] = {
-    "a query behind the path": {"query": [request(ONE, target=f"POST {CHAT}?api-version=2024")]},
+    "a query after the path": {"query": [request(ONE, target=f"POST {CHAT}?api-version=2024")]},
     "a field of null": {
         "temperature of null": [request(chat(temperature=None))],
         "stream of null": [request(chat(stream=None, model=None))],
@@ -172,7 +172,7 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
     "a stream with `include_usage`": {
         "usage": [request(chat(stream=True, stream_options={"include_usage": True}))]
     },
-    "`Content-Length` that is no number": {
+    "a `Content-Length` that is not a number": {
         "empty length": [request(ONE, length="")],
         "length in words": [request(ONE, length="all")],
     },

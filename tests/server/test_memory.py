@@ -49,7 +49,7 @@ LARGE = {
 LEFT_BYTES = 128 * MIB
 """What a process may have more than the account says."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
-"""Else glibc keeps what a CPU's arrays leave, as much again as the budget; see operations.md."""
+"""Else glibc keeps what a CPU's arrays leave, as much again as the budget; see docs/disk.md."""
 LAUNCHER = """
 import signal
 import sys

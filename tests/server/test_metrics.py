@@ -178,7 +178,7 @@ def test_the_dashboard_asks_for_what_there_is(server: ServerProcess, served: lis
     names = {name for name, _ in scraped(server)}
     assert len(asks) > 10 and wanted - names == set()
     # And each metric is on it.
-    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(kvpersist_\w+)` \|", page, re.MULTILINE))
     bases = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
     bases = {name for name in bases if not name.endswith("_created")}

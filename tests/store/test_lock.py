@@ -145,7 +145,12 @@ def test_the_lock_file_has_just_the_holder_and_is_truncated_only_if_a_longer_nam
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truncated, truncate = list[int](), os.ftruncate
-    monkeypatch.setattr(os, "ftruncate", lambda fd, n: (truncated.append(n), truncate(fd, n)))
+
+    def noted(descriptor: int, length: int) -> None:
+        truncated.append(length)
+        truncate(descriptor, length)
+
+    monkeypatch.setattr(os, "ftruncate", noted)
     path = tmp_path / "lock"
     path.write_bytes(b"x" * 900)
     lock = StoreLock(path)

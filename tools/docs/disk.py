@@ -18,6 +18,7 @@ from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.config import DEFAULT_BITS, DEFAULT_MAX_DISK_BYTES, KV_BITS
+from mlx_lm_kvpersist.request.memory import LEAST_BYTES, MOST_RESERVE_BYTES
 from mlx_lm_kvpersist.units import show_bytes
 from models_check.configs import CONFIGS
 
@@ -213,4 +214,51 @@ def break_even() -> str:
         n_bytes = spec_of(name).bytes_per_token
         rates = [f"{n_bytes * pace / (1 << 20):.0f} MiB/s" for pace in PACES]
         rows.append(f"| {' | '.join([name, show_bytes(n_bytes), *rates])} |")
+    return "\n".join(rows)
+
+
+BILLIONS = {
+    "Llama 3.2 1B": 1.24,
+    "Llama 3.1 8B": 8.03,
+    "Qwen3 4B, 8B": 8.19,
+    "Gemma 3 12B": 12.2,
+    "Qwen3 14B": 14.8,
+    "Mistral Small 3.2 24B": 23.6,
+    "Qwen3.5, Qwen3.6, Qwen3.8 27B": 27.0,
+    "Qwen3 30B-A3B, Coder 30B-A3B": 30.5,
+    "Qwen3 32B": 32.8,
+    "Qwen3.5, Qwen3.6 35B-A3B": 35.0,
+    "Llama 3.3 70B": 70.6,
+    "Qwen3-Next 80B-A3B": 79.7,
+    "GLM-4.5-Air": 106.0,
+}
+"""Parameters of models of these shapes: of the larger one if a shape has two."""
+WEIGHT_BITS = 4.5
+"""Bits of a 4-bit weight of mlx-lm, with the scale and the bias of its group of 64."""
+OFFERED_GIB = {16: 16 * 2 / 3, 32: 32 * 2 / 3, 64: 48, 128: 96}
+"""GiB that macOS recommends for the GPU, by the GiB of the Mac."""
+
+
+def tokens_on_a_mac(name: str, gib: int) -> int | None:
+    """Return how many tokens the memory budget holds; None if the weights leave no room."""
+    offered, n_weights = int(OFFERED_GIB[gib] * (1 << 30)), _weights_bytes(name)
+    left = offered - n_weights - min(offered // 8, MOST_RESERVE_BYTES)
+    return None if left < LEAST_BYTES else left // spec_of(name).bytes_per_token
+
+
+def _weights_bytes(name: str) -> int:
+    return int(BILLIONS[name] * 1e9 * WEIGHT_BITS / 8)
+
+
+def macs_table() -> str:
+    """Return how many tokens of conversations fit into the memory of a Mac, by model."""
+    rows = [
+        f"| model, 4-bit weights | weights | {' | '.join(f'{gib} GiB' for gib in OFFERED_GIB)} |",
+        f"|{' --- |' * (2 + len(OFFERED_GIB))}",
+    ]
+    for name in BILLIONS:
+        cells = [tokens_on_a_mac(name, gib) for gib in OFFERED_GIB]
+        shown = ["-" if n is None else f"{n // 1000:,},000" if n >= 1000 else str(n) for n in cells]
+        label = "Qwen3 8B" if name == "Qwen3 4B, 8B" else name
+        rows.append(f"| {' | '.join([label, show_bytes(_weights_bytes(name)), *shown])} |")
     return "\n".join(rows)

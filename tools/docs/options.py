@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlx_lm_kvpersist import config
-from mlx_lm_kvpersist.cli.main import PROG, make_parser
+from mlx_lm_kvpersist.cli.main import make_parser
 
 _DEFAULT = re.compile(r"\s*\(default: (.*)\)$", re.DOTALL)
 
@@ -21,7 +21,7 @@ def server_options() -> str:
         config.add_options(parser, *options)
         rows = [_row(parser, action) for action in parser._actions]
         table = ["| option | default | meaning |", "| --- | --- | --- |", *rows]
-        sections.append(f"## {heading}\n\n" + "\n".join(table))
+        sections.append(f"### {heading}\n\n" + "\n".join(table))
     return "\n\n".join(sections)
 
 
@@ -51,8 +51,14 @@ def _cell(text: str) -> str:
 
 
 def commands() -> str:
-    """Return a section for each command with what it takes."""
-    return "\n\n".join(_section(name, parser) for name, parser in leaves(make_parser()))
+    """Return a row for each command, or group of commands, with what it does."""
+    rows = ["| command | what it does |", "| --- | --- |"]
+    for action in make_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            rows += [
+                f"| `{each.dest}` | {_cell(each.help or '')} |" for each in action._choices_actions
+            ]
+    return "\n".join(rows)
 
 
 def leaves(
@@ -65,27 +71,3 @@ def leaves(
                 yield from leaves(command, f"{name} {word}".strip())
             return
     yield name, parser
-
-
-def _section(name: str, parser: argparse.ArgumentParser) -> str:
-    actions = [
-        action
-        for action in parser._actions
-        if not isinstance(action, argparse._HelpAction) and action.help is not argparse.SUPPRESS
-    ]
-    formatter = parser._get_formatter()
-    if name == "server":
-        rows = ["| `OPTION…` | those of `mlx_lm.server` and of the plugin |"]
-    else:
-        rows = [
-            f"| `{_escaped(_spelt(action))}` | {_cell(formatter._expand_help(action))} |"
-            for action in actions
-        ]
-    head = f"## {PROG} {name}\n\n{parser.description}"
-    if not rows:
-        return head
-    return "\n".join([f"{head}\n", "| argument | meaning |", "| --- | --- |", *rows])
-
-
-def _escaped(code: str) -> str:
-    return code.replace("|", "\\|")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from . import disk, messages, options, results
+from . import disk, options, results
 
 DOCS = Path(__file__).parents[2] / "docs"
 _WRITTEN = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -15,15 +15,14 @@ PAGES = [path for path in _WRITTEN if "<!-- made: " in path.read_text("utf-8")]
 PARTS: dict[str, Callable[[], str]] = {
     "options": options.server_options,
     "commands": options.commands,
-    "messages": messages.lists,
     "disk": disk.table,
+    "macs": disk.macs_table,
     "turns": disk.turns_table,
     "in short": results.in_short,
     "conditions": results.conditions,
     "first token": results.first_token,
     "decode": results.decode,
     "together": results.together,
-    "shared": results.shared,
     "break even": disk.break_even,
 }
 _PART = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)

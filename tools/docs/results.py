@@ -1,197 +1,131 @@
-"""Tables of results for people who choose, from the JSON files of `benchmarks/results`.
+"""Tables of figures for README.md and docs/, from the files of `benchmarks/results`.
 
-To show newer runs, name them below, clear `SINCE`, and run `make docs`. Nothing else in README.md
-or docs/ repeats these figures.
+No other text of README.md or docs/ repeats these figures. After a measurement, run
+`python -m benchmarks.report` and `python -m tools.docs`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Sequence
 from textwrap import fill
-from typing import Any
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FIRST_TOKEN = (
-    "nvidia-h200/ttft-synthetic-llama-3.1-8b-k6v4",
-    "nvidia-h200/ttft-synthetic-llama-3.1-8b-hot",
-)
-"""A row of a later one takes the place of the same row before."""
-TOGETHER = "nvidia-h200/together-synthetic-llama-3.1-8b"
-NEXT_TURNS = "nvidia-h200/together-turns-synthetic-llama-3.1-8b"
-DECODE = "nvidia-h200/decode-synthetic-llama-3.1-8b-k6v4"
-SHARED = "amd-epyc-cpu/shared-smollm2-float32"
-SHARED_COMMIT = "c0dfcef"
-"""The commit that brought this result in: the one that the result names is not in the history."""
-OURS = "ours"
-"""The side of all of them that is shown, see `benchmarks/servers.py`."""
-SINCE = (
-    "Since then the newest block is kept as computed, and a new prompt takes 6 to 9% longer on "
-    "this GPU. The default is now `k8v4`, which takes 18% more bytes than `k6v4`."
-)
-"""What changed after these runs; "" if they are of today's default."""
-_LONG = 32_768
+from benchmarks import decode as decoding
+from benchmarks import together as bursts
+from benchmarks import ttft
+from benchmarks.chart import CONTEXTS, points
+from benchmarks.report import DeviceResults, kept_results, show_table, shown_number
+from benchmarks.runs import tokens
+from benchmarks.servers import OURS, OURS_16, STOCK
+
 _STATES = {
-    "cold": "a new prompt",
-    "hot": "the same prompt again",
-    "extend": "the next turn",
-    "restart, disk": "the same prompt after a restart",
+    "after a restart": "the next turn, after a restart",
+    "new prompt": "a new prompt",
+    "same prompt again": "the same prompt again",
+    "next turn": "the next turn",
 }
 
 
-def load(name: str) -> Any:
-    """Return a result by its folder and name."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def shown_results() -> DeviceResults:
+    """Return the results that the pages show: those of a GPU, if there are any."""
+    return kept_results()[0]
 
 
 def in_short() -> str:
-    """Return what users feel: three times to the first token, and how they were measured."""
-    times = {
-        (row["context"], row["state"]): (row["stock s"], row[f"{OURS} s"])
-        for row, _ in _first_tokens()
-    }
-    beside = _together()["a short prompt beside a long one"]
-    rows = [
-        f"| {what} | {stock:.1f} | **{ours:.1f}** | {how} |"
-        for what, (stock, ours), how in (
-            (
-                "an agent's conversation, after a restart",
-                times[_LONG, "restart, disk"],
-                f"the same prompt of {_LONG:,} tokens, page cache cold",
-            ),
-            (
-                "a new long prompt",
-                times[_LONG, "cold"],
-                f"{_LONG:,} tokens; on a CPU hardly sooner than stock",
-            ),
-            (
-                "a short question beside a long one",
-                (beside["stock"], beside[OURS]),
-                f"the long one has {_LONG:,} tokens",
-            ),
-        )
-    ]
-    columns = ("seconds to the first token", "stock", "with the plugin", "measured with")
-    return f"{_table(*columns, rows=rows)}\n\n{_measured(*FIRST_TOKEN, TOGETHER)}"
+    """Return seconds to the first token of the longest prompt that was measured three times."""
+    results = shown_results()
+    n = longest(results)
+    rows = []
+    for state in ("after a restart", "new prompt", "next turn"):
+        stock, ours = first_token_s(results, state, n)
+        size = f"{n:,} tokens" + (", page cache dropped" if state == "after a restart" else "")
+        rows.append((_STATES[state], shown_number(stock), f"**{shown_number(ours)}**", size))
+    header = ("seconds to the first token", "stock", "with the plugin", "prompt")
+    return f"{show_table(header, rows)}\n\n{conditions()}"
+
+
+def longest(results: DeviceResults) -> int:
+    """Return the longest prompt with the most repeats, in tokens."""
+
+    def n_repeats(n: int) -> int:
+        return len(results.values(ttft.QUESTION, f"new prompt, {tokens(n)}", OURS))
+
+    return max(CONTEXTS, key=lambda n: (n_repeats(n), n))
+
+
+def first_token_s(
+    results: DeviceResults, state: str, n_tokens: int
+) -> tuple[float | None, float | None]:
+    """Return seconds of stock and the plugin; after a restart stock computes a new prompt."""
+    stock_state = "new prompt" if state == "after a restart" else state
+    return (
+        results.median(ttft.QUESTION, f"{stock_state}, {tokens(n_tokens)}", STOCK),
+        results.median(ttft.QUESTION, f"{state}, {tokens(n_tokens)}", OURS),
+    )
 
 
 def first_token() -> str:
-    """Return seconds to the first token, with the plugin and without."""
+    """Return seconds to the first token, for all lengths of prompts."""
+    results = shown_results()
     rows = [
-        f"| {_STATES[row['state']]} | {row['context']:,} | {row['stock s']:.2f} "
-        f"| {row[f'{OURS} s']:.2f} | {_commit(run)} |"
-        for row, run in _first_tokens()
+        (text, f"{n:,}", *map(shown_number, first_token_s(results, state, n)))
+        for n, _ in points(results, "new prompt", OURS)
+        for state, text in _STATES.items()
     ]
-    columns = ("first token after, s", "tokens", "stock", "with the plugin", "commit")
-    return _table(*columns, rows=rows)
-
-
-def _first_tokens() -> Iterable[tuple[dict[str, Any], Any]]:
-    """Return the rows to be shown, each with its run."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
-    for run in map(load, FIRST_TOKEN):
-        for row in run["rows"]:
-            if row["state"] in _STATES:
-                found[row["context"], row["state"]] = row, run
-    return found.values()
+    return show_table(("first token after, s", "tokens", "stock", "with the plugin"), rows)
 
 
 def decode() -> str:
-    """Return tokens a second and KV bytes of conversations at the same time."""
-    run = load(DECODE)
-    rows = [
-        f"| {row['batch']} | {row['context']:,} | {row['stock tokens/s']:.0f} "
-        f"| {row[f'{OURS} tokens/s']:.0f} | {_mib(row['stock KV MB by shape'])} "
-        f"| {_mib(row[f'{OURS} KV MB by shape'])} | {_commit(run)} |"
-        for row in run["rows"]
-    ]
-    columns = ("stock, tokens a second", "with the plugin", "stock, MiB of KV", "with the plugin")
-    return _table("conversations", "tokens each", *columns, "commit", rows=rows)
-
-
-def _mib(megabytes: float) -> str:
-    return f"{megabytes * 1e6 / (1 << 20):,.0f}"
+    """Return tokens a second of replies at the same time."""
+    return _both_sides(
+        decoding.QUESTION, ("replies and prompts", "stock, tokens/s", "with the plugin")
+    )
 
 
 def together() -> str:
-    """Return seconds to the first token of prompts that arrive together, and to replies' end."""
-    commit = _commit(load(TOGETHER))
+    """Return seconds of requests that arrive together."""
+    results = shown_results()
     rows = [
-        f"| {what} | {side['stock']:.2f} | {side[OURS]:.2f} | {commit} |"
-        for what, side in _together().items()
-    ]
-    turns = {row["side"]: row for row in load(NEXT_TURNS)["rows"]}
-    names = "the first of eight next turns, 16 bits", "all of these turns, to their ends"
-    for what, column in zip(names, ("first token s", "total s"), strict=True):
-        stock, ours = (turns[side][column] for side in ("stock", "ours-16"))
-        rows.append(f"| {what} | {stock:.2f} | {ours:.2f} | {_commit(load(NEXT_TURNS))} |")
-    return _table("until the first token of, s", "stock", "with the plugin", "commit", rows=rows)
-
-
-def _together() -> dict[str, dict[str, float]]:
-    """Return seconds by what is measured, and by side."""
-    found: dict[str, dict[str, float]] = {}
-    for row in load(TOGETHER)["rows"]:
-        found.setdefault(row["what"], {})[row["side"]] = row["together s"]
-    return found
-
-
-def shared() -> str:
-    """Return seconds to the first token of prompts that another server has put."""
-    run = load(SHARED)
-    rows = []
-    for row in run["rows"]:
-        place = row["store"] + (
-            f", {row['MB/s'] * 1e6 / (1 << 20):.2g} MiB/s" if row["MB/s"] else ""
+        (
+            what if side == OURS else f"{what}, 16 bits",
+            shown_number(results.median(bursts.QUESTION, what, STOCK)),
+            shown_number(results.median(bursts.QUESTION, what, side)),
         )
-        cells = [f"{row[what]:.2f}" for what in ("computed s", "shared s", "at most")]
-        cpu, reused = row["shared CPU s"] / row["computed CPU s"], row["reused"]
-        rows.append(f"| {' | '.join([place, *cells, f'{cpu:.2f}', f'{reused:,}'])} |")
-    columns = ("store", "computed, s", "with the store, s", "at most, of computing", "CPU time")
-    n_tokens = run["setting"]["prompt tokens"]
-    said = (
-        f"{run['model']['name']}, prompts of {n_tokens:,} tokens, {run['device']['device_name']}, "
-        f"measured on {run['date'][:10]} with older code (before `{SHARED_COMMIT}`): medians of "
-        "the first token, and the largest ratio of a pair."
+        for what, side in (
+            (bursts.ALL_TURNS, OURS),
+            (bursts.ALL_TURNS, OURS_16),
+            (bursts.ALONE, OURS),
+            (bursts.LAST, OURS),
+        )
+    ]
+    return show_table(("seconds", "stock", "with the plugin"), rows)
+
+
+def _both_sides(question: str, header: Sequence[str]) -> str:
+    results = shown_results()
+    names = [
+        row["what"] for row in results.rows if (row["question"], row["side"]) == (question, OURS)
+    ]
+    sides = (STOCK, OURS)
+    return show_table(
+        header,
+        [
+            (name, *(shown_number(results.median(question, name, s)) for s in sides))
+            for name in names
+        ],
     )
-    said = fill(said, 100, break_long_words=False, break_on_hyphens=False)
-    return f"{_table(*columns, 'tokens reused', rows=rows)}\n\n{said}"
 
 
 def conditions() -> str:
-    """Return on what, when and with which code and options everything here was measured."""
-    return _measured(*FIRST_TOKEN, TOGETHER, DECODE)
-
-
-def _measured(*names: str) -> str:
-    runs = [load(name) for name in names]
-    precisions, devices, versions, days = (
-        " and ".join(sorted(set(each)))
-        for each in (
-            (_precision(run["setting"]["sides"][OURS]) for run in runs),
-            (run["device"]["device_name"] for run in runs),
-            (run["versions"]["mlx-lm"] for run in runs),
-            (run["date"][:10] for run in runs),
-        )
+    """Return the device, the versions, the model, the day and the commit of the figures."""
+    results = shown_results()
+    part = results.parts[0]
+    weights = " with random weights" if part["model"]["random_weights"] else ""
+    smoke = (
+        "" if results.is_preset else " This tiny model shows no more than that the commands work."
     )
-    commits = ", ".join(dict.fromkeys(map(_commit, runs)))
-    said = (
-        f"{devices}, mlx-lm {versions}, a model of Llama 3.1 8B's shape with random 4-bit weights, "
-        f"{precisions}; measured on {days} at {commits}. {SINCE}"
+    text = (
+        f"{results.device.get('device_name', results.folder)} ({results.kind.upper()}), mlx-lm "
+        f"{part['versions']['mlx-lm']}, {part['model']['name']}{weights}, the default precision; "
+        f"measured on {part['date'][:10]} at `{'`, `'.join(results.commits)}`.{smoke}"
     )
-    return fill(said, 100, break_long_words=False, break_on_hyphens=False)
-
-
-def _precision(options: str) -> str:
-    _, asked, bits = options.partition("--kvpersist-kv-bits ")
-    return f"`{asked}{bits.split()[0]}`" if asked else "the default precision"
-
-
-def _commit(run: Any) -> str:
-    return f"`{run['commit']}`"
-
-
-def _table(*columns: str, rows: list[str]) -> str:
-    dashes = " | ".join(["---"] * len(columns))
-    return "\n".join([f"| {' | '.join(columns)} |", f"| {dashes} |", *rows])
+    return fill(text, 100, break_long_words=False, break_on_hyphens=False)

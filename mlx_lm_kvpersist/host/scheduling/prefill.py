@@ -1,4 +1,4 @@
-"""The prompts that are being computed: whose turn it is, how much of it, and with which others.
+"""The prompts that are being computed: their order, chunk sizes, and prompts that share a call.
 
 While replies run, a chunk takes no longer than the plugin allows. The prompt with the least left
 goes first, but the oldest prompt gets every fourth chunk. If the rest of a prompt leaves room in a
@@ -24,7 +24,7 @@ ROUND = 64
 """Long chunks end at multiples of this."""
 
 IDLE_CHUNK_S = 0.3
-"""How long a chunk may take while no replies run. A prompt that arrives meanwhile waits for it."""
+"""How long a chunk may take while no replies run. A prompt that arrives waits for the chunk."""
 
 IDLE_CHUNK = 512
 """The shortest chunk while no replies run: shorter ones are slower on any device."""
@@ -36,16 +36,16 @@ MOST_PASSED_OVER = 3
 def chunk_size(position: int, most: int) -> int:
     """Return how many of `most` tokens are computed at once after `position` cached ones.
 
-    Long chunks that end at round places have the shapes of those before them.
+    Long chunks that end at round places have the same shapes as earlier chunks.
     """
     size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
     return size - position % ROUND if size >= ROUND else size
 
 
 class PeakMemory:
-    """Counts the peak from now on, without the memory that is in use now or at the end.
+    """Measures the peak memory from now on, less the memory in use now or at the end.
 
-    It resets MLX's counter. Some models evaluate within their call, so it begins before that.
+    It resets MLX's counter. Some models evaluate within their call, so make it before the call.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def most_tokens(
 
 @dataclass(eq=False)
 class Prefill:
-    """A prompt from the queue until its reply begins. The first fields are those of stock's queue.
+    """A prompt from the queue until its reply begins. The first fields equal stock's queue items.
 
     `segments` are the ids that are left; the last segment is one id, with which the reply begins.
     `caches`, one per layer, hold `tokens`; once the prompt is being computed, `batch` has them.
@@ -90,7 +90,7 @@ class Prefill:
     processors: Any
     stops: Any
     row: Any = None
-    """Stock's batch of a parked reply alone, without caches: its next token and its counters."""
+    """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False
     """Whether it was parked, or failed with other prompts: then it is computed in its own calls."""
     batch: Any = None
@@ -101,7 +101,7 @@ class Prefill:
     """How many ids the segments had before the first was computed."""
     passed_over: int = 0
     has_waited: bool = False
-    """Whether it was ready before and others were computed first."""
+    """Whether it was ready before, and other prompts were computed first."""
 
     def __post_init__(self) -> None:
         self.n_tokens = self.n_left
@@ -133,7 +133,7 @@ class Prefills:
         self.all: list[Prefill] = []
 
     def drop(self, prefills: Collection[Prefill]) -> None:
-        """Forget prompts that are computed, or never will be."""
+        """Drop prompts that are computed or have ended."""
         self.all = [prefill for prefill in self.all if prefill not in prefills]
 
     def decide(
@@ -141,8 +141,9 @@ class Prefills:
     ) -> tuple[list[list[int]], dict[int, int], Exception | None]:
         """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
-        A plugin error comes with the prompt whose turn it is. stopped: prompts that end now.
-        step_s: the time of the last step of the replies. beside: whether replies run.
+        If the plugin raises, the error comes with the prompt whose turn it is. stopped: prompts
+        that end now.
+        step_s: the time of the last step of the replies. `beside`: whether replies run.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]
@@ -150,7 +151,7 @@ class Prefills:
         begins = _groups(ready, unready, beside=beside)
         if not unready:
             return begins, {}, None
-        # Only the oldest prompt ages: else a short prompt would wait for many long prompts.
+        # Only the oldest prompt ages: otherwise a short prompt would wait for many long prompts.
         oldest, turn = unready[0], min(unready, key=lambda prefill: prefill.n_left)
         if oldest.passed_over >= MOST_PASSED_OVER:
             turn = oldest
@@ -185,7 +186,7 @@ class Prefills:
     def _most_tokens(self, prefill: Prefill, step_s: float | None) -> int:
         """Return how many tokens of a prompt may be computed now.
 
-        The device may have continued with the step of the replies until the last chunk began.
+        The step of the replies may have kept the device busy until the last chunk began.
         """
         stall_s = None
         if step_s is not None:
@@ -225,7 +226,7 @@ class Prefills:
         if len(chunk) > 1 or width > chunk[turn]:
             layers = zip(*(prefill.batch.prompt_cache for prefill in chunk), strict=True)
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
-            # A model makes one mask for all layers of a kind: their caches have to agree about it.
+            # A model makes one mask for all layers of a kind: their caches must agree about it.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
             # All ranks have layers of the same kinds.
@@ -237,7 +238,7 @@ class Prefills:
         return turn.batch.prompt_cache, chunk[turn]
 
     def merged(self, prefills: Sequence[Prefill]) -> Any:
-        """Return one batch of stock's for these prompts; caches that can be are copied once."""
+        """Return one stock batch for the prompts; their caches are copied once, if possible."""
         first, *following = prefills
         batch = first.batch
         if following:
@@ -259,9 +260,9 @@ def _groups(
 ) -> list[list[int]]:
     """Return the uids of prompts with one token left, in groups that begin to reply together.
 
-    The processors of a request may fail, so it begins in a group of its own. If no replies run
-    `beside` them, ready prompts wait for one chunk of prompts that have little left. These would
-    have short chunks only once replies run.
+    The processors of a request may fail, so it begins in a group of its own. If no replies run,
+    ready prompts wait for one chunk of prompts that have little left, because chunks are short
+    while replies run.
     """
     is_short = any(prefill.n_left <= IDLE_CHUNK for prefill in unready)
     if is_short and not (beside or any(prefill.has_waited for prefill in ready)):
@@ -293,7 +294,7 @@ def compute_chunk(
     started, peak = time.perf_counter(), PeakMemory()
     model(mx.array(inputs), cache=caches, **options)
     built = time.perf_counter()
-    mx.synchronize()  # a step of the replies may still run, and is no part of the pace
+    mx.synchronize()  # a step of the replies may still run, and must not count in the pace
     begun = time.perf_counter()
     mx.eval([cache.state for cache in states])
     waited_s = begun - built

@@ -1,0 +1,105 @@
+"""Checks that end a run if a side does not do what its name says.
+
+A server that refuses a model serves it as the stock server does. Its times alone do not show that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.geometry.precision import parse_precision
+from mlx_lm_kvpersist.config import KV_BITS
+
+_TEMPLATE_TOKENS = 64
+"""Prompts of one chat template share at most this number of first tokens."""
+
+
+class WrongMeasurement(SystemExit):
+    """A server does not do what is to be measured. The run ends with this message."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How a measured request must be served: tokens reused, and the plugin's outcome and tier."""
+
+    name: str
+    kinds: Collection[str]
+    least: int = 0
+    most: int | None = None
+    tier: str | None = None
+
+
+def new(n_shared: int = _TEMPLATE_TOKENS) -> Expected:
+    """A prompt that no server has seen: at most `n_shared` tokens are reused."""
+    return Expected("new", ("MISS", "DIVERGE"), most=n_shared)
+
+
+def reused(n_tokens: int) -> Expected:
+    """A prompt that repeats or continues `n_tokens` that the server has in RAM."""
+    return Expected("reused", ("EXACT", "EXTEND"), least=n_tokens, tier="ram")
+
+
+def repeated(n_prompt: int) -> Expected:
+    """A prompt that was answered before. Its last block may be computed again.
+
+    That happens if a reply filled the block in which the prompt ends.
+    """
+    kinds = ("EXACT", "EXTEND", "DIVERGE")
+    return Expected("repeated", kinds, least=n_prompt - 1 - BLOCK_TOKENS)
+
+
+def from_disk(n_tokens: int) -> Expected:
+    """A prompt of which the store on disk has `n_tokens`."""
+    return Expected("read from disk", ("EXACT", "EXTEND"), least=n_tokens, tier="disk")
+
+
+SERVED = Expected("served by the side", ("EXACT", "EXTEND", "DIVERGE", "MISS"))
+"""Any amount of reuse, but the plugin must have looked the prompt up."""
+
+
+def check_outcome(
+    side: str, expected: Expected, n_reused: int, outcome: Mapping[str, Any] | None
+) -> None:
+    """Raise WrongMeasurement unless a request was served as expected.
+
+    outcome: the plugin's "outcome" and "tier"; None for a side without the plugin.
+    """
+    problems = []
+    if n_reused < expected.least:
+        problems.append(f"{n_reused:,} tokens were reused, at least {expected.least:,} expected")
+    if expected.most is not None and n_reused > expected.most:
+        problems.append(f"{n_reused:,} tokens were reused, at most {expected.most:,} expected")
+    if outcome is not None:
+        kind, tier = outcome.get("outcome", "none"), outcome.get("tier", "none")
+        if kind not in expected.kinds:
+            problems.append(f"the outcome is {kind}, not {' or '.join(expected.kinds)}")
+        if expected.tier is not None and tier != expected.tier:
+            problems.append(f"the tier is {tier}, not {expected.tier}")
+    if problems:
+        said = "; ".join(problems)
+        raise WrongMeasurement(f"the run ends: {side}, a prompt to be {expected.name}: {said}")
+
+
+def check_kept(side: str, spec: Mapping[str, Any], bits: str) -> None:
+    """Raise WrongMeasurement unless a server keeps its model in a precision.
+
+    spec: what the server answers to /v1/kvpersist/spec. bits: a value of --kvpersist-kv-bits;
+    every layer that grows with the prompt must have this precision.
+    """
+    if not spec["kept"]:
+        raise WrongMeasurement(f"the run ends: {side} does not keep the model: {spec['why_not']}")
+    choice = KV_BITS[bits]
+    grows = [group for group in spec["groups"] if group["kind"] == "full"]
+    if not grows:
+        raise WrongMeasurement(f"the run ends: {side} keeps no layer that grows with the prompt")
+    for group in grows:
+        precision = parse_precision(group["bits"] or "full")
+        found = (precision.keys.bits, precision.values.bits) if precision else (16, 16)
+        if found != (choice.key_bits, choice.value_bits):
+            raise WrongMeasurement(
+                f"the run ends: {side} keeps layers in {group['bits'] or 'full precision'}, "
+                f"not in {bits}: {group.get('why_not_quantized') or spec['precision']}"
+            )

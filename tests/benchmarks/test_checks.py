@@ -1,0 +1,261 @@
+"""A server that does not do what its side's name says ends the run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import decode, stall, start, streams, together, ttft
+from benchmarks.checks import (
+    SERVED,
+    Expected,
+    WrongMeasurement,
+    check_kept,
+    check_outcome,
+    from_disk,
+    new,
+    repeated,
+    reused,
+)
+from benchmarks.models import BenchmarkModel
+from benchmarks.report import Report
+from benchmarks.run_all import STEPS
+from benchmarks.runs import BOTH, Run
+from benchmarks.servers import (
+    BEFORE,
+    OURS,
+    OURS_16,
+    REPOSITORY,
+    SIDES,
+    BenchmarkServer,
+    before_side,
+)
+from mlx_lm_kvpersist.api.admin import REQUESTS_PATH, SPEC_PATH
+from tests.support import Reply, make_zoo_model
+from tests.support.synthetic import Message, make_tiny_model
+
+GROUP = {"kind": "full", "bits": "k8rv4rb64", "why_not_quantized": None}
+SPEC = {"kept": True, "precision": "keys 8 bits, values 4", "groups": [GROUP]}
+MEASURED: dict[str, Callable[[Run], None]] = {
+    "ttft": lambda run: ttft.measure(run, {512: 1}),
+    "decode": lambda run: decode.measure(run, {512: (1,)}, 1, 8),
+    "together": lambda run: together.measure(run, 300, BOTH, 1),
+    "stall": lambda run: stall.measure(run, 512, 1),
+    "streams": lambda run: streams.measure(run, 4, 1),
+    "start": lambda run: start.measure(run, 1),
+}
+
+
+def test_every_benchmark_is_tried_here() -> None:
+    assert MEASURED.keys() == STEPS.keys() - {"store"}, "the store is measured without a server"
+
+
+def test_a_precision_that_the_side_names_passes() -> None:
+    check_kept("ours", SPEC, "k8v4")
+    full = {**GROUP, "bits": None}
+    check_kept("ours-16", {**SPEC, "groups": [full]}, "16")
+    window = {**GROUP, "kind": "window", "bits": None}
+    check_kept("ours", {**SPEC, "groups": [window, GROUP]}, "k8v4")
+
+
+@pytest.mark.parametrize(
+    ("bits", "groups"),
+    [
+        pytest.param("k8v4", [GROUP, {**GROUP, "bits": "4b64"}], id="one layer in 4 bits"),
+        pytest.param("k8v4", [GROUP, {**GROUP, "bits": None}], id="one layer in full precision"),
+        pytest.param("16", [GROUP], id="quantized, full precision expected"),
+        pytest.param("k8v4", [{**GROUP, "kind": "window"}], id="no layer that grows"),
+        pytest.param("k8v4", [], id="no layer"),
+    ],
+)
+def test_another_precision_ends_the_run(bits: str, groups: list[dict[str, Any]]) -> None:
+    with pytest.raises(WrongMeasurement, match="the run ends: ours keeps"):
+        check_kept("ours", {**SPEC, "groups": groups}, bits)
+
+
+def test_a_model_that_is_not_kept_ends_the_run() -> None:
+    with pytest.raises(WrongMeasurement, match="does not keep the model: layer 0"):
+        check_kept("ours", {"kept": False, "why_not": "layer 0 has a LayerCache"}, "k8v4")
+
+
+RAM, DISK = {"outcome": "EXACT", "tier": "ram"}, {"outcome": "EXACT", "tier": "disk"}
+COLD = {"outcome": "MISS", "tier": "cold"}
+
+
+@pytest.mark.parametrize(
+    ("expected", "n_reused", "outcome"),
+    [
+        (new(), 0, COLD),
+        (new(), 20, {"outcome": "DIVERGE", "tier": "ram"}),
+        (reused(900), 999, RAM),
+        (repeated(1000), 768, {"outcome": "DIVERGE", "tier": "ram"}),
+        (from_disk(900), 999, DISK),
+        (SERVED, 0, COLD),
+        (new(), 0, None),
+        (reused(900), 900, None),
+    ],
+)
+def test_an_expected_outcome_passes(
+    expected: Expected, n_reused: int, outcome: dict[str, str] | None
+) -> None:
+    check_outcome("ours", expected, n_reused, outcome)
+
+
+@pytest.mark.parametrize(
+    ("expected", "n_reused", "outcome", "problem"),
+    [
+        (new(), 500, RAM, "500 tokens were reused, at most 64 expected"),
+        (new(), 0, {"outcome": "STOCK", "tier": "cold"}, "outcome is STOCK"),
+        (new(), 0, {}, "outcome is none"),
+        (reused(900), 899, RAM, "at least 900 expected"),
+        (reused(900), 999, DISK, "tier is disk, not ram"),
+        (reused(900), 999, {"outcome": "STOCK", "tier": "ram"}, "outcome is STOCK"),
+        (repeated(1000), 700, {"outcome": "DIVERGE", "tier": "ram"}, "at least 743 expected"),
+        (from_disk(900), 999, RAM, "tier is ram, not disk"),
+        (from_disk(900), 0, COLD, "at least 900 expected"),
+        (SERVED, 0, {"outcome": "STOCK"}, "outcome is STOCK"),
+        (SERVED, 0, {}, "outcome is none"),
+        (new(), 500, None, "at most 64 expected"),
+        (reused(900), 0, None, "at least 900 expected"),
+    ],
+)
+def test_another_outcome_ends_the_run(
+    expected: Expected, n_reused: int, outcome: dict[str, str] | None, problem: str
+) -> None:
+    with pytest.raises(WrongMeasurement, match=f"^the run ends: ours, .*{problem}"):
+        check_outcome("ours", expected, n_reused, outcome)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Let no process start. Servers answer with these JSON texts and outcomes, by path and prompt.
+
+    The prompt that warms a server up is always served as expected.
+    """
+    answers = {SPEC_PATH: json.dumps(SPEC), "measured": "outcome=MISS; tier=cold"}
+    stats = {"store": {"tiers": {"disk": {"written_bytes": 0}}, "turns_saved": 0}}
+    stats["store"]["queue"] = {"tasks": 0}
+
+    def request(self: BenchmarkServer, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+        answer = answers.get(path, json.dumps(stats))
+        if path == SPEC_PATH and self.side.name == OURS_16:
+            answer = json.dumps({**SPEC, "groups": [{**GROUP, "bits": None}]})
+        return 200, {}, answer.encode()
+
+    def chat(self: BenchmarkServer, messages: list[Message], **named: Any) -> Reply:
+        is_warm_up = messages[0]["content"].startswith("Warm up")
+        outcome = "outcome=MISS; tier=cold" if is_warm_up else answers["measured"]
+        usage = {"prompt_tokens": 100, "completion_tokens": 2}
+        return Reply("a", "length", usage, {"x-kvpersist": outcome}, 0.1, 0.1, {})
+
+    def events(self: BenchmarkServer, path: str, body: Any) -> Iterator[tuple[str, str]]:
+        while True:
+            time.sleep(0.001)
+            yield "message", "{}"
+
+    for name, function in (("request", request), ("chat", chat), ("events", events)):
+        monkeypatch.setattr(BenchmarkServer, name, function)
+    monkeypatch.setattr(BenchmarkServer, "start", lambda self: self.log_path.touch())
+    monkeypatch.setattr(BenchmarkServer, "stop", lambda self: None)
+    monkeypatch.setattr(BenchmarkServer, "cpu_s", lambda self: None)
+    monkeypatch.setattr(stall, "_ALONE_S", 0.01)
+    return answers
+
+
+EVERY_BENCHMARK = pytest.mark.parametrize("name", MEASURED)
+
+
+@EVERY_BENCHMARK
+def test_a_refused_model_ends_every_benchmark(name: str, run: Run, answers: dict[str, str]) -> None:
+    answers[SPEC_PATH] = json.dumps({"kept": False, "why_not": "layer 0 has a LayerCache"})
+    with pytest.raises(WrongMeasurement, match="ours does not keep the model: layer 0"):
+        MEASURED[name](run)
+
+
+@EVERY_BENCHMARK
+def test_another_precision_ends_every_benchmark(
+    name: str, run: Run, answers: dict[str, str]
+) -> None:
+    answers[SPEC_PATH] = json.dumps({**SPEC, "groups": [{**GROUP, "bits": None}]})
+    with pytest.raises(WrongMeasurement, match="ours keeps layers in full precision, not in k8v4"):
+        MEASURED[name](run)
+
+
+@EVERY_BENCHMARK
+@pytest.mark.parametrize("outcome", ["outcome=STOCK; tier=cold", ""], ids=["stock", "none"])
+def test_a_request_served_as_stock_does_ends_every_benchmark(
+    name: str, outcome: str, run: Run, answers: dict[str, str]
+) -> None:
+    answers["measured"] = outcome
+    with pytest.raises(WrongMeasurement, match=r"the outcome is (STOCK|none), not"):
+        MEASURED[name](run)
+
+
+@pytest.mark.parametrize("name", ["ttft", "decode", "together", "start"])
+def test_a_prompt_that_is_not_reused_ends_the_run(
+    name: str, run: Run, answers: dict[str, str]
+) -> None:
+    """All prompts are served as new prompts: the second request of a conversation is wrong."""
+    with pytest.raises(WrongMeasurement, match="tokens were reused, at least"):
+        MEASURED[name](run)
+
+
+def test_the_outcome_of_an_early_stream_is_read_from_the_records(
+    run: Run, answers: dict[str, str], tmp_path: Path
+) -> None:
+    server = BenchmarkServer(run.model.path, SIDES[OURS], tmp_path)
+    headers = {"x-kvpersist": "outcome=PENDING", "x-kvpersist-request": "b"}
+    reply = Reply("", "length", {}, headers, 0.0, 0.0, {})
+    record = {"id": "b", "outcome": "EXACT", "tier": "disk"}
+    answers[REQUESTS_PATH] = json.dumps([{"id": "a", "outcome": "MISS"}, record])
+    assert server.outcome(reply)["tier"] == "disk"
+    answers[REQUESTS_PATH] = "[]"
+    with pytest.raises(WrongMeasurement, match="ours has no record of b"):
+        server.outcome(reply)
+
+
+@pytest.mark.parametrize("name", ["ttft", "decode", "together", "start"])
+def test_before_takes_its_turns(
+    name: str, run: Run, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`before` has as many samples of each row as `ours`, and none unless it is asked for."""
+
+    def ask(server: BenchmarkServer, messages: list[Message], *_: Any) -> Reply:
+        usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 900}}
+        return Reply("a", "length", usage, {}, 0.1, 0.1, {}, times_s=[0.1, 1.0])
+
+    monkeypatch.setattr(BenchmarkServer, "ask", ask)
+    monkeypatch.setattr(BenchmarkServer, "terminate", lambda server, timeout_s: None)
+    monkeypatch.setattr(decode, "_measure_memory", lambda *_: None)
+    added: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        run.report, "add", lambda question, what, side, unit, value: added.append((what, side))
+    )
+    MEASURED[name](run)
+    without = [what for what, side in added if side == OURS]
+    assert without and BEFORE not in {side for _, side in added}
+    added.clear()
+    run.before = before_side(REPOSITORY)
+    MEASURED[name](run)
+    for side in (OURS, BEFORE):
+        assert [what for what, each in added if each == side] == without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", ["does not keep the model", "keeps layers in full precision"])
+def test_a_real_model_that_is_refused_ends_the_run(
+    problem: str, tmp_path: Path, report: Report
+) -> None:
+    if problem == "does not keep the model":
+        pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
+        path = make_zoo_model(tmp_path / "model", "deepseek_v41")
+    else:
+        path = make_tiny_model(tmp_path / "model", head_dim=4)
+    with pytest.raises(WrongMeasurement, match=f"the run ends: ours {problem}"):
+        ttft.measure(Run(BenchmarkModel("refused", path), report), {512: 1})
+    assert report.content["samples"] == []
