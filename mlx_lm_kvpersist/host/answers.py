@@ -1,4 +1,4 @@
-"""What plugins are given of a request, what they answer to hooks, and the checks of it.
+"""Requests as plugins see them, the answers of plugins to hooks, and the checks of the answers.
 
 Nothing in what they are given can be changed. Each answer is checked.
 """
@@ -22,10 +22,10 @@ PREFILL = "prefill"
 """The cache type of a prompt that is still being computed; see `TakenRequest.insert`."""
 
 REPLY = "assistant"
-"""Stock's cache type at the end of a reply; the ends of earlier segments have others."""
+"""Stock's cache type at the end of a reply; the ends of earlier segments have other types."""
 
 PARKED = "parked"
-"""The cache type of a reply that is taken out of the batch, and goes on later."""
+"""The cache type of a reply that is taken out of the batch, and continues later."""
 
 
 def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -90,8 +90,8 @@ def copied(value: Any) -> Any:
 class ClientRequest:
     """A request as plugins see it, from its arrival to its end; the server's own is out of reach.
 
-    `kind` is "chat" or "text". `messages` are those that the client sent, `prompt` is its text
-    where `kind` is "text". Plugins may keep what they know of a request in attributes of it.
+    `kind` is "chat" or "text". `messages` are the messages that the client sent, `prompt` is the
+    text of a "text" request. Plugins may keep what they know of a request in its attributes.
     """
 
     client_gone = False
@@ -124,11 +124,11 @@ class Prompt:
     """A tokenized prompt, cut into segments as `ResponseGenerator._tokenize` does.
 
     The segments joined are `ids`; `segment_types` names each as "system", "user" or "assistant".
-    `messages` are those that it was rendered from. All sequences become tuples.
+    `messages` are the messages that it was rendered from. All sequences become tuples.
 
-    An image is a run of negative ids: the first is its SHA-256, below -(2**256), the others are -1.
-    They stand for what the model reads there, and stay as they are. In `messages` an image is a
-    part of the type "image" with that hash in hexadecimal.
+    An image is a run of negative ids: the first is its SHA-256, below -(2**256), and all further
+    ids are -1. They stand for the model's input there, and do not change. In `messages` an image is
+    a part of the type "image" with that hash in hexadecimal.
     """
 
     ids: Sequence[int]
@@ -151,7 +151,7 @@ def has_text_only(messages: Iterable[Mapping[str, Any]]) -> bool:
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """How prompts are computed: in chunks, beside the replies that run.
+    """How prompts are computed: in chunks, while replies run.
 
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
     `most_tokens(position)` is how many tokens may be computed at once after `position` cached ones.
@@ -390,7 +390,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "response_headers": check_headers,
     "routes": check_routes,
 }
-"""By hook: raises PluginFault for an answer that the server cannot use. None is no answer."""
+"""The check of each hook's answers: it raises PluginFault for an answer that cannot be used."""
 
 
 def expect(is_right: bool, answer: Any, expected: str) -> None:

@@ -40,7 +40,7 @@ _JOINS: dict[str, tuple[str, ...]] = {
     "parallel": ("assistant",),
     "tool": (),
 }
-"""By kind of message, the kinds of messages that it can become a part of.
+"""The kinds of messages that a message of each kind can become a part of.
 
 Kinds are roles. The assistant's messages with one call, and with more, are kinds of their own.
 """
@@ -158,7 +158,7 @@ class Template:
     def id_of(self, call_id: Any, otherwise: Any) -> Any:
         """Return a call's id, or nine letters and digits that stand for it, the same each time.
 
-        otherwise: what they are made from if there is no id. A template may refuse other lengths.
+        otherwise: the source of the new id if the call has none. Templates may ask for nine.
         """
         name = "id", type(call_id), isinstance(call_id, str) and (len(call_id), call_id.isalnum())
         if self._reads(name, self._called([call_id]), self._called()):

@@ -68,7 +68,7 @@ class PluginManager(pluggy.PluginManager):
 
 
 def _named(plugin: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Return an answer of a plugin with the plugin's name, None if there is no answer."""
+    """Return an answer of a plugin with the plugin's name, or None as it is."""
     answer = call(*args)
     return None if answer is None else (plugin, answer)
 
@@ -216,14 +216,14 @@ def is_implemented(hook: str) -> bool:
 
 @dataclass(eq=False)
 class Taken:
-    """A request as a plugin has taken it. What the plugin raises is logged, and reaches nobody."""
+    """A request as a plugin has taken it. Errors of the plugin are logged, and reach nobody."""
 
     plugin: str
     request: TakenRequest
     caches: Sequence[Any] | None = None
     n_cached: int = 0
     prompt: Prompt | None = None
-    """What is fed, once it has entered."""
+    """The prompt that is fed, once the request has entered."""
     draft: Prepared | None = None
     """The same prompt for the draft model, and its caches."""
     images: Sequence[int] | None = None
@@ -234,7 +234,7 @@ class Taken:
     def advance(self) -> bool:
         """Tell whether the request can enter; a plugin that fails is not waited for.
 
-        Raises RequestRefused where the plugin does.
+        Raises RequestRefused if the plugin does.
         """
         ready = safely(self.plugin, "take_request", self.request.advance, raised=RequestRefused)
         return ready is None or bool(ready)
