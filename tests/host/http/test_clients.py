@@ -50,6 +50,23 @@ def test_what_came_from_a_client_is_left_to_be_read() -> None:
             theirs.recv(1)  # nothing was sent to a client that is there
 
 
+def test_a_slow_reader_gets_all_of_a_reply_that_no_buffer_holds() -> None:
+    with connected() as (client, theirs):
+        client._connection.settimeout(10)  # as http.server does
+        sent, got = [JSON, *(bytes([n]) * (4 << 20) for n in range(3))], list[bytes]()
+
+        def read() -> None:
+            got.extend(iter(lambda: theirs.recv(1 << 16), b""))
+
+        reader = threading.Timer(0.05, read)
+        reader.start()
+        for written in sent:
+            assert client.write(written) == len(written)
+        client._connection.shutdown(socket.SHUT_WR)
+        reader.join()
+        assert b"".join(got) == b"".join(sent)
+
+
 @pytest.mark.parametrize("head", [STREAM, JSON])
 def test_a_client_that_only_stops_sending_gets_its_whole_reply(head: bytes) -> None:
     with connected() as (client, theirs):
