@@ -116,7 +116,7 @@ class StoreFormatError(StoreError):
 
 
 class PoolFull(StoreError):
-    """What must stay in RAM for now leaves no room for more."""
+    """The blocks that must stay in RAM for now leave no room for more."""
 
 
 class BlockCorrupt(StoreError):
@@ -124,4 +124,4 @@ class BlockCorrupt(StoreError):
 
 
 class DecryptionFailed(BlockCorrupt):
-    """What is encrypted was altered, cut off or moved, or was encrypted with another key."""
+    """Encrypted bytes were altered, cut off or moved, or were encrypted with another key."""

@@ -70,7 +70,7 @@ Call = Callable[[Any, Body], Answer | None]
 
 @dataclass(frozen=True)
 class Service:
-    """What agents and warming ask of the server, and how they know who asks.
+    """The services that agents and warming use, and the key by which they know a client.
 
     chat: the host's module that answers requests (`host/http/apis.py`). sessions: returns the
     store's `StoredSessions`. Both may raise RequestRefused. key: the operator's.

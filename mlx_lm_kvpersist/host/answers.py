@@ -183,9 +183,9 @@ class BatchMemory:
         Called when sequences come, go or grow by more than a few tokens. `replies` has the tokens
         of each reply so far, with its prompt's; `prompts` those of each prompt that is computed or
         is about to be; `n_bytes` are the bytes of all their caches. Where they do not fit, the
-        youngest reply is taken out of the batch, and goes on later (`TakenRequest.resume`).
+        youngest reply is taken out of the batch, and continues later (`TakenRequest.resume`).
 
-        A sequence that is served by itself counts as a prompt, and its bytes are not known: None.
+        A sequence that is served alone counts as a prompt, and its bytes are not known: None.
         """
         return True
 
@@ -194,7 +194,7 @@ class BatchMemory:
 class ModelSupport:
     """A plugin's answer to `model_loaded`. Its functions are called on the generation thread.
 
-    `make_caches()` returns one cache per layer for a new sequence, or None for those of stock.
+    `make_caches()` returns one cache per layer for a new sequence, or None for stock's caches.
     `merge(caches)` returns one batch cache for one layer's caches of several sequences, or None:
     then the first of them merges them, as in stock. `together(caches, n_tokens)` returns one cache
     for one layer's caches of several prompts, each a batch of one row, of which the next `n_tokens`
@@ -236,7 +236,7 @@ class Route:
     """One path that a plugin answers.
 
     `handle` gets the `BaseHTTPRequestHandler` of the request, on its HTTP thread.
-    `path` is compared with the request's path without its query. A part of it in braces, such as
+    `path` is compared with the request's path without its query. A part in braces, such as
     `{id}`, is any part that is not empty; a path without braces goes before one with them.
     """
 
@@ -278,8 +278,8 @@ class TakenRequest:
         With a draft model its caches follow those of the model. Those of either may hold fewer
         tokens: that of the last token is computed with the next one.
 
-        cache_type: "prefill" after a chunk of a prompt, where no part of it ends; "system" or
-        "user" at the end of that part of the prompt, "assistant" at the end of the reply, or
+        cache_type: "prefill" after a chunk of a prompt, if no part ends there; "system" or
+        "user" at the end of that part, "assistant" at the end of the reply, or
         where its client left; "parked" where the reply was taken out of the batch.
         """
 

@@ -38,7 +38,7 @@ def self_test() -> None:
 
 @hookspec
 def routes() -> list[Route]:  # type: ignore[empty-body]
-    """Return HTTP routes to serve besides those of stock."""
+    """Return HTTP routes to serve, in addition to the stock routes."""
 
 
 @hookspec

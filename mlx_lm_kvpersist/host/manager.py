@@ -68,7 +68,7 @@ class PluginManager(pluggy.PluginManager):
 
 
 def _named(plugin: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Return an answer of a plugin with the plugin's name, or None as it is."""
+    """Return an answer of a plugin with the plugin's name, or None."""
     answer = call(*args)
     return None if answer is None else (plugin, answer)
 

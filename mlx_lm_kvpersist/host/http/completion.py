@@ -315,7 +315,7 @@ class StopWords:
     """The stop word that ended the text."""
 
     def __init__(self, words: Iterable[str]) -> None:
-        # Of words that are complete at one place, the longest begins first.
+        # The longest of several words that are complete at one place begins first.
         self._words = sorted(filter(None, words), key=len, reverse=True)
         self._held = ""
 
