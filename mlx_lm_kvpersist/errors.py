@@ -6,8 +6,8 @@ KVPersistError
 ├── PluginFault                 a plugin gave a wrong answer, or broke a request (HTTP status 500)
 ├── UnsupportedVersion          this mlx-lm, or its pair with mlx, is not supported
 ├── PatchError                  a patch of the host could not be trusted
-│   ├── TargetMissing           the thing to patch is not there
-│   ├── SignatureChanged        it is there, but looks different
+│   ├── TargetMissing           the thing to patch does not exist
+│   ├── SignatureChanged        it exists, but looks different
 │   └── PatchNotEffective       it was patched, and the server does not use it
 ├── SelfTestFailed              a check of `selftest` gave a wrong answer
 ├── ModelNotSupported           this model's cache cannot be kept
@@ -116,7 +116,7 @@ class StoreFormatError(StoreError):
 
 
 class PoolFull(StoreError):
-    """What must stay in RAM for now leaves no room for more."""
+    """The blocks that must stay in RAM for now leave no room for more."""
 
 
 class BlockCorrupt(StoreError):
@@ -124,4 +124,4 @@ class BlockCorrupt(StoreError):
 
 
 class DecryptionFailed(BlockCorrupt):
-    """What is encrypted was altered, cut off or moved, or was encrypted with another key."""
+    """Encrypted bytes were altered, cut off or moved, or were encrypted with another key."""

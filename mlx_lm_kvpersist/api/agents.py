@@ -70,7 +70,7 @@ Call = Callable[[Any, Body], Answer | None]
 
 @dataclass(frozen=True)
 class Service:
-    """What agents and warming ask of the server, and how they know who asks.
+    """The services that agents and warming use, and the key by which they know a client.
 
     chat: the host's module that answers requests (`host/http/apis.py`). sessions: returns the
     store's `StoredSessions`. Both may raise RequestRefused. key: the operator's.
@@ -258,7 +258,7 @@ class AgentsAPI:
 
     @contextmanager
     def _running(self, headers: Headers, agent: Agent) -> Iterator[None]:
-        """Give a request the agent's session, and let nobody delete the agent meanwhile."""
+        """Give a request the agent's session, and let nobody delete the agent until then."""
         name_session(headers, agent.session)
         with self._lock:
             if self._agents.get((agent.namespace, agent.id)) is not agent:
@@ -333,7 +333,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
 def warm_at_start(
     service: Service, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
 ) -> None:
-    """Warm each file in a thread of its own; the log says what came of it.
+    """Warm each file in a thread of its own; the log has the results.
 
     serve: see the hook `started`.
     """

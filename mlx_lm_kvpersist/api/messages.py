@@ -32,7 +32,7 @@ from .session_keys import is_kept
 MESSAGES_PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
 HELLO_PATHS = ("/", "/api/hello")
-"""Claude Code asks for the head of one of them to see whether a server is there."""
+"""Claude Code asks for the head of one of them to see whether a server answers."""
 
 _PASSED_ON = ("model", "metadata", "temperature", "top_p", "top_k")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -221,7 +221,7 @@ def _image(source: Mapping[str, Any]) -> Part:
 
 
 def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) -> list[Part]:
-    """Return a document's title, context and content. A document that is no text is not read."""
+    """Return a document's title, context and content. Only documents of text are read."""
     blocks = [
         chat.text_part(f"{name}.{head}", require_text(f"{name}.{head}", block[head]) + "\n")
         for head in ("title", "context")

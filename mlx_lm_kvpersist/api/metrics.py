@@ -1,50 +1,54 @@
 """Metrics for Prometheus: what requests reused, how long they took, what the store holds.
 
-Events wait until Prometheus asks, or until there are many, so that neither a start nor a first
-reply waits for prometheus_client to be imported. Any thread.
+Requests are counted here, and prometheus_client is imported when Prometheus first asks: neither a
+start nor a reply waits for that. Any thread.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prometheus_client import Histogram
     from prometheus_client.metrics_core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
-_MOST_UNCOUNTED = 32
 _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
-class RequestMetrics:
-    """The metrics of requests, in a registry of their own."""
+class Times:
+    """A histogram of times, for each outcome of a request.
 
-    def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Histogram
+    bounds_s: the upper ends of the buckets, in seconds, which belong to their buckets.
+    """
 
-        self.registry = registry = CollectorRegistry()
+    def __init__(self, name: str, description: str, bounds_s: Sequence[float]) -> None:
+        self._name, self._description, self._bounds_s = name, description, bounds_s
+        self._counts: dict[str, list[int]] = {}
+        self._sums_s: dict[str, float] = defaultdict(float)
 
-        def counter(name: str, description: str, *labels: str) -> Counter:
-            return Counter(f"kvpersist_{name}", description, labels, registry=registry)
+    def add(self, outcome: str, times_s: Iterable[float]) -> None:
+        counts = self._counts.setdefault(outcome, [0] * (len(self._bounds_s) + 1))
+        for time_s in times_s:
+            counts[bisect_left(self._bounds_s, time_s)] += 1
+            self._sums_s[outcome] += time_s
 
-        def histogram(name: str, description: str, buckets: Sequence[float]) -> Histogram:
-            name, labels = f"kvpersist_{name}", ("outcome",)
-            return Histogram(name, description, labels, buckets=buckets, registry=registry)
+    def collect(self, created_s: float) -> Metric:
+        from prometheus_client.metrics_core import HistogramMetricFamily
 
-        self.requests = counter("requests", "Requests, by what they reused.", "outcome")
-        self.prefilled = counter("prefilled_tokens", "Prompt tokens that were computed.")
-        self.first_token = histogram(
-            "first_token_seconds", "From queueing a request to its first token.", _FIRST_TOKEN_S
-        )
-        self.inter_token = histogram(
-            "inter_token_seconds", "Between two tokens of a reply.", _INTER_TOKEN_S
-        )
+        family = HistogramMetricFamily(self._name, self._description, labels=["outcome"])
+        ends = [*map(str, self._bounds_s), "+Inf"]
+        for outcome, counts in self._counts.items():
+            buckets = list(zip(ends, accumulate(counts), strict=True))
+            family.add_metric([outcome], buckets, self._sums_s[outcome])
+            family.add_sample(f"{self._name}_created", {"outcome": outcome}, created_s)
+        return family
 
 
 class Metrics:
@@ -60,54 +64,54 @@ class Metrics:
         memory: Callable[[], dict[str, int] | None] = lambda: None,
     ) -> None:
         self._store, self._memory = store, memory
-        self._uncounted: deque[Callable[[RequestMetrics], None]] = deque()
         self._lock = Lock()
-        self._requests: RequestMetrics | None = None
+        self._created_s = time.time()
+        self._n_requests: Counter[str] = Counter()
+        self._n_prefilled = 0
+        self._first_token = Times(
+            "kvpersist_first_token_seconds",
+            "From queueing a request to its first token.",
+            _FIRST_TOKEN_S,
+        )
+        self._inter_token = Times(
+            "kvpersist_inter_token_seconds", "Between two tokens of a reply.", _INTER_TOKEN_S
+        )
 
     def count(self, outcome: str, n_prefilled: int) -> None:
         """Count a request by its outcome, and its prompt's tokens that were computed."""
-
-        def add(metrics: RequestMetrics) -> None:
-            metrics.requests.labels(outcome).inc()
-            metrics.prefilled.inc(n_prefilled)
-
-        self._uncounted.append(add)
+        with self._lock:
+            self._n_requests[outcome] += 1
+            self._n_prefilled += n_prefilled
 
     def observe(self, outcome: str, times_s: Sequence[float]) -> None:
         """Take the times of a reply's tokens, in seconds since its request was queued."""
-
-        def add(metrics: RequestMetrics) -> None:
-            if times_s:
-                metrics.first_token.labels(outcome).observe(times_s[0])
-            inter_token = metrics.inter_token.labels(outcome)
-            for before, after in pairwise(times_s):
-                inter_token.observe(after - before)
-
-        self._uncounted.append(add)
-        if len(self._uncounted) > _MOST_UNCOUNTED:
-            self._request_metrics()
-
-    def _request_metrics(self) -> RequestMetrics:
-        """Return the metrics of requests, with all events so far."""
         with self._lock:
-            if self._requests is None:
-                self._requests = RequestMetrics()
-                self._requests.registry.register(self)
-            while self._uncounted:
-                self._uncounted.popleft()(self._requests)
-        return self._requests
+            if times_s:
+                self._first_token.add(outcome, times_s[:1])
+            self._inter_token.add(outcome, (after - before for before, after in pairwise(times_s)))
 
     def exposed(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
-        return generate_latest(self._request_metrics().registry)
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counts of memory and of the store; the registry asks for them."""
+        """Yield the metrics of requests, of memory and of the store; Prometheus asks for them."""
         from prometheus_client.metrics_core import CounterMetricFamily as Count
         from prometheus_client.metrics_core import GaugeMetricFamily as Gauge
 
+        with self._lock:
+            created_s = self._created_s
+            requests = Count(
+                "kvpersist_requests", "Requests, by what they reused.", labels=["outcome"]
+            )
+            for outcome, n_requests in self._n_requests.items():
+                requests.add_metric([outcome], n_requests, created_s)
+            prefilled = Count("kvpersist_prefilled_tokens", "Prompt tokens that were computed.")
+            prefilled.add_metric([], self._n_prefilled, created_s)
+            times = [part.collect(created_s) for part in (self._first_token, self._inter_token)]
+        yield from (requests, prefilled, *times)
         used = Gauge("kvpersist_memory_bytes", "Memory in use.", labels=["part"])
         for area, n_bytes in (memory := self._memory() or {}).items():
             if area not in ("waiting", "pressure"):

@@ -1,4 +1,4 @@
-"""What a request says of its conversation: its name, its namespace, and whether it is kept.
+"""A conversation as its request names it: its name, its namespace, and whether it is kept.
 
 A key is a hint: which tokens are reused is decided by the text alone. Names of people (`user`,
 `safety_identifier`, a whole `metadata.user_id`) are never keys.
@@ -79,7 +79,7 @@ SOURCES: dict[str, Find] = {
     "body metadata.session_id": lambda headers, body: _text(_metadata(body).get("session_id")),
     "body metadata.user_id": _user_id_session,
 }
-"""The places where a session key may stand, in the order in which they are tried."""
+"""The places of a session key, in the order in which they are tried."""
 
 
 def session_key(headers: Message, body: Mapping[str, Any]) -> str | None:
@@ -154,7 +154,7 @@ def _text(value: Any) -> str | None:
 
 
 def short_name(name: str) -> str:
-    """Return a client's name for something; a digest of it if it is long or not valid Unicode."""
+    """Return a client's name for something; a digest if the name is long or not valid Unicode."""
     encoded = name.encode("utf-8", "surrogatepass")
     if len(encoded) <= _MAX_NAME_BYTES and encoded.decode("utf-8", "ignore") == name:
         return name
@@ -162,7 +162,7 @@ def short_name(name: str) -> str:
 
 
 def normalise(messages: Messages, tools: Any) -> None:
-    """Normalise a request, in place. Tools that are no list stay."""
+    """Normalise a request, in place. Tools stay if they are not a list."""
     drop_billing_line(messages)
     drop_cache_control([*messages, *(tools if isinstance(tools, list) else ())])
     unify_content(messages)
@@ -185,7 +185,7 @@ def drop_billing_line(messages: Messages) -> None:
 def drop_cache_control(items: Iterable[Any]) -> None:
     """Drop `cache_control` from messages, their parts and tools: clients move it every turn.
 
-    It is dropped where the API defines it, not inside a tool's own schema or arguments.
+    The field stays inside a tool's own schema or arguments, which the API does not define.
     """
     for item in items:
         if isinstance(item, dict):

@@ -1,4 +1,4 @@
-"""What plugins are given of a request, what they answer to hooks, and the checks of it.
+"""Requests as plugins see them, the answers of plugins to hooks, and the checks of the answers.
 
 Nothing in what they are given can be changed. Each answer is checked.
 """
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
+from functools import cached_property
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -21,10 +22,10 @@ PREFILL = "prefill"
 """The cache type of a prompt that is still being computed; see `TakenRequest.insert`."""
 
 REPLY = "assistant"
-"""Stock's cache type at the end of a reply; the ends of earlier segments have others."""
+"""Stock's cache type at the end of a reply; the ends of earlier segments have other types."""
 
 PARKED = "parked"
-"""The cache type of a reply that is taken out of the batch, and goes on later."""
+"""The cache type of a reply that is taken out of the batch, and continues later."""
 
 
 def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -56,14 +57,22 @@ class FrozenHeaders(Message):
 
     def __init__(self, headers: Mapping[str, str] | Message) -> None:
         super().__init__()
+        self._first: dict[str, Any] = {}
         for name, value in headers.items():
             super().__setitem__(name, value)
+            self._first.setdefault(name.lower(), value)
+
+    def get(self, name: str, failobj: Any = None) -> Any:
+        """Return the first value of a header; Message would compare all names."""
+        return self._first.get(name.lower(), failobj)
 
     __setitem__ = __delitem__ = add_header = replace_header = _refuse
 
 
 def frozen(value: Any) -> Any:
     """Return a copy of what JSON can hold, in which nothing can be changed."""
+    if isinstance(value, FrozenDict | FrozenList):
+        return value
     if isinstance(value, dict):
         return FrozenDict({name: frozen(inner) for name, inner in value.items()})
     if isinstance(value, list):
@@ -81,8 +90,8 @@ def copied(value: Any) -> Any:
 class ClientRequest:
     """A request as plugins see it, from its arrival to its end; the server's own is out of reach.
 
-    `kind` is "chat" or "text". `messages` are those that the client sent, `prompt` is its text
-    where `kind` is "text". Plugins may keep what they know of a request in attributes of it.
+    `kind` is "chat" or "text". `messages` are the messages that the client sent, `prompt` is the
+    text of a "text" request. Plugins may keep what they know of a request in its attributes.
     """
 
     client_gone = False
@@ -115,11 +124,11 @@ class Prompt:
     """A tokenized prompt, cut into segments as `ResponseGenerator._tokenize` does.
 
     The segments joined are `ids`; `segment_types` names each as "system", "user" or "assistant".
-    `messages` are those that it was rendered from. All sequences become tuples.
+    `messages` are the messages that it was rendered from. All sequences become tuples.
 
-    An image is a run of negative ids: the first is its SHA-256, below -(2**256), the others are -1.
-    They stand for what the model reads there, and stay as they are. In `messages` an image is a
-    part of the type "image" with that hash in hexadecimal.
+    An image is a run of negative ids: the first is its SHA-256, below -(2**256), and all further
+    ids are -1. They stand for the model's input there, and do not change. In `messages` an image is
+    a part of the type "image" with that hash in hexadecimal.
     """
 
     ids: Sequence[int]
@@ -142,7 +151,7 @@ def has_text_only(messages: Iterable[Mapping[str, Any]]) -> bool:
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """How prompts are computed: in chunks, beside the replies that run.
+    """How prompts are computed: in chunks, while replies run.
 
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
     `most_tokens(position)` is how many tokens may be computed at once after `position` cached ones.
@@ -174,9 +183,9 @@ class BatchMemory:
         Called when sequences come, go or grow by more than a few tokens. `replies` has the tokens
         of each reply so far, with its prompt's; `prompts` those of each prompt that is computed or
         is about to be; `n_bytes` are the bytes of all their caches. Where they do not fit, the
-        youngest reply is taken out of the batch, and goes on later (`TakenRequest.resume`).
+        youngest reply is taken out of the batch, and continues later (`TakenRequest.resume`).
 
-        A sequence that is served by itself counts as a prompt, and its bytes are not known: None.
+        A sequence that is served alone counts as a prompt, and its bytes are not known: None.
         """
         return True
 
@@ -185,7 +194,7 @@ class BatchMemory:
 class ModelSupport:
     """A plugin's answer to `model_loaded`. Its functions are called on the generation thread.
 
-    `make_caches()` returns one cache per layer for a new sequence, or None for those of stock.
+    `make_caches()` returns one cache per layer for a new sequence, or None for stock's caches.
     `merge(caches)` returns one batch cache for one layer's caches of several sequences, or None:
     then the first of them merges them, as in stock. `together(caches, n_tokens)` returns one cache
     for one layer's caches of several prompts, each a batch of one row, of which the next `n_tokens`
@@ -227,7 +236,7 @@ class Route:
     """One path that a plugin answers.
 
     `handle` gets the `BaseHTTPRequestHandler` of the request, on its HTTP thread.
-    `path` is compared with the request's path without its query. A part of it in braces, such as
+    `path` is compared with the request's path without its query. A part in braces, such as
     `{id}`, is any part that is not empty; a path without braces goes before one with them.
     """
 
@@ -235,11 +244,10 @@ class Route:
     path: str
     handle: Callable[[Any], None]
 
-    def matches(self, method: str, path: str) -> bool:
-        if method != self.method or "{" not in self.path:
-            return (method, path) == (self.method, self.path)
-        pattern = re.sub(r"\\{\w+\\}", "[^/]+", re.escape(self.path))
-        return re.fullmatch(pattern, path) is not None
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """The paths that match a path with braces."""
+        return re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(self.path)))
 
 
 @dataclass(eq=False)
@@ -270,8 +278,8 @@ class TakenRequest:
         With a draft model its caches follow those of the model. Those of either may hold fewer
         tokens: that of the last token is computed with the next one.
 
-        cache_type: "prefill" after a chunk of a prompt, where no part of it ends; "system" or
-        "user" at the end of that part of the prompt, "assistant" at the end of the reply, or
+        cache_type: "prefill" after a chunk of a prompt, if no part ends there; "system" or
+        "user" at the end of that part, "assistant" at the end of the reply, or
         where its client left; "parked" where the reply was taken out of the batch.
         """
 
@@ -382,7 +390,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "response_headers": check_headers,
     "routes": check_routes,
 }
-"""By hook: raises PluginFault for an answer that the server cannot use. None is no answer."""
+"""The check of each hook's answers: it raises PluginFault for an answer that cannot be used."""
 
 
 def expect(is_right: bool, answer: Any, expected: str) -> None:

@@ -29,21 +29,23 @@ NO_RESULT = "[no result: the call was interrupted]"
 _MARK = "aa1zz"
 _ASKED: Message = {"role": "user", "content": _MARK}
 _CALL_IDS = ("call00000", "call00001")
-_LOOK: dict[str, Any] = {"name": "look", "description": "Look.", "parameters": {}}
-_TOOL = {"type": "function", "function": {**_LOOK, "parameters": {"type": "object"}}}
-_ENDS = ((), ("user",), ("assistant", "user"))
+_LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
+_ENDS: tuple[tuple[str, ...], ...] = ((), ("user",), ("assistant", "user"))
 """Ends of a conversation, behind the message that is tried: a template can ask for them."""
-_KINDS = ("system", "user", "assistant", "calls", "parallel", "tool")
-"""Roles. The assistant's messages with one call, and with more, are kinds of their own."""
-_JOINS = {
+_JOINS: dict[str, tuple[str, ...]] = {
     "system": ("system", "user", "tool"),
     "user": ("user", "tool"),
     "assistant": ("assistant",),
     "calls": ("assistant",),
     "parallel": ("assistant",),
+    "tool": (),
 }
-"""Kinds of messages that a message can become a part of, by its own kind."""
+"""The kinds of messages that a message of each kind can become a part of.
+
+Kinds are roles. The assistant's messages with one call, and with more, are kinds of their own.
+"""
 _CALLS = ("calls", "parallel")
+_TURNS = ("user", "assistant", *_CALLS)
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _MOST_TEMPLATES = 32
 _MOST_KNOWN = 1000
@@ -69,7 +71,7 @@ class Template:
 
     def __init__(self, tokenizer: Any, arguments: dict[str, Any], *, has_tools: bool) -> None:
         self._tokenizer, self._arguments = tokenizer, arguments
-        self._tools = [_TOOL] if has_tools else None
+        self._tools = [{"type": "function", "function": _LOOK}] if has_tools else None
         self._known: dict[Hashable, int] = {}
 
     def fit(
@@ -79,12 +81,15 @@ class Template:
 
         tools: the request's. continues: the model continues the last message.
         """
-        own, arguments = getattr(self._tokenizer, "chat_template", None), self._arguments
-        source = arguments.get("chat_template") or own
+        own, asked = getattr(self._tokenizer, "chat_template", None), self._arguments
+        source = asked.get("chat_template") or own
         if isinstance(own, dict):  # by name
-            source = self._tokenizer.get_chat_template(arguments.get("chat_template"), self._tools)
-        knows_developer = "developer" in str(source)
-        cleaned = [_cleaned(message, knows_developer) for message in messages]
+            source = self._tokenizer.get_chat_template(asked.get("chat_template"), self._tools)
+        cleaned = [_without_null(message) for message in messages]
+        if "developer" not in str(source):
+            developers = (message for message in cleaned if message.get("role") == "developer")
+            for message in developers:
+                message["role"] = "system"
         fitted = _Fitting(self, cleaned, adapts_all=True).fitted
         if fitted != cleaned:
             least = _Fitting(self, cleaned, adapts_all=False).fitted
@@ -124,15 +129,14 @@ class Template:
         except Exception:
             return None
 
-    def fits(self, before: Sequence[str], kind: str) -> bool:
+    def fits(self, before: list[str], kind: str) -> bool:
         """Tell whether the template takes a kind of message here, and a system message in place."""
-        ends: Sequence[tuple[str, ...]] = _ENDS
-        place, usual = None, tuple(before) or ("user", "assistant")
+        ends, usual, place = _ENDS, before or ["user", "assistant"], None
         if kind == "system":
             # A template that counts messages takes a system message for the assistant's.
-            is_asked = tuple(before[-1:]) in (("user",), ("tool",))
-            ends, place = _ENDS[1 + is_asked :][:1], len(before)
-            usual = ("user",) if is_asked else ("user", "assistant")
+            is_asked = before[-1:] in (["user"], ["tool"])
+            ends, place = ((_ENDS[2],) if is_asked else (_ENDS[1],)), len(before)
+            usual = ["user"] if is_asked else ["user", "assistant"]
         tried = (self.spoken([*before, kind, *end], place) for end in ends)
         usual_texts = (self.spoken([*usual, *end]) for end in ends)
         return self._first((*before, kind), chain(tried, usual_texts)) < len(ends)
@@ -143,34 +147,35 @@ class Template:
 
     def reads_parallel_calls(self) -> bool:
         """Tell whether a message may have more than one call."""
-        called = (self._called(ids) for ids in (_CALL_IDS, _CALL_IDS[:1]))
-        return self._reads("parallel calls", called)
+        return self._reads("parallel calls", self._called(_CALL_IDS), self._called())
 
     def reads_beside_calls(self, *names: str) -> bool:
         """Tell whether a message with calls may have these fields, such as content."""
         bare = self._calls()
         full = {**bare, **dict.fromkeys(names, _MARK)}
-        return self._reads(("beside calls", *names), ([full], [bare]))
+        return self._reads(("beside calls", *names), [full], [bare])
 
-    def reads_id(self, call_id: Any) -> bool:
-        """Tell whether a call may have an id of this type and length."""
+    def id_of(self, call_id: Any, otherwise: Any) -> Any:
+        """Return a call's id, or nine letters and digits that stand for it, the same each time.
+
+        otherwise: the source of the new id if the call has none. Templates may ask for nine.
+        """
         name = "id", type(call_id), isinstance(call_id, str) and (len(call_id), call_id.isalnum())
-        called = (self._called([tried_id]) for tried_id in (call_id, _CALL_IDS[0]))
-        return self._reads(name, called)
+        if self._reads(name, self._called([call_id]), self._called()):
+            return call_id
+        return blake2b(str(call_id or otherwise).encode(), digest_size=8).hexdigest()[:9]
 
     def wants_names(self) -> bool:
         """Tell whether a tool's result needs the name of its tool."""
-        call = self._calls()
-        called = ([call, _result(_CALL_IDS[0], name)] for name in (None, "look"))
-        return not self._reads("names", called)
+        bare, named = (_result(_CALL_IDS[0], name) for name in (None, "look"))
+        return not self._reads("names", [self._calls(), bare], [self._calls(), named])
 
     def form_of(self, arguments: Any) -> Any:
         """Return a call's arguments in the first form that the template renders."""
-        text = json.dumps(arguments, ensure_ascii=False)
         is_empty = arguments in ("", None)
-        forms = [arguments, {} if is_empty else {"arguments": arguments}, text]
-        if isinstance(arguments, dict):
-            forms = [arguments, text]
+        forms = [arguments, json.dumps(arguments, ensure_ascii=False)]
+        if not isinstance(arguments, dict):
+            forms.insert(1, {} if is_empty else {"arguments": arguments})
         tried = (self.rendered([_ASKED, _calling(form)]) for form in forms)
         return forms[self._first(("arguments", type(arguments), is_empty), tried)]
 
@@ -179,14 +184,22 @@ class Template:
 
         place: the index of a message whose text must stand between the texts of its neighbours.
         """
-        messages = [{"role": kind, "content": _mark(i)} for i, kind in enumerate(kinds)]
+        marks = [f"{chr(ord('b') + i)}b{i}zz" for i in range(len(kinds))]
+        messages = [
+            {"role": kind, "content": mark} for kind, mark in zip(kinds, marks, strict=True)
+        ]
         for i, kind in enumerate(kinds):
             if kind in _CALLS:
                 messages[i] = self._calls(_CALL_IDS[: 1 + (kind == "parallel")])
             elif kind == "tool":
-                messages[i] = {**self._called()[1], "content": _mark(i)}
+                messages[i] = {**self._called()[1], "content": marks[i]}
         text = self.rendered(messages)
-        return text if text and (place is None or _is_in_place(text, place)) else None
+        if not text or place is None:
+            return text
+        places = [text.find(mark) for mark in marks]
+        before = max(places[:place], default=-1)
+        after = min((at for at in places[place + 1 :] if at >= 0), default=len(text))
+        return text if -1 < places[place] and before < places[place] < after else None
 
     def _called(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> list[Message]:
         """Return a message with calls, and their results."""
@@ -196,22 +209,23 @@ class Template:
     def _calls(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
         return _calling(self.form_of({"where": _MARK}), ids)
 
-    def _reads(self, name: Hashable, forms: Iterable[list[Message]]) -> bool:
-        """Tell whether the template renders the first form of messages, or refuses all forms."""
-        return self._first(name, (self.rendered([_ASKED, *form]) for form in forms)) == 0
+    def _reads(self, name: Hashable, form: list[Message], usual: list[Message]) -> bool:
+        """Tell whether the template renders a form of messages, or refuses the usual one, too."""
+        texts = (self.rendered([_ASKED, *messages]) for messages in (form, usual))
+        return self._first(name, texts) == 0
 
     def _first(self, name: Hashable, texts: Iterable[str | None]) -> int:
         """Return the index of the first text that was rendered, 0 if none was.
 
         name: the name of the question. Each question is asked once.
         """
-        index = self._known.get(name)
-        if index is None:
+        if name not in self._known:
+            readable_at = (i for i, text in enumerate(texts) if text is not None)
+            index = next(readable_at, 0)
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()  # clients send any role
-            readable_at = (i for i, text in enumerate(texts) if text is not None)
-            index = self._known[name] = next(readable_at, 0)
-        return index
+            self._known[name] = index
+        return self._known[name]
 
 
 class _Fitting:
@@ -227,36 +241,53 @@ class _Fitting:
         """The kinds of the fitted messages since the last answer; repetitions are left out."""
         self._open: list[dict[str, Any]] = []
         """The fitted calls since the last question or answer that have no result yet."""
-        if not adapts_all:
-            for message in messages:
+        rest = deque(messages)
+        while rest:
+            message, results = rest.popleft(), list[Message]()
+            if not adapts_all:
                 self._place(message)
-            return
-        for caller, results in _turns(messages):
-            for message in self._fit(caller, results):
-                self._place(message)
-        roles = [message.get("role") for message in self.fitted]
-        if roles and "user" not in roles:
+                continue
+            while _kind(message) in _CALLS and rest and _kind(rest[0]) == "tool":
+                results.append(rest.popleft())
+            for fitted in self._fit(message, results):
+                self._place(fitted)
+        if adapts_all and messages:
             self._ask()
 
     def _fit(self, message: Message, results: list[Message]) -> Iterator[Message]:
         """Yield a message in a form that the template renders, and the results of its calls."""
-        kind, template = _kind(message), self._template
-        if kind == "function" and not template.fits(["user", "assistant"], kind):
+        kind = _kind(message)
+        if kind == "function" and not self._template.fits(["user", "assistant"], kind):
             message, kind = {**message, "role": "tool"}, "tool"
         if kind == "tool":
             yield self._fit_result(message, list(self._open))[0]
-            return
-        if kind not in _CALLS:
+        elif kind in _CALLS:
+            yield from self._fit_calls(message, results)
+        else:
             yield message if message.get("tool_calls", True) else without(message, "tool_calls")
-            return
-        message, calls = self._fit_calls(message)
-        are_read = "tool_calls" in message
-        if are_read and message.get("content") and not template.reads_beside_calls("content"):
-            yield without(message, "tool_calls")
-            message = {**without(message, *_REASONING), "content": ""}
+
+    def _fit_calls(self, message: Message, results: list[Message]) -> Iterator[Message]:
+        template, content, place = self._template, message.get("content"), message.get(PLACE)
+        calls = [
+            _fit_call(template, call, f"{place}.{i}")
+            for i, call in enumerate(message["tool_calls"])
+        ]
         rest = list(calls)
         answered = [self._fit_result(result, rest) for result in results]
         answered.sort(key=lambda pair: pair[1] is None)  # a call can have two results
+        message = {**message, "tool_calls": calls}
+        are_read = template.reads_calls()
+        if not are_read:
+            content = joined(content, "\n".join(map(_as_text, calls)))
+            message = {**without(message, "tool_calls"), "content": content}
+        elif content:
+            thoughts = next((message[name] for name in _REASONING if message.get(name)), None)
+            if thoughts and not template.reads_beside_calls("content", *_REASONING[:2]):
+                content = joined(thoughts, content)
+                message = {**without(message, *_REASONING), "content": content}
+            if not template.reads_beside_calls("content"):
+                yield without(message, "tool_calls")
+                message = {**without(message, *_REASONING), "content": ""}
         if len(calls) < 2 or not are_read or template.reads_parallel_calls():
             yield message
             yield from (result for result, _ in answered)
@@ -269,23 +300,6 @@ class _Fitting:
             if result is not None:
                 yield result
 
-    def _fit_calls(self, message: Message) -> tuple[Message, list[dict[str, Any]]]:
-        """Return a message with calls, and its calls, in a form that the template renders."""
-        template = self._template
-        calls = [
-            _fit_call(template, call, f"{message.get(PLACE)}.{i}")
-            for i, call in enumerate(message["tool_calls"])
-        ]
-        content = message.get("content")
-        thoughts = next((message[name] for name in _REASONING if message.get(name)), None)
-        if not template.reads_calls():
-            content = joined(content, "\n".join(map(_as_text, calls)))
-            return {**without(message, "tool_calls"), "content": content}, calls
-        names = "content", *_REASONING[:2]
-        if content and thoughts and not template.reads_beside_calls(*names):
-            message = {**without(message, *_REASONING), "content": joined(thoughts, content)}
-        return {**message, "tool_calls": calls}, calls
-
     def _fit_result(
         self, message: Message, calls: list[dict[str, Any]]
     ) -> tuple[Message, dict[str, Any] | None]:
@@ -294,12 +308,11 @@ class _Fitting:
         calls: those without a result; the result's own is removed.
         """
         call_id, template = message.get("tool_call_id"), self._template
-        if call_id and not template.reads_id(call_id):
-            call_id = _made_id(call_id)
-        if not call_id and calls:
+        if call_id:
+            call_id = template.id_of(call_id, "")
+        elif calls:
             call_id = calls[0].get("id")
-        if not call_id and not template.reads_id(call_id):
-            call_id = _made_id(message.get(PLACE))
+        call_id = call_id or template.id_of(call_id, message.get(PLACE))
         own = next((call for call in calls if call.get("id") == call_id), None)
         if own is not None:
             calls.remove(own)
@@ -311,14 +324,14 @@ class _Fitting:
     def _place(self, message: Message) -> None:
         """Add a message in a role in which it may stand there."""
         kind, before = _kind(message), self._kinds[-1] if self._kinds else ""
-        if self._is_left(message, kind):
+        if self._may_follow(kind):
             self._append(message, kind)
             return
         if kind == "system" and before not in ("", "system"):
             message = {**message, "content": _enclosed("system-reminder", message)}
         if kind == "tool":
             message = {**message, "content": _enclosed("tool_response", message)}
-        if self._open and kind in ("user", "assistant", *_CALLS):
+        if self._open and kind in _TURNS:
             for call in list(self._open):
                 name = call["function"].get("name") if self._template.wants_names() else None
                 self._append({**_result(call.get("id"), name), PLACE: message.get(PLACE)}, "tool")
@@ -326,20 +339,20 @@ class _Fitting:
             self._place(message)
         elif before in _JOINS.get(kind, ()):
             self._join(message, kind)
-        elif kind not in ("user", "assistant", *_CALLS):
+        elif kind not in _TURNS:
             self._place({**message, "role": "user"})
         else:
             if kind != "user" and self._template.fits([*self._kinds, "user"], kind):
                 self._append(_question(message), "user")
             self._append(message, kind)
 
-    def _is_left(self, message: Message, kind: str) -> bool:
+    def _may_follow(self, kind: str) -> bool:
         template = self._template
         if not self._adapts_all and kind != "system":
             return True
         if kind == "tool" and not template.reads_calls():
             return False
-        if kind not in _KINDS and not template.fits(["user", "assistant"], kind):
+        if kind not in _JOINS and not template.fits(["user", "assistant"], kind):
             return False  # a template that counts messages may take any role as the second
         return template.fits(self._kinds, kind)
 
@@ -375,31 +388,22 @@ class _Fitting:
 
     def _ask(self) -> None:
         """Put an empty question behind the first system messages, if the template wants any."""
-        spoken, kinds = self._template.spoken, self._kinds
+        roles, kinds = [message.get("role") for message in self.fitted], self._kinds
         n = next((i for i, kind in enumerate(kinds) if kind != "system"), len(kinds))
-        is_read = spoken(kinds, 0 if n else None) is not None
-        if not is_read and spoken([*kinds[:n], "user", *kinds[n:]]) is not None:
-            roles = [message.get("role") for message in self.fitted]
+        spoken = self._template.spoken
+        if "user" in roles or spoken(kinds, 0 if n else None) is not None:
+            return
+        if spoken([*kinds[:n], "user", *kinds[n:]]) is not None:
             place = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
             self.fitted.insert(place, _question(self.fitted[0]))
-
-
-def _turns(messages: list[Message]) -> Iterator[tuple[Message, list[Message]]]:
-    """Yield each message. One with calls has the results behind it, any other has none."""
-    rest = deque(messages)
-    while rest:
-        message, results = rest.popleft(), list[Message]()
-        while _kind(message) in _CALLS and rest and _kind(rest[0]) == "tool":
-            results.append(rest.popleft())
-        yield message, results
 
 
 def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[str, Any]:
     """Return a call whose id and arguments the template renders. Stock reads arguments as JSON."""
     function = {"arguments": {}, **call["function"]}
     arguments = parsed = function["arguments"]
-    if not template.reads_id(call.get("id")):
-        call = {**call, "id": _made_id(call.get("id") or usual_id)}
+    if (call_id := template.id_of(call.get("id"), usual_id)) != call.get("id"):
+        call = {**call, "id": call_id}
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # cut off perhaps: it is read as a text
             parsed = json.loads(arguments)
@@ -407,14 +411,6 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
     if form is parsed and parsed is not arguments:
         return call
     return {**call, "function": {**function, "arguments": json.dumps(form, ensure_ascii=False)}}
-
-
-def _cleaned(message: Message, knows_developer: bool) -> Message:
-    """Return a message without null fields. An unknown developer's becomes a system message."""
-    message = {name: message[name] for name in message if message[name] is not None}
-    if message.get("role") == "developer" and not knows_developer:
-        message["role"] = "system"
-    return message
 
 
 def _kind(message: Message) -> str:
@@ -462,12 +458,7 @@ def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
 def _result(call_id: Any, name: str | None) -> Message:
     """Return the result of a call that has none."""
     fields = {"role": "tool", "content": NO_RESULT, "tool_call_id": call_id, "name": name}
-    return {field: value for field, value in fields.items() if value is not None}
-
-
-def _made_id(call_id: Any) -> str:
-    """Return the id of nine letters and digits that stands for another; the same each time."""
-    return blake2b(str(call_id).encode(), digest_size=8).hexdigest()[:9]
+    return _without_null(fields)
 
 
 def _question(message: Message) -> Message:
@@ -478,13 +469,5 @@ def without(message: Message, *names: str) -> Message:
     return {name: value for name, value in message.items() if name not in names}
 
 
-def _mark(i: int) -> str:
-    return f"{chr(ord('b') + i)}b{i}zz"
-
-
-def _is_in_place(text: str, place: int) -> bool:
-    """Tell whether a message's text stands between the texts of those around it, if these do."""
-    at, places = text.find(_mark(place)), [text.find(_mark(i)) for i in range(place + 3)]
-    before = max(places[:place], default=-1)
-    after = [start for start in places[place + 1 :] if start >= 0]
-    return at >= 0 and before < at < min(after, default=len(text))
+def _without_null(message: Message) -> Message:
+    return {name: value for name, value in message.items() if value is not None}

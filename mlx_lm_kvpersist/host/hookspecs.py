@@ -1,8 +1,8 @@
 """The hooks of the server, in the order in which a request meets them. All are optional.
 
-Plugins are asked in the order of the command line. Of a hook marked `firstresult` the first answer
-counts; without one the server does as stock does. While requests are served, a plugin that raises,
-or answers with what the server cannot use, is logged and passed over.
+Plugins are asked in the order of the command line. The first answer to a hook marked
+`firstresult` counts; without an answer the server does as stock does. While requests are served, a
+plugin that raises, or gives an answer that the server cannot use, is logged and passed over.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def self_test() -> None:
 
 @hookspec
 def routes() -> list[Route]:  # type: ignore[empty-body]
-    """Return HTTP routes to serve beside the stock ones."""
+    """Return HTTP routes to serve, in addition to the stock routes."""
 
 
 @hookspec
@@ -46,7 +46,7 @@ def started(serve: Callable[[Callable[[Any], None]], None]) -> None:
     """The server is about to listen. Main thread.
 
     `serve` runs a function with a handler, as a route is run, for a request of the plugin's own:
-    no client is there. Any thread may call it.
+    no client waits for its answer. Any thread may call it.
     """
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pluggy
 
-from ..errors import ClientGone, PluginFault, PluginNotFound, RequestRefused
+from ..errors import ClientGone, ConfigError, PluginFault, PluginNotFound, RequestRefused
 from ..failures import Failures
 from . import hookspecs
 from .answers import (
@@ -24,6 +24,7 @@ from .answers import (
     ClientRequest,
     Prepared,
     Prompt,
+    Route,
     TakenRequest,
     check_draft_ids,
     check_prepared,
@@ -58,16 +59,18 @@ class PluginManager(pluggy.PluginManager):
         for caller in self.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin:
-                    call = partial(_answer, str(registered), caller.name, implementation.function)
+                    name, hook = str(registered), caller.name
+                    call = partial(safely, name, hook, implementation.function)
+                    call = partial(call, check=CHECKS.get(hook), raised=RAISED.get(hook, ()))
+                    call = partial(_named, name, call) if hook in NAMED else call
                     implementation.function = call  # type: ignore[misc]
         return registered
 
 
-def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return the checked answer of one plugin to a hook, None if it fails."""
-    check, raised = CHECKS.get(hook), RAISED.get(hook, ())
-    answer = safely(plugin, hook, function, *args, check=check, raised=raised)
-    return (plugin, answer) if hook in NAMED and answer is not None else answer
+def _named(plugin: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Return an answer of a plugin with the plugin's name, or None."""
+    answer = call(*args)
+    return None if answer is None else (plugin, answer)
 
 
 def load_plugins(names: Sequence[str]) -> PluginManager:
@@ -194,6 +197,18 @@ def prepare_messages(messages: list[Any], tools: Any) -> None:
         raise PluginFault(reason) from error
 
 
+def plugin_routes() -> dict[tuple[str, str], Route]:
+    """Return the plugins' routes by method and path; raises ConfigError if two have the same."""
+    routes: dict[tuple[str, str], Route] = {}
+    for answer in ask("routes"):
+        for route in answer:
+            if (route.method, route.path) in routes:
+                both = f"two plugins answer {route.method} {route.path}"
+                raise ConfigError(f"{both}; leave one of them out")
+            routes[route.method, route.path] = route
+    return routes
+
+
 def is_implemented(hook: str) -> bool:
     """Tell whether any plugin implements a hook."""
     return bool(getattr(_current.hook, hook).get_hookimpls())
@@ -201,14 +216,14 @@ def is_implemented(hook: str) -> bool:
 
 @dataclass(eq=False)
 class Taken:
-    """A request as a plugin has taken it. What the plugin raises is logged, and reaches nobody."""
+    """A request as a plugin has taken it. Errors of the plugin are logged, and reach nobody."""
 
     plugin: str
     request: TakenRequest
     caches: Sequence[Any] | None = None
     n_cached: int = 0
     prompt: Prompt | None = None
-    """What is fed, once it has entered."""
+    """The prompt that is fed, once the request has entered."""
     draft: Prepared | None = None
     """The same prompt for the draft model, and its caches."""
     images: Sequence[int] | None = None
@@ -219,7 +234,7 @@ class Taken:
     def advance(self) -> bool:
         """Tell whether the request can enter; a plugin that fails is not waited for.
 
-        Raises RequestRefused where the plugin does.
+        Raises RequestRefused if the plugin does.
         """
         ready = safely(self.plugin, "take_request", self.request.advance, raised=RequestRefused)
         return ready is None or bool(ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import select
 import signal
 import socket
@@ -81,8 +82,16 @@ class ClientConnection(io.BufferedIOBase):
         """Send bytes. In a stream these are whole events."""
         with self.lock:
             self._keepalive_at_s = time.monotonic() + KEEPALIVE_S
-            rest, self._unsent = self._unsent + self._without_probes(written), b""
-            self._connection.sendall(rest)
+            if self._has_head and not self._unsent:
+                rest = written
+            else:
+                rest, self._unsent = self._unsent + self._without_probes(written), b""
+            try:  # sendall asks first whether the client can take bytes, as it has a timeout
+                n_sent = os.write(self._connection.fileno(), rest)
+            except BlockingIOError:
+                n_sent = 0
+            if n_sent < len(rest):
+                self._connection.sendall(rest[n_sent:])
         return len(written)
 
     def _without_probes(self, written: bytes) -> bytes:

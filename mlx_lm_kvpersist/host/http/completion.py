@@ -62,7 +62,7 @@ class Completion:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
         if isinstance(self.reply, ChatReply) and not self.streams:
             responses = self.reply.keep_tokens(responses)
-        return self._until_stopped(responses)
+        return iter(responses) if self.stop_words is None else self._until_stopped(responses)
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
         """Parse a call of any tool, also of a deferred one; keep text that stock would drop."""
@@ -112,16 +112,21 @@ class Completion:
                 text += self.stop_words.rest()
             if finish_reason == "length" and self.stop_words.found is not None:
                 finish_reason = "stop"
-        text += "".join(self._unread)
-        self._unread.clear()
+        if self._unread:
+            text += "".join(self._unread)
+            self._unread.clear()
         self.doing = "generating"
-        self._reasoning.append(reasoning)
-        self._tool_calls += tool_calls
+        if reasoning:
+            self._reasoning.append(reasoning)
+        if tool_calls:
+            self._tool_calls += tool_calls
         if finish_reason is not None:
             self._finish_reason, self._last = finish_reason, (text, reasoning, tool_calls)
             return
         with self._client.lock:
-            self._send(self.reply.add(text, reasoning, tool_calls))
+            events = self.reply.add(text, reasoning, tool_calls)
+            if events and self.streams:
+                self._client.write(_encoded(events))
 
     def end(self, n_prompt: int, n_new: int, n_cached: int) -> None:
         """Send the end of the reply, after the plugins have seen the reply."""
@@ -138,9 +143,9 @@ class Completion:
             reasoning="".join(self._reasoning),
             tool_calls=frozen(self._tool_calls),
         )
-        self._send(events)
-        if self._api is None and self.streams:
-            self._client.write(b"data: [DONE]\n\n")
+        done = b"data: [DONE]\n\n" if self._api is None else b""
+        if self.streams:
+            self._client.write(_encoded(events) + done)
 
     def fail(self, status: int, message: str, code: str | None) -> None:
         """Tell the client why the reply is missing or ends early. Stock closes silently."""
@@ -180,6 +185,36 @@ class Completion:
     def _send(self, events: list[Event]) -> None:
         if events and self.streams:
             self._client.write(_encoded(events))
+
+
+class ObservedGenerator:
+    """The server's response generator, as the handler of one completion sees it. HTTP thread.
+
+    Plugins see the request before it is queued, and the completion sees how far the prompt is.
+    """
+
+    def __init__(self, handler: Any, generator: Any) -> None:
+        self._handler, self._generator = handler, generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def generate(
+        self,
+        request: Any,
+        args: Any,
+        progress_callback: Callable[[int, int], None] = lambda n_done, n_all: None,
+    ) -> tuple[Any, Iterator[Any]]:
+        handler = self._handler
+        completion = handler.completion = handler.completion or Completion(handler, None)
+
+        def on_progress(n_done: int, n_all: int) -> None:
+            completion.show_progress(n_done, n_all)
+            progress_callback(n_done, n_all)
+
+        handler.receive(request)
+        context, responses = self._generator.generate(request, args, progress_callback=on_progress)
+        return context, completion.responses(context, responses)
 
 
 def _encoded(events: Iterable[Event]) -> bytes:
@@ -222,8 +257,9 @@ class ChatReply:
         self._texts.append(text)
         self._reasoning.append(reasoning)
         self._calls += tool_calls
-        parts = {"tool_calls": tool_calls, "reasoning_text": reasoning}
-        self._last_chunk = _with_reasoning(self._handler.stock_response(text, None, **parts))
+        make = self._handler.stock_response
+        chunk = make(text, None, tool_calls=tool_calls, reasoning_text=reasoning)
+        self._last_chunk = _with_reasoning(chunk) if reasoning else chunk
         return [self._last_chunk]
 
     def end(
@@ -279,7 +315,7 @@ class StopWords:
     """The stop word that ended the text."""
 
     def __init__(self, words: Iterable[str]) -> None:
-        # Of words that are complete at one place, the longest begins first.
+        # The longest of several words that are complete at one place begins first.
         self._words = sorted(filter(None, words), key=len, reverse=True)
         self._held = ""
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_body_length(length: str | None) -> int:
-    """Return a Content-Length; refuse one that is no number, negative, or too large."""
+    """Return a Content-Length; refuse a length that is not a number, negative, or too large."""
     try:
         n_bytes = int(length if length is not None else 0)
     except ValueError:
@@ -173,7 +173,7 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
 
 
 def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
-    """Refuse a model that is not there: stock drops the loaded one before it notices. HTTP thread.
+    """Refuse a model that does not exist: stock would drop the loaded one first. HTTP thread.
 
     own: the names of the command line's model, if any. loaded: the one that is loaded now.
     """

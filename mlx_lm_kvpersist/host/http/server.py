@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -26,7 +27,7 @@ from urllib.parse import unquote
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from ...apis import API, Request, openai_error, require_text
-from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
+from ...errors import GenerationStopped, KVPersistError, RequestRefused
 from .. import manager
 from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
@@ -35,7 +36,7 @@ from ..scheduling.reply import ARRIVING
 from ..stopping import stop
 from . import request_checks
 from .clients import ClientConnection, Clients, PluginHTTPServer
-from .completion import ChatReply, Completion, StopWords
+from .completion import ChatReply, Completion, ObservedGenerator, StopWords
 
 if TYPE_CHECKING:
     from mlx_lm.server import APIHandler as Stock
@@ -55,36 +56,6 @@ _UNSAID = {400: "Request should be a JSON dictionary", 411: "Content-Length head
 logger = logging.getLogger(__name__)
 
 
-class ObservedGenerator:
-    """The server's response generator, as the handler of one completion sees it. HTTP thread.
-
-    Plugins see the request before it is queued, and the completion sees how far the prompt is.
-    """
-
-    def __init__(self, handler: PluginAPIHandler, generator: Any) -> None:
-        self._handler, self._generator = handler, generator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    def generate(
-        self,
-        request: Any,
-        args: Any,
-        progress_callback: Callable[[int, int], None] = lambda n_done, n_all: None,
-    ) -> tuple[Any, Iterator[Any]]:
-        handler = self._handler
-        completion = handler.completion = handler.completion or Completion(handler, None)
-
-        def on_progress(n_done: int, n_all: int) -> None:
-            completion.show_progress(n_done, n_all)
-            progress_callback(n_done, n_all)
-
-        handler.receive(request)
-        context, responses = self._generator.generate(request, args, progress_callback=on_progress)
-        return context, completion.responses(context, responses)
-
-
 class PluginAPIHandler(Stock):  # type: ignore[misc]
     """Answers as stock does, between the plugins' hooks. One object a connection, on its thread.
 
@@ -96,7 +67,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     timeout = CLIENT_TIMEOUT_S
     plugin_routes: Mapping[tuple[str, str], Route]
-    pattern_routes: Sequence[Route]
+    pattern_routes: Mapping[str, Sequence[Route]]
+    """Routes with braces in their paths, by method."""
     clients: Clients
     stream_options: Any
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
@@ -111,6 +83,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     """The `Completion` of the request, while one is generated."""
     places: Sequence[str] = ()
     """The name of each message in the body of another API."""
+    stock_response: Callable[..., dict[str, Any]]
+    """Stock's `generate_response`: it makes a chunk of a reply, or the whole reply."""
     _status = 0
 
     @property
@@ -165,8 +139,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def _route(self) -> Route | None:
         method, path = self.command, self.path.partition("?")[0]
         exact = self.plugin_routes.get((method, path))
-        patterns = (route for route in self.pattern_routes if route.matches(method, path))
-        return exact or next(patterns, None)
+        routes = self.pattern_routes.get(method, ())
+        return exact or next((route for route in routes if route.pattern.fullmatch(path)), None)
 
     def _answer(self, route: Route) -> None:
         try:
@@ -339,12 +313,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.client.begin_keepalives(self.completion.keepalive)
 
     def _show_plugins(self, request: Any) -> None:
-        manager.ask(
-            "request_received",
-            request=ClientRequest.of(request),
-            headers=FrozenHeaders(self.headers),
-            body=frozen(self.body),
-        )
+        seen = ClientRequest.of(request)
+        body = {**self.body, "messages": seen.messages} if seen.messages else self.body
+        headers = FrozenHeaders(self.headers)
+        manager.ask("request_received", request=seen, headers=headers, body=frozen(body))
 
     def handle_completion(
         self, request: Any, stop_words: Iterable[str], *args: Any, **kwargs: Any
@@ -441,11 +413,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.completion.end(*args, **kwargs)
         return {}
 
-    def stock_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return a chunk of a reply, or the whole reply, as stock makes it."""
-        response: dict[str, Any] = super().generate_response(*args, **kwargs)
-        return response
-
     def stock_usage(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the last chunk of a stream; stock calls it a `chat.completion`."""
         response: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
@@ -465,26 +432,17 @@ def alias_of(model: str, created: int) -> dict[str, Any]:
     return {**openai, "type": "model", "display_name": name, "created_at": when}
 
 
-def plugin_routes() -> dict[tuple[str, str], Route]:
-    """Return the plugins' routes by method and path; raises ConfigError if two have the same."""
-    routes: dict[tuple[str, str], Route] = {}
-    for answer in manager.ask("routes"):
-        for route in answer:
-            if (route.method, route.path) in routes:
-                both = f"two plugins answer {route.method} {route.path}"
-                raise ConfigError(f"{both}; leave one of them out")
-            routes[route.method, route.path] = route
-    return routes
-
-
 def handler_with(
     stock: type[Any], routes: Mapping[tuple[str, str], Route], clients: Clients
 ) -> type[Any]:
     """Return the stock handler class with the methods of PluginAPIHandler before its own."""
-    bases = (PluginAPIHandler, stock)
-    patterns = [route for route in routes.values() if "{" in route.path]
+    patterns = defaultdict[str, list[Route]](list)
+    for route in routes.values():
+        if "{" in route.path:
+            patterns[route.method].append(route)
     attributes = {"plugin_routes": dict(routes), "pattern_routes": patterns, "clients": clients}
-    return type(PluginAPIHandler.__name__, bases, attributes)
+    attributes["stock_response"] = stock.generate_response
+    return type(PluginAPIHandler.__name__, (PluginAPIHandler, stock), attributes)
 
 
 def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[Any], None]) -> None:
@@ -521,7 +479,7 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
             generator = call.arguments["response_generator"]
             try:
                 stock_handler = call.arguments["handler_class"]
-                handler = handler_with(stock_handler, plugin_routes(), clients)
+                handler = handler_with(stock_handler, manager.plugin_routes(), clients)
                 manager.ask("started", serve=partial(serve_ourselves, handler, generator))
             except Exception as error:
                 stop(error)

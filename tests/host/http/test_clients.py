@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +48,29 @@ def test_what_came_from_a_client_is_left_to_be_read() -> None:
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):
             theirs.recv(1)  # nothing was sent to a client that is there
+
+
+def test_a_slow_reader_gets_all_of_a_reply_that_no_buffer_holds() -> None:
+    with connected() as (client, theirs):
+        client.write(JSON)
+        client._connection.setblocking(False)
+        n_filled = 0
+        with suppress(BlockingIOError):
+            while True:
+                n_filled += client._connection.send(b"0" * 65536)
+        client._connection.settimeout(10)  # as http.server does
+        sent, got = [bytes([n]) * (4 << 20) for n in range(3)], list[bytes]()
+
+        def read() -> None:
+            got.extend(iter(lambda: theirs.recv(1 << 16), b""))
+
+        reader = threading.Timer(0.05, read)
+        reader.start()
+        for written in sent:
+            assert client.write(written) == len(written)
+        client._connection.shutdown(socket.SHUT_WR)
+        reader.join()
+        assert b"".join(got) == JSON + b"0" * n_filled + b"".join(sent)
 
 
 @pytest.mark.parametrize("head", [STREAM, JSON])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import warnings
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +22,8 @@ from mlx_lm_kvpersist.host.answers import Route, check_headers
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.http import server as http_server
 from mlx_lm_kvpersist.host.http.clients import ClientConnection, Clients
-from mlx_lm_kvpersist.host.http.server import handler_with, is_alias, plugin_routes
+from mlx_lm_kvpersist.host.http.server import handler_with, is_alias
+from mlx_lm_kvpersist.host.manager import plugin_routes
 from mlx_lm_kvpersist.host.patching.probes import ARGS, answer
 from tests.support.host import plugged
 
@@ -239,11 +241,38 @@ def test_a_part_in_braces_is_any_but_none_and_comes_last(server: ModuleType) -> 
     assert [found(path) for path in paths] == [plain, braces, None, None, None, None]
 
 
-def test_a_route_of_another_method_costs_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pattern_of_a_route_is_made_once(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    route = Route("GET", "/x/{id}", print)
+    handler = object.__new__(
+        handler_with(server.APIHandler, {("GET", route.path): route}, Clients())
+    )
+    handler.command, handler.path = "GET", "/x/y"
+    assert handler._route() is route
     monkeypatch.setattr("mlx_lm_kvpersist.host.answers.re", None)
-    assert not Route("GET", "/x/{id}", print).matches("POST", "/x/y")
-    assert not Route("POST", "/x", print).matches("POST", "/x/y")
-    assert Route("POST", "/x", print).matches("POST", "/x")
+    assert handler._route() is route
+    handler.command = "POST"
+    assert handler._route() is None
+
+
+def test_a_request_is_frozen_once(patched_server: ModuleType) -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    class Watching:
+        @hookimpl
+        def request_received(self, request: Any, headers: Any, body: Any) -> None:
+            seen.append((request.messages, body["messages"]))
+
+    body = {"messages": [{"role": "user", "content": "ping"}]}
+    with plugged(Watching()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generator = {"reads_images": lambda model: None}
+        answer(patched_server, completion(body, "/v1/chat/completions"), **generator)
+    [(messages, of_body)] = seen
+    assert messages is of_body and messages == body["messages"]
+    with pytest.raises(TypeError, match="cannot change"):
+        messages.append({})
 
 
 @pytest.mark.parametrize(
