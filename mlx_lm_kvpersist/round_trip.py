@@ -2,7 +2,7 @@
 
 The reference is each sequence alone in mlx-lm's KVCache, over keys and values that `mx.quantize`
 and `mx.dequantize` have rounded. On the live path sequences are batched, join, leave, are
-cancelled, stored, and restored from disk while others decode.
+cancelled, stored, and restored from disk while other sequences decode.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_round_trip(
     It needs the patch of mlx-lm's attention.
 
     Raises:
-        SelfTestFailed: the live path is not taken, or its logits are not those of the reference.
+        SelfTestFailed: the live path is not taken, or its logits differ from the reference's.
         ModelNotSupported: dequantizing is wrong on this device.
     """
     model = tiny_model(head_dim=max(64, choice.group_size or 0))
@@ -110,9 +110,9 @@ class _Generator(PluginBatchGenerator, BatchGenerator):  # type: ignore[misc]
 
 
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
-    """mlx-lm's own cache, of rounded keys and values, then those that were computed.
+    """mlx-lm's own cache, with all tokens twice: rounded keys and values, then the computed ones.
 
-    By the mask a query sees the computed ones of its own block of the grid.
+    The mask shows a query the computed tokens of its own block of the grid.
     """
 
     def __init__(self, precision: KVPrecision) -> None:
@@ -203,7 +203,7 @@ def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
     del batch.running[uid]
     batch.until_ended(short)
     restored = _restored(short, loaded, store, canary=False)
-    batch.add(late, 9)  # goes on into another block of the grid
+    batch.add(late, 9)  # continues into another block of the grid
     batch.add(short, 9, restored)
     for sequence in (long, short, late):
         batch.until_ended(sequence)
@@ -216,7 +216,7 @@ def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
 def _restored(
     sequence: _Sequence, loaded: LoadedModel, store: BlockStore, *, canary: bool
 ) -> list[Any]:
-    """Store a sequence that has ended; return its caches from disk, to go on with some more ids."""
+    """Store a sequence that has ended; return its caches from disk, ready for more ids."""
     assert sequence.caches is not None
     running = RunningSequence(loaded.root, len(_PROMPTS[sequence.name]))
     loaded.save(running, sequence.ids, sequence.caches, REPLY, store)

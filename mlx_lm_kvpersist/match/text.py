@@ -150,7 +150,7 @@ def n_chars_alike(
 ) -> int:
     """Return up to where `n_chars` equal characters have the same control tokens.
 
-    stored: `TokenText.controls` of the block at `position`. own: those of the prompt.
+    stored: `TokenText.controls` of the block at `position`. own: the prompt's controls.
     """
     first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
     controls = {(start - position, token_id) for start, token_id in own[first:stop]}

@@ -31,8 +31,8 @@ class BlockSource(Protocol):
     ) -> Sequence[Block]:
         """Return the blocks that continue `parent`, at most `limit`.
 
-        With the text or the packed ids `ahead`, blocks that share less of it than other blocks
-        may be left out.
+        `ahead` is the next text or packed ids of a prompt: blocks that share less of this text
+        than other blocks may be left out.
         """
 
 
@@ -278,7 +278,7 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
 class Splice:
     """A prompt whose first `n_stored` ids come from the store.
 
-    `boundaries` maps token boundaries behind the cut in the rendered prompt to those of `ids`.
+    `boundaries` maps token boundaries after the cut in the rendered prompt to boundaries of `ids`.
     """
 
     ids: list[int]
@@ -311,7 +311,7 @@ def splice(
         if tokens.decode(stored + tail) != text:
             tail = _encode_rest(text[match.n_chars - n_chars :], tokens, encode)
     else:
-        # What follows can change how the last word is cut into tokens, and so the reply.
+        # The next characters can change how the last word is cut into tokens, and so the reply.
         n_stored, n_own = _common_boundary(own, ends, stored, stored_ends)
         stored, tail = stored[:n_stored], list(own[n_own:])
         stored_ends = stored_ends[:n_stored]
@@ -358,7 +358,7 @@ def _common_boundary(
 def _encode_rest(rest: str, tokens: TokenText, encode: Encode) -> list[int]:
     """Encode text from the middle of a prompt.
 
-    SentencePiece-like tokenizers put a space in front of it, but not behind a line break.
+    SentencePiece-like tokenizers put a space before the text, but not after a line break.
     """
     ids = encode(rest)
     if tokens.decode(ids) != rest:

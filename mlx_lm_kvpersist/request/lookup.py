@@ -102,8 +102,8 @@ class Lookup:
     """A prompt, from the match with the stored text to the caches that hold its beginning.
 
     `prompt` has replies as the ids that the model produced. Several ranks restore the tokens that
-    all of them have: rank 0 matches the prompt, and the others look for its ids, and for at most
-    `n_worth` tokens, which rank 0 finds worth it.
+    every rank has: rank 0 matches the prompt, and the other ranks look up its ids, `n_worth` tokens
+    at most, for which rank 0 found a restore faster than computing.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class Lookup:
                 logger.exception("kvpersist: a rank could not restore")
                 joined = _Joined()
             if joined is None:
-                read.clear()  # all of it is read again
+                read.clear()  # the next pass reads everything again
                 continue
             # The one exchange of a restore; if the ranks have less or more, all try the least.
             is_checked = bool(read) or not self.model.is_known

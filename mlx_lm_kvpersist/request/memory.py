@@ -39,16 +39,17 @@ _RECORD_BYTES = 4096
 _INDEX_BYTES = 32 << 20
 """SQLite's pages, and a tokenizer's texts."""
 _SHARES = {NORMAL: 1.0, WARNING: 0.75, CRITICAL: 0.5}
-"""What is left of the whole by the machine's pressure."""
+"""The share of the account that may be used, by the machine's pressure."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Claim:
-    """What a request, `order`-th of all, needs to begin: the caches of `n_tokens`.
+    """The memory that a request needs to begin: the caches of `n_tokens`.
 
-    `is_over`: whether it needs nothing any more. `lookup` pins the blocks that it restores.
+    `order`: the number of the request, in order of arrival. `is_over`: whether the request needs no
+    memory any more. `lookup` pins the blocks that it restores.
     """
 
     order: int
@@ -58,13 +59,13 @@ class Claim:
     n_passed: int = 0
     has_entered: bool = False
     n_changes: int = -1
-    """The state of the account in which there was no room for it."""
+    """The account's `_n_changes` when the claim was last refused."""
 
 
 class Memory(BatchMemory):
     """The account of one loaded model and of the store: `total_bytes` for all but the weights.
 
-    `refuses`: whether a request is refused where it would have to wait.
+    `refuses`: whether a request is refused if it would have to wait.
     """
 
     def __init__(
@@ -80,15 +81,15 @@ class Memory(BatchMemory):
         self.refuses = refuses
         self._takes = SequenceMemory()
         self.live_bytes = 0
-        """Of the caches in the batch and of prompts that are computed, when last weighed."""
+        """Bytes of the caches of replies and of prompts, when last weighed."""
         self._replies: tuple[int, ...] = ()
         self._prompts: tuple[int, ...] = ()
         self._claims: list[Claim] = []
-        """Of requests that have begun and were not weighed yet."""
+        """The claims of requests that have begun and were not weighed yet."""
         self.waiting: list[Claim] = []
         """The oldest first."""
         self._n_changes = self._n_refused = 0
-        """No prompt of so many tokens or more begins until the account has changed."""
+        """Prompts of `_n_refused` tokens or more wait until the account changes."""
         self._pressure, self._level = pressure, NORMAL
         self._most_blocks = 1 << 62
         self._limit_bytes = weights_bytes + total_bytes
@@ -143,8 +144,8 @@ class Memory(BatchMemory):
         self._store.resize(idle_bytes)
         if (n_more := len(pool) - self._most_blocks) > 0:
             pool.release(pool.n_bytes * n_more // len(pool) + 1)
-        # Beyond its limit MLX frees what it keeps, and waits for the device before each step: what
-        # runs alone, and needs more, shall not.
+        # Beyond its limit MLX frees its buffers and waits for the device before each step. A
+        # request that runs alone, and needs more, must not cause that.
         limit = self.weights_bytes + max(self._whole_bytes, needed + idle_bytes)
         if limit != self._limit_bytes:
             self._limit_bytes = limit
@@ -185,14 +186,14 @@ class Memory(BatchMemory):
             return False
         if claim.lookup is not None:
             claim.lookup.hold()
-        # The blocks that requests restore stay in RAM, and so do those that are not written yet.
+        # The blocks that requests restore, and blocks that are not written yet, stay in RAM.
         fits = self._store.pool.held_bytes <= left
         if not fits and claim.lookup is not None:
             claim.lookup.let_go()
         return fits
 
     def enters(self, claim: Claim, *, has_entered: bool = True) -> None:
-        """Count a request as begun, also if there is no room for it: alone it always begins."""
+        """Count a request as begun, with or without room: a request that is alone always begins."""
         claim.has_entered = has_entered
         if claim in self.waiting:
             self.waiting.remove(claim)
@@ -204,7 +205,7 @@ class Memory(BatchMemory):
         self._claims.append(claim)
         self.changed()
         if lookup is not None and pool.n_bytes > pool.max_bytes:
-            lookup.let_go()  # its caches take the room of its blocks: these are read one by one
+            lookup.let_go()  # the caches need the room of the blocks, which are then read singly
 
     def changed(self) -> None:
         """Give the pool the memory that is left; requests that wait ask again."""
@@ -261,7 +262,7 @@ class Memory(BatchMemory):
 
 
 def weights_bytes(*models: Any) -> int:
-    """Return the bytes of all parameters of these models; None stands for no model."""
+    """Return the bytes of all parameters of the models. None stands for an absent model."""
     weights = (tree_flatten(model.parameters()) for model in models if model is not None)
     return sum(int(array.nbytes) for arrays in weights for _, array in arrays)
 
@@ -269,7 +270,8 @@ def weights_bytes(*models: Any) -> int:
 def total_bytes(option: int | None, n_weights: int) -> int:
     """Return the bytes for all but a model's weights: the option, else what the device leaves.
 
-    Other programs get a part of that. LEAST_BYTES at least: stock would serve the model, too.
+    The result leaves a reserve to other programs, and is LEAST_BYTES at least, because stock
+    would serve the model too.
     """
     if option is not None:
         return option

@@ -45,8 +45,8 @@ class Speed:
     speed is known, restoring counts as quicker: on most devices it is, by far.
 
     `pace` learns from the chunks of prompts. `rates` has the bytes per second of each tier, as a
-    running average: for RAM those of joining, which every restored byte needs, for the others those
-    of reading. The rates are replaced, never changed: other threads iterate over them.
+    running average: the rate of joining for RAM, which every restored byte needs, and the rate of
+    reading for each lower tier. The dict is replaced, never changed: other threads iterate over it.
     """
 
     memory: PrefillMemory | None = None
@@ -100,8 +100,8 @@ class Speed:
 class ModelOptions:
     """The options that decide how a model's prompts are computed and kept.
 
-    `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: what a chunk of a
-    prompt may take beside model and caches. `ranks`: the processes that compute the model.
+    `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: the memory
+    of a chunk of a prompt, without model and caches. `ranks`: the processes that compute the model.
     """
 
     choice: PrecisionChoice

@@ -94,7 +94,8 @@ def remember(
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
     client was `sent` content, reasoning and tool calls; None if not known, or not yet. A reply
-    without an end token is also found by its conversation: its client may have read less of it.
+    without an end token is also found by its conversation, because its client may have read only
+    a beginning.
     """
     if model.text is None or not reply or not messages:
         return ()

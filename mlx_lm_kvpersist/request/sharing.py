@@ -1,4 +1,4 @@
-"""What a prompt needs of the shared tier is brought into RAM before the request is queued."""
+"""Fetch the blocks that a prompt needs from the shared tier into RAM before it is queued."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ Each thread closes its own: SQLite would crash under one whose connection anothe
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,7 +73,7 @@ class Database:
     def is_current(self) -> bool:
         """Say whether the file is still where it was opened."""
         try:
-            return self.path.stat().st_ino == self._inode
+            return os.stat(self.path).st_ino == self._inode
         except OSError:
             return False
 
@@ -96,8 +97,8 @@ class Database:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             # A small log: it counts towards the disk budget like every other file.
-            db.execute("PRAGMA wal_autocheckpoint = 64")
-            db.execute("PRAGMA journal_size_limit = 262144")
+            db.execute("PRAGMA wal_autocheckpoint = 112")
+            db.execute("PRAGMA journal_size_limit = 524288")
             # What is removed is overwritten: a page may have held a conversation's text.
             db.execute("PRAGMA secure_delete = ON")
             db.execute(f"PRAGMA busy_timeout = {_WAIT_S * 1000:.0f}")

@@ -149,7 +149,7 @@ class DiskStore:
 
     def has(self, key: bytes, name: str = Block.folder) -> bool:
         """Say whether a block or a checkpoint has both its row and its file."""
-        return key in self.index and self.files.path_of(key, name).exists()
+        return os.path.exists(self.files.path_of(key, name)) and key in self.index
 
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
         """Return what `Index.gap` does.
@@ -245,15 +245,19 @@ class DiskStore:
 
     # Room.
 
-    def used_bytes(self) -> int:
-        """Return the size of the store's files, announced files included."""
+    def used_bytes(self, staged: tuple[int, int] | None = None) -> int:
+        """Return the size of the store's files, announced files included.
+
+        `staged` is an answer of `staged_bytes`, by default a new one.
+        """
         totals = self.index.totals()
         other_bytes = self.files.n_bytes(*INDEX_FILES, "quarantine")
-        return totals.n_bytes + totals.sidecar_bytes + other_bytes + staged_bytes(self.files)[0]
+        announced, _ = staged or staged_bytes(self.files)
+        return totals.n_bytes + totals.sidecar_bytes + other_bytes + announced
 
-    def free_bytes(self) -> int:
+    def free_bytes(self, staged: tuple[int, int] | None = None) -> int:
         """Return the free space of the volume, less what is announced and not yet written."""
-        announced, written = staged_bytes(self.files)
+        announced, written = staged or staged_bytes(self.files)
         return shutil.disk_usage(self.folder).free - (announced - written)
 
     def __str__(self) -> str:
@@ -334,10 +338,11 @@ class DiskStore:
 
     def _excess(self, n_bytes: int) -> int:
         """Return how many bytes must go before `n_bytes` more may come."""
-        over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
+        staged = staged_bytes(self.files)
+        over_budget = self.used_bytes(staged) + n_bytes - self.limits.max_disk_bytes
         if not self.limits.min_free_bytes:
             return over_budget
-        return max(over_budget, self.limits.min_free_bytes + n_bytes - self.free_bytes())
+        return max(over_budget, self.limits.min_free_bytes + n_bytes - self.free_bytes(staged))
 
     # Sessions.
 

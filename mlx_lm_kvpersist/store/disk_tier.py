@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -65,7 +65,8 @@ class Saving:
         self._file_of, self._block_of = file_of, block_of
         self._keep, self._before_file, self._damaged = keep, before_file, damaged
         self._staging = Staging(disk.files)
-        self._n_written_bytes = 0
+        self._files: dict[bytes, NewFile] = {}
+        self._n_uncounted_bytes = 0
 
     def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
         """Write the missing files of commits, and commit each of them; return the results.
@@ -81,10 +82,6 @@ class Saving:
                 try:
                     with self._disk.lock.held():
                         self._disk.follow_folder()
-                        if n_bytes := self._n_written_bytes:
-                            self._n_written_bytes = 0
-                            self._disk.n_written_bytes += n_bytes
-                            self._index.state.count_write(n_bytes)
                         left = self._commit_written(left)
                         self._make_room(left)
                         left = [job for job in left if job.result is None]
@@ -105,11 +102,13 @@ class Saving:
     def _commit_written(self, jobs: Sequence[_Job]) -> list[_Job]:
         """Plan commits, and commit up to the first that lacks files; return the jobs that are left.
 
-        Raises an exception, and changes nothing, if the transaction fails as a whole.
+        The transaction begins with the first commit that lacks no file. Raises an exception, and
+        changes nothing, if the transaction fails as a whole.
         """
         left, done = list[_Job](), list[_Job]()
+        db: sqlite3.Connection | None = None
         try:
-            with self._index.database.transaction() as db:
+            with ExitStack() as transaction:
                 for job in jobs:
                     job.paths.clear()
                     try:
@@ -117,18 +116,24 @@ class Saving:
                             continue
                         if left or self._unwritten(job):  # in order: a turn may replace blocks
                             left.append(job)
-                        else:
-                            self._move_in(job)
-                            done.append(job)
+                            continue
+                        if db is None:
+                            db = self._index.database.connection
+                            transaction.enter_context(self._index.database.transaction())
+                            self._index.state.count_write(self._n_uncounted_bytes)
+                        self._move_in(job)
+                        done.append(job)
                     except Exception as error:
                         self._move_out(job)
                         job.result = error
-                        if not db.in_transaction:  # SQLite has rolled back the transaction
+                        if db is not None and not db.in_transaction:  # SQLite has rolled it back
                             raise
         except BaseException:
             for job in done:
                 self._move_out(job)
             raise
+        if db is not None:
+            self._n_uncounted_bytes = 0
         for job in done:
             self._disk.set_whole(job.commit.parent, *(block.key for block in job.commit.blocks))
             self._clean_up(job)
@@ -144,7 +149,9 @@ class Saving:
         def has(record: Record) -> bool:
             if record.key not in self._damaged and self._disk.has(record.key, record.folder):
                 return True
-            if (file := self._file_of(root, record)) is not None:
+            file = self._files.get(record.key) or self._file_of(root, record)
+            if file is not None:
+                self._files[record.key] = file
                 files.append(file)
             return file is not None
 
@@ -210,7 +217,9 @@ class Saving:
         try:
             for file in self._unwritten(job):
                 self._before_file()
-                self._n_written_bytes += self._staging.write(file.block.key, file.write)
+                n_bytes = self._staging.write(file.block.key, file.write)
+                self._disk.n_written_bytes += n_bytes
+                self._n_uncounted_bytes += n_bytes
         except Exception as error:
             job.result = error
 

@@ -36,6 +36,11 @@ _NUMPY = {
     "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
     "C64": "<c8",
 }  # fmt: skip
+_DTYPES = {
+    mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16",
+    mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.int32: "I32", mx.float32: "F32",
+    mx.uint64: "U64", mx.int64: "I64", mx.float64: "F64", mx.complex64: "C64",
+}  # fmt: skip
 _DTYPE_BYTES = {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors that a malformed header raises when it is read."""
@@ -49,10 +54,10 @@ def write_block(
     """Write the new file of a block or checkpoint; return its size in bytes.
 
     `files` is the store's folder, by default not encrypted. The arrays must have been evaluated.
-    The name ends in .safetensors. Raises FileExistsError, OSError and RuntimeError.
+    The name ends in .safetensors. Raises FileExistsError and OSError.
     """
     metadata = metadata_of(block, root)
-    # mlx 0.31 cannot write arrays without elements, such as the values of an indexer.
+    # In the metadata, because MLX 0.31 can write no arrays without elements.
     empty = {name: x for name, x in arrays.items() if not x.size}
     if empty:
         # As `getattr(mx, name)` finds it, such as "float32".
@@ -65,9 +70,26 @@ def write_block(
         written = {name: mx.take(x, mx.arange(len(x)), axis=0) for name, x in written.items()}
         mx.eval(written)
     metadata["checksum"] = checksum({**written, **empty}, metadata)
-    return _files_of(path, files).save(
-        path, lambda target: mx.save_safetensors(target, written, metadata)
-    )
+    # MLX would open a file again and empty it. Closing it would then wait for ext4 to write it out.
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, array in written.items():
+        start, end = end, end + array.nbytes
+        described_array = {"dtype": _DTYPES[array.dtype], "shape": array.shape}
+        header[name] = {**described_array, "data_offsets": [start, end]}
+    header_json = json.dumps(header).encode()
+    header_json += b" " * (-len(header_json) % LENGTH_BYTES)
+    length = len(header_json).to_bytes(LENGTH_BYTES, "little")
+    plain = [_plain(array) for array in written.values()]
+    contents = [memoryview(array) for array in plain]
+    return _files_of(path, files).write(path, length + header_json, *contents)
+
+
+def _plain(array: mx.array) -> Any:
+    """Return an array of the same bytes, without gaps. Its memoryview holds no reference to it."""
+    # numpy and the buffer protocol know no bfloat16; its bytes are what counts.
+    plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    return plain if memoryview(plain).c_contiguous else mx.contiguous(plain)
 
 
 def _files_of(path: Path, files: OwnFiles | None) -> OwnFiles:
@@ -224,13 +246,8 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
     for name in sorted(arrays):
         array = arrays[name]
         digest.update(f"{name}:{array.dtype}:{array.shape}".encode())
-        # numpy and the buffer protocol know no bfloat16; its bytes are what counts.
-        plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-        content = memoryview(plain)  # holds no reference: `plain` must live as long
-        if not content.c_contiguous:
-            plain = mx.contiguous(plain)
-            content = memoryview(plain)
-        digest.update(content)
+        plain = _plain(array)
+        digest.update(plain)
     for name in sorted(metadata):
         if name != "checksum":
             digest.update(f"{name}={metadata[name]}\0".encode("utf-8", "surrogatepass"))

@@ -25,14 +25,13 @@ import re
 import stat
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from io import BytesIO
 from itertools import takewhile
 from pathlib import Path
 from threading import RLock
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ..errors import BlockCorrupt, StoreError
 from .encryption import MAGIC, PLAIN, Encryption
@@ -152,7 +151,7 @@ class OwnFiles:
     def path_of(self, key: bytes, kind: str) -> Path:
         """Return the path of the block or checkpoint of this key; `kind` is the record's folder."""
         name = self.encryption.file_name(key)
-        return self.folder / kind / name[:2] / f"{name}.safetensors"
+        return self.folder / f"{kind}/{name[:2]}/{name}.safetensors"
 
     def _name_of(self, path: Path) -> bytes:
         """Return the name under which a file is encrypted: a record's key, or a session's id."""
@@ -161,10 +160,11 @@ class OwnFiles:
 
     def paths(self, kind: str) -> Iterator[Path]:
         """Yield the own files in a folder of the store. Raises OSError if it cannot be read."""
-        if (self.folder / kind).is_symlink():
+        path = f"{self.folder}/{kind}"
+        if os.path.islink(path):
             return
         try:
-            entries = list(os.scandir(self.folder / kind))
+            entries = list(os.scandir(path))
         except (FileNotFoundError, NotADirectoryError):
             return
         for entry in entries:
@@ -178,10 +178,10 @@ class OwnFiles:
         """Return the bytes of the own files in some folders of the store, or of these files."""
         total = 0
         for name in names:
-            paths = self.paths(name) if name in _FOLDERS else iter([self.folder / name])
+            paths = self.paths(name) if name in _FOLDERS else iter([f"{self.folder}/{name}"])
             for path in paths:
                 with suppress(FileNotFoundError):  # removed since
-                    total += path.lstat().st_size
+                    total += os.lstat(path).st_size
         return total
 
     # Content.
@@ -205,20 +205,12 @@ class OwnFiles:
         with self.open(path) as file:
             return file.read()
 
-    def save(self, path: Path, save: Callable[[Any], object]) -> int:
-        """Have `save` write a new file, by its path or into memory; return its size in bytes."""
-        if not self.is_encrypted:
-            new_file(path).close()
-            save(str(path))
-            return path.stat().st_size
-        content = BytesIO()
-        save(content)
-        return self.write(path, content.getvalue())
-
-    def write(self, path: Path, content: bytes) -> int:
-        """Write a new file; return its size in bytes."""
+    def write(self, path: Path, *parts: bytes | memoryview) -> int:
+        """Write a new file of these parts; return its size in bytes."""
         with new_file(path) as file:
-            return file.write(self.encryption.encrypt(content, self._name_of(path)))
+            if self.is_encrypted:
+                parts = (self.encryption.encrypt(b"".join(parts), self._name_of(path)),)
+            return sum(map(file.write, parts))
 
     def replace(self, path: Path, content: bytes) -> int:
         """Write a file, in place of an own file at its path; return its size in bytes."""
@@ -258,18 +250,18 @@ class OwnFiles:
         is not followed. Raises StoreError if the file is not own, and FileNotFoundError if a folder
         is missing, or a file that may not be.
         """
-        is_below = path.is_relative_to(self.folder)
-        relative = path.relative_to(self.folder) if is_below else Path()
+        relative = str(path).removeprefix(f"{self.folder}/")
         not_own = StoreError(f"{path} is behind a link or is no file of the store's; move it away")
-        if not has_own_name(relative.as_posix()):
+        if not has_own_name(relative):
             raise not_own
+        *folders, file_name = relative.split("/")
         parent, mode = os.open(self.folder, _FOLDER), 0
         try:
-            for name in relative.parts[:-1]:
+            for name in folders:
                 above, parent = parent, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
                 os.close(above)
             with suppress(FileNotFoundError) if may_be_missing else nullcontext():
-                mode = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode
+                mode = os.stat(file_name, dir_fd=parent, follow_symlinks=False).st_mode
             if mode and not stat.S_ISREG(mode):
                 raise not_own
             yield parent
@@ -306,13 +298,11 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 
 def make_private(folder: Path) -> None:
     """Make a folder and its missing parents; what is new is for its owner alone."""
-    missing: list[Path] = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)
-        path.chmod(0o700)
+    if os.path.exists(folder):
+        return
+    make_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.chmod(0o700)
 
 
 def new_file(path: Path) -> BinaryIO:
@@ -328,7 +318,7 @@ def _created(path: Path) -> BinaryIO:
 @contextmanager
 def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
     """Open a file that appears at `path` when it is complete; else nothing is left."""
-    temporary = path.with_name(f"{path.stem[:100]}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f"{path.stem[:100]}.{os.urandom(4).hex()}.tmp")
     with _created(temporary) as file:
         try:
             yield file
@@ -413,7 +403,7 @@ class StoreLock:
 def _this_process() -> str:
     """Return this process's name for messages, without its options: they may be secret."""
     program, *words = sys.argv or ["python"]
-    command = [Path(program).name, *takewhile(lambda word: word[:1] != "-", words[:2])]
+    command = [os.path.basename(program), *takewhile(lambda word: word[:1] != "-", words[:2])]
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"process {os.getpid()} ({' '.join(command)}) since {now}"
 
@@ -423,7 +413,7 @@ class Staging:
 
     def __init__(self, files: OwnFiles) -> None:
         self._files = files
-        self._name = uuid.uuid4().hex[:8]
+        self._name = os.urandom(4).hex()
         self._lock: BinaryIO | None = None
         self._n_bytes = 0
         self.sizes: dict[bytes, int] = {}
@@ -445,7 +435,7 @@ class Staging:
     def path(self, key: bytes) -> Path:
         """Return the path of the file of a block or checkpoint until it is committed."""
         name = f"{self._name}-{self._files.encryption.file_name(key)}.safetensors"
-        return self._files.folder / _STAGED / name
+        return self._files.folder / f"{_STAGED}/{name}"
 
     def announce(self, n_bytes: int) -> None:
         """Count `n_bytes` more as used. The caller holds the store's lock and made room."""
@@ -453,9 +443,7 @@ class Staging:
         if self._lock is None:
             self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._lock.seek(0)
-        self._lock.write(b"%d" % self._n_bytes)
-        self._lock.flush()
+        os.pwrite(self._lock.fileno(), b"%020d" % self._n_bytes, 0)
 
 
 def staged_bytes(files: OwnFiles) -> tuple[int, int]:
@@ -466,7 +454,7 @@ def staged_bytes(files: OwnFiles) -> tuple[int, int]:
             if path.suffix == ".lock":
                 announced += int(path.read_bytes() or 0)
             else:
-                written += path.stat().st_size
+                written += os.stat(path).st_size
         except FileNotFoundError:  # just moved into place, or given up
             continue
     return max(announced, written), written

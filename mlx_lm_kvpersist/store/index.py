@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -406,13 +405,13 @@ class Index(Rows):
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
-        `new` comes with the sizes of the files, in bytes. `session` ends in the commit's leaf; its
-        file has `sidecar_bytes`. Wrong rows are corrected. Return the keys of removed checkpoints:
-        those superseded, and those of replaced blocks.
+        `new` comes with the sizes of the files, in bytes. `session` ends in the commit's leaf and
+        is used now; its file has `sidecar_bytes`. Wrong rows are corrected. Return the keys of
+        removed checkpoints: those superseded, and those of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
-            now = self.now()
+            now = session.used if session is not None else self.now()
             self.add_blocks(root, new, now)
             self._use_checkpoints(db, commit.checkpoints, now)
             replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
@@ -445,7 +444,7 @@ class Index(Rows):
             )
             db.execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (*astuple(session), sidecar_bytes),
+                (*vars(session).values(), sidecar_bytes),
             )
 
     def remove_session(self, session_id: str) -> None:

@@ -47,6 +47,8 @@ class SmallState:
         }
 
     def add_replies(self, root: bytes, replies: Mapping[bytes, bytes], used: float) -> None:
+        if not replies:
+            return
         with self._transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
@@ -84,7 +86,7 @@ class SmallState:
 
     def add_note(self, session_id: str, **fields: str) -> None:
         """Add to the note of a session."""
-        before = self.note(session_id)
+        before = self.note(session_id) if fields else {}
         if (after := before | fields) != before:
             self._put(f"{_NOTE}{session_id}", after)
 
@@ -124,6 +126,8 @@ class SmallState:
 
     def count_write(self, n_bytes: int) -> None:
         """Count what is written now. The caller holds the store's lock."""
+        if not n_bytes:
+            return
         now = _minute()
         with self._transaction() as db:
             db.execute(

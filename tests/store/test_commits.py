@@ -117,6 +117,15 @@ def test_turns_that_end_together_share_a_transaction(
     assert n_commits[0] == n_commits[1] and n_locks == [2, 2]
 
 
+def test_a_turn_is_saved_by_one_transaction(asked: Asked, tmp_path: Path) -> None:
+    with closing(BlockStore(tmp_path, StoreLimits(1 << 20, 1 << 30))) as store:
+        save_turn(store, chain([1]), "first")
+        asked.clear()
+        save_turn(store, chain([2]), "second")
+        assert asked.statements.count("BEGIN IMMEDIATE") == 1
+        assert store.index.state.written_last_hour() == store.disk.n_written_bytes > 0
+
+
 def test_turns_of_a_conversation_that_wait_together_are_saved_in_order(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     with writer_held(store):

@@ -180,7 +180,7 @@ def test_a_share_is_one_of_what_a_full_volume_leaves(
     limits = replace(limits, max_disk_bytes=1 << 40, min_free_bytes=1 << 20)
     with closing(BlockStore(tmp_path / "store", replace(limits, model_share=0.5))) as store:
         disk = store.disk
-        monkeypatch.setattr(disk, "free_bytes", lambda: (5 << 20) - disk.used_bytes())
+        monkeypatch.setattr(disk, "free_bytes", lambda *_: (5 << 20) - disk.used_bytes())
         first = save_for(store, ROOT, *range(8))
         for n in range(20):
             save_for(store, OTHER, *range(100 * n, 100 * n + 4))

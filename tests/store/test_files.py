@@ -113,7 +113,7 @@ def test_on_cuda_the_writer_reads_no_array_of_the_pool(
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(files, "memoryview", noted, raising=False)
     write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays)
-    assert len(read) == len(arrays)
+    assert len(read) >= len(arrays)
     assert not any(one is array for one in read for array in arrays.values())
 
 

@@ -111,7 +111,7 @@ def _medians(ratios: mx.array) -> mx.array:
 def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> list[Fields]:
     """Return a group's keys and its values of tokens [start, stop), each [slots, H, n, D], lazy.
 
-    All slots together: one by one would take a thousand operations.
+    All slots are stacked at once: separate reads would take a thousand operations.
     """
     caches = [slots[number] for number in group.slots]
     by_slot = [kind_of(cache).tokens(cache, start, stop) for cache in caches]

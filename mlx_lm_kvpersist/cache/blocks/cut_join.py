@@ -4,12 +4,12 @@ A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six 
 slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases"
 [L, H, T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the number of
 numbers a head, D, and their padding. A group in full precision is two arrays, "0.k" and "0.v"
-[L, H, T, D]. An unfinished block, of fewer tokens, has all groups so, as they were computed.
+[L, H, T, D]. In an unfinished block, of fewer tokens, all groups have this form.
 
 Models with windows or states have blocks of any length, all packed. A window holds a block's last
 tokens of the sliding groups with this window. A state holds the recurrent groups' states at the end
-of a block: "2.0" [L, ...] is the first array of group 2; and the newest tokens of quantized groups,
-those of the unfinished block of the grid, as they were computed.
+of a block, "2.0" [L, ...] for the first array of group 2, and the computed values of the newest
+tokens of quantized groups, which are in the unfinished block of the grid.
 
 Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
 whole, in fewer operations: their number depends on the number of layers only. Generation thread.
@@ -46,7 +46,7 @@ _STRETCH_BLOCKS = 16
 """Number of blocks that are cut together on a GPU: their arrays exist twice for a moment."""
 
 _WINDOW_BYTES = 64 << 20
-"""Bytes to evaluate together: enough to keep a device busy, little beside its memory."""
+"""Bytes to evaluate together: enough to keep a device busy, a small share of its memory."""
 
 _ROOM_BYTES = 16 << 20
 """Bytes of buffers to make together: new memory takes a CPU up to two milliseconds a MiB."""
@@ -108,9 +108,9 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
 def copy_newest(
     groups: Sequence[LayerGroup], caches: Sequence[Any], n_tokens: int
 ) -> dict[str, mx.array]:
-    """Return the evaluated tokens before `n_tokens` in its block of the grid as they were computed.
+    """Return the tokens of the unfinished block before `n_tokens` in full precision, evaluated.
 
-    {} if no block is begun, or the caches forgot it.
+    {} if no block is begun, or the caches have dropped it.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -234,7 +234,7 @@ class Joiner:
         mx.eval(waiting)
 
     def add(self, piece: Piece, window: int | None = None) -> None:
-        """Add the next tokens of the full groups, or of those with a window."""
+        """Add the next tokens of the full groups, or of the groups with this window."""
         buffers = self._buffers[window]
         buffers.n_added += piece.stop - piece.start
         buffers.waiting.append(piece)
@@ -309,7 +309,7 @@ class _Buffers:
     n_added: int = 0
 
     def place(self) -> None:
-        """Copy the waiting pieces behind those that were placed before."""
+        """Copy the waiting pieces after the pieces that are already placed."""
         pieces, self.waiting = self.waiting, []
         start = self.n_added - sum(piece.stop - piece.start for piece in pieces)
         for name, buffers in self.arrays.items():
@@ -325,7 +325,7 @@ class _Buffers:
         mx.eval(self.arrays)
 
     def join(self) -> None:
-        """Make every buffer of all pieces at once, those with the most bytes first.
+        """Make every buffer of all pieces at once, the largest first.
 
         Slots are joined while they are stacked, as many as memory allows, with one copy per piece
         and array, and are then taken apart: starting a copy costs more than copying.

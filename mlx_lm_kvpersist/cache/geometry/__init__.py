@@ -1,1 +1,1 @@
-"""What a model's caches are: found by running the model, never by its name."""
+"""Classes, shapes and groups of a model's caches, found by tracing the model, never by its name."""

@@ -85,8 +85,8 @@ def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
     """Return how a model's caches are kept in a precision, and what is computed together.
 
-    Without `facts` replies are batched as in stock, and prompts are never computed together. Raises
-    ModelNotSupported if the caches cannot be kept.
+    If `facts` is None, replies are batched as in stock, and prompts are never computed together.
+    Raises ModelNotSupported if the caches cannot be kept.
     """
     spec = probe_model(model, choice)
     return spec if facts is None else facts.applied_to(spec)

@@ -56,7 +56,7 @@ def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
         if (path := model_path / name).is_file():
             content[name] = content_hash(path)
     if adapter_path is not None:
-        # mlx-lm loads this file only; the others in the folder are checkpoints of the training.
+        # mlx-lm loads this file only; other files in the folder are checkpoints of the training.
         adapter = adapter_path / "adapters.safetensors"
         if not adapter.is_file():
             raise ModelNotSupported(f"no adapters.safetensors in {adapter_path}")
@@ -73,7 +73,7 @@ def local_path(model: str) -> Path:
     path = Path(model)
     if path.exists():
         return path
-    # Not `snapshot_download`: it raises where a file is missing that mlx-lm does not download.
+    # Not `snapshot_download`: it raises if a file is missing that mlx-lm does not download.
     config = try_to_load_from_cache(model, "config.json")
     if not isinstance(config, str):
         raise ModelNotSupported(f"the files of model {model} cannot be found on this machine")

@@ -44,13 +44,13 @@ class GroupKind(Enum):
 
 @dataclass(frozen=True)
 class CacheKind:
-    """What the plugin knows of a cache class; the defaults fit one that holds every token.
+    """How caches of a class are read and filled; the defaults fit a cache that holds every token.
 
     A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other holds
     keys and values [1, H, S, ...], also quantized, of the positions from `first` on; `in_order`
     puts an array of them in the order of positions. `window` is how many of its last tokens a
     sliding cache needs to continue. `filled` returns the attributes, but for `offset`, that count
-    the tokens of a cache that got positions [start, stop) and no others. `refusal` says why a cache
+    the tokens of a cache that got only positions [start, stop). `refusal` says why a cache
     is not supported. `can_be_quantized`: whether a SequenceQuantizedKVCache can take its place.
     `most_taken_back` is how many tokens a call of the model may append so that `trim` can remove
     any number of them; it is also called with batches of this class, which are of `batches`.
@@ -77,7 +77,7 @@ class CacheKind:
     def tokens(self, cache: Any, start: int, stop: int) -> tuple[Fields, Fields]:
         """Return keys and values of positions [start, stop) in order, as lazy views.
 
-        Raises ValueError where the cache does not hold them all.
+        Raises ValueError unless the cache holds all positions.
         """
         first, end = self.positions(cache)
         if not first <= start <= stop <= end:
@@ -91,7 +91,7 @@ class CacheKind:
     def refill(self, cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> None:
         """Make an empty cache hold positions [start, stop), as if it had seen all tokens before.
 
-        The arrays become its own. Only those of a full cache may have spare room.
+        The cache then owns the arrays. Only the arrays of a full cache may have spare room.
         """
         cache.keys, cache.values = pk.held_of(keys), pk.held_of(values)
         cache.offset = stop

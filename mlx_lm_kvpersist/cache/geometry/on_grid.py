@@ -1,4 +1,4 @@
-"""Prompts in pieces that end on the grid, where a cache gives attention arrays.
+"""Prompts in pieces that end on the grid, for caches that give attention arrays.
 
 All queries of a call then see the same arrays, and a query is to see its own block of the grid as
 it was computed, older ones quantized. So no call may go beyond a block, whoever makes it.

@@ -22,10 +22,10 @@ _SIDE = r"(\d+)(r?)(?:p([1-9]\d*))?"
 class Quantization:
     """How keys, or values, are quantized: MLX affine, `bits` per number.
 
-    `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
-    before, because a channel far larger than the others would leave these few of the steps. A head
-    of 80 numbers becomes one of 96, so that groups are whole: `padding` is 16. Raises ValueError
-    where MLX has no kernel for these bits or this group size.
+    `group_size` numbers share a scale and a bias. With `rotated`, the numbers are multiplied by
+    `rotation` before, because an outlier channel leaves few steps to all other channels. A head of
+    80 numbers becomes a head of 96, so that groups are whole: `padding` is 16. Raises ValueError if
+    MLX has no kernel for the bits or the group size.
     """
 
     bits: int = 4
@@ -84,7 +84,7 @@ class KVPrecision:
         return cls(keys, replace(keys, bits=value_bits or key_bits))
 
     def fitted(self, k_dim: int, v_dim: int) -> KVPrecision:
-        """Return this for keys and values with so many numbers a head (`Quantization.fitted`)."""
+        """Return this for heads of `k_dim` and `v_dim` numbers (`Quantization.fitted`)."""
         return KVPrecision(self.keys.fitted(k_dim), self.values.fitted(v_dim))
 
     @cached_property  # asked at every step of every layer
@@ -122,7 +122,8 @@ def parse_precision(name: str) -> KVPrecision | None:
 class PrecisionChoice:
     """The requested bits, the server's by default; `FULL_BITS` for both requests full precision.
 
-    Without a group size, each layer group takes that of `GROUP_SIZES` with the least padding.
+    If no group size is given, each layer group takes the size of `GROUP_SIZES` with the least
+    padding.
     """
 
     key_bits: int = 8

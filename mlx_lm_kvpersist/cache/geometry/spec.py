@@ -135,18 +135,18 @@ class ModelCacheSpec:
 
     @cached_property
     def quantized(self) -> tuple[LayerGroup, ...]:
-        """Full groups whose newest tokens are read as they were computed, and others quantized."""
+        """Full groups whose newest tokens are read as computed, and older tokens quantized."""
         return tuple(group for group in self.full if group.precision is not None)
 
     @cached_property
     def newest_bytes(self) -> int:
-        """Bytes of one token of the quantized groups as it was computed."""
+        """Bytes of one token of the quantized groups in full precision."""
         return sum(group.full_precision_bytes for group in self.quantized)
 
     def is_unfinished(self, n_tokens: int) -> bool:
-        """Whether a block of so many tokens is stored as it was computed.
+        """Whether a block of `n_tokens` tokens is stored in full precision.
 
-        Not in models with windows or states: their blocks end at checkpoints and stay so.
+        False for models with windows or states: their blocks end at checkpoints and are final.
         """
         return self.any_prefix and n_tokens < GRID
 
@@ -167,7 +167,7 @@ class ModelCacheSpec:
 
     @cached_property
     def any_prefix(self) -> bool:
-        """Whether no checkpoint is needed to go on: all groups are full."""
+        """Whether all groups are full: any prefix can be continued without a checkpoint."""
         return not self.sliding and not self.recurrent
 
     @cached_property
@@ -200,7 +200,7 @@ class ModelCacheSpec:
 
     @cached_property
     def bytes_per_checkpoint(self) -> int:
-        """Most bytes that a restore needs beside the blocks: windows, states, newest tokens."""
+        """Most bytes that a restore needs besides the blocks: windows, states, newest tokens."""
         windows = sum((group.window or 0) * group.bytes_per_token for group in self.groups)
         newest = 0 if self.any_prefix else (GRID - 1) * self.newest_bytes
         return windows + newest + sum(group.state_bytes for group in self.recurrent)
@@ -212,7 +212,7 @@ class ModelCacheSpec:
 
     @property
     def batching(self) -> str:
-        """What of several sequences is computed together."""
+        """The parts of several sequences that are computed together, as text."""
         return "prompts and replies" if self.joins else "replies" if self.batches else "nothing"
 
     def describe(self) -> dict[str, Any]:
@@ -279,5 +279,5 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 def forms_bytes(forms: Iterable[ArrayForm]) -> int:
-    """Bytes of arrays of these forms."""
+    """Return the bytes of arrays with the forms."""
     return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in forms)

@@ -277,7 +277,7 @@ def packed_attention(
         all_keys, all_values = (
             pk.each(mx.contiguous, pk.view(x, 0, n_keys)) for x in (keys, values)
         )
-    # Each product would convert the scales by itself.
+    # Otherwise each product would convert the scales again.
     all_keys, all_values = (pk.with_scales(x, queries.dtype) for x in (all_keys, all_values))
     queries = queries * scale
     step = max(1, max_score_bytes // (n_rows * n_heads * capacity * queries.dtype.size))

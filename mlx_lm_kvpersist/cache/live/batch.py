@@ -1,7 +1,7 @@
 """The KV caches of several sequences that run as one batch.
 
-The layout is that of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
-the left. Python knows the padding, too. So no step waits for the device to learn it, and an
+The layout equals mlx-lm's `BatchKVCache`: rows end at one common position and are padded on the
+left. Python knows the padding, too. So no step waits for the device to learn it, and an
 unpadded batch needs no array mask, against which prefill takes several times as long as against
 "causal". Each prompt has caches of its own until it is computed.
 """
@@ -72,7 +72,7 @@ class PaddedBatch(Buffers):
     """
 
     extends_by_many = True
-    """`extend` takes any number of others, which a batch of mlx-lm's does not."""
+    """`extend` takes any number of batches; mlx-lm's takes one."""
     left_padding: mx.array
     offset: mx.array
     _padding: list[int]
@@ -110,7 +110,7 @@ class PaddedBatch(Buffers):
         return batch
 
     def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep the rows of these indices, in this order. Keeping all as they are copies nothing."""
+        """Keep only the given rows, in the given order. Rows in their own order need no copy."""
         keep = ints(batch_indices)
         padding = [self._padding[i] for i in keep]
         surplus = min(padding, default=0)
@@ -130,9 +130,9 @@ class PaddedBatch(Buffers):
         self._place([n - surplus for n in padding], self._idx - surplus)
 
     def extend(self, *batches: Any) -> None:
-        """Add the rows of others, batches of this class, behind our own, in one copy.
+        """Add the rows of batches of this class after our own rows, in one copy.
 
-        Any may be empty. What joins an empty batch alone is not copied.
+        Any batch may be empty. If only one batch has rows, nothing is copied.
         """
         sides = [side for side in (self, *batches) if side._padding]
         if len(sides) < 2:
@@ -163,7 +163,7 @@ class PaddedBatch(Buffers):
             self.values = pk.each(joined, *(values for *_, values in views))
 
     def _row(self, idx: int) -> tuple[Any, ...] | None:
-        """Return lazy views of one row's keys and values, without padding; None where it is empty.
+        """Return lazy views of one row's keys and values, without padding; None for an empty batch.
 
         While they live, an update copies everything. A single row without padding keeps its room.
         """

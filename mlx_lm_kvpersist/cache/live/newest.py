@@ -1,8 +1,8 @@
-"""The newest tokens of a quantized cache, as they were computed.
+"""The newest tokens of a quantized cache, in full precision.
 
-A query sees the keys and values of its own block of `pk.GRID` positions as they were computed, and
-those of all older blocks quantized. Position alone decides, so it does not matter how a prompt is
-cut. They are packed when the next token begins another block.
+A query sees the keys and values of its own block of `pk.GRID` positions in full precision, and all
+older blocks quantized. Position alone decides, so it does not matter how a prompt is cut. The
+newest tokens are packed when the next token begins another block.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Newest(PaddedBatch):
         self._idx = stop
 
     def keep(self, n_tokens: Sequence[int]) -> None:
-        """Forget all but so many tokens of each row."""
+        """Keep at most the last `n_tokens` of each row."""
         n_kept = list(map(min, n_tokens, self.lengths))
         if n_kept == self.lengths:
             return
@@ -48,7 +48,7 @@ class Newest(PaddedBatch):
         self.keys, self.values = (pk.append(None, 0, x, room) if width else None for x in sides)
 
     def only(self, n_tokens: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Return so many of the last tokens of each row, behind zeros, [B, H, most of these, D]."""
+        """Return the last `n_tokens` of each row after zeros, [B, H, max(n_tokens), D]."""
         width = max(n_tokens)
         newest = self.last(width)
         if min(n_tokens) == width:

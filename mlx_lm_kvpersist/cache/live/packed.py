@@ -20,8 +20,8 @@ import mlx.core as mx
 from ..geometry.precision import Quantization
 
 GRID = 256
-"""A query at position p sees those keys and values as they were computed whose positions have the
-same p // GRID, and older ones quantized."""
+"""A query at position p sees keys and values with the same p // GRID in full precision, and older
+keys and values quantized."""
 
 Packed = tuple[mx.array, mx.array, mx.array]
 Held = TypeVar("Held", mx.array, Packed)
@@ -67,10 +67,10 @@ def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
 
 
 def prepared(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return `x` [..., D] as it is packed, [..., W]: rotated, and padded.
+    """Return `x` [..., D] rotated and padded, [..., W], ready to be packed.
 
-    A rotation into more dimensions leaves smaller numbers, with smaller errors, than zeros behind
-    rotated ones. Products of two arrays stay as they were.
+    A rotation into more dimensions gives smaller numbers, with smaller errors, than zeros after
+    rotated numbers. The product of two prepared arrays equals the product of the arrays.
     """
     dim, padding = x.shape[-1], quantization.padding
     if quantization.rotated:
@@ -124,7 +124,7 @@ def held_of(arrays: tuple[mx.array, ...]) -> Packed | mx.array:
 def dequantize(
     packed: tuple[mx.array, ...], quantization: Quantization, dtype: mx.Dtype
 ) -> mx.array:
-    """Return all tokens [B, H, T, W] in `dtype`, as they were `prepared`."""
+    """Return all tokens [B, H, T, W] in `dtype`, in the form of `prepared`."""
     return mx.dequantize(
         *with_scales(packed, dtype), group_size=quantization.group_size, bits=quantization.bits
     )
@@ -162,7 +162,7 @@ def share(stored: Held) -> Held:
 
 
 def append(stored: Held | None, start: int, new: Held, room: int | None = None) -> Held:
-    """Write `new` behind the first `start` tokens of `stored`, in place of what was there.
+    """Write `new` after the first `start` tokens of `stored`, over any later tokens.
 
     Buffers are written in place while they have room and nothing else refers to them; otherwise
     they are copied, with room for `room` more tokens, or `headroom`.

@@ -22,14 +22,14 @@ _MOST_TAKEN_BACK = 32
 
 
 class PackedCache(Buffers):
-    """Packed keys and values, and the newest as they were computed; a plan says how they are read.
+    """Packed keys and values, and the newest in full precision; a plan says how they are read.
 
     mlx-lm asks `hasattr(cache, "bits")`, after each fetch, which attention to use. So `bits` and
     `group_size` exist only where fetches are packed. Otherwise they are arrays, which all queries
     see, so these should be of one block of the grid.
 
-    What a query no longer sees as computed is packed before the next fetch. Where a token is not
-    packed, the buffers hold zeros.
+    Tokens that queries see quantized from now on are packed before the next fetch. The packed
+    buffers hold zeros for tokens that are not packed.
     """
 
     precision: KVPrecision
@@ -39,9 +39,9 @@ class PackedCache(Buffers):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.
 
-        By the plan: arrays [B, H, S, D] of the dtypes of what came in, padding in front, or two
-        `PackedKV`. Raises ValueError for several tokens, packed, where rows are at different places
-        of their blocks of the grid.
+        The plan decides the form: arrays [B, H, S, D] in the dtypes of the arguments, with padding
+        in front, or two `PackedKV`. Raises ValueError for several tokens in packed form if rows are
+        at different places of their blocks of the grid.
         """
         n_own, n_new = self.forget(), keys.shape[2]
         first = self.n_packed if n_new > 1 else []
@@ -101,8 +101,8 @@ class PackedCache(Buffers):
 
     @property
     def n_packed(self) -> list[int]:
-        """How many of the first tokens of each row are packed: all before its last block, and what
-        is not known as it was computed."""
+        """How many of the first tokens of each row are packed: all before its last block, and all
+        that are no longer held in full precision."""
         return [
             max(n - n_held, (n - 1) // pk.GRID * pk.GRID)
             for n, n_held in zip(self.lengths, self.newest.lengths, strict=True)
@@ -161,8 +161,8 @@ class PackedCache(Buffers):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values dequantized, padding included; models read them here too.
 
-        Raises ValueError where the cache is empty, or its fetches are packed: a model would see
-        other keys here than there.
+        Raises ValueError if the cache is empty, or if its fetches are packed: a model would see
+        different keys here than in its fetches.
         """
         if self.empty() or hasattr(self, "bits"):
             raise ValueError("the cache is empty, or its fetches are packed")
@@ -202,7 +202,7 @@ class SequenceQuantizedKVCache(PackedCache):
     ) -> mx.array | str | None:
         """Return the mask for the next N tokens: None, "causal" or a boolean array [N, S].
 
-        The array only where it is asked for, or where the window cuts something off.
+        An array only if the caller requests it, or if the window hides tokens.
         """
         if window_size is not None and self.offset + N <= window_size:
             window_size = None
@@ -238,7 +238,7 @@ class SequenceQuantizedKVCache(PackedCache):
         return super().forget()
 
     def trim(self, n: int) -> int:
-        """As above. Taken back over the end of a block, its tokens are as they were computed."""
+        """As above. A trim back into the block before gives that block its full precision again."""
         if self._before is None or self.offset - n >= self._before[0]:
             return super().trim(n)
         (end, newest), self._before = self._before, None
@@ -248,7 +248,7 @@ class SequenceQuantizedKVCache(PackedCache):
         return n_after + super().trim(n - n_after)
 
     def recall(self, keys: mx.array, values: mx.array) -> None:
-        """Take the last tokens [1, H, n, D] as they were computed, instead of what is packed."""
+        """Replace the last packed tokens by keys and values [1, H, n, D] in full precision."""
         self.newest.append(keys, values)
         self._clear(self.offset)
 

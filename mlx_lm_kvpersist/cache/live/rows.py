@@ -1,8 +1,8 @@
 """One layer's caches of several prompts, while a chunk of each is computed in one call.
 
-Each prompt has a cache of its own, a batch of one row. What comes in is padded on the right, to the
-longest chunk, and padding is never cached. So prompts of any lengths, at any places, are computed
-together without a batch being made of them, or taken apart again.
+Each prompt has a cache of its own, a batch of one row. Chunks are padded on the right to the
+longest chunk, and padding is never cached. So prompts of any lengths, at any positions, are
+computed together without merging and splitting their caches.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class WindowRows(ArrayRows):
         return super().make_mask(N, return_array, window_size or self._caches[0].max_size)
 
     def _append(self, cache: Any, keys: mx.array, values: mx.array) -> Any:
-        return cache._update_concat(keys, values)  # in order, also where it is one token
+        return cache._update_concat(keys, values)  # in order, also for one token
 
 
 class StateRows(ArraysCache):  # type: ignore[misc]
@@ -188,7 +188,7 @@ def _joined(states: Sequence[mx.array | None]) -> mx.array | None:
 
 
 def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | StateRows | None:
-    """Return one cache for a layer's caches of several prompts; None where they have to be apart.
+    """Return one cache for a layer's caches of several prompts; None if they cannot be joined.
 
     caches: batches of one row, of which `n_tokens` come next.
     """

@@ -1,1 +1,1 @@
-"""What is measured of a loaded model, once: precision, attention plans, prefill memory."""
+"""Measurements of a loaded model: attention plans, memory of prompts, effect of quantizing."""

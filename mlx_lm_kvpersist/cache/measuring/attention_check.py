@@ -72,8 +72,8 @@ def plan_attention(
     `packed` says whether the architecture's attention accepts packed keys. A group whose layers do
     not attend to packed keys, or attend in several shapes, dequantizes. Groups that are alike are
     probed once. If packed attention is wrong for any group, or in another process of the model, all
-    groups dequantize: each process calls `least` with how many strategies are right there, and
-    `least` returns the least of these numbers.
+    groups dequantize: each process calls `least` with its number of right strategies, and `least`
+    returns the smallest number of all processes.
 
     Raises ModelNotSupported if dequantizing is wrong, which no other strategy could replace.
     """

@@ -18,9 +18,9 @@ from ..live.packed import GRID
 AT_ONCE = GRID // 2
 """Most tokens of a text that are computed together; a divisor of `GRID`."""
 _MOST_BYTES = 32 << 20
-"""Of one float32 array of log-probabilities; some six exist at a time, beside the model's own."""
+"""Bytes of one float32 array of log-probabilities; about six exist at a time."""
 _LEAST_LOGPROB = -1e4
-"""Masked tokens have -inf, and -inf - -inf is no number."""
+"""A floor: masked tokens have -inf, and -inf - -inf is NaN."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Estimate:
 
 @dataclass
 class Predictions:
-    """What was predicted after each token of a text; one number, in nats, or flag for each.
+    """Predictions after each token of a text: lists with a number, in nats, or a flag for each.
 
-    `nll` is the negative log-likelihood of the token that follows, `above` by how much the model's
-    own precision has less, `divergence` that from the model's own prediction, and `same` whether
-    both have the same likeliest token.
+    `nll` is the negative log-likelihood of the next token, `above` its excess over full precision,
+    `divergence` the KL divergence from the full-precision prediction, and `same` whether both have
+    the same likeliest token.
     """
 
     nll: list[float] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Predictions:
 
     @property
     def perplexity_rise(self) -> Estimate:
-        """Share by which the perplexity is above that of the model's own precision."""
+        """The relative rise of the perplexity over full precision."""
         ratio = _exponential(_mean(self.above))
         return Estimate(ratio.value - 1, ratio.error)
 

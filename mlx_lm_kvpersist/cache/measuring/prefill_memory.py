@@ -19,8 +19,7 @@ MIN_CHUNK = 32
 """Tokens that are computed at once however little memory there is."""
 
 CHECKPOINT_EVERY = 2048
-"""While a prompt is computed, a model with windows or states gets a checkpoint after each of these
-numbers of tokens."""
+"""Tokens between the checkpoints that a model with windows or states gets during a prompt."""
 
 _MOST_TOKENS = 1 << 16
 
@@ -54,7 +53,7 @@ of the difference with each chunk."""
 
 @dataclass
 class PrefillMemory:
-    """Bytes that a chunk takes beside the model and the caches, and the limit for them.
+    """Bytes that a chunk takes in addition to the model and the caches, and their limit.
 
     `token_bytes` are one layer's activations, for each token. `score_bytes` are the scores of
     attention that is not fused, for each pair of token and key. `key_bytes` are one layer's
@@ -152,8 +151,8 @@ class PrefillMemory:
 def _activation_bytes(model: Any) -> tuple[int, int]:
     """Return the bytes of a token in the widest layer, and of a number in most weights or scales.
 
-    A matrix [..., out, in], packed or not, makes `out` numbers for each of its parts. Of a stack of
-    experts only those that a token is routed to make numbers.
+    A matrix [..., out, in], packed or not, makes `out` numbers for each of its parts. In a stack of
+    experts, only the experts that a token is routed to make numbers.
     """
     top_k = max(_arguments(model, _TOP_K), default=8)
     n_experts = set(_arguments(model, _EXPERTS))

@@ -1,4 +1,4 @@
-"""How much memory the sequences of a batch, and a step of it, take at most, by their arrays."""
+"""An upper bound on the memory of a batch's sequences and of one step, from the arrays' shapes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SequenceMemory:
         )
 
     def with_draft(self, draft: SequenceMemory) -> SequenceMemory:
-        """Return that of sequences which have the caches of a draft model, too."""
+        """Return the memory of sequences that also have the caches of a draft model."""
         return replace(
             self,
             token_bytes=self.token_bytes + draft.token_bytes,
@@ -57,7 +57,7 @@ class SequenceMemory:
         return self.prefill.limit_bytes if self.prefill is not None else 0
 
     def caches_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
-        """Return the most bytes of the caches of sequences of these lengths, in one batch.
+        """Return the most bytes of the caches of sequences with the given lengths, in one batch.
 
         All rows of a batch are as long as the longest. `room`: tokens that each has beyond its end.
         """
@@ -72,7 +72,7 @@ class SequenceMemory:
         return n_rows * (width * self.token_bytes + self.row_bytes) + windows
 
     def step_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
-        """Return the most bytes that a chunk, or a step of the replies, takes beside the caches."""
+        """Return the most bytes of a chunk, or a step of the replies, without the caches."""
         if self.prefill is None:
             return 0
         n_rows, longest = len(replies) + len(prompts), max(*replies, *prompts, 0, 0)

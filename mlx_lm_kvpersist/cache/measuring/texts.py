@@ -2,7 +2,7 @@
 
 The first `GRID` tokens lose nothing, since a query sees its own block of the grid as computed. They
 are the context. Each part after it takes up its names and facts in another language or format, and
-the last part copies a passage of it.
+the last part copies a passage of the context.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def placed(
     """Return the ids of all parts as one text, and the positions of each but the context.
 
     The context is repeated up to `GRID` tokens. There are 800 to 1,050 ids in all, and some
-    hundreds more where a vocabulary knows few languages.
+    hundreds more if a vocabulary knows few languages.
     """
     (_, context), *passages = (all_parts() if texts is None else texts).items()
     ids, again = encode(tokenizer, context)
@@ -44,7 +44,7 @@ def placed(
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Return the begin token (an empty list where there is none) and the text's ids without it."""
+    """Return the begin token, or an empty list, and the text's ids without the begin token."""
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     bos = tokenizer.bos_token_id
     begins = bos is not None and list(tokenizer.encode("a"))[:1] == [bos]

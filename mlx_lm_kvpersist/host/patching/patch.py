@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 class Overrides:
     """Expects that a class of the host has the methods that `by` overrides, and calls them alike.
 
-    Ours takes every parameter of stock's, by name or with the rest (`*args`, `**kwargs`), and no
-    other. What it takes with the rest must have a default, because ours cannot know it. What both
-    name has the same default.
+    Our method takes every parameter of stock's method, by name or with `*args` and `**kwargs`, and
+    takes no other parameter. A parameter that is taken with `*args` or `**kwargs` must have a
+    default. A parameter that both methods name has the same default.
     """
 
     name: str
@@ -135,7 +135,7 @@ class PatchSet:
     def apply(self, patches: Sequence[Patch]) -> None:
         """Apply all patches, or none: the first that fails undoes those before it."""
         try:
-            # The whole host is checked before the first patch changes any of it.
+            # The whole host is checked before the first patch changes it.
             for patch in patches:
                 patch.check_host()
             for patch in patches:
@@ -158,7 +158,7 @@ PATCH_SET = PatchSet()
 
 
 def look_up(module: ModuleType, name: str) -> Any:
-    """Return `module.name` for a dotted name; raises TargetMissing if a name of it is missing."""
+    """Return `module.name` for a dotted name; raises TargetMissing if a part is missing."""
     value: Any = module
     for step in name.split("."):
         try:

@@ -1,7 +1,7 @@
 """Everything that this package changes in mlx-lm: one table. docs/plugins.md shows it, too.
 
-All targets but two are globals of `mlx_lm.server`. The stock objects behind them stay as they are,
-so other users of mlx_lm in the process are not affected. The exceptions are attention over packed
+All targets but two are globals of `mlx_lm.server`. The stock objects are not changed, so other
+users of mlx_lm in the process are not affected. The exceptions are attention over packed
 keys, which differs only for keys that bring an attention of their own, and MLX's wired limit, which
 mlx-lm sets in three modules. If there are several CUDA GPUs, `mlx.core.clear_cache` is replaced.
 """
@@ -28,7 +28,7 @@ from .patch import Overrides, Patch, Uses
 
 
 def subclass(plugin: type[Any]) -> Callable[[type[Any]], type[Any]]:
-    """Return a function that puts the methods of `plugin` before those of a stock class."""
+    """Return a function that puts the methods of `plugin` before a stock class's own methods."""
     return lambda stock: type(plugin.__name__, (plugin, stock), {"__doc__": plugin.__doc__})
 
 

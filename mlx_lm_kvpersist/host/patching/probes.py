@@ -40,7 +40,7 @@ _ZEROS = ("num_draft_tokens", "temp", "top_k", "min_p")
 _TEXTS = {"model": "probe", "chat_template": "", "chat_template_args": {}, "allowed_origins": ["*"]}
 ARGS = Namespace(**dict.fromkeys(_UNSET), **dict.fromkeys(_OFF, False), **_TEXTS)
 vars(ARGS).update(dict.fromkeys(_ZEROS, 0), max_tokens=4, top_p=1.0, prompt_cache_size=10)
-"""What the server's objects read of its options, on every supported version."""
+"""The options that the server's objects read, on every supported version."""
 
 GENERATION_ARGS = SimpleNamespace(model="probe", seed=None, top_logprobs=0)
 GENERATION_ARGS.logits = SimpleNamespace(logit_bias=None)
@@ -175,7 +175,7 @@ def probe_manager() -> tuple[pluggy.PluginManager, ProbePlugin]:
 
 @contextlib.contextmanager
 def probing() -> Iterator[ProbePlugin]:
-    """Ask a ProbePlugin, and nobody else, inside the block; keep the host quiet meanwhile."""
+    """Make a ProbePlugin the only plugin inside the block; the host logs nothing there."""
     plugins, plugin = probe_manager()
     plugin.asked.clear()
     logging_was_disabled = logging.root.manager.disable
@@ -329,7 +329,7 @@ def single_prompts_are_saved(server: ModuleType) -> None:
 def prompts_are_computed_in_turns(server: ModuleType) -> None:
     """A batch generator made as the server makes its own has a plugin's batch caches.
 
-    Of two prompts it computes the shorter one first, and alone.
+    Given two prompts, it computes the shorter prompt first, and alone.
     """
     with probing() as plugin:
         model: Any = ProbeModel()
@@ -494,7 +494,7 @@ def buffers_are_read_after_clearing(mlx: ModuleType) -> None:
     numbers = mlx.random.normal((1 << 16,))
     mlx.eval(numbers)
     mlx.clear_cache()
-    del numbers  # its buffer goes to the cache, from where the next array of its size takes it
+    del numbers  # its buffer goes to the cache, and the next array of its size takes it
     try:
         mlx.array([0.5] * (1 << 16))
     except RuntimeError as error:

@@ -67,7 +67,7 @@ def check_pair(mlx_lm: str, mlx: str) -> None:
             f"found mlx-lm {mlx_lm}, supported are {text(FLOOR)} up to, not including, "
             f"{text(CEILING)}; install one: pip install 'mlx-lm>={text(FLOOR)},<{text(CEILING)}'"
         )
-    # An mlx-lm newer than all of these needs at least the mlx that the newest one needs.
+    # An unknown, newer mlx-lm needs at least the mlx of the newest known mlx-lm.
     pair = [pair for pair in PAIRS if pair.mlx_lm <= found_lm][-1]
     if found_mlx < (oldest := pair.oldest_here):
         why = "the pair does not serve"
@@ -80,7 +80,7 @@ def check_pair(mlx_lm: str, mlx: str) -> None:
 
 
 def found_and_known() -> str:
-    """Return the versions that are installed and those that are known to work, in one line."""
+    """Return the installed versions and the versions that are known to work, in one line."""
     try:
         pair = f"mlx-lm {installed('mlx-lm')} with mlx {installed('mlx')}"
     except UnsupportedVersion as error:
@@ -111,7 +111,7 @@ def is_measured() -> bool:
 
 
 def installed(distribution: str) -> str:
-    """Return an installed version; raises UnsupportedVersion where there is none."""
+    """Return an installed version; raises UnsupportedVersion if it is missing."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""The generation thread: which request is computed next, and how much of it at once."""
+"""The generation thread: the order of requests, and the number of tokens per step."""

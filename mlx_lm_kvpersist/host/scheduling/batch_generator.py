@@ -49,13 +49,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """What one step does, by the uids of the sequences.
+    """The actions of one step, by the uids of the sequences.
 
     `stopped`: prompts whose clients left. `parks`: whether the youngest reply is parked, because
     memory does not suffice. `returning`: parked sequences for which there is room again. `begins`:
     groups of prompts that begin to reply together. `chunk`: how many tokens of which prompts are
-    computed in one call, first the prompt whose turn it is. `error`: what the plugin raised when it
-    was asked for that.
+    computed in one call, first the prompt whose turn it is. `error`: the plugin's error while
+    the step was decided.
     """
 
     stopped: Sequence[int]
@@ -108,7 +108,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._tokens: list[Any] = []
         """The responses of the last step for replies."""
         self._copied: list[int] = []
-        """The replies whose rows make up the caches as they are evaluated."""
+        """The uids of the replies whose rows the evaluated caches hold."""
 
     # The public methods of stock's generator.
 
@@ -123,7 +123,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """Make one step of the replies, then compute one chunk of one prompt, or of several.
 
         Returns stock's responses for prompts and for replies. At the end of a segment stock asks
-        for a prompt's caches, and saves them. If there is no response, stock looks for requests.
+        for a prompt's caches, and saves them. If both lists are empty, stock looks for requests.
         """
         if self._looks_first():
             return [], []
@@ -262,7 +262,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         replies = list(map(len, self.replies.tokens))
         if self._caches.weigh(replies, prompts, self.prompt_cache_nbytes):
             return False
-        # A sequence that is alone always goes on.
+        # A sequence that is alone always continues.
         is_alone = len(replies) + len(prompts) < 2 or not replies
         return not is_alone and isinstance(self.replies.tokens[self._youngest()], TakenTokens)
 
@@ -275,7 +275,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         row = copy.copy(batch)
         row.prompt_cache = []
         row.filter([place])
-        for name in ("samplers", "logits_processors"):  # 0.31.3 leaves lists without any as it is
+        for name in ("samplers", "logits_processors"):  # 0.31.3 does not filter lists of None
             setattr(row, name, getattr(batch, name)[place : place + 1])
         ids = [*tokens, row._next_tokens.item()]
         tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
@@ -380,7 +380,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._progress += [self._response(prefill, is_end=True) for prefill in prefills]
 
     def _save_interrupted(self, uids: Collection[int]) -> None:
-        """Let the plugin keep replies that are about to be removed, as those that have ended."""
+        """Let the plugin save replies that will be removed, as if they had ended."""
         for place, (uid, tokens) in enumerate(self._rows()):
             if uid in uids and isinstance(tokens, TakenTokens):
                 try:
@@ -418,7 +418,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def _guarded(self, prefills: Collection[Prefill], act: Callable[[], None], step: Step) -> None:
         """Act on prompts. An exception ends the request of a prompt that is alone.
 
-        Several prompts are computed again one by one: only the prompt at fault fails, and a single
+        Several prompts are computed again, each alone: only the faulty prompt fails, and a single
         prompt needs less memory.
         """
         try:

@@ -19,7 +19,7 @@ _LENGTHS = (
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Where a model that also reads images has the configuration of its text."""
 _STRETCHES = ("linear", "dynamic")
-"""Kinds of rope scaling whose factor is of the length that stands beside them."""
+"""Kinds of rope scaling whose factor multiplies the length in the same configuration."""
 _UNSTATED = 10**9
 """Tokenizers without a limit state 1e30."""
 
@@ -46,7 +46,7 @@ def max_context(model: str, tokenizer: Any) -> int | None:
 
 
 def length_of(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a configuration says that a context has, None where it does not.
+    """Return the context length, in tokens, that a configuration states, or None.
 
     https://huggingface.co/docs/transformers/internal/rope_utils has the fields of rope scaling.
     """

@@ -24,10 +24,10 @@ def vision_of(tokenized: Sequence[Any]) -> Any:
 
 
 def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
-    """Return the ids of a prompt with those of its images in the place of patch tokens.
+    """Return a prompt's ids with the ids of its images instead of patch tokens.
 
-    vision: stock's record of its images. What counts is what the model is given of an image, after
-    the processor: another format or place of the same pixels is the same image.
+    vision: stock's record of the images. An image is identified by the processor's output: another
+    format or place of the same pixels is the same image.
     """
     keys = zip(prompt, vision.cache_key, strict=True)
     ids = [GOES_ON if key < 0 else token for token, key in keys]
@@ -44,9 +44,9 @@ def _image_id(pixels: mx.array) -> int:
 
 
 def named(messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> list[Mapping[str, Any]]:
-    """Return messages with the ids of their images, in hexadecimal, in the place of these.
+    """Return messages with the images' ids, in hexadecimal, instead of the images.
 
-    The same conversation then has the same messages, however its images come.
+    The same conversation then has the same messages, in whatever form a client sends images.
     """
     names = (f"{-token:x}" for token in ids if token < GOES_ON)
     renamed = []

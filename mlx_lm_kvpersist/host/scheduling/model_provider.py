@@ -34,7 +34,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     is_ready = False
     """Whether the default model is loaded, if there is one, and requests are served."""
     is_loading = False
-    """Whether a model is being loaded, or plugins are being told of it."""
+    """Whether a model is being loaded, or the hook `model_loaded` is running."""
     fatal_error: BaseException | None = None
     """Why the server must end; `run` reports it."""
     _own_names: Sequence[str] = ()
@@ -130,7 +130,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
 
 
 def check_model_name(name: str) -> None:
-    """Raise ConfigError for a model that is no folder, and has no name that the hub could know."""
+    """Raise ConfigError unless the name is a folder, or has the form of a name on the hub."""
     if not (Path(name).is_dir() or _HUB_NAME.fullmatch(name)):
         raise ConfigError(
             f"there is no model folder {name}; expected a folder, or a name on the hub such as "
@@ -139,10 +139,10 @@ def check_model_name(name: str) -> None:
 
 
 def own_names(args: Any) -> list[str]:
-    """Return the names of the command line's model, if there is one, the first as it is listed.
+    """Return the names of the command line's model, first the name that /v1/models lists.
 
-    They are `served_name`, where a plugin's option sets it; the folder's whole path; the folder or
-    the hub's name as it was given; and the hub's name of a folder in the hub's cache.
+    They are `served_name`, if a plugin's option sets it; the folder's absolute path; the folder or
+    hub name on the command line; and the hub name of a folder in the hub's cache.
     """
     if args.model is None:
         return []
@@ -173,8 +173,8 @@ def caches_of(model: Any) -> PluginCaches:
 class PluginCaches:
     """Takes the place of a model's `make_cache`: caches as a plugin makes and merges them.
 
-    mlx-lm's `make_prompt_cache` asks the model first, so one attribute is enough. What the plugin
-    raises here would end the generation thread: it is logged, and stock's own caches are made.
+    mlx-lm's `make_prompt_cache` asks the model first, so one attribute is enough. A plugin's
+    exception would end the generation thread here: it is logged, and stock's caches are made.
     """
 
     def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:

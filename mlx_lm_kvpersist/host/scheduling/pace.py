@@ -20,7 +20,7 @@ _LEAST_S = 1e-9
 class _Line(NamedTuple):
     """seconds = overhead_s + tokens * token_s, fitted to chunks around `n` tokens and `s` seconds.
 
-    Without `is_told_apart` the chunks were too much alike to tell overhead from tokens.
+    If `is_told_apart` is False, the chunks were too similar to separate overhead from tokens.
     """
 
     n: float

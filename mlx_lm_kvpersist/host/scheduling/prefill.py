@@ -1,4 +1,4 @@
-"""The prompts that are being computed: whose turn it is, how much of it, and with which others.
+"""The prompts that are being computed: their order, chunk sizes, and prompts that share a call.
 
 While replies run, a chunk takes no longer than the plugin allows. The prompt with the least left
 goes first, but the oldest prompt gets every fourth chunk. If the rest of a prompt leaves room in a
@@ -24,7 +24,7 @@ ROUND = 64
 """Long chunks end at multiples of this."""
 
 IDLE_CHUNK_S = 0.3
-"""How long a chunk may take while no replies run. A prompt that arrives meanwhile waits for it."""
+"""How long a chunk may take while no replies run. A prompt that arrives waits for the chunk."""
 
 IDLE_CHUNK = 512
 """The shortest chunk while no replies run: shorter ones are slower on any device."""
@@ -74,7 +74,7 @@ def most_tokens(
 
 @dataclass(eq=False)
 class Prefill:
-    """A prompt from the queue until its reply begins. The first fields are those of stock's queue.
+    """A prompt from the queue until its reply begins. The first fields equal stock's queue items.
 
     `segments` are the ids that are left; the last segment is one id, with which the reply begins.
     `caches`, one per layer, hold `tokens`; once the prompt is being computed, `batch` has them.
@@ -101,7 +101,7 @@ class Prefill:
     """How many ids the segments had before the first was computed."""
     passed_over: int = 0
     has_waited: bool = False
-    """Whether it was ready before and others were computed first."""
+    """Whether it was ready before, and other prompts were computed first."""
 
     def __post_init__(self) -> None:
         self.n_tokens = self.n_left
@@ -142,7 +142,7 @@ class Prefills:
         """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
         A plugin error comes with the prompt whose turn it is. stopped: prompts that end now.
-        step_s: the time of the last step of the replies. beside: whether replies run.
+        step_s: the time of the last step of the replies. `beside`: whether replies run.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]
@@ -259,9 +259,9 @@ def _groups(
 ) -> list[list[int]]:
     """Return the uids of prompts with one token left, in groups that begin to reply together.
 
-    The processors of a request may fail, so it begins in a group of its own. If no replies run
-    `beside` them, ready prompts wait for one chunk of prompts that have little left. These would
-    have short chunks only once replies run.
+    The processors of a request may fail, so it begins in a group of its own. If no replies run,
+    ready prompts wait for one chunk of prompts that have little left, because chunks are short
+    while replies run.
     """
     is_short = any(prefill.n_left <= IDLE_CHUNK for prefill in unready)
     if is_short and not (beside or any(prefill.has_waited for prefill in ready)):
@@ -293,7 +293,7 @@ def compute_chunk(
     started, peak = time.perf_counter(), PeakMemory()
     model(mx.array(inputs), cache=caches, **options)
     built = time.perf_counter()
-    mx.synchronize()  # a step of the replies may still run, and is no part of the pace
+    mx.synchronize()  # a step of the replies may still run, and must not count in the pace
     begun = time.perf_counter()
     mx.eval([cache.state for cache in states])
     waited_s = begun - built

@@ -2,9 +2,10 @@
 
 If the last four ids have occurred before in the conversation, or a few more in what the plugin has
 stored, the ids that followed are drafts: the model checks them in one call, behind the token that
-is due. Drafts are kept as far as the model samples them; the caches forget the rest. So a greedy
-reply is that of one token a step, but for the rounding of other kernels, and every sampled token is
-drawn from the same distribution: https://github.com/apoorvumang/prompt-lookup-decoding
+is due. Drafts are kept as far as the model samples them; the caches forget the rest. A greedy
+reply then equals the reply of one token a step, except for the rounding of other kernels, and
+every sampled token is drawn from the same distribution:
+https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
 from __future__ import annotations

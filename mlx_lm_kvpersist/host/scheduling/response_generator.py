@@ -42,9 +42,9 @@ else:
     Stock = object
 
 ARRIVING_S = 0.1
-"""What is read or tokenized for longer is not waited for."""
+"""The longest wait for a request that is being read or tokenized."""
 LOOK_S = 0.005
-"""How often to look whether it still is."""
+"""How often to look whether the request is still being read."""
 FAILED_S = 1.0
 """How long a server whose generation thread has failed still answers, with an error."""
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestQueue(Queue[Any]):
-    """The queue of requests. Once closed, it refuses new ones and answers those that wait."""
+    """The queue of requests. After it is closed, new and waiting requests are refused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Whether anything was computed since requests are served."""
     _stops = _is_told_to_stop = False
     _n_steps = _n_messages = 0
-    """Of several ranks: steps of batches, and messages when the last was asked about."""
+    """With several ranks: the steps of batches, and the number of messages at the last exchange."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._line = Line()
@@ -120,10 +120,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _next_request(self, timeout: float | None = None) -> Any:
         """Return the next request that stock is to serve, None if there is none now.
 
-        Stock gives no timeout while it serves a batch, and then nothing here waits. A request
-        whose data is being prefetched lets others pass, but never one that would end the batch:
-        another model's, or one that cannot be batched. A client has one request at a time, so its
-        requests stay in order. While nothing is served, the oldest request enters at once.
+        Stock gives no timeout while it serves a batch, and then nothing here waits. Other
+        requests pass a request whose data is being prefetched, unless they would end the batch: a
+        request for another model, or a request that cannot be batched. A client has one request
+        at a time, so its requests stay in order. While nothing is served, the oldest request
+        enters at once.
         """
         self._has_looked = True
         self._set_serving(timeout is None)
@@ -420,7 +421,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         Raises:
             RequestRefused: no prompt can be made, it is too long, or an id is not the model's.
         """
-        # To know the model's ids its graph is built: beside one that runs, mlx 0.31.2 aborts.
+        # `n_logits` builds the model's graph: while another graph runs, mlx 0.31.2 aborts.
         if args.logits.logit_bias or args.sampling.top_k > 0 or args.top_logprobs > 0:
             check_ids(args, self.model_provider.n_logits)
         rendered: Rendered | None = getattr(request, "rendered", None)
@@ -430,9 +431,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return rendered
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
-        """Render a request and keep the result with it; the request's messages stay as they are.
+        """Render a request and keep the result with it, without changing the request's messages.
 
-        Rendering changes messages, and mlx-lm 0.31.3 fails where they are rendered again.
+        Rendering changes messages, and mlx-lm 0.31.3 fails if they are rendered again.
         """
         original = request.messages, request.tools
         messages, tools = copied(original[0]), copied(original[1])
@@ -541,10 +542,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Look:
-    """What rank 0 found when stock looked for a request.
+    """Rank 0's answer when stock looks for a request.
 
-    `arrived`: the new requests, as they are shared. `place`: the place in the line of the request
-    that enters, if one does. `is_gone`: whether its client has left.
+    `arrived`: the new requests in the form of `_shareable`. `place`: the place in the line of the
+    request that enters, or None. `is_gone`: whether its client has left.
     """
 
     arrived: Sequence[tuple[Any, Any, dict[str, Any]]] = ()
@@ -553,7 +554,7 @@ class Look:
 
 
 def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Return a request as it came, its arguments, and what plugins know of it by attribute."""
+    """Return a request, its arguments, and the attributes that plugins have set on it."""
     _, request, args = queued
     attributes = dict(vars(ClientRequest.of(request)))
     for name in ("kind", "prompt", "messages", "client_gone"):

@@ -68,7 +68,7 @@ class Waiting:
         return cls((reply, request, args), reply)
 
     def advance(self) -> float:
-        """Let the plugin work, and ask it whether all is there; return how long that took."""
+        """Let the plugin work, and ask whether the request may enter; return the seconds taken."""
         started = time.perf_counter()
         if self.has_begun and not self.reply.is_gone:
             try:
@@ -162,7 +162,7 @@ class Line(deque[Waiting]):
         self._gap_began_s = None
 
     def left_s(self, gap_s: float) -> float:
-        """Return what is left of a gap of so many seconds."""
+        """Return the seconds that are left of the current gap."""
         if self._gap_began_s is None:
             self._begin_gap()
         assert self._gap_began_s is not None
@@ -177,7 +177,7 @@ class Line(deque[Waiting]):
                 return
 
     def _in_turn(self) -> list[Waiting]:
-        """Return the requests: those that have worked for long last, but not in every gap."""
+        """Return the requests in order; in two of three gaps, long-worked requests come last."""
         in_order = list(self)
         if self._n_gaps % 3:
             in_order.sort(key=lambda one: one.spent_s > LARGE_S)

@@ -23,7 +23,7 @@ class WiredLimit:
     def __init__(self, stock: Callable[[int], object]) -> None:
         self._stock = stock
         self.asked_bytes = 0
-        """What the host has set last; 0 on devices without wired memory."""
+        """The last limit that the host has set; 0 on devices without wired memory."""
         self._set_bytes = 0
         self._chosen_bytes: int | None = 0
 
@@ -34,7 +34,7 @@ class WiredLimit:
         return before
 
     def choose(self, limit: int | None) -> None:
-        """Let at most so many bytes be wired from now on; None: as many as the host asks for."""
+        """Let at most `limit` bytes be wired from now on; None: as many as the host asks for."""
         self._chosen_bytes = limit
         self._pass_on()
 
