@@ -40,4 +40,5 @@ class Failures:
                 self._logged[kind] = now_s, count
         if is_due and count > n_logged + 1:
             message += f" ({count - n_logged - 1} more like this since the last such line)"
-        self._logger.log(level if is_due else logging.DEBUG, message, *args, stacklevel=2, **how)
+        level = level if is_due else logging.DEBUG
+        self._logger.log(level, f"kvpersist: {message}", *args, stacklevel=2, **how)

@@ -31,7 +31,7 @@ def test_each_kind_is_logged_once_an_hour_with_the_number_of_those_that_were_not
     assert failed.counts == {"full": 12, "block …": 12}
     more = " (3 more like this since the last such line)"
     said = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
-    first = ["no room for turn 0: 100%", "block 0"]
+    first = ["kvpersist: no room for turn 0: 100%", "kvpersist: block 0"]
     assert said == [*first, *(f"{one}{more}" for one in first * 2)]
     assert len(caplog.records) == 24
     assert {record.name for record in caplog.records} == {"a test"}

@@ -50,7 +50,7 @@ _ORDERS: dict[str, Callable[[tuple[Session, str, dict[str, Any]]], Any]] = {
     "tokens": lambda found: -found[0].n_tokens,
     "name": lambda found: (not found[1], found[1].casefold()),
 }
-"""By the word after --sort: a key for a session, its name for people, and its record for JSON."""
+"""Each word after --sort has a key for a session, its name for people, and its JSON record."""
 
 
 def choose(index: Index, wanted: str) -> Session:
@@ -140,7 +140,7 @@ def list_all(args: argparse.Namespace) -> int:
 
 
 def rename(args: argparse.Namespace) -> int:
-    """Give a session a title, or take it away with "". Requests go on with the client's name."""
+    """Give a session a title, or take it away with "". Requests keep the client's name."""
     title = args.title.strip()
     if len(title) > MAX_TITLE_CHARS:
         raise StoreError(f"a title has at most {MAX_TITLE_CHARS} characters, not {len(title):,}")

@@ -313,8 +313,8 @@ class BlockStore:
         n_turns, n_bytes = self.writer.close(timeout_s)
         if n_turns:
             logger.warning(
-                "%d turns or checkpoints (%s) were not written within %.0f s; they are computed "
-                "again when needed",
+                "kvpersist: %d turns or checkpoints (%s) were not written within %.0f s; they are "
+                "computed again when needed",
                 n_turns,
                 show_bytes(n_bytes),
                 timeout_s,

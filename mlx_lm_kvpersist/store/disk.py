@@ -123,7 +123,9 @@ class DiskStore:
             except sqlite3.Error as error:
                 if not is_damage(error):
                     raise
-                logger.warning("the index of the store is damaged (%s); it is rebuilt", error)
+                logger.warning(
+                    "kvpersist: the index of the store is damaged (%s); it is rebuilt", error
+                )
                 rebuild_index(self.files)
                 return open_index()
 
@@ -131,7 +133,9 @@ class DiskStore:
         """Use the index that is in the folder now, and a folder that was removed under us."""
         if self.index.database.is_current():
             return
-        logger.warning("the index of %s was removed or replaced; it is opened again", self.folder)
+        logger.warning(
+            "kvpersist: the index of %s was removed or replaced; it is opened again", self.folder
+        )
         self._whole.clear()
         self.files.take_into_use()
         self._opened(self.index.reopen)
@@ -209,7 +213,7 @@ class DiskStore:
             self.files.move(path, target)
         except (OSError, StoreError) as error:
             # A file that cannot be kept is removed: it must not stand in the way of a whole one.
-            logger.warning("%s is not kept aside: %s", path.name, error)
+            logger.warning("kvpersist: %s is not kept aside: %s", path.name, error)
             self.files.remove(sidecar)
             self.files.remove(path)
 

@@ -183,7 +183,9 @@ class Saving:
         why = "was removed by another process, or with its session"
         if gone:
             why = f"was {gone.value} meanwhile"
-        logger.warning("a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why)
+        logger.warning(
+            "kvpersist: a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why
+        )
         return False
 
     def _make_room(self, jobs: Sequence[_Job]) -> None:
@@ -361,7 +363,9 @@ class DiskTier:
         except (OSError, StoreError, sqlite3.Error) as error:
             return self._failed("check what is stored", error)
         if n_swept:
-            logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
+            logger.info(
+                "kvpersist: swept %d leftovers of an interrupted run from the store", n_swept
+            )
 
     def stats(self) -> dict[str, Any]:
         """Return what `Tier.stats` does, by the index: no folder is looked at."""

@@ -101,7 +101,7 @@ class OwnFiles:
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & 0o077:
             logger.warning(
-                "others may look into the store %s (mode %o): chmod 700 it", folder, mode
+                "kvpersist: others may look into the store %s (mode %o): chmod 700 it", folder, mode
             )
 
     def check_store(self) -> None:
@@ -392,7 +392,8 @@ class StoreLock:
                 f"the store {folder} is being changed by {holder}; try again when that has ended"
             )
         logger.warning(
-            "the store %s is being changed by %s; turns stay in memory until that has ended",
+            "kvpersist: the store %s is being changed by %s; turns stay in memory until that has "
+            "ended",
             folder,
             holder,
         )

@@ -193,7 +193,9 @@ class Putting:
                 self._store.failures.add("the shared store's size cannot be kept: %s", error)
             return
         if old:
-            logger.info("%d objects beyond the shared store's size were removed", len(old))
+            logger.info(
+                "kvpersist: %d objects beyond the shared store's size were removed", len(old)
+            )
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing waits, or nothing can be put; return False after a timeout."""
@@ -213,4 +215,6 @@ class Putting:
             if self._is_busy and time.monotonic() > self._since_s + CLOSING_S:
                 break
         if self.waiting:
-            logger.warning("%d objects were not put into the shared store", len(self.waiting))
+            logger.warning(
+                "kvpersist: %d objects were not put into the shared store", len(self.waiting)
+            )

@@ -111,7 +111,9 @@ class Reader:
             try:
                 self._read_ahead(prefetch, left, root)
             except Exception:
-                logger.exception("prefetching failed; the rest is read when it is needed")
+                logger.exception(
+                    "kvpersist: prefetching failed; the rest is read when it is needed"
+                )
             finally:
                 prefetch.finished = True
 
@@ -148,7 +150,7 @@ class Reader:
                 try:
                     come = [self.pool.admit(read)]
                 except PoolFull as error:
-                    logger.debug("prefetching ends: %s", error)
+                    logger.debug("kvpersist: prefetching ends: %s", error)
                     return
             prefetch.sizes[block.key] = come[0].n_bytes
             prefetch.add(come)

@@ -106,7 +106,7 @@ def _replaced_within(path: Path, fresh_path: Path, files: OwnFiles) -> bool:
         # A disk that is full or a lock that is held says nothing about the index.
         if not is_damage(error):
             raise
-        logger.warning("the old index cannot be read (%s); it goes to quarantine", error)
+        logger.warning("kvpersist: the old index cannot be read (%s); it goes to quarantine", error)
         return False
     return True
 
@@ -140,4 +140,6 @@ def fill(index: Index, progress: Callable[[int, int], None]) -> None:
             if session.leaf in index:
                 index.put_session(session, path.stat().st_size)
     if bad:
-        logger.warning("%d files are not taken into the index, such as %s", len(bad), bad[0])
+        logger.warning(
+            "kvpersist: %d files are not taken into the index, such as %s", len(bad), bad[0]
+        )

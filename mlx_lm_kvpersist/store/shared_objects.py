@@ -118,7 +118,7 @@ class Breaker:
 
     def worked(self) -> None:
         if self.failed_with:
-            logger.info("the shared store is %s again", self.what)
+            logger.info("kvpersist: the shared store is %s again", self.what)
         self.failed_with = ""
 
 

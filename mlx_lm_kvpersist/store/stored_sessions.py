@@ -112,8 +112,8 @@ class StoredSessions:
     ) -> dict[str, Any]:
         """Return the ids of sessions, and how many bytes of disk a delete of them all would free.
 
-        The sessions are those of `ids`, or those that contain `find`; ids of deleted ones are left
-        out.
+        `find` selects all sessions that contain it; without it, `ids` names the sessions. An id of
+        a deleted session is left out.
         """
         with _readable(), self._store.index.asked_once() as index:
             sessions = index.sessions()

@@ -302,7 +302,9 @@ class Writer:
             try:
                 self._save(tasks) if tasks[0].commit else tasks[0].run()
             except Exception:
-                logger.exception("the store could not be changed; serving goes on from memory")
+                logger.exception(
+                    "kvpersist: the store could not be changed; serving goes on from memory"
+                )
             finally:
                 with self._changed:
                     self._end_work()

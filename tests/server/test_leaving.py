@@ -37,7 +37,7 @@ def quiet(server: ServerProcess, n_leaving: int) -> Iterator[None]:
     start = len(server.log)
 
     def left() -> list[str]:
-        return re.findall(r" - INFO - (?:the|a) client .*left", server.log[start:])
+        return re.findall(r" - INFO - kvpersist: the client .*left", server.log[start:])
 
     yield
     wait_until(lambda: len(left()) >= n_leaving, f"{n_leaving} lines of the log", 30)

@@ -705,7 +705,7 @@ def test_an_object_that_cannot_be_put_is_left_out_and_keeps_no_other_one_waiting
     assert len(objects_in(tmp_path)) >= 5
     assert faulty.n_tried % putting.MOST_ATTEMPTS == 0 and stats["not_written"] >= 1
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["an object cannot be put into the shared store: 403 Forbidden"]
+    assert said == ["kvpersist: an object cannot be put into the shared store: 403 Forbidden"]
 
 
 def test_nothing_is_left_out_while_a_store_does_not_answer(
@@ -822,7 +822,9 @@ def test_a_folder_that_hangs_at_the_start_is_said_once_and_used_when_it_answers(
         assert "is not used now" in tier_of(store).fetch(wanted())
     time.sleep(0.5)  # some attempts of the thread that puts
     said = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
-    assert said == ["the shared store cannot be read: it does not answer; serving goes on"]
+    assert said == [
+        "kvpersist: the shared store cannot be read: it does not answer; serving goes on"
+    ]
     hanging.goes_on.set()
     wait_until(lambda: not tier_of(store).stats()["failed_with"], "it answers")
     assert tier_of(store).fetch(wanted()) == "" and in_store(store)

@@ -160,8 +160,8 @@ def test_trouble_that_comes_and_goes_is_mentioned_once(
         assert stored.reader.load(NODES[0], ROOT) is not None
         stored.pool.clear()
     assert [r.getMessage() for r in caplog.records if "cannot be read now" in r.getMessage()] == [
-        f"block {NODES[0].key.hex()} cannot be read now: [Errno 24] Too many open files: "
-        f"'{block_path(stored.folder, NODES[0].key)}'"
+        f"kvpersist: block {NODES[0].key.hex()} cannot be read now: [Errno 24] Too many open "
+        f"files: '{block_path(stored.folder, NODES[0].key)}'"
     ]
     assert stored.stats()["failed"]["… cannot be read now: …"] > 2
 

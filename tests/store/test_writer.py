@@ -363,7 +363,9 @@ def test_what_is_not_written_at_the_end_is_counted(
     hangs.set()
     said = [r.getMessage() for r in caplog.records if "written" in r.getMessage()]
     assert len(said) == 1 and "\n" not in said[0]
-    assert said[0].startswith("3 turns or checkpoints (192.0 KiB) were not written within 0 s")
+    assert said[0].startswith(
+        "kvpersist: 3 turns or checkpoints (192.0 KiB) were not written within 0 s"
+    )
 
 
 # Other processes.

@@ -73,6 +73,6 @@ def packed_shapes(
                 shape = traced.get(id(cache.values[0]))
                 shapes[i] = shape if n == 0 or shape == shapes[i] else None
     except Exception as error:
-        logger.debug("the model does not take packed keys: %r", error)
+        logger.debug("kvpersist: the model does not take packed keys: %r", error)
         return [None] * len(all_slots)
     return shapes

@@ -224,7 +224,9 @@ class PluginHTTPServer(StockServer):
 
     def _end_after_replies(self) -> None:
         if not self.clients.wait_for_none(DRAIN_S):
-            logger.info("some replies have not ended within %g s; they are cut off", DRAIN_S)
+            logger.info(
+                "kvpersist: some replies have not ended within %g s; they are cut off", DRAIN_S
+            )
         self.shutdown()
 
     def _handle_request_noblock(self) -> None:
@@ -235,6 +237,6 @@ class PluginHTTPServer(StockServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log why a connection failed, in place of socketserver's traceback on stderr."""
         if isinstance(sys.exc_info()[1], OSError):
-            logger.info("a connection was closed before its request was read")
+            logger.info("kvpersist: a connection was closed before its request was read")
         else:
-            logger.exception("a connection failed")
+            logger.exception("kvpersist: a connection failed")

@@ -91,7 +91,7 @@ def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
         return late_body(timeout_s)
     status, code = getattr(error, "status", 500), getattr(error, "code", None)
     if status == 500:
-        logger.exception("a reply failed", exc_info=error)
+        logger.exception("kvpersist: a reply failed", exc_info=error)
     return RequestRefused(str(error), status, code)
 
 

@@ -114,7 +114,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         except ConnectionError:  # socketserver would print a traceback
             if getattr(self, "command", None):
                 path = self.path.partition("?")[0]
-                logger.info("the client of %s %s left before its answer's end", self.command, path)
+                logger.info(
+                    "kvpersist: the client of %s %s left before its answer's end",
+                    self.command,
+                    path,
+                )
 
     def handle_one_request(self) -> None:
         try:
@@ -149,7 +153,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             raise
         except Exception as error:
             is_own = isinstance(error, KVPersistError)
-            logger.error("%s %s failed: %s", route.method, route.path, error, exc_info=not is_own)
+            logger.error(
+                "kvpersist: %s %s failed: %s", route.method, route.path, error, exc_info=not is_own
+            )
             self.close_connection = True
             if not self._has_replied:
                 self.send_error(500)

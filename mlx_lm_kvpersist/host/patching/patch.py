@@ -142,7 +142,7 @@ class PatchSet:
                 original = getattr(patch.module, patch.attribute)
                 setattr(patch.module, patch.attribute, patch.replace(original))
                 self._applied.append((patch, original))
-                logger.debug("patched %s: %s", patch.target, patch.why)
+                logger.debug("kvpersist: patched %s: %s", patch.target, patch.why)
         except BaseException:
             self.undo()
             raise

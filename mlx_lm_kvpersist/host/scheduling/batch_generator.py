@@ -284,7 +284,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         sampler, processors, stops = row.samplers[0], row.logits_processors[0], stops_of(row)[0]
         own = sampler, processors, stops, row
         self._wait_again(Prefill(row.uids[0], [], row.max_tokens[0], [], tokens, *own), ids)
-        logger.info("a reply of %d tokens waits for memory", len(tokens))
+        logger.info("kvpersist: a reply of %d tokens waits for memory", len(tokens))
 
     def _wait_again(self, prompt: Prefill, ids: list[int]) -> None:
         """Queue a sequence again by its ids; it enters when its plugin has room."""
@@ -386,7 +386,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 try:
                     tokens.taken.insert(tokens, self.replies.extract_cache(place), REPLY)
                 except Exception:  # nothing catches it in stock
-                    logger.exception("an interrupted reply could not be saved")
+                    logger.exception("kvpersist: an interrupted reply could not be saved")
 
     def _response(self, prompt: Prefill, *, is_end: bool = False) -> Any:
         n_done = prompt.n_tokens if is_end else prompt.n_done
@@ -434,7 +434,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 self.prefills.drop([prefill])
                 self._wait_again(prefill, [*prefill.tokens, *chain.from_iterable(prefill.segments)])
             if len(together) > 1:
-                logger.warning("prompts failed together and are tried by themselves: %r", error)
+                logger.warning(
+                    "kvpersist: prompts failed together and are tried by themselves: %r", error
+                )
             self._caches.failures.failed(error, step)
 
     def _fail(self, prompt: Prefill, error: Exception) -> None:
@@ -456,7 +458,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if reply is None:
             raise error
         if not isinstance(error, ClientGone):
-            logger.error("a request failed", exc_info=error)
+            logger.error("kvpersist: a request failed", exc_info=error)
         reply.fail(error.with_traceback(None))  # its frames hold the caches
         self._progress.append(PromptProcessingBatch.Response(uid, (0, 0), False, False))
 

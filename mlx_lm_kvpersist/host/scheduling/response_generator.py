@@ -313,7 +313,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 manager.ask("prompt_rendered", request=rendered.request, prompt=rendered.prompt)
                 ARRIVING[threading.get_ident()] = time.perf_counter()
         except Exception:
-            logger.debug("a prompt could not be rendered ahead", exc_info=True)
+            logger.debug("kvpersist: a prompt could not be rendered ahead", exc_info=True)
 
     def reads_images(self, model: str) -> bool | None:
         """Whether a model reads images; None while it is not loaded. Any thread."""
@@ -530,7 +530,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             if isinstance(error, DeviceFailed):
                 stopped = error
             else:
-                logger.error("the generation thread ended", exc_info=error)
+                logger.error("kvpersist: the generation thread ended", exc_info=error)
                 what = f"its generation thread was stopped by {type(error).__name__}: {error}"
                 error = stopped = GenerationStopped(f"the server ends: {what}")
         self.model_provider.fatal_error = error

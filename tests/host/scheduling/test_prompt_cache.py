@@ -97,6 +97,6 @@ def test_failures_are_logged_once_a_kind_and_the_server_goes_on(
         for _ in range(3):
             cache.insert_cache("m", taken_by(taker), ["caches"], cache_type="user")
     messages = [record.getMessage() for record in caplog.records if record.exc_info]
-    assert messages == ["plugin saves failed in hook take_request; ignored"]
+    assert messages == ["kvpersist: plugin saves failed in hook take_request; ignored"]
     assert caplog.records[0].name == "mlx_lm_kvpersist.host.manager"
     assert len(cache) == 0
