@@ -1,1 +1,1 @@
-"""Find stored token ids again: by the text they decode to, or what followed before. Knows no KV."""
+"""Find stored token ids by the text that they decode to, or by the ids before them. Knows no KV."""

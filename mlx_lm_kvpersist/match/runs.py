@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 N_LAST = 6
-"""Ids of a run. Four are too often followed by something else; twelve are found too late."""
+"""Ids of a run. After four equal ids the next ids often differ; twelve are found too late."""
 _FACTOR = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
 
 class Runs:
-    """Where each run of `N_LAST` ids ended last, in packed ids (see `pack_ids`): 16 bytes an id.
+    """The last end of each run of `N_LAST` ids, in packed ids (see `pack_ids`): 16 bytes an id.
 
     Runs are found by polynomial hashes modulo 2**64, as Karp and Rabin do (IBM Journal of Research
     and Development 31, 1987), in a sorted array.
@@ -29,7 +29,7 @@ class Runs:
         self._hashes = hashes[self._order]
 
     def after(self, run: Sequence[int], n: int) -> list[int]:
-        """Return up to `n` ids that followed the last `N_LAST` of a run; of images none."""
+        """Return up to `n` ids that followed the last `N_LAST` of a run, without ids of images."""
         run = list(run[-N_LAST:])
         if len(run) < N_LAST or min(run) < 0:
             return []

@@ -21,7 +21,7 @@ _UNKNOWN = b"\xff"
 
 
 class _Pieces(dict[int, bytes]):
-    """The bytes of tokens by their ids: of an image, its digest at its first token."""
+    """The bytes of tokens by their ids; an image has its digest at its first token."""
 
     def __missing__(self, token_id: int) -> bytes:
         return _UNKNOWN if token_id >= 0 else image_ids.text_of(token_id).encode()
@@ -48,9 +48,9 @@ class TokenText:
     end of a sequence that wait for the rest of a character are called `pending`. Ids without known
     bytes decode to a replacement character: ask `covers` before comparing texts.
 
-    `image_ids` says how an image reads. Ordinary tokens can spell it, and
-    control tokens: texts are the same only if their `controls` are the same as well. The control
-    tokens are the ids `controls`, which the tokenizer finds in a text before anything else.
+    `image_ids` defines the text of an image. Ordinary tokens can spell this text, and the text of
+    control tokens: two texts are the same only if their `controls` are the same too. The tokenizer
+    finds control tokens in a text before all other tokens.
     """
 
     def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
@@ -77,21 +77,21 @@ class TokenText:
         # Not range(len(tokenizer)): the largest id can be larger than the number of tokens.
         pieces = {i: to_bytes(token) for token, i in tokenizer.get_vocab().items()}
         added = tokenizer.get_added_vocab()
-        if to_bytes is _byte_level_piece:  # added tokens do not have its stand-ins
+        if to_bytes is _byte_level_piece:  # added tokens do not use its stand-ins
             pieces |= {i: content.encode() for content, i in added.items()}
         return cls(pieces, added.values())
 
     def covers(self, ids: Iterable[int]) -> bool:
-        """Say whether the bytes of all these tokens are known, so that their text tells them."""
+        """Whether the bytes of all tokens are known, so that their text identifies them."""
         return all(i < 0 or i in self._pieces for i in set(ids))
 
     def control_places(self, ids: Sequence[int]) -> list[int]:
-        """Return where control tokens, tokens of images, and unknown ones stand among ids."""
+        """Return the places of control tokens, tokens of images, and unknown tokens among ids."""
         controls = set(ids) - self._plain
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return each such token with the number of characters before it; of an image the first."""
+        """Return these tokens, of an image only the first, with the number of characters before."""
         controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -105,15 +105,15 @@ class TokenText:
         return list(accumulate(len(self._pieces[i]) for i in ids))
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of a sequence; for a token without known bytes, an invalid one."""
+        """Return the bytes of a sequence, with an invalid byte for a token without known bytes."""
         return b"".join(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of a whole sequence; what is incomplete at its end is replaced."""
+        """Return the text of a whole sequence; an incomplete character at its end is replaced."""
         return self.to_bytes(ids).decode("utf-8", "replace")
 
     def known_text(self, ids: Sequence[int]) -> str | None:
-        """Return what `decode` does; None unless the bytes of all tokens are known."""
+        """Return `decode` of the ids, or None unless the bytes of all tokens are known."""
         return self.to_bytes(ids).decode("utf-8", "replace") if self.covers(ids) else None
 
     def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
@@ -130,9 +130,9 @@ class TokenText:
     def ends(
         self, ids: Iterable[int], pending: bytes = b"", max_chars: float = math.inf
     ) -> list[tuple[int, bool]]:
-        """Return each token's end: how many characters are complete, whether bytes are pending.
+        """Return for each token how many characters are complete, and whether bytes are pending.
 
-        The first token that ends behind `max_chars` is the last one.
+        The list ends with the first token that ends after `max_chars`.
         """
         decoder = _Decoder("replace")
         decoder.setstate((pending, 0))
@@ -148,7 +148,7 @@ class TokenText:
 def n_chars_alike(
     stored: Sequence[tuple[int, int]], own: Sequence[tuple[int, int]], position: int, n_chars: int
 ) -> int:
-    """Return up to where `n_chars` equal characters have the same control tokens.
+    """Return how many of `n_chars` equal characters have the same control tokens.
 
     stored: `TokenText.controls` of the block at `position`. own: the prompt's controls.
     """

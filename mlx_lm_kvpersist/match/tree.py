@@ -1,4 +1,4 @@
-"""Match a prompt with the tree of stored blocks, and put the stored ids in front of its own."""
+"""Match a prompt with the tree of stored blocks, and put stored ids in front of its own ids."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SHOWN_CHARS = 40
 """Most stored characters that are shown if a prompt diverges from them."""
 
 AHEAD = 8192
-"""Characters or bytes of a prompt that are shown to a source: more than a block has."""
+"""Characters or bytes of a prompt that are passed to a source: more than a block has."""
 
 
 class BlockSource(Protocol):
-    """Where the walk finds blocks."""
+    """The source of blocks for the walk."""
 
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
@@ -40,9 +40,9 @@ class BlockSource(Protocol):
 class Match:
     """The stored blocks that begin as the prompt does.
 
-    The first `n_tokens` tokens of `path` are to be used; they decode to the first `n_chars`
-    characters of the prompt, less an image that is stored in part. `at_end`: nothing is stored
-    beyond them on this branch. Otherwise the stored text agrees with the prompt for `n_agreed`
+    The first `n_tokens` tokens of `path` are used; they decode to the first `n_chars` characters of
+    the prompt, without an image that is stored in part. `at_end`: nothing is stored after them on
+    this branch. Otherwise the stored text agrees with the prompt for `n_agreed`
     characters, a few more if no token ends there, and continues with `stored_next`.
     """
 
@@ -82,10 +82,11 @@ def match_prompt(
 ) -> Match:
     """Find the longest stored prefix of a prompt that ends with a token, and not inside an image.
 
-    The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
-    `packed_ids` are the own ids of a text, if `tokens` covers them all: it then covers every block
-    that has the same ids. A match then ends before a control token that is spelled on one side.
-    The walk begins behind `after`: blocks that the prompt begins with, up to a character's end.
+    With `tokens`, the prompt is a text; without, it is packed ids, and `n_chars` counts bytes.
+    `packed_ids` are the ids of the text, if `tokens` covers them all: `tokens` then covers every
+    block that has the same ids. The match then ends before a control token that is spelled with
+    ordinary tokens on one side. The walk begins after the blocks `after`, with which the prompt
+    begins; they end at the end of a character.
     """
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids, after)
@@ -96,7 +97,7 @@ def match_prompt(
         n_tokens, n_chars = _cut(step, prompt, tokens)
         n_more = step.position + n_chars - n_best
         if best is not None and n_more == 0 and not step.node.has_text_only:
-            # The tokens of an image that follow its first have no text.
+            # Only the first token of an image has text.
             n_more = step.node.start + n_tokens - best.node.start - n_used
         if n_tokens and n_more > 0:
             best, n_best, n_used = step, step.position + n_chars, n_tokens
@@ -153,7 +154,7 @@ def _steps(
     packed_ids: bytes,
     after: Sequence[Block],
 ) -> list[_Step]:
-    """Return all blocks that agree with the prompt, at least in part, those farthest in first.
+    """Return all blocks that agree with the prompt, at least in part, the longest agreement first.
 
     An index may be damaged: only blocks with the right start, whose key is the hash of their ids,
     are followed.
@@ -180,7 +181,7 @@ def _steps(
             has_same_ids = packed_ids.startswith(node.packed_ids, ids_end)
             is_known = tokens is None or has_same_ids or tokens.covers(node.ids)
             if tokens is not None and not is_known:
-                # The text of an unknown token does not tell its id.
+                # The text of an unknown token does not identify its id.
                 content = tokens.known_beginning(node.ids, pending)
             is_whole = is_known and prompt.startswith(content, position)
             n_equal = len(content) if is_whole else common_prefix(content, prompt, position)
@@ -248,15 +249,15 @@ MAX_ALIKE = 64
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<=", "="], "str | bytes"], list[Block]]
-"""The first block whose text or ids are greater than these; the last that is not; those equal."""
+"""Finds the first block whose text or ids are greater; the last that are not; all equal ones."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
 
-    In sorted order these are the first after `ahead` and the last before it. A block that `ahead`
-    begins with can stand farther up; the last block before `ahead` then begins with it, too. So
-    the search continues with the text that both have in common.
+    In sorted order these are the first block after `ahead` and the last before it. A block that is
+    a prefix of `ahead` can stand earlier; the last block before `ahead` then has the same prefix.
+    So the search continues with the text that both have in common.
     """
     nodes = find(">", ahead)
     key = ahead
@@ -291,10 +292,10 @@ def splice(
 ) -> Splice | None:
     """Return the prompt with the matched ids in front; None if its text or a control token changes.
 
-    `text` is what `prompt` decodes to. A cut in the middle of what is stored moves back to the end
-    of a token that the prompt has, too. The prompt's own ids follow; at the end of what is stored,
-    if no token begins there, the rest of the text is encoded again. Whole blocks that the prompt
-    begins with, id by id, are not looked at.
+    `text` is the decoded `prompt`. A cut in the middle of a stored branch moves back to the end of
+    a token that the prompt also has. The prompt's own ids follow. At the end of a stored branch, if
+    no token of the prompt begins there, the rest of the text is encoded again. Blocks with the same
+    ids as the prompt are not decoded.
     """
     n_same = n_chars = n_nodes = 0
     for node in match.path:
@@ -346,7 +347,7 @@ def _common_boundary(
     stored: Sequence[int],
     stored_ends: Sequence[float],
 ) -> tuple[int, int]:
-    """Return how many stored ids, and own ids, end with the last token that both have there."""
+    """Return how many stored ids, and own ids, there are up to the last token that both have."""
     place = {end: i for i, end in enumerate(ends)}
     for n in range(len(stored), 0, -1):
         i = place.get(stored_ends[n - 1])

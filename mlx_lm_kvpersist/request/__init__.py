@@ -1,1 +1,1 @@
-"""The generation thread's view: prepare a prompt, look it up, keep what was computed."""
+"""Requests: look up a prompt, restore it, save what was computed, and explain the result."""

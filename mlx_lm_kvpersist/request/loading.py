@@ -1,4 +1,4 @@
-"""A model that the server has loaded is made ready, in some milliseconds. Generation thread."""
+"""Prepare a model that the server has loaded, in some milliseconds. Generation thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
-    """Return what is known of the provider's model, and of its draft model if it has one.
+    """Return the provider's model with its caches, fingerprint and speed, and its draft model.
 
     provider: has `model`, `tokenizer` and `model_key`, as mlx-lm's ModelProvider. Raises OSError,
     and ModelNotSupported if the model's conversations cannot be kept.
@@ -86,10 +86,10 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
 
 @contextmanager
 def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
-    """Work that each rank does alone, without a message: if it fails on one, it fails on all.
+    """Work that each rank does alone, without a message: if it fails on one rank, all ranks fail.
 
-    Otherwise the other ranks would wait for the next message of the one that failed. Raises
-    ModelNotSupported for all errors but OSError.
+    Otherwise the other ranks would wait for a message of the failed rank. Raises ModelNotSupported
+    for all errors except OSError.
     """
     error: Exception | None = None
     try:
@@ -100,13 +100,13 @@ def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
         return
     if isinstance(error, ModelNotSupported | OSError):
         raise error
-    if error is not None:  # stock may still serve a model that is like no other
+    if error is not None:  # stock may still serve an unusual model
         raise ModelNotSupported(f"the model cannot be examined: {error!r}") from error
     raise ModelNotSupported("another rank cannot keep the model; its log says why")
 
 
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
-    """Return what is known of the draft model, which reads the ids of the other's tokenizer.
+    """Return the draft model, which reads the ids of the main model's tokenizer.
 
     Raises ModelNotSupported if tokens cannot be taken back from the caches of either model, as
     mlx-lm does after each draft.
@@ -134,7 +134,7 @@ def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOpti
 class _OneCallAtATime:
     """A model that several ranks compute; each call is evaluated before the next.
 
-    Where two are evaluated together, ranks may compute parts of them in another order.
+    If two calls are evaluated together, ranks may compute their parts in different orders.
     """
 
     __slots__ = ("_model",)
@@ -159,7 +159,7 @@ class _OneCallAtATime:
 
 
 def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:
-    """Return which part of a model a rank computes, in words that no other part has."""
+    """Return a text that identifies the part of a model that a rank computes."""
     kind = "pipeline" if provider.cli_args.pipeline else "tensor"
     inner = getattr(provider.model, "model", provider.model)
     layers = getattr(inner, "start_idx", None), getattr(inner, "end_idx", None)

@@ -1,12 +1,12 @@
 """A prompt's way to restored caches: match it, read the stored blocks, join and check them.
 
-A lookup is made before its request is queued, on a thread of its own. It matches the prompt with
-the stored text, splices stored ids into it, and finds out why no more is stored. The generation
-thread does the rest. Its work grows with the number of blocks, and with the tokens behind the last
+A lookup is made before its request is queued, on the lookup thread. It matches the prompt with the
+stored text, splices stored ids into it, and finds the reason why no more is stored. The generation
+thread restores. The work there grows with the number of blocks, and with the tokens after the last
 stored block, but not with the length of the prompt.
 
-If the store raises, the request loses its restore, never its reply: the caller catches it. The
-store verifies checksums, the lookup the shapes of arrays, and the canary what they hold.
+If the store raises, the request loses its restore, never its reply: the caller catches exceptions.
+The store verifies checksums, the lookup verifies shapes, and the canary verifies values.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from .saver import RestorePoint
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 16
-"""Fewer tokens are computed sooner than caches are made of them, on any device."""
+"""Computing fewer tokens is faster than restoring them, on any device."""
 
 MIN_PREFETCH_BYTES = 8 << 20
-"""Less than this is read from disk in the time of one or two steps: no request waits for it."""
+"""Reading less than this takes one or two steps: no request waits for a prefetch."""
 
 MIN_STEPWISE_BYTES = 64 << 20
-"""Less than this is joined in the time of one or two steps of the replies."""
+"""Joining less than this takes one or two steps of the replies."""
 
 MAX_MATCHED_TOKENS = 2048
 """At most this number of tokens is matched by text, or spliced, on the generation thread."""
 
 _LOOK_S = 0.1
-"""How often a restore looks whether its client is still there."""
+"""How often a restore checks whether its client has left."""
 
 _MAX_MATCHED = 3
 """How often a prompt is matched again, because blocks disappeared between a match and a restore."""
@@ -61,7 +61,7 @@ _MAX_MATCHED = 3
 class StoredPrefix:
     """A prompt whose first ids are stored. The first `n_tokens` of them are to be restored.
 
-    `prompt` is what the model reads; `packed_ids` are its ids. If it `diverges` from the stored
+    The model reads `prompt`, whose ids are `packed_ids`. If the prompt `diverges` from the stored
     text at `divergence`, or is not stored, `reason` and `detail` say why no more is used.
     """
 
@@ -130,11 +130,11 @@ class Lookup:
         self._spent_s = 0.0
         self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
         self._planned: tuple[tuple[Any, ...], RestorePoint | None] | None = None
-        """The last restore point, with what it was found for."""
+        """The last restore point, with the arguments of its search."""
         self._needed: set[bytes] = set()
         """Keys of blocks and checkpoints that were to be restored."""
         self.stored = StoredPrefix(prompt, b"")
-        """What `restore` will use, unless blocks come or go."""
+        """The prefix that `restore` will use, unless blocks come or go."""
         try:
             self.stored = self._find(prompt)
             self._point()
@@ -146,8 +146,8 @@ class Lookup:
     def _find(self, prompt: Prompt, known: Sequence[Block] | None = None) -> StoredPrefix:
         """Match a prompt with the stored text, and replace its beginning by the stored ids.
 
-        O(prompt); with `known`, blocks that the prompt begins with, O(known) and the tokens behind
-        them, of which only MAX_MATCHED_TOKENS are matched by text.
+        O(prompt). If the prompt begins with the blocks `known`: O(known), and the later tokens, of
+        which at most MAX_MATCHED_TOKENS are matched by text.
         """
         self._n_changes = self._store.n_changes
         store, tokens, text = self._store, self.model.text, self.text
@@ -192,7 +192,7 @@ class Lookup:
     def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
         """Match the prompt again, because blocks came or went; keys in `lost` cannot be used.
 
-        A stored block's parent is stored, too: one key is looked for, and one for each block gone.
+        A stored block's parent is stored too: one key is looked up, and one more per missing block.
         """
         stored = self.stored
         if len(stored.prompt.ids) <= MAX_MATCHED_TOKENS:
@@ -209,7 +209,7 @@ class Lookup:
         return self._find(stored.prompt, known)
 
     def agreed(self) -> tuple[Prompt, int]:
-        """Return the prompt that is fed, and how many of its tokens are worth restoring."""
+        """Return the prompt to feed, and how many of its tokens to restore."""
         if self._store.n_changes != self._n_changes:
             self.stored = self._find_again()
         return replace(self.stored.prompt, messages=()), self.stored.n_tokens
@@ -217,12 +217,12 @@ class Lookup:
     def _point(self, lost: Collection[bytes] = (), most: int | None = None) -> RestorePoint | None:
         """Return the records to restore; a model cannot continue inside an image. O(blocks).
 
-        Records with a key in `lost` count as missing, and all tokens after the first `most`.
+        Records with a key in `lost`, and all tokens after the first `most`, count as missing.
         """
         stored, n_tokens = self.stored, self.stored.n_tokens
         if most is not None:
             n_tokens = min(n_tokens, most)
-        # The store decides only which checkpoints there are.
+        # Changes of the store matter only for checkpoints.
         n_changes = 0 if self.model.spec.any_prefix else self._store.n_changes
         asked = stored, n_tokens, frozenset(lost), n_changes
         if self._planned is not None and self._planned[0] == asked:
@@ -238,7 +238,7 @@ class Lookup:
         return point
 
     def prefetch(self) -> bool:
-        """Start to read the blocks that `restore` will need; False if that would not take long.
+        """Start to read the needed blocks; return whether reading or joining takes long.
 
         O(blocks). `restore` does not depend on it.
         """
@@ -287,16 +287,16 @@ class Lookup:
         return self._steps is not None or self._reuse is not None
 
     def advance(self, seconds: float) -> bool:
-        """Restore for this time, if all is prefetched; return whether nothing is left to do."""
+        """Restore for `seconds`, once all is prefetched; return whether the restore is complete."""
         is_read = self._prefetch is None or self._prefetch.finished
         if self.model.ranks.are_several:
-            return is_read  # all of them restore it together, when it enters
+            return is_read  # all ranks restore together, when the request enters
         if self._reuse is None and is_read:
             self._run(seconds, in_steps=True)
         return self._reuse is not None
 
     def close(self) -> None:
-        """Let go of what was prefetched and restored. Any thread, any number of times."""
+        """Release all prefetched blocks and restored caches. Any thread, any number of times."""
         self._closed = True
         self._reuse = None
         self._steps = None  # its frame refers to this lookup and to half-filled caches
@@ -306,10 +306,10 @@ class Lookup:
             self._prefetch = None
 
     def restore(self, is_gone: Callable[[], bool] = lambda: False) -> Reuse:
-        """Load the stored tokens into caches, as many as can be read and are worth it.
+        """Load the stored tokens into caches, as far as blocks can be read.
 
-        O(blocks), and the work of MLX on each. Raises ClientGone if `is_gone` says so between two
-        steps, or if the lookup was closed.
+        O(blocks), and MLX's work on each block. Raises ClientGone if `is_gone` returns True between
+        two steps, or if the lookup was closed.
         """
         if self._prefetch is not None:
             self._prefetch.stop()  # blocks that it has not read yet are read faster from here
@@ -325,7 +325,7 @@ class Lookup:
         return reuse
 
     def _run(self, seconds: float, *, in_steps: bool) -> None:
-        """Continue to restore for about this time, at least one step."""
+        """Continue to restore for about `seconds`, at least one step."""
         started = perf_counter()
         # If a step raises, the restore starts over.
         steps, self._steps = self._steps or self._restoring(in_steps=in_steps), None
@@ -341,7 +341,7 @@ class Lookup:
         self._spent_s += perf_counter() - started
 
     def _restoring(self, *, in_steps: bool) -> Generator[None, None, Reuse]:
-        """Restore the stored tokens; a block that is lost on the way costs its tokens only."""
+        """Restore the stored tokens; a lost block costs only its own and later tokens."""
         n_wanted = n_matched = 0
         lost: set[bytes] = set()
         read: list[Record] = []
@@ -389,9 +389,9 @@ class Lookup:
         *,
         is_checked: bool,
     ) -> bool:
-        """Tell whether the canary finds that the blocks are this model's; note their use.
+        """Whether the canary accepts the blocks as this model's; record their use.
 
-        Otherwise the blocks in `read` go to quarantine, and `lost` gets the keys of all.
+        If not, the blocks in `read` go to quarantine, and `lost` gets the keys of all blocks.
         """
         store, model, caches = self._store, self.model, joined.caches or ()
         if self._canary and is_checked:

@@ -96,7 +96,7 @@ class Memory(BatchMemory):
         self._stock_limit_bytes = mx.set_memory_limit(self._limit_bytes)
 
     def serve(self, model: LoadedModel) -> None:
-        """Count by what a model's caches take from now on. No sequence runs."""
+        """Count with the sizes of a model's caches from now on. No sequence runs."""
         self._takes = SequenceMemory.of(model.spec, model.speed.memory)
         if model.draft is not None:
             self._takes = self._takes.with_draft(SequenceMemory.of(model.draft.spec, None))
@@ -110,7 +110,7 @@ class Memory(BatchMemory):
         mx.set_memory_limit(self._stock_limit_bytes)
 
     def _needed(self, more: Sequence[int] = (), room: int = ROOM) -> int:
-        """Return what all that runs, and `more` prompts, may need until they reply."""
+        """Return the bytes that all sequences, and `more` prompts, may need until they reply."""
         self._claims = [claim for claim in self._claims if not claim.is_over()]
         prompts = [*self._prompts, *(claim.n_tokens for claim in self._claims), *more]
         caches = self._takes.caches_bytes(self._replies, prompts, room)
@@ -134,7 +134,7 @@ class Memory(BatchMemory):
         return min(self._whole_bytes // POOL_SHARE, self._store.limits.max_ram_bytes)
 
     def _settle(self) -> None:
-        """Give the pool what is left, and let MLX keep freed buffers of what nobody uses."""
+        """Give the pool the memory that is left, and set MLX's memory limit."""
         if self._level != self._pressure.level or self._level != NORMAL:
             self._level = self._pressure.level
             mx.clear_cache()
@@ -154,10 +154,10 @@ class Memory(BatchMemory):
     # Requests that begin.
 
     def admits(self, claim: Claim) -> bool:
-        """Tell whether there is room for a request, and promise it the room that it needs.
+        """Whether there is room for a request; if so, reserve the room that it needs.
 
-        The oldest goes first. Smaller requests may pass it a few times. O(requests), and O(blocks)
-        to pin the blocks that it restores.
+        The oldest request goes first. Smaller requests may pass a few times. O(requests), and
+        O(blocks) to pin the blocks that it restores.
         """
         if claim in self._claims:
             return True
@@ -229,7 +229,7 @@ class Memory(BatchMemory):
             self.changed()
 
     def parts(self) -> dict[str, int]:
-        """Return what is used, in bytes, and how many requests wait. Any thread.
+        """Return the used bytes, and how many requests wait. Any thread.
 
         "caches" to "unused" are parts of "total".
         """

@@ -32,17 +32,17 @@ _WEIGHT = 0.2
 """The weight of the newest measurement in a running average: a few requests settle it."""
 
 _SUPPOSED_TOKEN_S = 1e-3
-"""Seconds to compute a token, for as long as no chunk told the pace."""
+"""Seconds to compute a token, until a chunk has been measured."""
 
 
 @dataclass
 class Speed:
     """How quickly a model's prompts are computed and restored on this device.
 
-    The generation thread learns; any thread may ask. All is learned from time of working alone:
-    chunks without the steps of replies between them, reads in their own threads, joins without the
-    pauses between their steps. So the same prompt is restored, or not, whatever else runs. Until a
-    speed is known, restoring counts as quicker: on most devices it is, by far.
+    The generation thread learns; any thread may ask. Only working time counts: chunks without the
+    steps of replies between them, reads in their own threads, joins without the pauses between
+    their steps. So other requests do not change whether a prompt is restored. Until a speed is
+    known, restoring counts as faster: on most devices it is, by far.
 
     `pace` learns from the chunks of prompts. `rates` has the bytes per second of each tier, as a
     running average: the rate of joining for RAM, which every restored byte needs, and the rate of
@@ -63,7 +63,7 @@ class Speed:
     ) -> PrefillLimits | None:
         """Return how prompts are computed while replies wait `max_stall_s` at most.
 
-        `stepped` is told of the steps of the replies.
+        `stepped` is called after steps of the replies.
         """
         if (memory := self.memory) is None:
             return None
@@ -86,7 +86,7 @@ class Speed:
             self.rates = {**self.rates, tier: average + _WEIGHT * (measured - average)}
 
     def compute_s(self, position: int, n_tokens: int) -> float:
-        """Return about how many seconds `n_tokens` after the first `position` take to compute."""
+        """Return the estimated seconds to compute `n_tokens` after the first `position` tokens."""
         seconds = self.pace.seconds(position, n_tokens)
         return n_tokens * _SUPPOSED_TOKEN_S if seconds is None else seconds
 
@@ -115,8 +115,8 @@ class ModelOptions:
 class LoadedModel:
     """A model whose conversations are kept, called `name`; `ranks` compute it.
 
-    `model` may be a weak proxy: the server drops a model before it loads the next, and two do not
-    always fit into memory.
+    `model` may be a weak proxy: the server drops a model before it loads the next, because two may
+    not fit into memory.
     """
 
     model: Any
@@ -124,7 +124,7 @@ class LoadedModel:
     spec: ModelCacheSpec
     fingerprint: str
     text: TokenText | None
-    """None when prompts are matched by ids: text is not to be stored, or not understood."""
+    """None if prompts are matched by ids: text is not stored, or the tokenizer is not supported."""
     name: str = ""
     is_known: bool = True
     """Whether facts about its architecture ship with the package."""
@@ -158,7 +158,7 @@ class LoadedModel:
         cache_type: str,
         store: BlockStore,
     ) -> int:
-        """Store the prefix that `caches` hold; return how many of the `tokens` that are, or 0."""
+        """Store the prefix that `caches` hold; return its number of tokens, or 0."""
         n_cached = n_cached_tokens(self.spec, caches)
         n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
         if not self.spec.any_prefix and n_cached not in (None, n_tokens):

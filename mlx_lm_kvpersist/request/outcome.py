@@ -44,14 +44,14 @@ COLD = "cold"
 
 
 class Reason(Enum):
-    """Why not more was reused: a word for programs, and a sentence's end for people."""
+    """The reason why no more was reused: a word for programs, and a clause for people."""
 
     NOTHING_ALIKE = "new", "nothing stored begins like this"
     DIVERGED = "diverged", "the prompt diverges from what is stored"
     OTHER_MODEL = "other-model", "stored for another model"
     OTHER_PRECISION = "other-precision", "stored in another KV precision"
     OTHER_NAMESPACE = "new", "stored in another namespace or session"
-    """For the operator alone: a reply has the word of `NOTHING_ALIKE`."""
+    """For the operator only: a reply has the word of `NOTHING_ALIKE`."""
     EVICTED = "evicted", "evicted to keep to the budget"
     DAMAGED = "damaged", "a stored file failed its check and is in quarantine"
     NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"
@@ -69,9 +69,9 @@ class Reason(Enum):
 class Divergence:
     """Where a prompt diverges from the nearest stored branch.
 
-    `char` counts in the whole rendered prompt. `message` is the index of the message it falls
-    into, `role` that message's, and `message_char` the character in its content; all None between
-    messages. `stored` and `asked` are the texts that follow on either side.
+    `char` counts in the whole rendered prompt. `message` is the index of its message, `role` the
+    message's role, and `message_char` the character in the content; all None between messages.
+    `stored` and `asked` are the next characters of the stored text and of the prompt.
     """
 
     char: int
@@ -86,8 +86,8 @@ class Divergence:
 class Outcome:
     """How much a request reused: `n_reused` of `n_prompt` tokens.
 
-    `n_restored` of them were read from tiers below RAM. `tier` is the slowest that something came
-    from, or `COLD`.
+    `n_restored` of them were read from tiers below RAM. `tier` is the slowest tier of these,
+    or `COLD`.
     """
 
     kind: Kind
@@ -175,9 +175,9 @@ def why_not_stored(
 ) -> tuple[Reason, str]:
     """Return why the text after a match is not stored: removed, elsewhere, or never saved.
 
-    The second text says more than the reason's own, or is "". The tenant's own blocks are compared
-    first, so that the word in a reply does not depend on other tenants. With `before`, an answer
-    for the same prompt, other trees are not searched again.
+    The text replaces the reason's own text, unless it is "". The tenant's own blocks are compared
+    first, so that the word in a reply does not depend on other tenants. If `before`, an earlier
+    answer for the same prompt, is given, other trees are not searched again.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
     full = [block for block in used if block.n_tokens == BLOCK_TOKENS]
@@ -210,7 +210,7 @@ def why_not_stored(
 
 
 def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
-    """Say whether something below a root begins as a text does, beyond a template's words."""
+    """Whether a block below a root begins like a text, for more characters than a template has."""
     return any(
         block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
         for block in store.children(root.key, text)

@@ -34,11 +34,11 @@ class RunningSequence:
 
     @property
     def n_saved(self) -> int:
-        """How many of its first tokens are in stored blocks."""
+        """The number of its first tokens that are in stored blocks."""
         return self.chain[-1].stop if self.chain else 0
 
     def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
-        """Return the end of its conversation, whose blocks are `chain`."""
+        """Return the leaf of its conversation, whose blocks are `chain`."""
         end, with_text = chain[-1], self.root.with_text
         note = {name: text for name, text in self.note.items() if name != "words" or with_text}
         moved, is_session = tuple(replaced), not self.is_draft

@@ -1,4 +1,4 @@
-"""Requests for the loaded model: looked up, restored, recorded, saved, remembered.
+"""Requests for the loaded model: lookup, restore, record, save, remember.
 
 Generation thread, except `fetch`, `look_up`, `finish` and `remember` of `Serving`.
 """
@@ -30,7 +30,7 @@ from .sharing import fetch_ahead
 from .state import RequestState, Stage
 
 _ORDER = count()
-"""The number of each request, as they come."""
+"""The number of each request, in order of arrival."""
 
 LAST_PART_S = 2.0
 """How long the last part of a reply waits at most until its beginning is on disk."""
@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 class Serving:
     """Serves the requests of one loaded model.
 
-    `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing. A
-    waiting request may be worked on for `step_s` between two steps of the replies. `computing` are
-    the requests whose prompts are being computed, and some whose prompts have been.
+    `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing.
+    `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
+    requests whose prompts are being computed, and some whose prompts are complete.
     """
 
     store: BlockStore
@@ -61,7 +61,7 @@ class Serving:
         self.memory.serve(self.model)
 
     def root_of(self, state: RequestState, model: LoadedModel | None = None) -> Root:
-        """Return the root of the model's tree, or another's, that the request's tenant may see."""
+        """Return the root of a model's tree (default: the main model) for a request's tenant."""
         session = (state.session or "") if self.isolated else ""
         root = (model or self.model).root
         return replace(root, namespace=state.namespace, session=session)
@@ -71,14 +71,15 @@ class Serving:
         return state.is_kept and (state.session is not None or not self.isolated)
 
     def fetch(self, state: RequestState, prompt: Prompt) -> None:
-        """Bring what the shared tier has of a prompt into RAM. HTTP thread, which waits for it."""
+        """Fetch a prompt's blocks from the shared tier into RAM. The HTTP thread waits."""
         if self.store.shared is not None and self.keeps(state):
             state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
 
     def look_up(self, state: RequestState, prompt: Prompt) -> None:
-        """Look up what is stored of a prompt, before it is queued. O(prompt).
+        """Look up a prompt before it is queued. O(prompt).
 
-        On the generation thread only for a prompt with images, or a model that was not loaded then.
+        The generation thread calls this only for a prompt with images, or for a model that was not
+        loaded before.
         """
         state.drop_lookup()
         state.lookup, state.rendered, state.messages = None, prompt, prompt.messages
@@ -117,9 +118,9 @@ class Serving:
         self.remember(state)
 
     def finish(self, state: RequestState) -> None:
-        """Wait until enough of a turn is on disk; its reply was sent but for the end. HTTP thread.
+        """Wait until enough of a turn is on disk, before the last part of its reply. HTTP thread.
 
-        A kill then loses at most a block of its prompt, and the last one of the reply.
+        A kill then loses at most one block of the prompt and the last block of the reply.
         """
         ends_s = time.monotonic() + LAST_PART_S
         if state.is_saved is not None:
@@ -139,13 +140,13 @@ class Serving:
     def _is_at_risk(
         self, sequence: RunningSequence, unwritten: Collection[bytes], are_ids_lost: bool
     ) -> bool:
-        """Say whether a kill would lose more of a turn than it may.
+        """Whether a kill would lose more of a turn than allowed.
 
-        are_ids_lost: also the ids of the reply, without which text alone is found.
+        are_ids_lost: the kill would also lose the reply's ids, and only its text could be matched.
         """
         chain, n_prompt, end = sequence.chain, sequence.n_prompt, sequence.chain[-1]
         are_ids_lost = are_ids_lost and not sequence.is_draft
-        if not self.model.spec.any_prefix:  # nothing is of use without the checkpoint at its end
+        if not self.model.spec.any_prefix:  # no block is useful without the checkpoint at the end
             return are_ids_lost or end.key in unwritten
         start = next((block.start for block in chain if block.key in unwritten), end.stop)
         start = min(start, n_prompt) if are_ids_lost else start
@@ -153,7 +154,7 @@ class Serving:
         return n_prompt - start > BLOCK_TOKENS or end.stop - start >= n_most
 
     def remember(self, state: RequestState) -> None:
-        """Remember a reply as soon as its ids are known, and again when it was sent. Any thread."""
+        """Remember a reply when its ids are known, and again after it was sent. Any thread."""
         produced, sent, root = state.produced, state.sent, state.root
         # Another model may have been loaded since.
         if not produced or root is None or root.fingerprint != self.model.fingerprint:
@@ -194,8 +195,8 @@ class ServedRequest(TakenRequest):
     def advance(self) -> bool:
         """Return whether the request may enter. Called once per step; O(blocks), and some joins.
 
-        First it waits for memory, and then for its blocks, which another request may compute, or
-        the store reads. Raises RequestRefused if it would wait for memory and must not.
+        The request waits for memory, and then for its blocks, which another request computes or the
+        store reads. Raises RequestRefused if it would wait for memory and the policy is `refuse`.
         """
         state, memory, lookup = self._state, self._serving.memory, self._state.lookup
         if state.stage in (Stage.NEW, Stage.PARKED):
@@ -218,7 +219,7 @@ class ServedRequest(TakenRequest):
         return awaits_another(lookup, self._serving.computing, self._n_shared)
 
     def enter(self) -> Prepared:
-        """Restore what is stored of the prompt, and record the outcome. O(blocks), and MLX's work.
+        """Restore the stored part of the prompt; record the outcome. O(blocks), and MLX's work.
 
         Raises ClientGone.
         """
@@ -228,11 +229,11 @@ class ServedRequest(TakenRequest):
         serving.memory.enters(self._claim)
         reuse = self._restored(lambda: lookup) if lookup is not None else None
         if reuse is None:
-            # All ranks feed the same prompt: as looked up by rank 0.
+            # All ranks feed the prompt that rank 0 has looked up.
             is_common = self._serving.model.ranks.are_several and lookup is not None
             fed = lookup.stored.prompt if is_common and lookup else state.rendered or self.prompt
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # its text may be another one
+            state.digest = None  # its text may differ
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             outcome = reuse.outcome
             why = outcome.detail or (outcome.reason.text if outcome.reason else "")
@@ -258,7 +259,7 @@ class ServedRequest(TakenRequest):
         return Prepared(fed, reuse.caches, n_reused, draft)
 
     def _common(self, lookup: Lookup | None) -> Lookup | None:
-        """Return the lookup of the tokens that rank 0 has found, on each rank its own."""
+        """Return each rank's own lookup of the tokens that rank 0 has found."""
         if not (together := self._serving.model.ranks).are_several:
             return lookup
         agreed = together.first(
@@ -289,7 +290,7 @@ class ServedRequest(TakenRequest):
         )
 
     def _draft_of(self, fed: Prompt, sequence: RunningSequence) -> Prepared | None:
-        """Restore what is stored of the same tokens for the draft model, if there is one."""
+        """Restore the stored part of the same tokens for the draft model, if there is one."""
         serving, model = self._serving, self._serving.model.draft
         if model is None:
             return None
@@ -318,20 +319,20 @@ class ServedRequest(TakenRequest):
                 state.move(Stage.PARKED)
             elif has_ended or len(tokens) >= sequence.n_prompt - 1:
                 state.move(Stage.DONE if has_ended else Stage.DECODE)
-            if serving.keeps(state):  # else no other request finds it
+            if serving.keeps(state):  # otherwise no other request finds it
                 serving.save(state, tokens, caches, cache_type)
                 state.ended = sequence if has_ended else None
         if has_ended and state.is_saved is not None:
             state.is_saved.set()
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return the ids that followed a run in stored text; the first call has it read."""
+        """Return the ids that followed a run in stored text; the first call starts the reading."""
         root, runs = self._root, self._serving.store.runs
         self._has_asked_runs = self._has_asked_runs or runs.read(root)
         return runs.after(root, run, n)
 
     def resume(self, prompt: Prompt) -> None:
-        """Look up what was saved of a sequence: by its ids, which must stay these. O(prompt)."""
+        """Look up the saved part of a sequence by its ids, which must not change. O(prompt)."""
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
         state.move(Stage.PARKED)  # also a prompt whose chunk failed
@@ -343,9 +344,9 @@ class ServedRequest(TakenRequest):
 def awaits_another(
     lookup: Lookup, others: Sequence[RequestState], n_shared: dict[RequestState, int]
 ) -> bool:
-    """Tell whether a prompt does better to wait for blocks that another request is computing.
+    """Whether a prompt should wait for blocks that another request is computing.
 
-    n_shared: how many of its tokens requests will store. O(requests), and ids of each new one.
+    n_shared: how many of its tokens each request will store. O(requests), and ids of each new one.
     """
     for other in others:
         sequence = other.sequence

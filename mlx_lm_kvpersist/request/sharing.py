@@ -39,7 +39,7 @@ class _Source:
 
 
 def fetch_ahead(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> str:
-    """Fetch what is worth it of a prompt; return what is to be said of that. HTTP thread."""
+    """Fetch a prompt's blocks if that saves time; return a sentence about it. HTTP thread."""
     assert store.shared is not None
     wanted = _wanted(prompt, root, store, model)
     if len(wanted.ids) - wanted.n_tokens <= BLOCK_TOKENS:
@@ -49,7 +49,7 @@ def fetch_ahead(prompt: Prompt, root: Root, store: BlockStore, model: LoadedMode
 
 def _wanted(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Wanted:
     spec = model.spec
-    with store.index.asked_once():  # this thread comes and goes
+    with store.index.asked_once():  # HTTP threads are short-lived
         stored = Lookup(retokenize(prompt, root, store, model), root, store, model).stored
         point = model.saver.find(stored.match.path, stored.n_tokens, store)
     n_here = point.n_tokens if point else 0
@@ -98,7 +98,7 @@ def _plan(
         return Plan()
     if model.spec.any_prefix:
         path = [block for block in path if block.start < point.n_tokens]
-    # Else what follows the checkpoint is fetched as well: it tells how the model spelled its reply.
+    # Otherwise the blocks after the checkpoint are fetched too: they have the ids of the reply.
     needed: list[tuple[Record, int]]
     needed = [(block, forms_bytes(model.spec.block_arrays(block.n_tokens))) for block in path]
     needed += [(need.record, need.n_bytes) for need in point.needed if need.record not in path]

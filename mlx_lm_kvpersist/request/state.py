@@ -17,7 +17,7 @@ from .sequence import RunningSequence
 
 
 class Stage(Enum):
-    """Where a request is on its way. `RequestState.move` is the only place that changes it."""
+    """The stage of a request. Only `RequestState.move` changes it."""
 
     NEW = "new"
     """It waits for memory."""
@@ -50,11 +50,11 @@ class RequestState:
     is_kept: bool = True
     """Whether its tokens may be stored, on disk or in RAM."""
     id: str = field(default_factory=lambda: f"kvp-{token_hex(8)}")
-    """Random: a number that grows would tell how many requests the server gets."""
+    """Random: a growing number would show how many requests the server gets."""
     stage: Stage = Stage.NEW
     outcome: Outcome | None = None
     saved_s: float | None = None
-    """How long the tokens that it reused take to compute, if that is known."""
+    """Seconds to compute the tokens that it reused, if known."""
     n_prompt: int = 0
     """Tokens of its prompt, if stock serves it."""
     root: Root | None = None
@@ -71,7 +71,7 @@ class RequestState:
     sequence: RunningSequence | None = field(default=None, repr=False)
     """Its tokens, once it has entered. Generation thread."""
     sent: dict[str, Any] | None = field(default=None, repr=False)
-    """The reply as the client got it, once it is whole. HTTP thread."""
+    """The reply as sent to the client, once it is complete. HTTP thread."""
     produced: tuple[Sequence[int], Sequence[int]] | None = field(default=None, repr=False)
     """The ids of the prompt and of the reply, once it has ended. Generation thread."""
     is_saved: Event | None = field(default=None, repr=False)
@@ -98,13 +98,13 @@ class RequestState:
         return state
 
     def move(self, stage: Stage) -> None:
-        """Enter the next stage, unless the request is done. Then it holds no blocks any more."""
+        """Enter the next stage, unless the request is done. A done request holds no blocks."""
         if self.stage is not Stage.DONE:
             self.stage = stage
         if stage is Stage.DONE:
             self.drop_lookup()
 
     def drop_lookup(self) -> None:
-        """Let go of all that was read for the request. Any thread."""
+        """Release the blocks that were read for the request. Any thread."""
         if (lookup := self.lookup) is not None:
             lookup.close()

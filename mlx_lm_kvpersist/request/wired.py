@@ -5,13 +5,13 @@ from __future__ import annotations
 from ..units import show_bytes
 
 NEEDED_ABOVE = 0.5
-"""The share of what the device recommends above which weights are wired."""
+"""The share of the recommended bytes above which weights are wired."""
 
 
 def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
-    """Return how many bytes may be wired, None for what stock asks, and why, for the log.
+    """Return how many bytes may be wired, None for stock's number, and the reason for the log.
 
-    asked_bytes: what stock asks for, which is all that the device recommends.
+    asked_bytes: stock's number, which is all that the device recommends.
     """
     sizes = f"the weights are {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)}"
     if n_weight_bytes > NEEDED_ABOVE * asked_bytes:

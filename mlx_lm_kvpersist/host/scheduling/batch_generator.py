@@ -1,8 +1,8 @@
 """The server's batch generator: steps of the replies, and between them prompts that are computed.
 
-A prompt waits in the queue, is computed in chunks (`prefill.py`), and joins the replies. Replies
-that memory has no room for are parked: their prompts are computed again later. So are prompts that
-failed in one call of the model.
+A prompt waits in the queue, is computed in chunks (`prefill.py`), and joins the replies. If memory
+is short, replies are parked and computed again later. Prompts that failed in one call of the model
+are also computed again.
 
 Each step first decides, then acts. If several ranks compute the model, rank 0 decides for all.
 """
@@ -67,7 +67,7 @@ class Decision:
 
 
 def plugin_batch_generator(stock: type[Any]) -> Callable[..., Any]:
-    """Return what makes batch generators: ours for a model whose caches a plugin makes."""
+    """Return a factory of batch generators: ours for a model whose caches a plugin makes."""
     ours = type(PluginBatchGenerator.__name__, (PluginBatchGenerator, stock), {})
 
     @wraps(stock, updated=())
@@ -79,7 +79,7 @@ def plugin_batch_generator(stock: type[Any]) -> Callable[..., Any]:
 
 
 class PluginBatchGenerator(Stock):  # type: ignore[misc]
-    """Computes prompts within the plugin's limits, and replies as stock does. Generation thread.
+    """Computes prompts within the plugin's limits, and replies like stock. Generation thread.
 
     Each prompt is a `PromptProcessingBatch` of one row, and the replies are one `GenerationBatch`.
     """
@@ -99,7 +99,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """The sequences without caches that wait until their plugin lets them enter."""
         self._lookup = PromptLookup(self._caches.most_taken_back)
         self._weighed: tuple[int, ...] = ()
-        """The sequences that ran when their memory was looked at last."""
+        """The running sequences at the last weighing of memory."""
         self._is_short = False
         """Whether memory did not suffice in the last step: then no prompt begins."""
         self._n_steps = 0
@@ -183,7 +183,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return sum(cache.nbytes for cache in chain(waiting, computed, self.replies.prompt_cache))
 
     def _decode(self) -> tuple[list[Any], float]:
-        """Make one step of all replies; return their tokens, and how long it took."""
+        """Make one step of all replies; return their tokens, and the seconds taken."""
         rows, is_drafted = self._rows(), False
         self._n_steps += 1
         if self._n_steps % CLEAR_EVERY == 0:
@@ -211,13 +211,13 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return list(zip(self.replies.uids, self.replies.tokens, strict=True))
 
     def _running(self) -> tuple[int, ...]:
-        """Return numbers that change when memory is to be weighed: not every step has the time."""
+        """Return numbers that change when memory must be weighed: each step would be too often."""
         n_done = sum(prefill.n_done for prefill in self.prefills.all)
         n_periods = self._n_steps // WEIGH_EVERY
         return len(self.replies), len(self.prefills.all), len(self.queue), n_done, n_periods
 
     def _decide(self, running: tuple[int, ...], step_s: float) -> Decision:
-        """Return what this step does. Rank 0 alone."""
+        """Return the actions of this step. Rank 0 alone."""
         prompts = [*self.queue, *self.prefills.all, *self.parked]
         replies = {prompt.uid: reply_of(prompt.tokens) for prompt in prompts}
         stopped = [uid for uid, reply in replies.items() if reply and reply.is_stopped]
@@ -251,7 +251,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._guarded(chunk, partial(self._compute, chunk, decision.error), "prompt")
 
     def _weigh(self, running: tuple[int, ...], stopped: Collection[int]) -> bool:
-        """Tell the plugin what runs, if that has changed; tell whether a reply is to be parked."""
+        """Tell the plugin which sequences run, if changed; return whether to park a reply."""
         if running == self._weighed:
             return False
         self._weighed = running
@@ -287,7 +287,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         logger.info("a reply of %d tokens waits for memory", len(tokens))
 
     def _wait_again(self, prompt: Prefill, ids: list[int]) -> None:
-        """Let a sequence enter once more, by its ids, when its plugin has room for it."""
+        """Queue a sequence again by its ids; it enters when its plugin has room."""
         request = prompt.tokens.taken
         request.resume(Prompt(ids, [ids], ["assistant"]))
         self.parked.append(prompt.again([ids], TakenTokens([], request), []))
@@ -357,7 +357,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 prefill.segments.pop(0)
                 response.end_of_segment = True
             elif isinstance(prefill.tokens, TakenTokens):
-                # The client may go, or the process die.
+                # The client may leave, or the process may be killed.
                 caches = prefill.batch.extract_cache(0)
                 prefill.tokens.taken.insert(prefill.tokens, caches, PREFILL)
             self._progress.append(response)
@@ -400,7 +400,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._eval_parts(self.replies.prompt_cache)
 
     def _eval_parts(self, caches: Sequence[Any]) -> None:
-        """Make caches, some layers at a time: MLX would make all before it frees the old ones."""
+        """Evaluate caches some layers at a time: MLX frees no old cache before all are made."""
         n_bytes, layers = 0, list[Any]()
         for cache in caches:
             n_bytes += cache.nbytes
@@ -444,7 +444,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._end(prompt.uid, prompt.tokens, error)
 
     def _fail_replies(self, rows: list[tuple[int, Any]], error: Exception) -> None:
-        """End all replies: after a step that failed half way, no reply can continue."""
+        """End all replies: after a failed step no reply can continue."""
         self.replies = GenerationBatch.empty(self.model, self.sampler)
         for uid, tokens in rows:
             self._end(uid, tokens, error)

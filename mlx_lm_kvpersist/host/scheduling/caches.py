@@ -1,4 +1,4 @@
-"""The server's prompt cache, and attention: plugins give and save caches, and attend to keys."""
+"""The server's prompt cache, and attention: plugins restore and save caches, and attend to keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
     ) -> tuple[Any, list[int]]:
         if isinstance(tokens, TakenTokens):
             request = tokens.taken
-            # They are returned only once, because the server changes them from here on.
+            # Caches are returned only once, because the server changes them afterwards.
             caches, request.caches = request.caches, None
             return (None, tokens) if caches is None else (list(caches), tokens[request.n_cached :])
         cache, rest = super().fetch_nearest_cache(model, tokens, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""How many tokens a prompt may have: what a model's own files say of its context."""
+"""The most tokens that a prompt may have, by the context length in a model's files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _UNSTATED = 10**9
 
 
 def max_context(model: str, tokenizer: Any) -> int | None:
-    """Return how many tokens a loaded model's context has, None where its files do not say.
+    """Return a loaded model's context length in tokens, None if its files do not state it.
 
-    model: a folder, or a repository of Hugging Face, which is looked for on this machine only.
+    model: a folder, or a repository of Hugging Face in this machine's cache.
     The largest of several lengths counts: a wrong refusal is worse than none. A tokenizer alone
     does not count, because it is often another model's.
     """
@@ -73,8 +73,8 @@ def _is_length(value: Any) -> bool:
 def check_length(n_tokens: int, most: int | None) -> None:
     """Refuse a prompt that is longer than its model's context.
 
-    The words are Anthropic's, the code is OpenAI's: by these clients know that they must shorten
-    their conversation.
+    The message is Anthropic's, the code is OpenAI's: clients recognise them and shorten the
+    conversation.
     """
     if most is not None and n_tokens > most:
         message = f"prompt is too long: {n_tokens} tokens > {most} maximum"

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _N_BEFORE = 8
-"""Tokens before a reply with which its first tokens are decoded."""
+"""Number of tokens before a reply that are decoded together with its first tokens."""
 
 
 class Continuing:
-    """A tokenizer of mlx-lm's that leaves the last message open where stock begins a new one."""
+    """A tokenizer of mlx-lm that leaves the last message open and begins no new message."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -29,7 +29,7 @@ class Continuing:
 def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: Any) -> Iterator[Any]:
     """Yield stock's responses; the first text gets back the space that stock's detokenizer drops.
 
-    That is right at the beginning of a message only. prompt: the ids before the reply.
+    The drop is right only at the beginning of a message. prompt: the ids before the reply.
     """
     before = list(prompt[-_N_BEFORE:])
     n_chars, ids = len(tokenizer.decode(before)), list[int]()

@@ -1,4 +1,4 @@
-"""The images of a prompt: ids that tell them apart, wherever a prompt is looked for.
+"""The images of a prompt: ids that identify them in every comparison of prompts.
 
 The model reads the same ids for every image of a size. Stock tells images apart by 60 bits of their
 URLs; here the first token of an image is the whole SHA-256 of its pixels (`image_ids`).

@@ -40,14 +40,14 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     _own_names: Sequence[str] = ()
     _plugin_error: Exception | None = None
     max_context: int | None = None
-    """How many tokens a prompt of the loaded model may have, None where its files do not say."""
+    """The most tokens of a prompt of the loaded model, None if its files do not state it."""
     reads_images = False
     """Whether the loaded model, its processor and its chat template take images."""
     _n_logits: int | None = None
 
     @property
     def n_logits(self) -> int:
-        """How many tokens the loaded model, and its draft model, can choose from."""
+        """The number of ids that the loaded model, and its draft model, can sample."""
         if self._n_logits is None:
             import mlx.core as mx
 
@@ -99,20 +99,20 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        """Load as stock does; the own model has the server's adapter under each of its names."""
+        """Load like stock; the command line's model has its adapter under each of its names."""
         if model_path in self._own_names:
             model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path
         return super().load(model_path, adapter_path, draft_model_path)
 
     def is_loaded(self, name: str) -> bool:
-        """Tell whether the model of this name is loaded, and none is being loaded. Any thread."""
+        """Whether the model of this name is loaded, and no model is being loaded. Any thread."""
         loaded = loaded_name(self) if self.is_ready and not self.is_loading else None
         is_own = name == "default_model" or name in self._own_names
         return loaded is not None and loaded == (self.cli_args.model if is_own else name)
 
     def load_default(self) -> None:
-        """Load the model of the command line. Raises ConfigError where stock cannot load it."""
+        """Load the model of the command line. Raises ConfigError if stock cannot load it."""
         if self.cli_args.model is not None:
             check_model_name(self.cli_args.model)
         self._own_names = own_names(self.cli_args)
@@ -150,20 +150,20 @@ def own_names(args: Any) -> list[str]:
     if (path := Path(args.model)).exists():
         path = path.resolve()
         names.insert(0, str(path))
-        # huggingface_hub names the folder of a repository so, "/" as "--".
+        # huggingface_hub names the folder of a repository like this, with "--" for "/".
         names += [p[8:].replace("--", "/", 1) for p in path.parts if p.startswith("models--")]
     served = getattr(args, "served_name", None)
     return list(dict.fromkeys([served, *names] if served else names))
 
 
 def loaded_name(provider: Any) -> str | None:
-    """Return which model is loaded, None while there is none. Any thread."""
-    key = provider.model_key  # asked once: another model may be loaded in between
+    """Return the loaded model's name, None while no model is loaded. Any thread."""
+    key = provider.model_key  # read once: another model may be loaded between two reads
     return key[0] if key is not None else None
 
 
 def caches_of(model: Any) -> PluginCaches:
-    """Return what makes the caches of a loaded model: a plugin, else stock."""
+    """Return the maker of a loaded model's caches: a plugin, or stock."""
     caches = getattr(model, "make_cache", None)
     if isinstance(caches, PluginCaches):
         return caches
@@ -178,7 +178,7 @@ class PluginCaches:
     """
 
     def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
-        # The model must not hold itself, or its weights would stay until a garbage collection.
+        # A model that refers to itself would keep its weights until a garbage collection.
         self._model: Any = weakref.ref(model)
         self._plugin, self._support = plugin, support
         self.ranks = ranks()
@@ -205,7 +205,7 @@ class PluginCaches:
         return cache.merge([cache]) if merged is None else merged
 
     def together(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> Any:
-        """Return one cache for one layer of several prompts, None if they have to be apart."""
+        """Return one cache for one layer of several prompts, None if they cannot be joined."""
         return self._safely(self._support.together, tuple(caches), tuple(n_tokens))
 
     def most_taken_back(self, caches: Sequence[Any]) -> int:

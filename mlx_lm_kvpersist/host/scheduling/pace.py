@@ -6,13 +6,13 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 _SHORT = 64
-"""A chunk of at most this many tokens may be nothing but overhead."""
+"""The time of a chunk of at most this many tokens may be only overhead."""
 
 _MOST_FOR_OVERHEAD = 256
-"""A chunk may be made longer than its time allows, up to this length, if overhead prevails."""
+"""If overhead dominates, a chunk may be longer than its time allows, up to this length."""
 
 _USUAL_CHUNK = 512
-"""The length of chunks that a prompt is computed in while nobody waits."""
+"""The length of a prompt's chunks while no other request waits."""
 
 _LEAST_S = 1e-9
 
@@ -64,8 +64,8 @@ class Pace:
         """Return how many tokens can be computed in `seconds`; 0 while no chunk was measured.
 
         The result is at most four times the length of recent chunks. If overhead alone takes that
-        time, the result takes as long as the overhead: fewer tokens would hardly be quicker. An
-        unknown place counts as twice as slow as the last measured one before it.
+        time, the result takes as long as the overhead: fewer tokens would hardly be faster. An
+        unknown place counts as twice as slow as the last measured place before it.
         """
         place = position.bit_length()
         if not self._sums:
@@ -73,7 +73,7 @@ class Pace:
         nearest = _nearest(place, self._sums)
         n, s, overhead_s, token_s, is_told_apart = self._line(nearest)
         if not is_told_apart and n <= _SHORT and s > seconds:
-            return int(2 * n)  # perhaps all overhead: one longer chunk will tell
+            return int(2 * n)  # perhaps only overhead: measure one longer chunk
         worth_it = (
             min(overhead_s / token_s, _MOST_FOR_OVERHEAD) if overhead_s > 0.75 * seconds else 0.0
         )
@@ -84,8 +84,8 @@ class Pace:
     def seconds(self, position: int, n_tokens: int) -> float | None:
         """Return how long tokens after `position` cached ones take if nothing else is computed.
 
-        They are computed in chunks of the usual length, whatever the length of those measured.
-        None while nothing was measured; short chunks may be nothing but overhead and tell nothing.
+        The estimate is for chunks of the usual length. None while no chunk was measured; short
+        chunks do not count, because their time may be only overhead.
         """
         lines = {place: self._line(place) for place in self._sums}
         places = [place for place, line in lines.items() if line.is_told_apart or line.n > _SHORT]

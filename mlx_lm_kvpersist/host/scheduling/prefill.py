@@ -36,16 +36,16 @@ MOST_PASSED_OVER = 3
 def chunk_size(position: int, most: int) -> int:
     """Return how many of `most` tokens are computed at once after `position` cached ones.
 
-    Long chunks that end at round places have the shapes of those before them.
+    Long chunks that end at round places have the same shapes as earlier chunks.
     """
     size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
     return size - position % ROUND if size >= ROUND else size
 
 
 class PeakMemory:
-    """Counts the peak from now on, without the memory that is in use now or at the end.
+    """Measures the peak memory from now on, less the memory in use now or at the end.
 
-    It resets MLX's counter. Some models evaluate within their call, so it begins before that.
+    It resets MLX's counter. Some models evaluate within their call, so make it before the call.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Prefill:
     processors: Any
     stops: Any
     row: Any = None
-    """Stock's batch of a parked reply alone, without caches: its next token and its counters."""
+    """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False
     """Whether it was parked, or failed with other prompts: then it is computed in its own calls."""
     batch: Any = None
@@ -133,7 +133,7 @@ class Prefills:
         self.all: list[Prefill] = []
 
     def drop(self, prefills: Collection[Prefill]) -> None:
-        """Forget prompts that are computed, or never will be."""
+        """Drop prompts that are computed or have ended."""
         self.all = [prefill for prefill in self.all if prefill not in prefills]
 
     def decide(
@@ -141,7 +141,8 @@ class Prefills:
     ) -> tuple[list[list[int]], dict[int, int], Exception | None]:
         """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
-        A plugin error comes with the prompt whose turn it is. stopped: prompts that end now.
+        If the plugin raises, the error comes with the prompt whose turn it is. stopped: prompts
+        that end now.
         step_s: the time of the last step of the replies. `beside`: whether replies run.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
@@ -150,7 +151,7 @@ class Prefills:
         begins = _groups(ready, unready, beside=beside)
         if not unready:
             return begins, {}, None
-        # Only the oldest prompt ages: else a short prompt would wait for many long prompts.
+        # Only the oldest prompt ages: otherwise a short prompt would wait for many long prompts.
         oldest, turn = unready[0], min(unready, key=lambda prefill: prefill.n_left)
         if oldest.passed_over >= MOST_PASSED_OVER:
             turn = oldest
@@ -185,7 +186,7 @@ class Prefills:
     def _most_tokens(self, prefill: Prefill, step_s: float | None) -> int:
         """Return how many tokens of a prompt may be computed now.
 
-        The device may have continued with the step of the replies until the last chunk began.
+        The step of the replies may have kept the device busy until the last chunk began.
         """
         stall_s = None
         if step_s is not None:
@@ -225,7 +226,7 @@ class Prefills:
         if len(chunk) > 1 or width > chunk[turn]:
             layers = zip(*(prefill.batch.prompt_cache for prefill in chunk), strict=True)
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
-            # A model makes one mask for all layers of a kind: their caches have to agree about it.
+            # A model makes one mask for all layers of a kind: their caches must agree about it.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
             # All ranks have layers of the same kinds.
@@ -237,7 +238,7 @@ class Prefills:
         return turn.batch.prompt_cache, chunk[turn]
 
     def merged(self, prefills: Sequence[Prefill]) -> Any:
-        """Return one batch of stock's for these prompts; caches that can be are copied once."""
+        """Return one stock batch for the prompts; their caches are copied once, if possible."""
         first, *following = prefills
         batch = first.batch
         if following:

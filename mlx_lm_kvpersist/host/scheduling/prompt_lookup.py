@@ -21,19 +21,19 @@ import mlx.core as mx
 N_LAST = 4
 """Ids that must have occurred before, so that the ids that followed are drafts."""
 N_SHOWN = 16
-"""Ids that a plugin is shown, to say what may follow them."""
+"""The last ids for which a plugin returns the next ids."""
 MOST_DRAFTED = 16
 """Drafts of one step, at most."""
 MOST_CREDIT = 4.0
-"""Steps that right drafts are credited with, at most, for wrong drafts later."""
+"""The most steps that right drafts are credited with, to pay for later wrong drafts."""
 PAID_OFF = 0.01
-"""Part of a step by which each step without drafts pays off the loss of wrong drafts."""
+"""The part of a step by which each step without drafts reduces the loss of wrong drafts."""
 _INDEXED_AT_ONCE = 2048
 """Older ids that are looked at in one step."""
 
 
 class Occurrences:
-    """Where runs of `N_LAST` ids of one sequence ended last, older ones indexed bit by bit."""
+    """The last ends of runs of `N_LAST` ids of one sequence; older ids are indexed gradually."""
 
     def __init__(self, uid: int, ids: list[int]) -> None:
         self.uid, self.ids = uid, ids
@@ -41,9 +41,9 @@ class Occurrences:
         self._oldest = self._newest = max(len(ids), N_LAST)
 
     def update(self) -> None:
-        """Take in the ids that came, and some older ones."""
+        """Index the new ids, and some older ids."""
         ids, ends = self.ids, self._ends
-        for end in range(self._newest, len(ids)):  # of the last run nothing follows yet
+        for end in range(self._newest, len(ids)):  # no id follows the last run yet
             ends[tuple(ids[end - N_LAST : end])] = end
         self._newest = max(self._newest, len(ids))
         until = max(N_LAST, self._oldest - _INDEXED_AT_ONCE)
@@ -62,7 +62,7 @@ class PromptLookup:
 
     Gains and losses are added up in steps, and nothing is drafted while the sum is below zero. So
     wrong drafts cost a step or two, and `PAID_OFF` of the time, beyond the gains of right drafts.
-    A call of the model gets as many tokens as `most_taken_back` says of the caches, at most.
+    A call of the model gets at most `most_taken_back(caches)` tokens.
     """
 
     def __init__(self, most_taken_back: Callable[[Sequence[Any]], int]) -> None:
@@ -105,7 +105,7 @@ class PromptLookup:
     def _ids(self, batch: Any) -> list[int]:
         """Return the token that is due and its drafts; nothing if no draft is known.
 
-        The device may still be at work on that token. It is waited for only if it can be drafted.
+        The device may still compute that token. The method waits only if drafts are possible.
         """
         (uid,), (ids,), n_most = batch.uids, batch.tokens, batch.max_tokens[0]
         n_room = self._most_taken_back(batch.prompt_cache) - 1  # the token that is due stays
@@ -163,6 +163,6 @@ def checked(batch: Any, ids: list[int]) -> list[Any]:
 
 
 def _computed(batch: Any, token: int, logprobs: mx.array) -> tuple[list[int], list[mx.array]]:
-    """Return what stock's `_step` returns; the token was computed before."""
+    """Return the result of stock's `_step` for a token that was computed before."""
     batch.tokens[0].append(token)
     return [token], [logprobs]

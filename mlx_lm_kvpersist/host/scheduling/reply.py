@@ -9,24 +9,23 @@ from ...errors import ClientGone, DeviceFailed
 from ..answers import ClientRequest
 
 WEIGH_EVERY = 32
-"""Tokens of replies after which their memory is looked at, though none came or went."""
+"""Tokens of replies after which memory is weighed, although no reply came or went."""
 ASK_EVERY = 8
-"""Steps of replies after which several ranks ask what only rank 0 knows: they wait for that."""
+"""Steps of replies after which several ranks ask rank 0; they wait for the answer."""
 ARRIVING: dict[int, float] = {}
-"""The HTTP threads, by their numbers, that read or tokenize a request, and since when: it is queued
-in a moment."""
+"""The HTTP threads, by their numbers, that read or tokenize a request now, and since when."""
 
 
 class ReplyQueue:
-    """Where one request's tokens go: takes the place of stock's queue. Generation thread.
+    """The queue of one request's tokens, in place of stock's queue. Generation thread.
 
     Stock puts the context of the reply first, then its progress and its tokens, then None or an
-    exception. Once the client has gone, or the reply has failed, the context is told to stop, and
-    nothing more is passed on.
+    exception. After the client has left, or the reply has failed, the context is told to stop, and
+    no further item is passed on.
     """
 
     stops_stock = True
-    """Whether stock is told at once that the reply is to end; else its generator ends it."""
+    """Whether stock is told at once to end the reply; otherwise its generator ends the reply."""
 
     def __init__(self, queue: Any, request: ClientRequest) -> None:
         self._queue, self._request = queue, request
@@ -44,7 +43,7 @@ class ReplyQueue:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the rest of the reply is of no use: its client went, or was told an error."""
+        """Whether nobody needs the rest of the reply: its client left, or got an error."""
         return self.is_gone or self._is_told_to_stop
 
     def put(self, item: Any) -> None:
@@ -62,7 +61,7 @@ class ReplyQueue:
             raise item
 
     def _stop(self) -> None:
-        """Have the reply end after its next token; what the HTTP thread calls."""
+        """End the reply after its next token. The HTTP thread calls this."""
         self._is_told_to_stop = True
         if self.stops_stock:
             self._stop_stock()

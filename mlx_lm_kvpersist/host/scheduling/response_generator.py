@@ -1,4 +1,4 @@
-"""The server's response generator: its plugins, its waiting requests, and the end of its thread.
+"""The server's response generator: plugins, waiting requests, and the end of its thread.
 
 Plugins see a request before and after it is tokenized. While other sequences are served, a request
 whose data a plugin prefetches waits until the data is in RAM. Other requests pass it, so only its
@@ -88,19 +88,19 @@ class RequestQueue(Queue[Any]):
 class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Tokenizes as stock does, between the plugins' hooks. Generation thread.
 
-    Stock calls `_next_request` where nothing catches an exception: nothing in it may raise. When
-    the thread ends all the same, the server ends. Stock's server would run without generating.
+    Stock calls `_next_request` without catching exceptions: nothing in it may raise. If the thread
+    ends, the server ends; stock's server would continue without generating.
     """
 
     _serving = False
     _model: Any = None
-    """The model of the request that entered last; while sequences are served, theirs."""
+    """The model of the request that entered last, which is the model of the served sequences."""
     _entering: Waiting | None = None
     """The request that entered last."""
     _has_looked = False
     """Whether stock has looked for requests since the last step."""
     _has_stepped = False
-    """Whether anything was computed since requests are served."""
+    """Whether a step has run since the batch began."""
     _stops = _is_told_to_stop = False
     _n_steps = _n_messages = 0
     """With several ranks: the steps of batches, and the number of messages at the last exchange."""
@@ -109,7 +109,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         self._line = Line()
         self._templates = Templates()
         self._replies: list[ReplyQueue] = []
-        """Those of the requests that have entered and not ended."""
+        """The replies of requests that have entered and not ended."""
         self._has_ended = threading.Event()
         super().__init__(*args, **kwargs)
 
@@ -157,7 +157,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return waiting.queued
 
     def _look(self, timeout: float | None, entering: list[Waiting]) -> Look:
-        """Take requests from the queue, and move the one that enters to `entering`. Rank 0."""
+        """Take requests from the queue, and move the entering request to `entering`. Rank 0."""
         n_before = len(self._line)
         if timeout is not None and not self._line:
             self._take_queued(timeout)
@@ -195,9 +195,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             manager.ask("serving_changed", serving=serving)
 
     def _wait_s(self) -> float | None:
-        """Return how long to wait for a request: for one that came with the first of a batch.
+        """Return how many seconds to wait for a request that arrived with the first of a batch.
 
-        Its thread reads or tokenizes it now, or fails to. The first would be computed without it.
+        Its thread reads or tokenizes it now. Without the wait, the first would be computed alone.
         """
         if self._has_stepped or self._ranks.are_several:
             return None
@@ -206,7 +206,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return LOOK_S if is_arriving and self._line.left_s(QUIET_GAP_S) > 0 else None
 
     def _looks_first(self) -> bool:
-        """Tell whether stock looks for requests before the next step; never twice in a row.
+        """Whether stock looks for requests before the next step; never twice in a row.
 
         A batch that ends for another model is not joined by any request.
         """
@@ -215,11 +215,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return self._has_looked
 
     def _is_asked_of_all(self) -> bool:
-        """Tell whether rank 0 is asked for something. Every rank calls this after each step."""
+        """Whether all ranks ask rank 0 now. Every rank calls this after each step."""
         if not self._ranks.are_several:
             return self._is_asked()
-        # A rank that asks waits for the running step. So ranks ask in a step in which all have
-        # waited for each other anyway, else now and then.
+        # A rank that asks waits for the running step. So ranks ask in a step in which they have
+        # already waited for each other, otherwise every ASK_EVERY steps.
         self._n_steps += 1
         self._ranks.progressed()
         has_waited, is_asked = self._n_messages != self._ranks.n_messages, False
@@ -229,23 +229,23 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return is_asked
 
     def _is_asked(self) -> bool:
-        """Tell whether a request has come, is ready to enter, or is of no use any more."""
+        """Whether a request has arrived, is ready to enter, or has lost its client."""
         is_asked = self._line.step_ended() or not self.requests.empty()
-        # Each reply that was stopped is told once: then stock removes it.
+        # Each stopped reply counts once: then stock removes it.
         n_stopped = sum(reply.is_stopped for reply in self._replies)
         replies = self._replies
         self._replies = [reply for reply in replies if not (reply.is_over or reply.is_stopped)]
         return is_asked or n_stopped > 0
 
     def _stop_all(self) -> None:
-        """End the thread of this rank: one of the ranks was told to end, and then all end now."""
+        """End this rank's thread: one rank was told to end, so all ranks end now."""
         self._stops = self._ranks.is_ending = True
         if self._ranks.decides and not self._is_told_to_stop:
             _thread.interrupt_main(signal.SIGTERM)
 
     @property
     def _stop(self) -> bool:
-        """Whether the thread ends. Several ranks do so between the same two requests."""
+        """Whether the thread ends. Several ranks end between the same two requests."""
         return self._stops
 
     @_stop.setter
@@ -255,11 +255,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._stops = stops
 
     def _share_object(self, obj: Any) -> Any:
-        """Return what rank 0 has; a rank that is elsewhere is noticed, which it is not in stock."""
+        """Return rank 0's object; unlike stock, notice a rank that is at another message."""
         return self._ranks.told(obj, "what stock shares")
 
     def _joins(self, waiting: Waiting) -> bool:
-        """Say whether a request can enter the batch that is being served."""
+        """Whether a request can enter the batch that is being served."""
         _, request, args = waiting.queued
         try:
             return (
@@ -269,10 +269,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 and has_text_only(request.messages)
             )
         except Exception:
-            return True  # tokenizing fails, too, and tells the client
+            return True  # tokenizing fails too, and tells the client
 
     def _begin(self, waiting: Waiting) -> None:
-        """Tokenize a request and let plugins prefetch what it needs; a failure is its client's."""
+        """Tokenize a request and let plugins prefetch its data; its client gets a failure."""
         _, request, args = waiting.queued
         tokenizer = self.model_provider.tokenizer
         waiting.has_begun = True
@@ -316,12 +316,12 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             logger.debug("a prompt could not be rendered ahead", exc_info=True)
 
     def reads_images(self, model: str) -> bool | None:
-        """Tell whether a model reads images; None while it is not loaded. Any thread."""
+        """Whether a model reads images; None while it is not loaded. Any thread."""
         reads_images: bool = self.model_provider.reads_images
         return reads_images if self.model_provider.is_loaded(model) else None
 
     def _timed(self, request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
-        """Yield a reply's tokens, and tell plugins when they came. HTTP thread."""
+        """Yield a reply's tokens, and tell plugins the times of the tokens. HTTP thread."""
         times_s: list[float] = []
         try:
             for token in tokens:
@@ -336,12 +336,12 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
         """Return stock's tuple; if a plugin takes the request, with that plugin's prompt.
 
-        Stock reports what this raises to the client. So `prepare_messages`, which decides what
-        the model is told, may refuse a request; `take_request` only makes it faster.
+        Stock reports an exception to the client. So `prepare_messages` may refuse a request;
+        `take_request` only makes a request faster.
         """
         waiting, self._entering = self._entering, None
         rendered = self._rendered_once(tokenizer, request, args, waiting)
-        request.rendered = None  # stock changes what it is given
+        request.rendered = None  # stock changes its arguments
         if waiting is not None and waiting.rendered is rendered:
             plugin_request = waiting.taken
         else:
@@ -366,9 +366,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _rendered_once(
         self, tokenizer: Any, request: Any, args: Any, waiting: Waiting | None
     ) -> Rendered:
-        """Return what rank 0 makes of a request: a template may tell the time, and a file differ.
+        """Return rank 0's rendering of a request: templates may show the time, files may differ.
 
-        Images are read by each rank for itself.
+        Each rank reads images on its own.
         """
 
         def rendered() -> Rendered:
@@ -395,8 +395,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def count_tokens(self, request: Any, args: Any) -> int:
         """Return how many tokens the prompt of a request would have now. HTTP thread.
 
-        The tokenizer may encode in several threads: mlx-lm has encoded with it, so it changes no
-        setting of its own any more.
+        The tokenizer may encode in several threads: after mlx-lm's first call it changes no more
+        settings of its own.
 
         Raises:
             RequestRefused: the request's model is not loaded, or it has images, whose tokens only
@@ -416,7 +416,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return len(rendered.stock[0] if taken is None else taken.request.prompt.ids)
 
     def _rendered(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
-        """Return what was made of a request with this tokenizer, else make it. Generation thread.
+        """Return the rendering of a request with this tokenizer, or render it. Generation thread.
 
         Raises:
             RequestRefused: no prompt can be made, it is too long, or an id is not the model's.
@@ -475,7 +475,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return rendered
 
     def _log_cache_stats(self) -> None:
-        """Log stock's lines on its own prompt cache, unless plugins take the requests from it."""
+        """Log stock's lines about its prompt cache, unless plugins take the requests."""
         if len(self.prompt_cache) or not manager.is_implemented("take_request"):
             super()._log_cache_stats()
 
@@ -513,7 +513,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Wait for the end of the thread: what ranks without clients do."""
         try:
             if self._ranks.are_several:
-                self._has_ended.wait()  # an interrupted Thread.join takes the thread for ended
+                self._has_ended.wait()  # after an interrupted Thread.join, a thread counts as ended
         except KeyboardInterrupt:
             self._stop = True
             self._has_ended.wait()
@@ -523,7 +523,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Answer all clients, and interrupt the main thread: `run` reports `fatal_error`."""
         delay_s = 0.0
         stopped = GenerationStopped("the server ends: its model could not be loaded")
-        # A provider that is not ours, such as one of mlx-lm's tests, does not say so.
+        # A provider of mlx-lm's tests has no such attribute.
         if getattr(self.model_provider, "is_ready", True):
             self.model_provider.is_ready = False
             delay_s = FAILED_S
@@ -564,7 +564,7 @@ def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _checked(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Return a parser of tool calls that raises ValueError, as stock expects, for all else."""
+    """Return a parser of tool calls that raises ValueError, as stock expects, for any error."""
 
     def parse_calls(text: str, tools: Any) -> Any:
         try:

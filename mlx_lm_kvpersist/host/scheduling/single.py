@@ -1,7 +1,7 @@
-"""A request that is served alone: its prompt is computed in chunks, as prompts in a batch are.
+"""A request that is served alone: its prompt is computed in chunks, like prompts in a batch.
 
-Stock would compute the prompt in one go, and a client that leaves would lose the whole prompt. Here
-plugins save each chunk, and stock computes the last token. Generation thread.
+Stock would compute the prompt in one call, and all would be lost if the client left. Here plugins
+save each chunk, and stock computes the last token. Generation thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .prefill import chunk_size, compute_chunk, most_tokens
 from .reply import ASK_EVERY, WEIGH_EVERY
 
 MOST_DRAFTED = 32
-"""Tokens of a draft model that are checked at once, at most. Caches can take back this number."""
+"""The most tokens of a draft model that are checked at once. Caches can take back this number."""
 
 
 def plugin_stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,9 +99,9 @@ class ComputedModel:
 
 
 def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
-    """Compute a prompt but for its last token, and leave that token to stock in `options`.
+    """Compute a prompt except its last token, which stays for stock in `options`.
 
-    Returns the number of the prompt's tokens. Raises ClientGone if nobody waits any more.
+    Returns the number of the prompt's tokens. Raises ClientGone if the client has left.
     """
     assert request.prompt is not None
     keys, n_cached, draft, request.draft = request.prompt.ids, request.n_cached, request.draft, None
@@ -109,7 +109,7 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
     rest, caches = options["prompt"], options["prompt_cache"]
     step_size: int = options["prefill_step_size"]
     ranks = caches_of(model).ranks
-    ranks.told(None, "a request that is served alone")  # it compares what the ranks have restored
+    ranks.told(None, "a request that is served alone")  # it compares the ranks' restores
     model_caches = list(caches) if n_cached else make_prompt_cache(model)
     models = [ComputedModel(model, model_caches, n_cached)]
     if draft_model is not None:
@@ -129,7 +129,7 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
         if not size:
             raise ClientGone
         segment = bisect_right(ends, position)
-        # Models that are apart first come to one place.
+        # Models at different places first compute to one place.
         further = (computed.n_tokens for computed in models if computed.n_tokens > position)
         end = min([ends[segment], *further, position + size])
         rows = None if embeddings is None else embeddings[position - n_cached : end - n_cached]
@@ -156,5 +156,5 @@ def _next_size(request: Taken, computed: ComputedModel, step_size: int) -> int:
 
 
 def _shown_all(before: mx.array, processor: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a processor that also sees the ids `before`, [N], as the processors of a batch do."""
+    """Return a processor that also sees the ids `before`, [N], like processors in a batch."""
     return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)

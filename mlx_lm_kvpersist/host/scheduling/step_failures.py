@@ -1,4 +1,4 @@
-"""Failures of the model's steps: the server ends when nothing can be computed any more.
+"""Failures of the model's steps: the server ends when the device computes nothing.
 
 After some errors a device refuses all work until the process ends: macOS does so after repeated
 time-outs of the GPU. Then only a new process helps, and a supervisor starts it.
@@ -20,14 +20,14 @@ MOST_IN_A_ROW = 8
 """Failures of one kind of step without a success between them that end the server."""
 _N_TRIES = 3
 _PAUSE_S = 0.1
-"""Between two tries: the error of a step may be reported once more to the next one."""
+"""Seconds between two tries: a step's error may be reported again at the next try."""
 
 
 class StepFailures:
     """Counts the failures of steps since the last success. Generation thread.
 
-    A step of the replies proves that all works. A step of a prompt proves it for prompts only: if
-    each reply fails after its prompt was computed, no request is served.
+    A successful step of the replies resets all counts. A step of a prompt resets only the count of
+    prompts: if each reply fails after its prompt was computed, no request is served.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class StepFailures:
 
 
 def _computes() -> bool:
-    """Say whether the device adds up a few numbers."""
+    """Whether the device can add a few numbers."""
     for _ in range(_N_TRIES):
         try:
             total = mx.ones(8).sum()

@@ -17,10 +17,10 @@ GAP_S = 0.05
 """How long requests may begin and enter between two steps of the replies."""
 
 QUIET_GAP_S = 0.25
-"""The same while no reply has begun: then prompts that come together are computed together."""
+"""The same while no reply has begun: prompts that arrive together are computed together."""
 
 WORK_S = 0.005
-"""If a plugin took longer to answer, it has done a part of the work that the request waits for."""
+"""If a plugin took longer to answer, it has worked for the request."""
 
 LARGE_S = 0.25
 """Requests that were worked on for longer let shorter ones pass."""
@@ -44,17 +44,17 @@ class Rendered:
 class Waiting:
     """A request that was taken from the server's queue and has not entered yet.
 
-    `has_begun`: it was tokenized, or could not be. `error`: why it is not to be served.
+    `has_begun`: tokenizing has ended, also with an error. `error`: why it cannot be served.
     """
 
     queued: Any
-    """As it stood in the queue, with `reply` as the first: (reply, request, args)."""
+    """The queue's item with `reply` in first place: (reply, request, args)."""
     reply: ReplyQueue
     has_begun: bool = False
     error: Exception | None = None
     rendered: Rendered | None = None
     taken: Taken | None = None
-    """The request as a plugin has taken it, with what was `rendered`."""
+    """A plugin's answer to the `rendered` request."""
     is_ready: bool = False
     """Whether the request was tokenized, and the plugin that took it lets it enter."""
     spent_s: float = 0.0
@@ -83,8 +83,8 @@ class Waiting:
 class Line(deque[Waiting]):
     """The requests that have not entered yet, in the order in which they came.
 
-    Between two steps of the replies they may take about GAP_S, and one of them works. While no
-    reply has begun they may take QUIET_GAP_S, and all of them work. At least one gets on.
+    Between two steps of the replies they may take about GAP_S, and one request works. While no
+    reply has begun they may take QUIET_GAP_S, and all work. At least one makes progress.
     """
 
     _gap_began_s: float | None = None
@@ -93,10 +93,10 @@ class Line(deque[Waiting]):
     _has_moved = False
     """Whether a request has begun, worked or entered since."""
     _is_behind = False
-    """Whether some were left for after the next step."""
+    """Whether some requests must wait until after the next step."""
 
     def step_ended(self) -> bool:
-        """Let a waiting request work on; tell whether any needs a look before the next step."""
+        """Let a waiting request work; return whether to look for one before the next step."""
         self._begin_gap()
         return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self)
 
@@ -158,7 +158,7 @@ class Line(deque[Waiting]):
         return None
 
     def begin_batch(self) -> None:
-        """Have the next look begin a gap of its own: no reply runs."""
+        """Let the next look begin a new gap: no reply runs."""
         self._gap_began_s = None
 
     def left_s(self, gap_s: float) -> float:

@@ -98,7 +98,7 @@ def add_processor(value: Any) -> Any:
     """Return logits processors of all rows, or of one, with one more of another package."""
 
     def shifted(tokens: Any, logits: Any) -> Any:
-        return mx.roll(logits, 1, axis=-1)
+        return mx.roll(logits, 1, -1)
 
     rows = value or []
     if any(isinstance(row, list | tuple) for row in rows):
