@@ -273,19 +273,18 @@ def test_only_ours_has_the_shared_store(
     run: Run, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One server puts all prompts. Then `ours` and `computed` take turns."""
-    asked: list[tuple[str, bool, str]] = []
+    asked: list[tuple[str, bool, str | None]] = []
 
-    def ask(server: BenchmarkServer, messages: list[Message], *expected: Any) -> Reply:
+    def ask(server: BenchmarkServer, messages: list[Message], n: int, expected: Expected) -> Reply:
         if not messages[0]["content"].startswith("Warm up"):
             has_shared = "/shared" in server.side.flags
-            asked.append((server.side.name, has_shared, expected[-1].name))
+            asked.append((server.side.name, has_shared, expected.tier))
         return Reply("a", "length", {}, {}, 0.1, 0.1, {})
 
     monkeypatch.setattr(BenchmarkServer, "ask", ask)
     answers[STATS_PATH] = shared_stats(0)
     shared.measure(run, "folder", "/shared", [run.prompts.of_length(512, n) for n in (1, 2)])
-    put = (OURS, True, "new")
-    ours, computed = (OURS, True, "read from the shared store"), (shared.COMPUTED, False, "new")
+    put, ours, computed = (OURS, True, None), (OURS, True, "shared"), (shared.COMPUTED, False, None)
     assert asked == [put, put, ours, computed, computed, ours]
     rows = {(row["what"], row["side"]): row["values"] for row in run.report.content["samples"]}
     assert rows["folder", OURS] == rows["folder", shared.COMPUTED] == [0.1, 0.1]

@@ -56,10 +56,15 @@ def test_the_code_of_another_checkout_is_measured(run: Run, tmp_path: Path) -> N
 
 
 def test_before_starts_the_code_of_its_checkout(run: Run, tmp_path: Path) -> None:
-    """The other checkout has nothing but the package, which notes the options and ends."""
+    """The package of the other checkout notes the options and ends.
+
+    Its benchmarks are older and have no launcher.
+    """
     package = tmp_path / "checkout" / "mlx_lm_kvpersist"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
+    (tmp_path / "checkout" / "benchmarks").mkdir()
+    (tmp_path / "checkout" / "benchmarks" / "__init__.py").touch()
     (package / "_startup.py").write_text(
         "import sys\ndef install():\n    pass\ndef serve(argv):\n"
         f"    open({str(tmp_path / 'argv')!r}, 'w').write(repr(argv))\n    sys.exit(3)\n"
