@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decode, stall, start, streams, together, ttft
+from benchmarks import decode, shared, stall, start, streams, together, ttft
 from benchmarks.checks import (
     SERVED,
     Expected,
@@ -35,7 +35,7 @@ from benchmarks.servers import (
     BenchmarkServer,
     before_side,
 )
-from mlx_lm_kvpersist.api.admin import REQUESTS_PATH, SPEC_PATH
+from mlx_lm_kvpersist.api.admin import REQUESTS_PATH, SPEC_PATH, STATS_PATH
 from tests.support import Reply, make_zoo_model
 from tests.support.synthetic import Message, make_tiny_model
 
@@ -244,6 +244,50 @@ def test_before_takes_its_turns(
     MEASURED[name](run)
     for side in (OURS, BEFORE):
         assert [what for what, each in added if each == side] == without
+
+
+def shared_stats(n_waiting: int) -> str:
+    tiers = {"disk": {"written_bytes": 0}, "shared": {"waiting": n_waiting}}
+    return json.dumps({"store": {"tiers": tiers, "turns_saved": 0, "queue": {"tasks": 0}}})
+
+
+def test_a_prompt_that_is_not_read_from_the_shared_store_ends_the_run(
+    run: Run, answers: dict[str, str]
+) -> None:
+    """The server with the shared store computes the prompt."""
+    answers[STATS_PATH] = shared_stats(0)
+    with pytest.raises(WrongMeasurement, match="from the shared store: 0 tokens were reused, at l"):
+        shared.measure(run, "folder", "/shared", [run.prompts.of_length(512, 1)])
+
+
+def test_blocks_that_wait_to_be_put_are_waited_for(
+    run: Run, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers[STATS_PATH] = shared_stats(1)
+    monkeypatch.setattr(shared, "_PUT_TIMEOUT_S", 0.1)
+    with pytest.raises(AssertionError, match="all blocks in the shared store"):
+        shared.measure(run, "folder", "/shared", [run.prompts.of_length(512, 1)])
+
+
+def test_only_ours_has_the_shared_store(
+    run: Run, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One server puts all prompts. Then `ours` and `computed` take turns."""
+    asked: list[tuple[str, bool, str | None]] = []
+
+    def ask(server: BenchmarkServer, messages: list[Message], n: int, expected: Expected) -> Reply:
+        if not messages[0]["content"].startswith("Warm up"):
+            has_shared = "/shared" in server.side.flags
+            asked.append((server.side.name, has_shared, expected.tier))
+        return Reply("a", "length", {}, {}, 0.1, 0.1, {})
+
+    monkeypatch.setattr(BenchmarkServer, "ask", ask)
+    answers[STATS_PATH] = shared_stats(0)
+    shared.measure(run, "folder", "/shared", [run.prompts.of_length(512, n) for n in (1, 2)])
+    put, ours, computed = (OURS, True, None), (OURS, True, "shared"), (shared.COMPUTED, False, None)
+    assert asked == [put, put, ours, computed, computed, ours]
+    rows = {(row["what"], row["side"]): row["values"] for row in run.report.content["samples"]}
+    assert rows["folder", OURS] == rows["folder", shared.COMPUTED] == [0.1, 0.1]
 
 
 @pytest.mark.slow

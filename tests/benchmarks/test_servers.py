@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mlx_lm_kvpersist
-from benchmarks import decode, run_all, stall, start, streams, together, ttft
+from benchmarks import decode, run_all, shared, stall, start, streams, together, ttft
 from benchmarks.page_cache import drop_cached_pages
 from benchmarks.runs import BOTH, Run
 from benchmarks.servers import BEFORE, OURS, OURS_16, REPOSITORY, SIDES, STOCK, before_side
@@ -56,10 +56,15 @@ def test_the_code_of_another_checkout_is_measured(run: Run, tmp_path: Path) -> N
 
 
 def test_before_starts_the_code_of_its_checkout(run: Run, tmp_path: Path) -> None:
-    """The other checkout has nothing but the package, which notes the options and ends."""
+    """The package of the other checkout notes the options and ends.
+
+    Its benchmarks are older and have no launcher.
+    """
     package = tmp_path / "checkout" / "mlx_lm_kvpersist"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
+    (tmp_path / "checkout" / "benchmarks").mkdir()
+    (tmp_path / "checkout" / "benchmarks" / "__init__.py").touch()
     (package / "_startup.py").write_text(
         "import sys\ndef install():\n    pass\ndef serve(argv):\n"
         f"    open({str(tmp_path / 'argv')!r}, 'w').write(repr(argv))\n    sys.exit(3)\n"
@@ -126,6 +131,17 @@ def test_requests_that_arrive_together(run: Run, monkeypatch: pytest.MonkeyPatch
 def test_the_longest_gap_of_a_reply(run: Run) -> None:
     stall.measure(run, 600, 1)
     assert all(0 < found[0] < 60 for found in values(run).values())
+
+
+@pytest.mark.slow
+def test_prompts_of_a_shared_folder(run: Run, tmp_path: Path) -> None:
+    prompts = [run.prompts.of_length(600, n) for n in (1, 2)]
+    shared.measure(run, "folder", str(tmp_path / "shared"), prompts)
+    found = values(run)
+    assert all(len(each) == 2 for each in found.values())
+    assert min(found["folder", OURS]) > 0 and min(found["folder", shared.COMPUTED]) > 0
+    assert min(found["folder, reused", OURS]) >= 600 - 256
+    assert found["folder, reused", shared.COMPUTED] == [0, 0]
 
 
 def test_a_gap_counts_if_it_overlaps_the_time() -> None:
