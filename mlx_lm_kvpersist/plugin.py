@@ -287,6 +287,8 @@ class KVPersistPlugin:
         records = partial(self._log.records, with_text=self._config.show_text)
         metrics = admin.operator_view(self._metrics.exposed, key, CONTENT_TYPE)
         agents = AgentsAPI(self._service(), self._log.forget)
+        shows = self._shows_text
+        changes = session_changes(self._stored_sessions, self._log.forget, with_text=shows)
         return [
             Route("GET", admin.REQUESTS_PATH, admin.operator_view(records, key)),
             Route("GET", admin.STATS_PATH, admin.operator_view(self._stats, key)),
@@ -297,7 +299,7 @@ class KVPersistPlugin:
             Route("GET", SESSIONS_PATH, sessions_view(self._describe_sessions, key)),
             *(
                 Route("POST", path, admin.operator_change(change, read_json, key))
-                for path, change in session_changes(self._stored_sessions, self._log.forget).items()
+                for path, change in changes.items()
             ),
             *(Route("HEAD", path, admin.answering(lambda handler: b"")) for path in HELLO_PATHS),
             Route("POST", MESSAGES_PATH, partial(apis.serve, api=MessagesAPI())),
@@ -340,11 +342,14 @@ class KVPersistPlugin:
         name, precision = (model.name, model.precision) if model else (None, None)
         return {"model": name, "precision": precision}
 
-    def _describe_sessions(self, find: str, skip: int) -> dict[str, Any]:
-        with_text = self._config.show_text and self._config.store_text
-        sessions = self._stored_sessions().describe(find, skip, with_text=with_text)
+    @property
+    def _shows_text(self) -> bool:
+        return self._config.show_text and self._config.store_text
+
+    def _describe_sessions(self, **which: Any) -> dict[str, Any]:
+        sessions = self._stored_sessions().describe(**which, with_text=self._shows_text)
         counts = {"store": self._store_counts(), "memory": self._memory_parts()}
-        return {**self._model, **counts, "with_text": with_text, **sessions}
+        return {**self._model, **counts, "with_text": self._shows_text, **sessions}
 
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:

@@ -219,25 +219,39 @@ def root_view(key: str | None) -> Callable[[Any], None]:
 
 
 def sessions_view(describe: Callable[..., Any], key: str | None) -> Callable[[Any], None]:
-    """Return the handler that lists sessions; `describe` takes the query's `find` and `skip`."""
+    """Return the handler that lists sessions.
+
+    describe: takes the query's `find` and `skip`, and `by_size` if the largest are to come first.
+    """
 
     def answer(handler: Any) -> Any:
         check_operator(handler, key)
         query = dict(parse_qsl(handler.path.partition("?")[2]))
         skip = query.get("skip", "0")
         require(bool(re.fullmatch("[0-9]{1,9}", skip)), "skip", skip, "a number of sessions")
-        return describe(find=query.get("find", ""), skip=int(skip))
+        sort = query.get("sort", "used")
+        require(sort in ("used", "size"), "sort", sort, "used or size")
+        return describe(find=query.get("find", ""), skip=int(skip), by_size=sort == "size")
 
     return answering(answer)
 
 
 def session_changes(
-    sessions: Callable[[], Any], forget: Callable[[str | None], None]
+    sessions: Callable[[], Any], forget: Callable[[str | None], None], *, with_text: bool
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Return, by path, what takes a request's body and changes or exports a session.
+    """Return, by path, what takes a request's body and selects, changes or exports sessions.
 
-    sessions: returns the store's `StoredSessions`. forget: as `AgentsAPI` takes it.
+    sessions: returns the store's `StoredSessions`. forget: as `AgentsAPI` takes it. Only
+    `with_text` are the first words of conversations searched.
     """
+
+    def select(body: dict[str, Any]) -> Any:
+        ids, find = body.get("ids"), body.get("find")
+        if ids is None:
+            return sessions().select(find=require_text("find", find), with_text=with_text)
+        is_list = isinstance(ids, list) and all(isinstance(one, str) for one in ids)
+        require(is_list and find is None, "ids", ids, "a list of ids, and no find beside it")
+        return sessions().select(ids)
 
     def pin(body: dict[str, Any]) -> Any:
         pinned = body.get("pinned")
@@ -261,5 +275,5 @@ def session_changes(
     def export(body: dict[str, Any]) -> Any:
         return Parts(*sessions().export(require_text("id", body.get("id"))))
 
-    changes = pin, evict, delete, rename, export
+    changes = select, pin, evict, delete, rename, export
     return {f"{SESSIONS_PATH}/{change.__name__}": change for change in changes}

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         n_sessions = sum(len(segment.ending) for segment in segments)
         summary = f"{folder}: {show_bytes(n_bytes)} in {counted(n_sessions, 'session')}"
-        tell(args, None, fitted(summary, terminal_width()))
+        tell(args, None, summary)
         if segments:
             rows = [[named, _bar(size, n_bytes), show_bytes(size)] for named, size in ages.items()]
             by_age = table(["used within", "", ""], rows)

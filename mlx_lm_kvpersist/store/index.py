@@ -187,8 +187,9 @@ class Index(Rows):
         A row has its key, its parent's key, its bytes with its checkpoints', and their number.
         `leaves` are at most 500.
         """
+        values = ",".join(["(?)"] * len(leaves)) or "(NULL)"
         return self.ask(
-            f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "
+            f"WITH RECURSIVE leaves(key) AS (VALUES {values}), up(key) AS (SELECT key FROM leaves "
             "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
             "SELECT b.key, parent, b.n_bytes + coalesce(sum(c.n_bytes), 0), count(c.key) "
             "FROM up JOIN blocks AS b USING (key) LEFT JOIN checkpoints AS c ON c.block = b.key "
@@ -196,6 +197,11 @@ class Index(Rows):
             *leaves,
             types=(bytes, bytes, int, int),
         )
+
+    def n_children(self, keys: Iterable[bytes]) -> dict[bytes, int]:
+        """Return the number of children of those blocks that have any."""
+        query = "SELECT parent, count(*) FROM blocks WHERE parent IN (VALUES {}) GROUP BY parent"
+        return dict(self.ask_in(query, zip(keys), types=(bytes, int)))
 
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
         """Return a row for each block.

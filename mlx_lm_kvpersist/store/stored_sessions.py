@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from .records import Session
 from .session_file import export_parts, export_records
 
 SHOWN = 50
+_MOST_LEAVES = 500
 _TIMEOUT_S = 30.0
 
 Answer = TypeVar("Answer")
@@ -31,40 +33,33 @@ class StoredSessions:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._last: tuple[Any, dict[str, Any]] = (None, {})
+        self._by_size: tuple[Any, list[Session]] = (None, [])
 
-    def describe(self, find: str = "", skip: int = 0, *, with_text: bool = False) -> dict[str, Any]:
-        """Return the sessions used last, after the first `skip`, that contain `find`, of `total`.
+    def describe(
+        self, find: str = "", skip: int = 0, *, by_size: bool = False, with_text: bool = False
+    ) -> dict[str, Any]:
+        """Return the sessions after the first `skip` that contain `find`, of `total`.
 
-        A session counts its whole chain; bytes are those on disk. `used` and `created` are seconds
-        since the epoch. Only `with_text` are conversations quoted and searched.
+        Those used last come first, or the largest ones `by_size`. A session counts its whole chain;
+        bytes are those on disk. `used` and `created` are seconds since the epoch. Only `with_text`
+        are conversations quoted and searched.
         """
         pool = self._store.pool
         with _readable(), self._store.index.asked_once() as index:
-
-            def note_of(session: Session) -> dict[str, str]:
-                note = index.state.note(session.id)
-                return note if with_text else {**note, "words": ""}
-
-            def says(session: Session) -> bool:
-                texts = session.id, session.name or "", *note_of(session).values()
-                return find.casefold() in "\n".join(texts).casefold()
-
             sessions, total = index.sessions(SHOWN, skip), index.n_sessions()
-            if find:
-                matching = [session for session in index.sessions() if says(session)]
+            if find or by_size:
+                everything = self._sorted_by_size(index) if by_size else index.sessions()
+                matching = _matching(index, everything, find, with_text)
                 sessions, total = matching[skip : skip + SHOWN], len(matching)
-            notes, saved = [note_of(session) for session in sessions], index.state.saved()
+            notes = [_note(index, session, with_text) for session in sessions]
+            saved = index.state.saved()
             # Pages ask every few seconds, and long conversations have thousands of blocks.
             state = sessions, notes, total, saved, index.totals(), pool.n_bytes, pool.n_evicted
             before, answer = self._last
             if state == before:
                 return answer
-            rows = index.outline([session.leaf for session in sessions])
+            sums = self._sums(index, sessions)
             roots = {key: index.root(key) for key in {session.root for session in sessions}}
-        sums: dict[bytes, tuple[int, int, int]] = {}
-        for key, parent, n_bytes, _ in rows:
-            n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
-            sums[key] = n_above + 1, n_in_ram_above + (key in pool), bytes_above + n_bytes
         described = []
         for session, note in zip(sessions, notes, strict=True):
             n_blocks, n_in_ram, n_bytes = sums.get(session.leaf, (0, 0, 0))
@@ -90,6 +85,45 @@ class StoredSessions:
         answer = {"is_all": is_all, "total": total, "saved": saved, "sessions": described}
         self._last = state, answer
         return answer
+
+    def _sums(self, index: Index, sessions: Sequence[Session]) -> dict[bytes, tuple[int, int, int]]:
+        """Return by leaf the numbers of blocks and of blocks in RAM, and the bytes, of a chain."""
+        sums: dict[bytes, tuple[int, int, int]] = {}
+        for key, parent, n_bytes, _ in _outline(index, sessions):
+            n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
+            n_in_ram = n_in_ram_above + (key in self._store.pool)
+            sums[key] = n_above + 1, n_in_ram, bytes_above + n_bytes
+        return sums
+
+    def _sorted_by_size(self, index: Index) -> list[Session]:
+        """Return all sessions, the largest first. Their sizes are summed up after a change only."""
+        sessions = index.sessions()
+        state = sessions, index.totals()
+        before, answer = self._by_size
+        if state != before:
+            sums = self._sums(index, sessions)
+            sizes = {session.id: sums.get(session.leaf, (0, 0, 0))[2] for session in sessions}
+            answer = sorted(sessions, key=lambda session: -sizes[session.id])
+            self._by_size = state, answer
+        return answer
+
+    def select(
+        self, ids: Collection[str] = (), find: str | None = None, *, with_text: bool = False
+    ) -> dict[str, Any]:
+        """Return the ids of sessions, and how many bytes of disk a delete of them all would free.
+
+        The sessions are those of `ids`, or those that contain `find`; ids of deleted ones are left
+        out.
+        """
+        with _readable(), self._store.index.asked_once() as index:
+            sessions = index.sessions()
+            if find is None:
+                wanted = set(ids)
+                sessions = [session for session in sessions if session.id in wanted]
+            else:
+                sessions = _matching(index, sessions, find, with_text)
+            n_bytes = _freed_bytes(index, sessions)
+        return {"ids": [session.id for session in sessions], "disk_bytes": n_bytes}
 
     def pin(self, session_id: str, pinned: bool) -> dict[str, Any]:
         """Pin or unpin a session: a pinned one is never evicted from disk."""
@@ -240,6 +274,46 @@ def _readable() -> Iterator[None]:
         yield
     except (OSError, sqlite3.Error, StoreError) as error:
         raise RequestRefused(f"the store cannot be used: {error}", 503) from error
+
+
+def _note(index: Index, session: Session, with_text: bool) -> dict[str, str]:
+    note = index.state.note(session.id)
+    return note if with_text else {**note, "words": ""}
+
+
+def _matching(index: Index, sessions: list[Session], find: str, with_text: bool) -> list[Session]:
+    """Return the sessions whose id, name or note contains `find`."""
+
+    def texts(session: Session) -> str:
+        return "\n".join(
+            (session.id, session.name or "", *_note(index, session, with_text).values())
+        )
+
+    wanted = find.casefold()
+    return [one for one in sessions if wanted in texts(one).casefold()] if find else sessions
+
+
+def _outline(index: Index, sessions: Sequence[Session]) -> Iterator[tuple[bytes, bytes, int, int]]:
+    """Yield the rows of `Index.outline` for any number of sessions; a block may come again."""
+    leaves = list({session.leaf for session in sessions})
+    for start in range(0, len(leaves), _MOST_LEAVES):
+        yield from index.outline(leaves[start : start + _MOST_LEAVES])
+
+
+def _freed_bytes(index: Index, sessions: Sequence[Session]) -> int:
+    """Return the bytes of the blocks and checkpoints that only these sessions need."""
+    rows = {key: (parent, n_bytes) for key, parent, n_bytes, _ in _outline(index, sessions)}
+    # A block goes if all of its children go, and if all sessions that end in it go.
+    n_kept: Counter[bytes] = Counter(index.n_children(rows))
+    n_kept.update(session.leaf for session in index.sessions_at(*rows))
+    n_kept.subtract(session.leaf for session in sessions)
+    freed = 0
+    for key in reversed(rows):  # children before their parents
+        parent, n_bytes = rows[key]
+        if n_kept[key] <= 0:
+            n_kept[parent] -= 1
+            freed += n_bytes
+    return freed
 
 
 def _session(disk: DiskStore, session_id: str) -> Session:

@@ -134,7 +134,9 @@ def test_it_fits_the_terminal_and_80_columns_in_a_pipe(
             ("/models/of/mine/" * 8 + "Qwen3-4B",),
         )
     lines = drawn(run) if columns is None else run.in_terminal(columns, "store", "map")
-    assert max(map(cell_len, lines)) <= (columns or 80)
+    folder, *drawing = lines
+    assert folder.startswith(str(run.folder)[:20]), "whole, so that it can be copied"
+    assert max(map(cell_len, drawing)) <= (columns or 80)
     (named,) = (line for line in lines if "Tuesday" in line)
     assert ("…" in named) == (long_name not in named)
     assert sum("Qwen3-4B, keys 4 bits" in line for line in lines) == 1

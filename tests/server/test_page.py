@@ -117,7 +117,10 @@ def opened(browser: Browser, server: ServerProcess, width: int) -> Iterator[Page
     paths = {url.removeprefix(url_of(server, "")).partition("?")[0] for url in asked}
     assert {path for path in paths if not path.startswith("blob:")} <= {
         *("/kvpersist", "/v1/kvpersist/requests", SESSIONS, "data:,"),
-        *(f"{SESSIONS}/{what}" for what in ("pin", "evict", "delete", "rename", "export")),
+        *(
+            f"{SESSIONS}/{what}"
+            for what in ("select", "pin", "evict", "delete", "rename", "export")
+        ),
     }
 
 
@@ -199,6 +202,11 @@ def test_sessions_are_those_on_disk(
         ("delete", {}, {}, 400, "id is null, expected text"),
         ("pin", {"id": "x", "pinned": 1}, {}, 400, "pinned is 1, expected true or false"),
         ("delete", ["x"], {}, 400, "the body is no JSON object"),
+        ("select", {"ids": ["x"]}, {"Origin": "http://evil.example"}, 403, "Origin"),
+        ("select", {"ids": "x"}, {}, 400, "expected a list of ids"),
+        ("select", {"ids": [1]}, {}, 400, "expected a list of ids"),
+        ("select", {"ids": [], "find": ""}, {}, 400, "and no find beside it"),
+        ("select", {}, {}, 400, "find is null, expected text"),
     ],
 )
 def test_who_may_change_a_session(
@@ -249,8 +257,11 @@ def test_a_deleted_session_is_gone(
     wait_for_reply(server)
     one, files = session(server, "deleted"), set((started.store / "blocks").rglob("*.safetensors"))
     n_hot = described(server)["store"]["tiers"]["ram"]["blocks"]
+    status, selected = change(server, "select", {"ids": [one["id"], "no-such"]})
+    assert status == 200 and selected["ids"] == [one["id"]]
     status, done = change(server, "delete", {"id": one["id"]})
     assert status == 200 and done["deleted"]
+    assert selected["disk_bytes"] == done["disk_bytes_freed"]
     gone = files - set((started.store / "blocks").rglob("*.safetensors"))
     assert 0 < len(gone) < one["blocks"] and done["disk_bytes_freed"] > 0
     assert described(server)["store"]["tiers"]["ram"]["blocks"] == n_hot - len(gone)
@@ -488,13 +499,72 @@ def test_500_sessions(browser: Browser, crowded: ServerProcess, width: int) -> N
     find.fill(f"number 4{width // 384}")
     expect(place).to_have_text("1 to 11 of 11")  # 4n, and 4n0 to 4n9
     page.get_by_label("Choose all on this page").check()
+    expect(page.locator("#choose-matches")).to_be_hidden()
     page.get_by_role("button", name="Delete them").click()
+    expect(page.get_by_role("dialog")).to_contain_text("This frees 0 B of disk")  # others share it
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator("#status")).to_contain_text("11 sessions are deleted")
     expect(place).to_have_text("No session has that.")
     assert page.evaluate(FITS)
     page.close()
     assert told == []
+
+
+@pytest.mark.parametrize("width", [390, 768, 1440], indirect=True)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_largest_of_many_are_found_and_deleted_by_keys(
+    browser: Browser, crowded: ServerProcess, width: int, scheme: Any
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.goto(url_of(crowded))
+    names, place, keys = page.locator(".session b"), page.locator("#place"), page.keyboard
+    expect(place).to_have_text(re.compile("^1 to 20 of "))
+    page.locator("#sort").focus()
+    keys.type("Largest")
+    expect(page.locator("#older")).to_have_text("Smaller")
+    total = json.loads(crowded.request("GET", SESSIONS)[2])["total"]
+    largest = json.loads(crowded.request("GET", f"{SESSIONS}?sort=size")[2])["sessions"]
+    expect(page.locator(".session .size").first).to_have_text(shown(largest[0]["bytes"]))
+    # A long name keeps its end, at each width.
+    name = names.filter(has_text="w" * 200).first
+    start, end = name.locator(".start"), name.locator(".end")
+    assert start.evaluate("e => e.scrollWidth > e.clientWidth")  # its middle is left out
+    place_of = "e => [e.getBoundingClientRect().top, e.getBoundingClientRect().right]"
+    (top, right), (top_of_end, right_of_end) = name.evaluate(place_of), end.evaluate(place_of)
+    assert right_of_end <= right and top_of_end == pytest.approx(top, abs=3)  # in its line
+    assert name.inner_text() == "w" * 200
+    # All matches are chosen, not those of a page only.
+    page.locator("#choose-all").focus()
+    keys.press("Space")
+    expect(page.locator("#chosen")).to_have_text("20 chosen")
+    keys.press("Tab")
+    expect(page.get_by_role("button", name=f"Choose all {total}", exact=True)).to_be_focused()
+    keys.press("Enter")
+    expect(page.locator("#chosen")).to_have_text(f"{total} chosen")
+    everything = change(crowded, "select", {"find": ""})[1]
+    keys.press("Tab")
+    expect(page.get_by_role("button", name="Delete them")).to_be_focused()
+    keys.press("Enter")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(f"Delete {total} sessions?")
+    expect(dialog).to_contain_text(f"This frees {shown(everything['disk_bytes'])} of disk")
+    if folder := os.environ.get("KVPERSIST_SCREENSHOTS"):
+        page.screenshot(path=f"{folder}/dialog-{width}-{scheme}.png")
+    keys.press("Escape")
+    expect(dialog).to_be_hidden()
+    if folder:
+        page.screenshot(path=f"{folder}/page-{width}-{scheme}.png", full_page=True)
+    contrasts = page.evaluate(CONTRAST)
+    assert min(contrasts.values()) >= 4.5, contrasts
+    assert page.evaluate(FITS)
+    page.close()
+
+
+def test_the_address_leads_to_the_page(browser: Browser, server: ServerProcess) -> None:
+    page = browser.new_page()
+    page.goto(url_of(server, "/"))
+    assert page.url == url_of(server)
+    page.close()
 
 
 def test_an_empty_page(browser: Browser, tiny_model: Path, tmp_path: Path) -> None:

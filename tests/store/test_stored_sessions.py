@@ -55,6 +55,66 @@ def test_sessions_are_shown_with_their_tiers_and_sizes(store: BlockStore) -> Non
     assert sizes["longer"] == (4, 50) and sizes["twin"] == (3, 30) and sizes["apart"] == (1, 10)
 
 
+def test_the_largest_come_first(store: BlockStore) -> None:
+    sessions = StoredSessions(store)
+    for n in range(SHOWN + 10):
+        add(store, f"s{n:02}", chain(*([n * 100 + i] for i in range(1 + n % 7))), used=float(n))
+    sizes: list[int] = []
+    for skip in (0, SHOWN):
+        answer = sessions.describe(skip=skip, by_size=True)
+        sizes += [one["bytes"] for one in answer["sessions"]]
+        assert answer["total"] == SHOWN + 10
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) == SHOWN + 10
+    found = sessions.describe("s0", by_size=True)
+    assert found["total"] == 10 and found["sessions"][0]["id"] == "s06"
+    add(store, "large", chain(*([9000 + i] for i in range(9))))  # the order follows the store
+    assert sessions.describe(by_size=True)["sessions"][0]["id"] == "large"
+
+
+def test_a_selection_says_what_its_delete_frees(store: BlockStore) -> None:
+    sessions = StoredSessions(store)
+    trunk = chain([1], [2])
+    longer, other = chain([1], [2], [3], [4]), chain([1], [2], [5, 6])
+    add(store, "trunk", trunk)
+    add(store, "longer", [*longer, window(longer[-1])])
+    add(store, "other", other)
+    add(store, "twin", other)
+    add(store, "apart", chain([9]))
+    everything = {"trunk", "longer", "other", "twin", "apart"}
+    for chosen, n_bytes in (
+        (["trunk"], 0),
+        (["longer"], 30),  # two blocks and a checkpoint
+        (["other"], 0),
+        (["other", "twin"], 10),
+        (["longer", "other", "twin"], 40),
+        (["longer", "other", "twin", "trunk"], 60),
+        (["apart", "no-such"], 10),
+        ([], 0),
+    ):
+        found = sessions.select(chosen)
+        assert found["disk_bytes"] == n_bytes, chosen
+        assert set(found["ids"]) == set(chosen) & everything
+    found = sessions.select(find="")
+    assert set(found["ids"]) == everything and found["disk_bytes"] == 70
+    assert set(sessions.select(find="T")["ids"]) == {"trunk", "other", "twin", "apart"}
+    store.index.state.add_note("longer", words="parser")
+    assert sessions.select(find="parser")["ids"] == []
+    assert sessions.select(find="parser", with_text=True)["ids"] == ["longer"]
+
+
+def test_a_selection_is_not_limited(store: BlockStore) -> None:
+    """More sessions than one question of the index can have."""
+    blocks = [chain([1], [n + 2]) for n in range(1200)]
+    store.index.add_blocks(ROOT, [(blocks[0][0], 10), *((own, 10) for _, own in blocks)])
+    with store.index.database.transaction():
+        for n, (_, own) in enumerate(blocks):
+            one = Session(f"s{n}", ROOT.key, None, own.key, own.stop, False, 1.0, 1.0)
+            store.index.put_session(one)
+    found = StoredSessions(store).select(find="")
+    assert len(found["ids"]) == 1200 and found["disk_bytes"] == 12_010
+    assert StoredSessions(store).select(found["ids"][1:])["disk_bytes"] == 11_990
+
+
 def test_what_is_shown_follows_the_store_and_is_limited(store: BlockStore) -> None:
     sessions = StoredSessions(store)
     empty = sessions.describe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,6 +92,61 @@ def test_probe_passes_with_all_patches_and_asks_no_real_plugin(
     with plugged(echo):
         patch.check()
     assert echo.calls == []
+
+
+def add_processor(value: Any) -> Any:
+    """Return logits processors of all rows, or of one, with one more of another package."""
+
+    def shifted(tokens: Any, logits: Any) -> Any:
+        return mx.roll(logits, 1, -1)
+
+    rows = value or []
+    if any(isinstance(row, list | tuple) for row in rows):
+        return [[*row, shifted] for row in rows]
+    return [*rows, shifted]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrap"),
+    [
+        ("server", "_make_logits_processors", "result"),
+        ("server", "make_logits_processors", "result"),
+        ("server", "stream_generate", "argument"),
+        ("generate", "BatchGenerator.__init__", "attribute"),
+        ("generate", "PromptProcessingBatch.__init__", "attribute"),
+        ("generate", "GenerationBatch.__init__", "attribute"),
+    ],
+)
+def test_probes_pass_beside_a_package_that_adds_logits_processors(
+    module: str, name: str, wrap: str, server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, _, attribute = name.rpartition(".")
+    host: Any = importlib.import_module(f"mlx_lm.{module}")
+    host = getattr(host, owner) if owner else host
+    stock = getattr(host, attribute)
+    calls: list[str] = []
+
+    @wraps(stock)
+    def added(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if wrap == "argument":
+            kwargs["logits_processors"] = add_processor(kwargs.get("logits_processors"))
+        result = stock(*args, **kwargs)
+        if wrap == "attribute":
+            # A batch has a list of processors for each row, a generator one list for all.
+            rows = args[0].logits_processors
+            rows = rows or [[] for _ in getattr(args[0], "uids", ())]
+            args[0].logits_processors = add_processor(rows)
+        return add_processor(result) if wrap == "result" else result
+
+    monkeypatch.setattr(host, attribute, added)
+    PATCH_SET.apply(PATCHES)
+    try:
+        for patch in PATCHES:
+            patch.check()
+    finally:
+        PATCH_SET.undo()
+    assert calls or module == "server"  # no probe makes a request's processors
 
 
 @each_patch
