@@ -20,7 +20,7 @@ from tests.support import Reply
 from tests.support.synthetic import Message
 
 from .checks import SERVED, WrongMeasurement, repeated
-from .runs import BOTH, Run, tokens
+from .runs import Run, tokens
 from .servers import OURS, STOCK, BenchmarkServer, rotated
 
 QUESTION, MEMORY = "replies at the same time", "live KV bytes"
@@ -35,18 +35,19 @@ def measure(
     run: Run, batches: Mapping[int, Sequence[int]], n_repeats: int, max_tokens: int
 ) -> None:
     """Measure decoding; `batches` has the numbers of conversations of each context."""
-    with run.fleet() as fleet:
+    sides = run.sides()
+    with run.fleet(sides) as fleet:
         for context, sizes in batches.items():
             prompts = _prompts(run, context, max(sizes))
-            for side in BOTH:
+            for side in sides:
                 for prompt in prompts:
                     fleet[side].ask(prompt, _WARM_UP_TOKENS, SERVED)
                     fleet[side].settle()
             for n in sorted(sizes, reverse=True):
-                for side in BOTH:  # compiles the kernels of this batch
+                for side in sides:  # compiles the kernels of this batch
                     _decode(fleet[side], prompts[:n], context, _WARM_UP_TOKENS)
                 for repeat in range(n_repeats):
-                    for side in rotated(BOTH, repeat):
+                    for side in rotated(sides, repeat):
                         rate = _rate(_decode(fleet[side], prompts[:n], context, max_tokens))
                         what = f"{n} of {tokens(context)}"
                         run.report.add(QUESTION, what, side, "tokens/s", rate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import decode, stall, start, streams, together, ttft
+from . import decode, stall, start, store, streams, together, ttft
 from .report import DeviceResults, ratio
 from .servers import OURS, OURS_16, STOCK
 
@@ -96,4 +96,5 @@ GOALS = (
     ),
     Goal(decode.MEMORY, "8 of 4K", 0.42, 0.42),
 )
-QUESTIONS = tuple(dict.fromkeys(goal.question for goal in GOALS))
+QUESTIONS = (*dict.fromkeys(goal.question for goal in GOALS), store.QUESTION)
+"""All questions of the page. The store has no goal."""

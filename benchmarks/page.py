@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .chart import CHART
 from .goals import GOALS, QUESTIONS, Goal
-from .report import DeviceResults, show_table, warnings
+from .report import DeviceResults, show_table, shown_number, warnings
 from .servers import OURS, OURS_16, STOCK
 
 _LIMITS = """\
@@ -87,14 +87,3 @@ def _rows(results: DeviceResults, question: str) -> Iterator[tuple[str, ...]]:
             *map(shown_number, (stock, ours, ratio)),
             *(goal.shown_bound(results.kind) if results.is_preset else "", goal.verdict(results)),
         )
-
-
-def shown_number(value: float | None) -> str:
-    """Return a number with three digits; "" for None.
-
-    >>> shown_number(0.12345), shown_number(1234.5)
-    ('0.123', '1,234')
-    """
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

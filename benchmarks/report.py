@@ -144,14 +144,18 @@ def shown_command(argv: Sequence[str]) -> str:
 
 def commit() -> str:
     """Return the commit that is measured; it ends in "-dirty" if files were changed."""
-    if given := os.environ.get(COMMIT):
-        return given
-    return _git("describe", "--always", "--abbrev=10", "--exclude=*", "--dirty") or "unknown"
+    return os.environ.get(COMMIT) or commit_of(FOLDER.parent)
 
 
-def _git(*arguments: str) -> str | None:
-    """Return the output of a git command in this folder; None if the command fails."""
-    command = ["git", "-C", str(FOLDER.parent), *arguments]
+def commit_of(folder: Path) -> str:
+    """Return the commit that is checked out in a folder, or "unknown"."""
+    describe = ("describe", "--always", "--abbrev=10", "--exclude=*", "--dirty")
+    return _git(folder, *describe) or "unknown"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command in a folder; None if the command fails."""
+    command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -192,6 +196,33 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def compare(results: DeviceResults, base: str) -> str:
+    """Return a table in Markdown of the rows that `ours` and the side `base` have in one run.
+
+    The ratio is the median of the ratios of ours to base within a repeat.
+    """
+    rows = []
+    for row in results.rows:
+        question, what = row["question"], row["what"]
+        under = results.values(question, what, base)
+        if row["side"] == "ours" and under:
+            medians = (results.median(question, what, side) for side in (base, "ours"))
+            numbers = map(shown_number, (*medians, ratio(row["values"], under)))
+            rows.append((question, what, row["unit"], *numbers))
+    return show_table(("question", "row", "unit", base, "ours", f"ours / {base}"), rows)
+
+
+def shown_number(value: float | None) -> str:
+    """Return a number with three digits; "" for None.
+
+    >>> shown_number(0.12345), shown_number(1234.5)
+    ('0.123', '1,234')
+    """
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def write_page() -> None:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import decode, stall, start, streams, together, ttft
+from . import decode, stall, start, store, streams, together, ttft
 from .models import DEFAULT_MODELS_DIR, SYNTHETIC, find_model
-from .report import Report, write_page
+from .report import DeviceResults, Report, commit_of, compare, write_page
 from .runs import BOTH, Run
-from .servers import OURS, REPOSITORY, SIDES
+from .servers import BEFORE, OURS, SIDES, before_side
 
 STEPS: Mapping[str, Callable[..., None]] = {
     "start": start.measure,
@@ -31,6 +31,7 @@ STEPS: Mapping[str, Callable[..., None]] = {
     "together": together.measure,
     "stall": stall.measure,
     "streams": streams.measure,
+    "store": store.measure,
 }
 TINY = f"{SYNTHETIC}tiny"
 
@@ -65,6 +66,7 @@ PRESETS = {
             _step("stall", context=2048, n_repeats=1),
             _step("streams", n_streams=40, n_repeats=1),
             _step("start", n_repeats=1),
+            _step("store", n_tokens=2048, n_repeats=1),
         ),
     ),
     "cpu": Preset(
@@ -76,6 +78,7 @@ PRESETS = {
             _step("decode", batches={4096: (1, 2, 8)}, n_repeats=3, max_tokens=48),
             _step("stall", context=4096, n_repeats=3),
             _step("streams", model=TINY, n_streams=200, n_repeats=4),
+            _step("store", n_tokens=8192, n_repeats=3),
         ),
     ),
     "gpu-1": Preset(
@@ -100,7 +103,7 @@ PRESETS = {
             _step("streams", n_streams=200, n_repeats=4),
         ),
     ),
-    "gpu-4": Preset(_8B, (_step("start", n_repeats=3),)),
+    "gpu-4": Preset(_8B, (_step("start", n_repeats=3), _step("store", n_tokens=8192, n_repeats=3))),
 }
 
 
@@ -114,11 +117,16 @@ def main() -> None:
     parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR, metavar="FOLDER")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: results/DEVICE)")
     parser.add_argument(
-        "--checkout", type=Path, default=REPOSITORY, help="run the servers from another checkout"
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="also measure the code of another checkout, and print ours over before",
     )
     parser.add_argument("--page", action="store_true", help="write RESULTS.md at the end")
     args = parser.parse_args()
-    measure(args.preset, args.model, args.models_dir, args.out, args.only, args.checkout.resolve())
+    report = measure(args.preset, args.model, args.models_dir, args.out, args.only, args.before)
+    if args.before:
+        print(compare(DeviceResults("", [report.content]), BEFORE))
     if args.page:
         write_page()
 
@@ -129,12 +137,18 @@ def measure(
     models_dir: Path = DEFAULT_MODELS_DIR,
     out: Path | None = None,
     only: list[str] | None = None,
-    checkout: Path = REPOSITORY,
+    before: Path | None = None,
 ) -> Report:
-    """Measure a preset; return the report, which is on disk."""
+    """Measure a preset; return the report, which is on disk.
+
+    before: a checkout that is measured in the same run, as the side `before`.
+    """
+    other = before_side(before) if before else None
     preset = PRESETS[name]
     main_model = find_model(model or preset.model, models_dir)
     flags = {side.name: " ".join(side.flags) for side in SIDES.values()}
+    if other is not None:
+        flags[BEFORE] = f"{' '.join(other.flags)} (commit {commit_of(other.checkout)})"
     report = Report(name, main_model.about(), flags, out)
     report.content["load of the machine before"] = os.getloadavg()[0]
     for step in preset.steps:
@@ -142,7 +156,7 @@ def measure(
             continue
         began_s = time.monotonic()
         used = main_model if step.model is None else find_model(step.model, models_dir)
-        STEPS[step.name](Run(used, report, checkout), **step.arguments)
+        STEPS[step.name](Run(used, report, other), **step.arguments)
         print(f"{step.name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
     print(f"kept in {report.path}", file=sys.stderr)
     return report

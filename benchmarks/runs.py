@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .models import BenchmarkModel
+from .models import DEFAULT_MODELS_DIR, BenchmarkModel, find_model
 from .prompts import Prompts
-from .report import Report
-from .servers import OURS, REPOSITORY, STOCK, Fleet
+from .report import DeviceResults, Report, compare
+from .servers import BEFORE, OURS, SIDES, STOCK, Fleet, Side
 
 BOTH = (OURS, STOCK)
 
 
 @dataclass
 class Run:
-    """One run of benchmarks with one model. `checkout`: whose code the servers run."""
+    """One run of benchmarks with one model. `before`: the side of another checkout, if any."""
 
     model: BenchmarkModel
     report: Report
-    checkout: Path = REPOSITORY
+    before: Side | None = None
 
     @cached_property
     def prompts(self) -> Prompts:
         return Prompts(self.model.tokenizer)
 
-    def fleet(self, sides: Sequence[str] = BOTH) -> Fleet:
-        return Fleet(self.model.path, sides, self.checkout)
+    def sides(self, names: Sequence[str] = BOTH) -> list[str]:
+        """Return the names of sides, and `before` with them if the run has it."""
+        return [*names, *([BEFORE] if self.before else [])]
+
+    def side(self, name: str) -> Side:
+        """Return the side of a name."""
+        return self.before if name == BEFORE and self.before else SIDES[name]
+
+    def fleet(self, names: Iterable[str]) -> Fleet:
+        return Fleet(self.model.path, map(self.side, names))
 
 
 def tokens(n: int) -> str:
@@ -38,3 +48,31 @@ def tokens(n: int) -> str:
     ('8K', '300')
     """
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)
+
+
+def parser(doc: str | None, model: str, n_tokens: int) -> argparse.ArgumentParser:
+    """Return the options of a benchmark that runs alone; `doc` is its module's docstring."""
+    options = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    out = Path(tempfile.gettempdir()) / "kvpersist-benchmarks"
+    options.add_argument("--model", default=model, help=f"(default: {model})")
+    options.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR, metavar="FOLDER")
+    options.add_argument("--tokens", type=int, default=n_tokens, help=f"(default: {n_tokens})")
+    options.add_argument("--repeats", type=int, default=3, help="(default: 3)")
+    options.add_argument(
+        "--out", type=Path, default=out, metavar="FOLDER", help=f"(default: {out})"
+    )
+    return options
+
+
+def run_of(args: argparse.Namespace, part: str) -> Run:
+    """Return the run of the options of `parser`; its samples go to PART.json."""
+    model = find_model(args.model, args.models_dir)
+    return Run(model, Report(part, model.about(), {}, args.out))
+
+
+def show(run: Run, base: str) -> None:
+    """Print the rows of `ours` against those of another side, and the notes."""
+    print(compare(DeviceResults("", [run.report.content]), base))
+    print(*run.report.content["notes"].values(), f"kept in {run.report.path}", sep="\n")

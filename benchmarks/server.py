@@ -1,6 +1,8 @@
 """`mlx_lm.server`, with or without plugins; the plugin need not be installed.
 
-python -m benchmarks.server --model … [--plugin kvpersist]
+    PYTHONPATH=CHECKOUT python benchmarks/server.py --model … [--plugin kvpersist]
+
+The plugin is the package that Python finds first, so this file also starts other checkouts.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ _GROUP = "mlx_lm.server.plugins"
 
 
 def main() -> None:
+    # Modules of this folder have common names.
+    sys.path[:] = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
     argv = sys.argv[1:]
     if "--plugin" in argv:
         provide_entry_point()

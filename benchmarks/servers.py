@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from .checks import SERVED, Expected, WrongMeasurement, check_kept, check_outcom
 from .page_cache import drop_cached_pages
 
 REPOSITORY = Path(__file__).parent.parent
-STOCK, OURS, OURS_16 = "stock", "ours", "ours-16"
+STOCK, OURS, OURS_16, BEFORE = "stock", "ours", "ours-16", "before"
 _QUIET_S = 0.3
 """The store counts as written if nothing was written for this long."""
 
@@ -36,6 +36,8 @@ class Side:
     flags: tuple[str, ...]
     bits: str | None = None
     """The value of --kvpersist-kv-bits that the side measures; None without the plugin."""
+    checkout: Path = REPOSITORY
+    """The checkout whose code the server runs."""
 
 
 # Budgets that no benchmark reaches. Stock keeps ten prompts by default, which are too few.
@@ -53,6 +55,16 @@ SIDES = {
 }
 
 
+def before_side(checkout: Path) -> Side:
+    """Return the side that runs the code of another checkout with the default options.
+
+    Raises SystemExit if the folder has no package.
+    """
+    if not (checkout / "mlx_lm_kvpersist").is_dir():
+        raise SystemExit(f"--before {checkout}: no checkout, it has no folder mlx_lm_kvpersist")
+    return replace(SIDES[OURS], name=BEFORE, checkout=checkout.resolve())
+
+
 class BenchmarkServer(ServerProcess):
     """The server of one side. It ends the run if it does not serve as the side's name says."""
 
@@ -62,17 +74,16 @@ class BenchmarkServer(ServerProcess):
         side: Side,
         folder: Path,
         env: Mapping[str, str] | None = None,
-        checkout: Path = REPOSITORY,
     ) -> None:
         self.side = side
         self.store = folder / f"store-{side.name}"
-        path = (str(checkout), os.environ.get("PYTHONPATH", ""))
+        path = (str(side.checkout), os.environ.get("PYTHONPATH", ""))
         super().__init__(
             model,
             *(flag.replace("{store}", str(self.store)) for flag in side.flags),
-            launcher=("-m", "benchmarks.server"),
-            cwd=checkout,
-            # A .pth file imports the package before Python looks into the current folder.
+            # Another checkout may have no such file, so this checkout's file starts all servers.
+            launcher=(str(REPOSITORY / "benchmarks" / "server.py"),),
+            # A .pth file imports the package before the launcher runs.
             env={"PYTHONPATH": os.pathsep.join(filter(None, path)), **(env or {})},
             log_path=folder / f"{side.name}.log",
             start_timeout_s=600.0,
@@ -147,12 +158,9 @@ class BenchmarkServer(ServerProcess):
 class Fleet:
     """A server for each side, all running, for a `with` block. Requests go to one at a time."""
 
-    def __init__(self, model: Path, sides: Iterable[str], checkout: Path = REPOSITORY) -> None:
+    def __init__(self, model: Path, sides: Iterable[Side]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
-        self.servers = {
-            name: BenchmarkServer(model, SIDES[name], self._folder, checkout=checkout)
-            for name in sides
-        }
+        self.servers = {side.name: BenchmarkServer(model, side, self._folder) for side in sides}
 
     def __enter__(self) -> Fleet:
         try:

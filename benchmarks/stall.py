@@ -10,7 +10,7 @@ from tests.support import ServerError
 from tests.support.synthetic import Message
 
 from .checks import new
-from .runs import BOTH, Run, tokens
+from .runs import Run, tokens
 from .servers import BenchmarkServer, rotated
 
 QUESTION = "longest gap"
@@ -76,11 +76,12 @@ class RunningReply:
 
 def measure(run: Run, context: int, n_repeats: int) -> None:
     """Measure the longest gap of a reply during a new prompt of `context` tokens."""
-    with run.fleet() as fleet:
+    sides = run.sides()
+    with run.fleet(sides) as fleet:
         for repeat in range(n_repeats):
             long = run.prompts.of_length(context, seed=9_000_000 + repeat)
             short = run.prompts.of_length(64, seed=8_000_000 + repeat)
-            for side in rotated(BOTH, repeat):
+            for side in rotated(sides, repeat):
                 with RunningReply(fleet[side], short) as reply:
                     time.sleep(_ALONE_S)
                     sent_s = time.perf_counter()

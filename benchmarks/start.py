@@ -15,8 +15,8 @@ from pathlib import Path
 from tests.support.synthetic import Message, synthetic_text
 
 from .checks import SERVED, new, reused
-from .runs import BOTH, Run
-from .servers import SIDES, BenchmarkServer, rotated
+from .runs import Run
+from .servers import BenchmarkServer, rotated
 
 QUESTION = "start"
 FIRST, LATER = "first start to the first token", "later start to the first token"
@@ -25,12 +25,13 @@ _SYSTEM_TOKENS, _TURN_CHARS, _MAX_TOKENS = 1500, 400, 32
 
 
 def measure(run: Run, n_repeats: int) -> None:
-    """Measure starts and first conversations of both sides, which take turns."""
+    """Measure starts and first conversations of the sides, which take turns."""
+    sides = run.sides()
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as name:
-        for side in BOTH:  # reads the files of the model and the packages into the page cache
+        for side in sides:  # reads the files of the model and the packages into the page cache
             _start(run, side, Path(name) / f"warm-{side}", "Hello?")
         for repeat in range(n_repeats):
-            for side in rotated(BOTH, repeat):
+            for side in rotated(sides, repeat):
                 folder = Path(name) / f"{side}-{repeat}"
                 question = f"{repeat}: what is the capital of France?"
                 run.report.add(QUESTION, FIRST, side, "s", _start(run, side, folder, question))
@@ -48,7 +49,7 @@ def _server(run: Run, side: str, folder: Path) -> BenchmarkServer:
     folder.mkdir(exist_ok=True)
     # MLX keeps the compiled kernels of CUDA in this folder.
     kernels = {"MLX_PTX_CACHE_DIR": str(folder / "kernels")}
-    return BenchmarkServer(run.model.path, SIDES[side], folder, kernels, run.checkout)
+    return BenchmarkServer(run.model.path, run.side(side), folder, kernels)
 
 
 def _start(run: Run, side: str, folder: Path, question: str) -> float:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.support.synthetic import Message
 
 from .checks import SERVED
-from .runs import BOTH, Run
+from .runs import Run
 from .servers import BenchmarkServer, rotated
 
 QUESTION = "short streams"
@@ -21,12 +21,13 @@ def measure(run: Run, n_streams: int, n_repeats: int) -> None:
     """Measure `n_streams` streams for each number of clients, in `n_repeats` equal parts."""
     n = n_streams // n_repeats
     first = 0
-    with run.fleet() as fleet:
-        for side in BOTH:  # threads and kernels of the first streams
+    sides = run.sides()
+    with run.fleet(sides) as fleet:
+        for side in sides:  # threads and kernels of the first streams
             _stream(fleet[side], 4, range(-20, 0))
         for n_clients in CLIENTS:
             for repeat in range(n_repeats):
-                for side in rotated(BOTH, repeat):
+                for side in rotated(sides, repeat):
                     wall_s, cpu_s = _stream(fleet[side], n_clients, range(first, first + n))
                     name = "1 client" if n_clients == 1 else f"{n_clients} clients"
                     run.report.add(QUESTION, f"{name}, wall time", side, "s", wall_s)

@@ -31,10 +31,10 @@ Prompts = list[list[Message]]
 
 def measure(run: Run, system: int, agents_sides: Sequence[str], n_repeats: int) -> None:
     """Measure both scenes; the agents' system prompt has `system` tokens."""
-    with run.fleet(TURNS_SIDES) as fleet:
+    with run.fleet(run.sides(TURNS_SIDES)) as fleet:
         _measure_turns(run, fleet, n_repeats)
         for repeat in range(n_repeats):
-            for side in rotated(agents_sides, repeat):
+            for side in rotated(run.sides(agents_sides), repeat):
                 _measure_agents(run, fleet[side], system, repeat)
     run.report.note(
         QUESTION,
@@ -53,7 +53,7 @@ def _measure_turns(run: Run, fleet: Fleet, n_repeats: int) -> None:
         for side in fleet.sides
     }
     for repeat in range(n_repeats):
-        for side in rotated(TURNS_SIDES, repeat):
+        for side in rotated(fleet.sides, repeat):
             fleet[side].settle()
             prompts = [
                 run.prompts.next_turn(asked, reply, NEW[7 * n % len(NEW)])

@@ -14,8 +14,8 @@ from tests.support import Reply
 from tests.support.synthetic import Message
 
 from .checks import from_disk, new, reused
-from .runs import BOTH, Run, tokens
-from .servers import OURS, BenchmarkServer, rotated
+from .runs import Run, tokens
+from .servers import STOCK, BenchmarkServer, rotated
 
 QUESTION = "first token"
 N_NEW = 64
@@ -30,16 +30,17 @@ _SLACK = 32
 
 def measure(run: Run, contexts: Mapping[int, int]) -> None:
     """Measure prompts of some lengths; `contexts` has the number of repeats of each length."""
-    talks: dict[tuple[int, int], list[Message]] = {}
-    with run.fleet() as fleet:
+    sides = run.sides()
+    talks: dict[tuple[int, int, str], list[Message]] = {}
+    with run.fleet(sides) as fleet:
         for context, n_repeats in contexts.items():
             for repeat in range(n_repeats):
                 n_tokens = context - N_SHORTER
                 prompt = run.prompts.of_length(n_tokens, seed=1000 * context + repeat)
-                for side in rotated(BOTH, repeat):
+                for side in rotated(sides, repeat):
                     talk = _converse(run, fleet[side], prompt, context)
-                    if side == OURS:
-                        talks[context, repeat] = talk
+                    if side != STOCK:
+                        talks[context, repeat, side] = talk
         share = fleet.restart()
         left = "cannot be dropped here" if share is None else f"still had {share:.0%} of it"
         run.report.note(
@@ -50,9 +51,9 @@ def measure(run: Run, contexts: Mapping[int, int]) -> None:
             f"The next turn adds {N_NEW} tokens and the reply. After a restart the store is read "
             f"from disk; the page cache {left}. The ratio of that row is to stock's new prompt.",
         )
-        for (context, _), talk in talks.items():
-            reply = fleet[OURS].ask(talk, 1, from_disk(context - N_SHORTER - _SLACK))
-            _add(run, f"after a restart, {tokens(context)}", OURS, reply)
+        for (context, _, side), talk in talks.items():
+            reply = fleet[side].ask(talk, 1, from_disk(context - N_SHORTER - _SLACK))
+            _add(run, f"after a restart, {tokens(context)}", side, reply)
 
 
 def _converse(

@@ -26,7 +26,15 @@ from benchmarks.models import BenchmarkModel
 from benchmarks.report import Report
 from benchmarks.run_all import STEPS
 from benchmarks.runs import BOTH, Run
-from benchmarks.servers import OURS, OURS_16, SIDES, BenchmarkServer
+from benchmarks.servers import (
+    BEFORE,
+    OURS,
+    OURS_16,
+    REPOSITORY,
+    SIDES,
+    BenchmarkServer,
+    before_side,
+)
 from mlx_lm_kvpersist.api.admin import REQUESTS_PATH, SPEC_PATH
 from tests.support import Reply, make_zoo_model
 from tests.support.synthetic import Message, make_tiny_model
@@ -44,7 +52,7 @@ MEASURED: dict[str, Callable[[Run], None]] = {
 
 
 def test_every_benchmark_is_tried_here() -> None:
-    assert MEASURED.keys() == STEPS.keys()
+    assert MEASURED.keys() == STEPS.keys() - {"store"}, "the store is measured without a server"
 
 
 def test_a_precision_that_the_side_names_passes() -> None:
@@ -209,6 +217,33 @@ def test_the_outcome_of_an_early_stream_is_read_from_the_records(
     answers[REQUESTS_PATH] = "[]"
     with pytest.raises(WrongMeasurement, match="ours has no record of b"):
         server.outcome(reply)
+
+
+@pytest.mark.parametrize("name", ["ttft", "decode", "together", "start"])
+def test_before_takes_its_turns(
+    name: str, run: Run, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`before` has as many samples of each row as `ours`, and none unless it is asked for."""
+
+    def ask(server: BenchmarkServer, messages: list[Message], *_: Any) -> Reply:
+        usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 900}}
+        return Reply("a", "length", usage, {}, 0.1, 0.1, {}, times_s=[0.1, 1.0])
+
+    monkeypatch.setattr(BenchmarkServer, "ask", ask)
+    monkeypatch.setattr(BenchmarkServer, "terminate", lambda server, timeout_s: None)
+    monkeypatch.setattr(decode, "_measure_memory", lambda *_: None)
+    added: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        run.report, "add", lambda question, what, side, unit, value: added.append((what, side))
+    )
+    MEASURED[name](run)
+    without = [what for what, side in added if side == OURS]
+    assert without and BEFORE not in {side for _, side in added}
+    added.clear()
+    run.before = before_side(REPOSITORY)
+    MEASURED[name](run)
+    for side in (OURS, BEFORE):
+        assert [what for what, each in added if each == side] == without
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import mlx_lm_kvpersist
 from benchmarks import decode, run_all, stall, start, streams, together, ttft
 from benchmarks.page_cache import drop_cached_pages
 from benchmarks.runs import BOTH, Run
-from benchmarks.servers import OURS, OURS_16, SIDES, STOCK
+from benchmarks.servers import BEFORE, OURS, OURS_16, REPOSITORY, SIDES, STOCK, before_side
+from tests.support import ServerError
 
 
 def values(run: Run) -> dict[tuple[str, str], list[float]]:
@@ -35,7 +37,10 @@ def test_first_tokens(run: Run) -> None:
 
 @pytest.mark.slow
 def test_the_code_of_another_checkout_is_measured(run: Run, tmp_path: Path) -> None:
-    """The package of the checkout notes that it was imported, and becomes this package."""
+    """The package of the checkout notes that it was imported, and becomes this package.
+
+    The checkout has no other folder: it may be older than the benchmarks.
+    """
     package = tmp_path / "checkout" / "mlx_lm_kvpersist"
     package.mkdir(parents=True)
     ours = Path(mlx_lm_kvpersist.__file__)
@@ -43,11 +48,57 @@ def test_the_code_of_another_checkout_is_measured(run: Run, tmp_path: Path) -> N
         f"open({str(tmp_path / 'imported')!r}, 'w').close()\n"
         f"__path__ = [{str(ours.parent)!r}]\nexec(open({str(ours)!r}).read())\n"
     )
-    for name in ("benchmarks", "tests", "models_check"):
-        (tmp_path / "checkout" / name).symlink_to(ours.parents[1] / name)
-    run.checkout = tmp_path / "checkout"
+    run.before = before_side(tmp_path / "checkout")
     with run.fleet([OURS]):
+        assert not (tmp_path / "imported").exists()
+    with run.fleet([BEFORE]):
         assert (tmp_path / "imported").exists()
+
+
+def test_before_starts_the_code_of_its_checkout(run: Run, tmp_path: Path) -> None:
+    """The other checkout has nothing but the package, which notes the options and ends."""
+    package = tmp_path / "checkout" / "mlx_lm_kvpersist"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "_startup.py").write_text(
+        "import sys\ndef install():\n    pass\ndef serve(argv):\n"
+        f"    open({str(tmp_path / 'argv')!r}, 'w').write(repr(argv))\n    sys.exit(3)\n"
+    )
+    run.before = before_side(tmp_path / "checkout")
+    server = run.fleet([BEFORE])[BEFORE]
+    with pytest.raises(ServerError, match="3"):
+        server.start()
+    argv = literal_eval((tmp_path / "argv").read_text())
+    ours = [flag.replace("{store}", str(server.store)) for flag in SIDES[OURS].flags]
+    assert argv[-len(ours) :] == ours
+
+
+def test_a_folder_without_the_package_is_no_checkout(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="it has no folder mlx_lm_kvpersist"):
+        before_side(tmp_path)
+
+
+def test_ours_over_before_is_printed(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure(run: Run) -> None:
+        for side, value in zip(run.sides(), (3.0, 8.0, 2.0), strict=True):
+            run.report.add("first token", "new prompt, 1K", side, "s", value)
+
+    preset = run_all.Preset(str(tiny_model), (run_all.Step("ttft", {}),))
+    monkeypatch.setitem(run_all.PRESETS, "smoke", preset)
+    monkeypatch.setattr(run_all, "STEPS", {"ttft": measure})
+    arguments = ["--preset", "smoke", "--before", str(REPOSITORY), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run_all", *arguments])
+    run_all.main()
+    said = capsys.readouterr().out
+    assert "| question | row | unit | before | ours | ours / before |" in said
+    assert "| first token | new prompt, 1K | s | 2 | 3 | 1.5 |" in said
+    kept = json.loads((tmp_path / "smoke.json").read_text())
+    assert "(commit " in kept["sides"][BEFORE], "the file says what before is"
 
 
 @pytest.mark.slow

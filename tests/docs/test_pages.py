@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page import shown_number
+from benchmarks.report import shown_number
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api import admin, agents, messages, responses, session_keys
 from mlx_lm_kvpersist.request.outcome import Kind, Outcome, Reason

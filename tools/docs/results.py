@@ -13,8 +13,7 @@ from benchmarks import decode as decoding
 from benchmarks import together as bursts
 from benchmarks import ttft
 from benchmarks.chart import CONTEXTS, points
-from benchmarks.page import shown_number
-from benchmarks.report import DeviceResults, kept_results, show_table
+from benchmarks.report import DeviceResults, kept_results, show_table, shown_number
 from benchmarks.runs import tokens
 from benchmarks.servers import OURS, OURS_16, STOCK
 
