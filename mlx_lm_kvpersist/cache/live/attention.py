@@ -154,7 +154,7 @@ def dequantized_attention(
 ) -> mx.array:
     """Dequantize and run the fused kernel, as mlx-lm does with full precision.
 
-    A tile is some heads, or some rows, at least a head of a row, of at most `tile_bytes`.
+    A tile has at most `tile_bytes`: some heads or some rows, at least one head of one row.
     """
     n_rows, n_heads = queries.shape[:2]
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens

@@ -107,7 +107,7 @@ def least_rows() -> int:
 def rules_for(
     shape: AttentionShape, keys: Quantization, computed_on: Backend | None = None
 ) -> tuple[Rule, ...]:
-    """Return the rules of the policy for such layers, on this backend unless another is named."""
+    """Return the policy's rules for layers of a shape, on this backend unless one is given."""
     on = computed_on or backend()
     return tuple(row.rule for row in POLICY if row.backend == on and row.fits(shape, keys))
 

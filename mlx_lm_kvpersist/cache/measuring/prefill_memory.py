@@ -192,10 +192,10 @@ def _state_bytes(group: LayerGroup) -> int:
 def _score_bytes(group: LayerGroup, n_heads: int, itemsize: int) -> int:
     """Return the bytes of the scores and masks of a token and a key in one layer."""
     assert group.keys is not None and group.values is not None
-    is_latent = group.keys.dim != group.values.dim  # positions have scores of their own
+    is_latent = group.keys.dim != group.values.dim  # positions have their own scores
     if backend() == "cpu" or is_latent or group.keys.dim not in _FUSED_DIMS or itemsize > 2:
         return n_heads * (itemsize + 1) * (1 + is_latent)
-    return itemsize  # a mask alone, for all heads
+    return itemsize  # only a mask, for all heads
 
 
 def _arguments(model: Any, name: str) -> Iterator[int]:
