@@ -21,9 +21,9 @@ KEY_BYTES = 16
 class Root:
     """The model, precision and tenant of a tree of blocks. Roots share nothing.
 
-    `fingerprint` tells models apart, `layout` the forms of their KV (`ModelCacheSpec.layout`),
-    `namespace` tenants, and `session` (with isolation) single sessions. `with_text` says whether
-    the blocks' text is stored, too. `model` is for people to read.
+    `fingerprint` identifies the model, `layout` the form of its KV (`ModelCacheSpec.layout`),
+    `namespace` the tenant, and `session` (with isolation) a single session. `with_text`: whether
+    the blocks' text is stored. `model` is for people to read.
     """
 
     fingerprint: str
@@ -143,10 +143,10 @@ class Block:
 class Checkpoint:
     """The content of windows or recurrent layers at the end of the block with the key `block`.
 
-    It has a file of its own, which may be evicted before the block is. `kind` says what it holds:
-    "state", of recurrent layers, with the newest tokens of quantized ones, or "window-512", the KV
-    of layers that see 512 tokens. `n_tokens` are the last tokens of the block that it covers, 0 for
-    a state.
+    It has a file of its own, which may be evicted before the block. `kind` is the content:
+    "state", of recurrent layers, with the newest tokens of quantized layers, or "window-512", the
+    KV of layers that see 512 tokens. `n_tokens` is the number of the block's last tokens that it
+    covers, 0 for a state.
     """
 
     folder: ClassVar[str] = "checkpoints"

@@ -1,4 +1,4 @@
-"""The plugin: the server's hooks one to one, the configuration and the routes."""
+"""The plugin: one method per hook of the server, the configuration and the routes."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ CHUNK_SHARE = 8
 """A chunk of a prompt takes an eighth of the memory account at most."""
 
 LAST_LOOKUP_S = 1.0
-"""How long the end of the server waits for a lookup that runs."""
+"""How long a shutdown waits for a running lookup."""
 
 logger = logging.getLogger(__name__)
 
 
 class KVPersistPlugin:
-    """Gives the server's conversations a KV cache that outlives it."""
+    """Gives the server's conversations a KV cache that outlives the server."""
 
     _config: config.Config
     _lookups: Threads
@@ -183,7 +183,7 @@ class KVPersistPlugin:
     ) -> None:
         state = RequestState.of(request)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
-        state.is_kept = is_kept(headers)  # both come before what a strange body may break
+        state.is_kept = is_kept(headers)  # set before an unusual body can raise
         state.session, state.note = session_key(headers, body), note(headers, request.messages)
         if self._config.isolate_sessions and state.session is None:
             state.namespace = unshared(state.namespace)
@@ -209,7 +209,7 @@ class KVPersistPlugin:
         if serving := self._serving:
             state = RequestState.of(request)
             serving.fetch(state, prompt)
-            # Each thread has a connection to the index. HTTP threads come and go.
+            # Each thread has a connection to the index, and HTTP threads are short-lived.
             self._lookups.submit(partial(serving.look_up, state, prompt)).result()
 
     @hookimpl

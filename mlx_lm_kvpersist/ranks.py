@@ -1,11 +1,11 @@
 """Messages between the processes that compute one model together.
 
-All ranks must do the same in the same order: MLX's collectives carry no names, so a rank that does
-something else computes wrong numbers, or waits for ever. So rank 0 decides whatever depends on a
-clock, a disk, free memory or a client, and what a rank has is asked of all.
+All ranks must act in the same order: MLX's collectives carry no names, so a rank that acts
+differently computes wrong numbers, or waits for ever. So rank 0 makes each decision that depends on
+a clock, a disk, free memory or a client, and each rank reports its own values.
 
-Generation thread, whose default CPU stream the model's own collectives are on: a second stream has
-no order with that one.
+Generation thread: the model's collectives use its default CPU stream, and a second stream would
+have no order with this stream.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _HEAD = struct.Struct("<IIqq")
 _INLINE = 104
 """Bytes of a decision that go with the first message."""
 PATIENCE_S = 120.0
-"""Seconds without a message after which a rank ends: longer than any step takes."""
+"""Seconds without a message after which a rank ends: longer than any step."""
 LOADING_S = 1800.0
 """The same while a model is loaded."""
 _CONNECT_S = 10.0
 _LOOK_S = 1.0
-"""How often a rank looks whether the process that started it is still there."""
+"""How often a rank checks whether its parent process still runs."""
 
 
 class Ranks:
-    """The processes of one model; `size` is 1 where this one is alone.
+    """The processes of one model; `size` is 1 if this process is alone.
 
-    Every method but `watch` is called by all ranks, in the same order, with the same `what`. Where
-    one of them has come to another place, the process ends: nothing that it computes is right.
+    All ranks call every method except `watch` in the same order, with the same `what`. If a rank is
+    at another place, the process ends: its results would be wrong.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -60,7 +60,7 @@ class Ranks:
         """Seconds without a message after which this rank ends; idle ranks send messages, too."""
         self._is_deciding = False
         self.is_ending = False
-        """Whether all have agreed to end."""
+        """Whether all ranks have agreed to end."""
         self._spoke_s = time.monotonic()
         self._noted = 0
 
@@ -82,17 +82,17 @@ class Ranks:
         return min(self.all_of(value, what))
 
     def agree(self, is_so: bool, what: str) -> bool:
-        """Tell whether all ranks say so."""
+        """Whether the value is true on all ranks."""
         return bool(self.least(is_so, what))
 
     def first(self, decide: Callable[[], Decision], what: str) -> Decision:
-        """Return what rank 0 decides; `decide` is called there alone. Raises what it raises."""
+        """Return rank 0's decision; only rank 0 calls `decide`. Raises its exception."""
         return self.first_and_all(decide, 0, what)[0] if self.are_several else decide()
 
     def first_and_all(
         self, decide: Callable[[], Decision], value: int, what: str
     ) -> tuple[Decision, list[int]]:
-        """Return what rank 0 decides, and the value of each rank, in int64. Raises as `first`."""
+        """Return rank 0's decision, and the value of each rank, in int64. Raises like `first`."""
         if not self.are_several:
             return decide(), [value]
         payload = b""
@@ -118,13 +118,13 @@ class Ranks:
         return self.first(lambda: value, what)
 
     def same(self, value: object, what: str) -> bool:
-        """Tell whether all ranks have an equal value."""
+        """Whether all ranks have an equal value."""
         return self.agree(self.told(value, what) == value, what)
 
     def note(self, value: int) -> None:
-        """Have the next message compare `value`, and all noted before; the process ends if unequal.
+        """Let the next message compare `value` and earlier notes; the process ends if unequal.
 
-        No message of its own.
+        This sends no message.
         """
         self._noted = crc32(str(value).encode(), self._noted)
 
@@ -148,10 +148,10 @@ class Ranks:
         return messages
 
     def watch(self) -> None:
-        """End the process with the one that started it, or with another rank. Main thread.
+        """End this process when its parent or another rank ends. Main thread.
 
-        MLX's launcher leaves ranks behind when it is ended, and MLX's ring may wait for one that is
-        dead. So each rank has a line to rank 0, which the system closes when one of the two ends.
+        MLX's launcher leaves ranks behind when it ends, and MLX's ring may wait for a dead rank.
+        So each rank has a connection to rank 0, which the system closes when a side ends.
         """
         if not self.are_several:
             return
@@ -199,12 +199,12 @@ class Ranks:
             end(f"another rank than rank {self.rank} has ended")
 
     def wait_for(self, seconds: float) -> None:
-        """Wait this number of seconds for a message from now on."""
+        """Set the seconds that this rank waits for a message from now on."""
         self.progressed()
         self.patience_s = seconds
 
     def progressed(self) -> None:
-        """Take note that all have computed something together."""
+        """Record that all ranks have computed a step together."""
         self._spoke_s = time.monotonic()
 
     def _watch(self, parent: int) -> None:
@@ -231,7 +231,7 @@ def ranks() -> Ranks:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let all think inside the block that this process is alone. Not for a server that serves."""
+    """Make `ranks` return one process alone inside the block. Not for a running server."""
     global _current
     previous, _current = ranks(), ALONE
     init, group = mx.distributed.init, SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -244,13 +244,13 @@ def alone() -> Iterator[None]:
 
 def end(why: str) -> NoReturn:
     """End this process at once, with one line; the processes of the other ranks end with it."""
-    with suppress(OSError):  # who reads it may have ended, too
+    with suppress(OSError):  # the reader may have ended too
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"kvpersist: {why}\n".encode())
     os._exit(1)
 
 
 def _address_of_rank_0() -> str:
-    """Return the address that MLX's launcher names, "" if it names none."""
+    """Return the address from MLX's launcher, or ""."""
     named = os.environ.get("MLX_JACCL_COORDINATOR") or os.environ.get("NCCL_HOST_IP", "")
     with suppress(OSError, ValueError, LookupError, TypeError):
         named = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8"))[0][0]

@@ -1,4 +1,4 @@
-"""The long check of the numbers: a tiny model's live path gives what mlx-lm's caches give.
+"""The long numeric check: a tiny model's live path gives the results of mlx-lm's caches.
 
 The reference is each sequence alone in mlx-lm's KVCache, over keys and values that `mx.quantize`
 and `mx.dequantize` have rounded. On the live path sequences are batched, join, leave, are
@@ -90,8 +90,8 @@ def check_round_trip(
     references = [_reference(model, sequence.ids, precisions) for sequence in sequences]
     rounding = _rounding(model, precisions, sequences[0].ids, references[0])
     for sequence, reference in zip(sequences, references, strict=True):
-        # Both round alike, except for numbers so near to a rounding step that the order of a sum
-        # decides. These are few, so their error is a share of the whole error of rounding.
+        # Both round equally, except for numbers so near to a rounding step that the order of a sum
+        # decides. Such numbers are few, so their error is a share of the rounding error.
         share = _SHARE_OF_ROUNDING if len(sequence.ids) > GRID else 0.0
         tolerance = _NOISE + share * rounding
         expected = reference[mx.array(list(sequence.logprobs)) - 1]
@@ -190,7 +190,7 @@ class _Batch:
 
 
 def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
-    """Take four sequences through all that the server does with a sequence."""
+    """Batch, join, leave, cancel, store and restore four sequences."""
     batch = _Batch(loaded.model)
     cancelled, long, short, late = (_Sequence(name, list(ids)) for name, ids in _PROMPTS.items())
     batch.add(long, 14)

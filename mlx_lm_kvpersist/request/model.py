@@ -37,7 +37,7 @@ _SUPPOSED_TOKEN_S = 1e-3
 
 @dataclass
 class Speed:
-    """How quickly a model's prompts are computed and restored on this device.
+    """The speed of computing and restoring a model's prompts on this device.
 
     The generation thread learns; any thread may ask. Only working time counts: chunks without the
     steps of replies between them, reads in their own threads, joins without the pauses between

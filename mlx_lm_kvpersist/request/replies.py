@@ -4,15 +4,15 @@ The rule: the prompt that the model reads is, byte for byte, what the template r
 conversation. There is one exception. A reply may be fed as the model's own ids, if
 
 1. the client sent back what it was sent: the same content and reasoning, character by character,
-   and equal tool calls, as JSON values. Reasoning may be left out. Content may be a beginning of
-   what was sent if the reply has no end token: nobody knows how much a client that left has read;
+   and equal tool calls, as JSON values. Reasoning may be left out. If the reply has no end token,
+   a beginning of the content suffices: the server does not know how much the client has read;
 2. the prompt before the reply reads as it did when the model produced the ids, character for
    character: bytes that are not valid text read as clients see them, as U+FFFD;
-3. what the template renders from there to the next end token has the same form (`_form`);
-4. the reply's ids begin and end with the white space that is rendered there, so that none which
-   the template writes is lost or doubled.
+3. the text that the template renders from there to the next end token has the same form (`_form`);
+4. the reply's ids begin and end with the white space that is rendered there, so that the
+   template's white space is neither lost nor doubled.
 
-Everything else stays as rendered: the model reads whatever a client changes, also a space or a line
+All other text is fed as rendered: the model reads every change of a client, even a space or a line
 break at the end. The form leaves out the differences that the server, the template and the
 tokenizer make:
 
@@ -56,8 +56,8 @@ token of white space, such as Gemma's line breaks."""
 class _Reply:
     """The ids of a reply; size and digest of the text of its prompt; what its client was sent.
 
-    has_ended: whether the model ended it; else max_tokens, a stop string or its client did.
-    is_known: whether it is known what was sent.
+    has_ended: whether the model ended it, not max_tokens, a stop string or its client.
+    is_known: whether the sent text is known.
     """
 
     ids: list[int]
@@ -69,7 +69,7 @@ class _Reply:
     reasoning: str
 
     def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
-        """Tell whether a client sends back what it was sent, or unless `is_whole` a beginning."""
+        """Whether a client sends back the reply as sent, or, unless `is_whole`, a beginning."""
         thoughts = (message.get(name) for name in ("reasoning", "reasoning_content", "thinking"))
         if any(thought and thought != self.reasoning for thought in thoughts):
             return False
@@ -88,9 +88,9 @@ def remember(
     model: LoadedModel,
     digest: tuple[int, str] | None = None,
 ) -> Collection[bytes]:
-    """Remember a reply, unless text matching will find it; return by what keys. Any thread.
+    """Remember a reply, unless text matching will find it; return its keys. Any thread.
 
-    O(reply), and a hash over the messages; O(prompt) without the prompt's `digest`.
+    O(reply), and a hash over the messages; O(prompt) if the prompt's `digest` is missing.
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
     client was `sent` content, reasoning and tool calls; None if not known, or not yet. A reply
@@ -101,7 +101,7 @@ def remember(
         return ()
     has_ended = reply[-1] in model.tokenizer.eos_token_ids
     if has_ended and sent is None:
-        return ()  # it is looked for by what was sent alone
+        return ()  # the lookup uses only the sent text
     if not model.text.covers(reply if digest else (*prompt, *reply)):
         return ()
     ids = list(reply[:-1] if has_ended else reply)
@@ -122,18 +122,18 @@ def remember(
 
 
 def digest_of(text: str) -> tuple[int, str]:
-    """Return the size in bytes and the digest of a prompt's text, by which replies know it."""
+    """Return the size in bytes and the digest of a prompt's text, which replies record."""
     encoded = text.encode()
     return len(encoded), blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) -> dict[bytes, bytes]:
-    """Return what is remembered of the replies among messages, packed, by digest. Any thread."""
+    """Return the remembered replies among messages, packed, by digest. Any thread."""
     return store.replies(root.key, [key for _, *keys in _replies_among(messages) for key in keys])
 
 
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
-    """Return a prompt, the replies of its messages fed as the model's own ids, by the rule."""
+    """Return a prompt in which replies are the model's own ids, by the rule."""
     tokens = model.text
     among = list(_replies_among(prompt.messages))
     if tokens is None or not among:
@@ -204,7 +204,7 @@ def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> P
 def _n_rendered(
     rendered: Sequence[int], message: Message, reply: _Reply, model: LoadedModel
 ) -> int:
-    """Return how many first ids of a reply a template rendered; 0 if it rendered other text."""
+    """Return how many of a reply's first ids a template rendered; 0 if the text differs."""
     tokens, n_ids = model.text, len(reply.ids)
     assert tokens is not None
     text = tokens.decode(rendered)
@@ -226,8 +226,8 @@ def _n_rendered(
 
 
 def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
-    """Return a reply in the form in which the rendered one and the model's own are compared: texts,
-    and between them control tokens and what stands around tool calls."""
+    """Return the form in which a rendered reply and the model's reply are compared: texts, and
+    between them control tokens and the marks around tool calls."""
     tokens, tokenizer = model.text, model.tokenizer
     assert tokens is not None
     around = (tokenizer.tool_call_start, tokenizer.tool_call_end)
@@ -263,7 +263,7 @@ def _blank_ends(text: str) -> tuple[str, str]:
 
 
 def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
-    """Return an interrupted reply, and with it all text that its client can have received."""
+    """Return an interrupted reply, and the text that its client can have received."""
     detokenizer, end = tokenizer.detokenizer, tokenizer.think_end
     for token_id in reply.ids:
         detokenizer.add_token(token_id)
@@ -276,7 +276,7 @@ def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
 def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
     """Yield each assistant message with two keys: hashes over the messages up to it, and before it.
 
-    The form of content and the reasoning do not change them.
+    The keys do not depend on the form of content and on the reasoning.
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-3")
     for message in messages:

@@ -17,10 +17,10 @@ from ..live.policy import least_rows
 from .cut_join import concatenated
 
 CANARY_TOKENS = 8
-"""Tokens whose median difference is judged together."""
+"""The length of a run of tokens whose median difference is judged."""
 CANARY_TOLERANCE = 0.25
-"""Most that recomputed KV may differ from stored KV, as a share of its norm. Arithmetic noise is
-some percent; KV of other tokens, positions or models differs by about its whole norm."""
+"""The largest accepted difference of recomputed and stored KV, as a share of the norm. Arithmetic
+noise is some percent; KV of other tokens, positions or models differs by about the whole norm."""
 
 
 def canary_difference(
@@ -31,9 +31,9 @@ def canary_difference(
     The caches hold the tokens `ids`, and afterwards the stored values again. The result is the
     largest, over slots, keys, values and runs of `CANARY_TOKENS` tokens, of the median over a run
     of |new - old| / |old|. It is 0 if the caches cannot step back: states never can, windows cannot
-    once they have dropped tokens. At the end of a block of the grid its tokens see each other
-    quantized now, so half the difference is returned. Only tokens after the last image are
-    computed: ids do not say what it looked like.
+    once they have dropped tokens. At the end of a block of the grid, its tokens now
+    see each other quantized, so half the difference is returned. Only tokens after the last image
+    are computed: ids do not give an image's pixels.
 
     One call computes the tokens if they are `least_rows` or more. Otherwise they are computed one
     after another, because MLX may compile kernels for a call of a few rows.
@@ -72,7 +72,7 @@ def canary_difference(
     worst = float(mx.max(mx.concatenate([_medians(ratio) for ratio in ratios])))
     for group, old in zip(spec.groups, stored, strict=True):
         if group.precision and n_own:
-            continue  # these were not packed
+            continue  # these tokens were not packed
         for place, number in enumerate(group.slots):
             buffers = slots[number].keys, slots[number].values
             for buffer_fields, fields in zip(map(pk.arrays_of, buffers), old, strict=True):
@@ -101,7 +101,7 @@ def _ratios(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> 
 def _medians(ratios: mx.array) -> mx.array:
     """Return the medians of runs of the last tokens, [slots * runs], of ratios [slots, n].
 
-    The first tokens, too few for a run, are not compared.
+    The first tokens, if too few for a run, are not compared.
     """
     n_run = min(CANARY_TOKENS, ratios.shape[1])
     runs = ratios[:, ratios.shape[1] % n_run :].reshape(-1, n_run)

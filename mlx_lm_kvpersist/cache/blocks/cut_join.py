@@ -61,7 +61,7 @@ _SPARE_SHARE = 16
 def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
     """Return how many tokens all caches have seen; None if no cache counts them.
 
-    Raises ValueError if a cache that the model did not use holds something, or if caches disagree
+    Raises ValueError if a cache that the model did not use is not empty, or if caches disagree
     in a model with windows or states.
     """
     slots = slots_of(caches)
@@ -125,9 +125,9 @@ def copy_newest(
 def split(
     groups: Sequence[LayerGroup], caches: Sequence[Any], ranges: Sequence[tuple[int, int]]
 ) -> list[dict[str, mx.array]]:
-    """Return keys and values of groups per token range [start, stop), evaluated, of their own.
+    """Return keys and values of groups per token range [start, stop), as evaluated copies.
 
-    The ranges are in order. Raises ValueError if one goes beyond what a cache holds.
+    The ranges are in order. Raises ValueError if a range exceeds the tokens of a cache.
     """
     if not ranges:
         return []
@@ -175,7 +175,7 @@ def copied(array: mx.array) -> mx.array:
 
 
 def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
-    """Concatenate into memory of its own, also a single array, which mx.concatenate returns."""
+    """Concatenate into new memory; mx.concatenate would return a single array itself."""
     return copied(arrays[0]) if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)
 
 
@@ -193,7 +193,7 @@ class Joiner:
 
     Every full slot gets its own buffers with room for `headroom` more tokens. `windows` says, by
     window, how many of the last tokens will be added. Pieces must fit the spec (`arrays_fit`) and
-    come in the order of their tokens. `whole` keeps them until `finish`.
+    be added in the order of their tokens. `whole` keeps them until `finish`.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Joiner:
             buffers.place()
 
     def add_unfinished(self, block: Arrays, n_tokens: int) -> None:
-        """Add the first tokens of an unfinished block, the last of all."""
+        """Add the first tokens of an unfinished block, after all other pieces."""
         packed: dict[str, mx.array] = {}
         for group in self._spec.full:
             sides = group.precision.sides if group.precision else (None, None)

@@ -46,14 +46,14 @@ class GroupKind(Enum):
 class CacheKind:
     """How caches of a class are read and filled; the defaults fit a cache that holds every token.
 
-    A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other holds
-    keys and values [1, H, S, ...], also quantized, of the positions from `first` on; `in_order`
-    puts an array of them in the order of positions. `window` is how many of its last tokens a
-    sliding cache needs to continue. `filled` returns the attributes, but for `offset`, that count
-    the tokens of a cache that got only positions [start, stop). `refusal` says why a cache
-    is not supported. `can_be_quantized`: whether a SequenceQuantizedKVCache can take its place.
-    `most_taken_back` is how many tokens a call of the model may append so that `trim` can remove
-    any number of them; it is also called with batches of this class, which are of `batches`.
+    A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other cache
+    holds keys and values [1, H, S, ...], also quantized, of the positions from `first` on;
+    `in_order` sorts an array of them by position. `window` is how many of its last tokens a sliding
+    cache needs to continue. `filled` returns the attributes, except `offset`, that count the tokens
+    of a cache that got only positions [start, stop). `refusal` says why a cache is not supported.
+    `can_be_quantized`: whether a SequenceQuantizedKVCache can take its place. `most_taken_back` is
+    how many tokens a call of the model may append so that `trim` can remove any number of them; it
+    is also called with batches of this class, which are instances of `batches`.
     """
 
     group: GroupKind
@@ -178,7 +178,7 @@ def replaced(caches: Sequence[Any], slots: Sequence[Any]) -> list[Any]:
 
 
 def _replaced(cache: Any, rest: Iterator[Any]) -> Any:
-    # A closure that calls itself is a reference cycle: it would keep the caches alive.
+    # No closure that calls itself: the reference cycle would keep the caches alive.
     if not isinstance(cache, CacheList):
         return next(rest)
     again = copy.copy(cache)

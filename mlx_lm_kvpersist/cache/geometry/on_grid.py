@@ -1,7 +1,7 @@
 """Prompts in pieces that end on the grid, for caches that give attention arrays.
 
-All queries of a call then see the same arrays, and a query is to see its own block of the grid as
-it was computed, older ones quantized. So no call may go beyond a block, whoever makes it.
+All queries of a call see the same arrays, and a query must see its own block of the grid in full
+precision and older blocks quantized. So no call may cross the end of a block.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MARK = "ends_on_grid"
 
 
 def end_on_grid(model: Any) -> None:
-    """Have `model` compute a prompt of one row up to the end of a block of the grid at a time.
+    """Make `model` compute a prompt of one row in calls that end with a block of the grid.
 
     Caches whose fetches are packed, or in full precision, change nothing.
     """
-    own: Any = model.__class__  # of what a proxy stands for
+    own: Any = model.__class__  # the class behind a proxy
     if _MARK in vars(own):
         return
 
-    @wraps(own.__call__)  # mlx-lm looks at its parameters
+    @wraps(own.__call__)  # mlx-lm reads its parameters
     def call(self: Any, inputs: mx.array, cache: Any = None, **embedded: Any) -> Any:
         n_rows, n_tokens = inputs.shape[:2]
         is_cut = n_tokens > 1 and n_rows == 1 and cache is not None
@@ -39,7 +39,7 @@ def end_on_grid(model: Any) -> None:
             return own.__call__(self, inputs, cache=cache, **embedded)
         logits = []
         for piece in _pieces(of_arrays.lengths[0] % GRID, n_tokens):
-            # Images: what each token is embedded as.
+            # For images: the embedding of each token.
             cut = {name: x if x is None else x[:, piece] for name, x in embedded.items()}
             logits.append(own.__call__(self, inputs[:, piece], cache=cache, **cut))
         return mx.concatenate(logits, axis=1) if logits[1:] else logits[0]

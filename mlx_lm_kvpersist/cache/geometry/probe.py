@@ -36,18 +36,18 @@ def probe_model(model: Any, choice: PrecisionChoice | None = None) -> ModelCache
     the model's code accepts it; all other groups stay in full precision. `batches` and `joins` have
     their defaults (`architectures.py` has the facts).
 
-    Raises ModelNotSupported if a layer's cache is of a class that is not supported, or has another
-    form than its class should have, or the model fails on a few tokens; ValueError if MLX cannot
+    Raises ModelNotSupported if a layer's cache is of a class that is not supported, or has an
+    unexpected form, or the model fails on a few tokens; ValueError if MLX cannot
     quantize to these bits, or in groups of this size.
     """
     choice = choice or PrecisionChoice()
-    choice.candidates()  # its ValueError is about the choice, not about the model
+    choice.candidates()  # its ValueError concerns the choice, not the model
     try:
         return _probed(model, choice)
     except ModelNotSupported:
         raise
     except Exception as error:
-        # Stock may still be able to serve the model, whatever it raised.
+        # Stock may still serve the model, whatever the error was.
         raise ModelNotSupported(f"the model cannot be probed: {error!r}") from error
 
 
@@ -68,7 +68,7 @@ def _probed(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
 
 def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
     """Return a model's spec with its slots in these groups, and live caches of their precision."""
-    caches = make_prompt_cache(model)  # new ones: an emptied one may keep traces of its use
+    caches = make_prompt_cache(model)  # new caches: an emptied cache may keep traces of its use
     slots = slots_of(caches)
     for group in groups:
         if group.precision is not None:
@@ -78,7 +78,7 @@ def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
 
 
 def position_limit(model: Any) -> int | None:
-    """Return the number of tokens that a model has positions for; None if it is not known.
+    """Return the number of positions of a model; None if it is not known.
 
     Beyond the end of a table of position embeddings MLX reads other memory.
     """
@@ -108,7 +108,7 @@ def _forward(model: Any, caches: list[Any]) -> None:
 
 
 def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
-    """Group the slots of a filled prompt cache by their form; those left empty are in no group."""
+    """Group the slots of a filled prompt cache by their form; empty slots are in no group."""
     slots_by_form: dict[tuple[int, type, Any], list[int]] = {}
     places = [place for cache in caches for place in range(len(slots_of([cache])))]
     for number, slot in enumerate(slots_of(caches)):
@@ -136,7 +136,7 @@ def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
 
 
 def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
-    """Return a filled slot's shapes, dtypes and window; None for one that the model left empty."""
+    """Return a filled slot's shapes, dtypes and window; None for a slot that is empty."""
     kind = KINDS[type(slot)]
     if kind.group is GroupKind.RECURRENT:
         states = []
@@ -167,7 +167,7 @@ def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
 def _fitting(
     keys: TensorShape, values: TensorShape, choice: PrecisionChoice
 ) -> tuple[KVPrecision | None, str]:
-    """Return the precision with the least padding, the first of several, or why there is none."""
+    """Return the first precision with the least padding, or the reason why none fits."""
     if choice.is_full_precision:
         return None, "full precision is requested"
     for shape in (keys, values):

@@ -1,4 +1,4 @@
-"""The geometry of a model's prompt cache, and what its slots hold. Generation thread."""
+"""The geometry of a model's prompt cache and of its slots. Generation thread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LayerGroup:
 
     `name` is the group's number as text and `cache` the class that the model makes. `slots` are
     places in the flattened prompt cache, ascending. A recurrent group has no `keys` and `values`;
-    its `states` have the shape (without the row) and dtype of each array, None for one that the
+    its `states` have the shape (without the row) and dtype of each array, None for a state that the
     model leaves empty. `why` says why a group is not quantized.
     """
 
@@ -244,7 +244,7 @@ def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayF
 
 
 def as_computed(groups: Iterable[LayerGroup]) -> list[LayerGroup]:
-    """Return groups as their tokens are computed: in full precision."""
+    """Return the groups in full precision, the form in which tokens are computed."""
     return [replace(group, precision=None) for group in groups]
 
 

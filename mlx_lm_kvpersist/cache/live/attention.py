@@ -6,7 +6,7 @@ dequantizes: it reads a quarter of the bytes, but in two steps that write the sc
 below a limit.
 
 Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...]. Hq is a multiple of Hkv; query
-head h reads key head h // (Hq // Hkv). The result [B, Hq, N, Dv] has the dtype of the queries. A
+head h reads key head h // (Hq // Hkv). The result [B, Hq, N, Dv] has the queries' dtype. A
 mask is None, "causal" (the queries are the last N of the S tokens), or an array that broadcasts to
 [B, Hq, N, S], boolean (True: visible) or added to the scores. No query sees a later token, unless
 the mask is None.
@@ -43,7 +43,7 @@ PADDED_TOKENS = 4096
 class _Span(NamedTuple):
     """Queries [start, stop), and the keys [first, last) that they see in full precision.
 
-    They see the keys before `first` quantized, and no key from `last` on.
+    The queries see the keys before `first` quantized, and no key from `last` on.
     """
 
     start: int
@@ -55,10 +55,10 @@ class _Span(NamedTuple):
 class PackedKV(tuple[mx.array, mx.array, mx.array]):
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
-    As a tuple: weights, scales and biases, the cache's own buffers, with spare room behind the
-    first `n_tokens`. `newest` are the last tokens [B, H, n, D] in full precision: the queries' own,
-    and some of the `n_own` tokens before them in the first query's block of the grid; the rest of
-    that block is packed. If rows differ in `n_own`, each row has one query: `n_own` is then the
+    The tuple has weights, scales and biases: the cache's own buffers, with spare room after the
+    first `n_tokens`. `newest` are the last tokens [B, H, n, D] in full precision: the queries'
+    tokens, and some of the `n_own` earlier tokens in the first query's block of the grid; the rest
+    of that block is packed. If rows differ in `n_own`, each row has one query: `n_own` is then the
     largest of any row, and a row with fewer tokens has zeros in front of them.
     """
 
@@ -134,7 +134,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         return pk.prepared(self.computed(rows, heads, first, last), self.quantization)
 
     def joined(self, packed: mx.array, own: mx.array, spans: Sequence[_Span]) -> mx.array:
-        """Return the numbers that the queries of a span see of their own block.
+        """Return keys, or values, of the span's own block, as its queries see them.
 
         A single span may have several rows: each token is in `packed` or in `own`, which has zeros
         for the tokens of `packed`, and the reverse. A single row has all tokens of `own`, so
@@ -154,7 +154,7 @@ def dequantized_attention(
 ) -> mx.array:
     """Dequantize and run the fused kernel, as mlx-lm does with full precision.
 
-    A tile is some heads, or some rows, at least a head of a row, of at most `tile_bytes`.
+    A tile has at most `tile_bytes`: some heads or some rows, at least one head of one row.
     """
     n_rows, n_heads = queries.shape[:2]
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
@@ -234,17 +234,17 @@ def _fused(
 
 
 def builds_for_each_length() -> bool:
-    """Tell whether MLX's fused kernel is built for each number of keys: on CUDA, by cuDNN.
+    """Whether MLX builds its fused kernel for each number of keys: on CUDA, with cuDNN.
 
-    It takes 40 to 65 ms on an H200, a hundred times the attention of a span.
+    A build takes 40 to 65 ms on an H200, a hundred times the attention of a span.
     """
     return mx.cuda.is_available()
 
 
 def _causal(span: _Span, n_keys: int, dtype: mx.Dtype) -> mx.array:
-    """Return what is added to a span's scores [n, n_keys]: its last query is at `span.last` - 1.
+    """Return the mask to add to a span's scores [n, n_keys]; its last query is at `span.last` - 1.
 
-    A boolean mask would be made for every head.
+    MLX would expand a boolean mask for every head.
     """
     own = mx.arange(span.last - (span.stop - span.start), span.last)[:, None]
     zero, lowest = mx.zeros(1, dtype), mx.array(-mx.inf, dtype)
@@ -269,8 +269,8 @@ def packed_attention(
     every = slice(None)
     all_keys: Packed = keys
     all_values: Packed = values
-    # CUDA's quantized_matmul refuses slices. If little of the buffers is spare, they are used
-    # whole, and what is spare is hidden; otherwise the tokens are copied.
+    # CUDA's quantized_matmul refuses slices. Buffers with little spare room are used whole, and
+    # the spare tokens are hidden; otherwise the tokens are copied.
     capacity = keys[0].shape[2]
     if (capacity - n_keys) * 4 > capacity or values[0].shape[2] != capacity:
         capacity = n_keys
@@ -316,7 +316,7 @@ def packed_attention(
 def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: slice) -> mx.array:
     """Return `scores` [B, Hkv, Hq / Hkv, n, S] with the lowest number for hidden keys, in place.
 
-    `queries` says which of all they are for. No query sees keys behind the first `n_keys`.
+    `queries` is the range of queries of the scores. No query sees keys after the first `n_keys`.
     """
     if isinstance(mask, str) and mask != "causal":
         raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')
@@ -341,7 +341,7 @@ def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: 
 
 
 def _cut(x: mx.array, axis: int, kept_slice: slice) -> mx.array:
-    """Return a part of an axis; one of length 1 stands for any length."""
+    """Return a part of an axis, or the whole axis if its length is 1 (it broadcasts)."""
     if x.shape[axis] == 1:
         return x
     place = (*(slice(None),) * axis, kept_slice)

@@ -42,7 +42,7 @@ class Buffers(_BaseCache, ABC):  # type: ignore[misc]
         """Set `size`."""
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
+        """Drop the last `n` tokens, at most all; return how many. The buffers keep their size."""
         n = min(self.size(), n)
         self._end_at(self.size() - n)
         return n
@@ -83,8 +83,8 @@ class PaddedBatch(Buffers):
     ) -> mx.array | str | None:
         """Return the mask for the next N tokens, S = _idx + N tokens in all.
 
-        None (N = 1) or "causal" where all rows are equally long and no window cuts anything off,
-        else, and with `return_array`, a boolean array [B, 1, N, S].
+        None (N = 1) or "causal" if all rows are equally long and no window hides tokens; otherwise,
+        and with `return_array`, a boolean array [B, 1, N, S].
         """
         windowed = window_size is not None and self._idx + N > window_size
         if not (return_array or windowed or any(self._padding)):
@@ -122,7 +122,7 @@ class PaddedBatch(Buffers):
             return
         if self.keys is not None:
             rows = mx.array(keep, mx.int32)
-            # take copies, also a single row: a slice would keep the whole batch in memory.
+            # `take` copies even a single row: a slice would keep the whole batch in memory.
             self.keys, self.values = (
                 pk.each(lambda x: mx.take(x[:, :, surplus:], rows, axis=0), buffers)
                 for buffers in (self.keys, self.values)
@@ -165,7 +165,8 @@ class PaddedBatch(Buffers):
     def _row(self, idx: int) -> tuple[Any, ...] | None:
         """Return lazy views of one row's keys and values, without padding; None for an empty batch.
 
-        While they live, an update copies everything. A single row without padding keeps its room.
+        While the views live, an update copies the buffers. A single row without padding keeps its
+        room.
         """
         padding = self._padding[idx]
         if self.keys is None or padding >= self._idx:
@@ -184,7 +185,7 @@ class PaddedBatch(Buffers):
         return self._idx
 
     def _adopt(self, cache: Any) -> None:
-        """Become the batch of one sequence: its buffers, with the room behind its tokens."""
+        """Become the batch of one sequence: its buffers, with the room after its tokens."""
         self._place([0], cache.offset)
         if cache.offset:
             self.keys, self.values = pk.share(cache.keys), pk.share(cache.values)

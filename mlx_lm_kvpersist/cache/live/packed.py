@@ -4,7 +4,7 @@ A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint
 [B, H, T, W * bits / 32], then scales and biases [B, H, T, W / group size] in the array's own
 dtype, or in bfloat16 if that is float32. Zeros in all three stand for zeros. W is the number of
 numbers a head, D, and the padding that makes groups whole. In full precision keys, and values, are
-one array; `each` and what is built on it take both forms.
+one array; `each` and the functions that use it take both forms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
 
 
 def headroom(n_new: int) -> int:
-    """Return how many tokens to allocate beyond `n_new` that did not fit.
+    """Return how many tokens to allocate in addition to `n_new` tokens that did not fit.
 
     Decoding, and the last 768 tokens of a prompt, then find room for many steps. Each chunk of a
     long prompt makes new buffers: more room would stay empty in every sequence of a batch.
@@ -48,9 +48,9 @@ def headroom(n_new: int) -> int:
 def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
     """Return the matrix [dim, width] to multiply keys and values by; its transpose undoes it.
 
-    Its rows are the first of a Hadamard matrix where MLX knows one (2**k times 1, 12, 20 or 28),
-    else of the product of one and of a cosine transform of the odd rest. It spreads a large channel
-    over all of them: https://arxiv.org/abs/2404.00456
+    Its rows are the first rows of a Hadamard matrix if MLX knows one (2**k times 1, 12, 20 or 28),
+    otherwise of the product of a Hadamard matrix and a cosine transform of the odd rest. It spreads
+    a large channel over all channels: https://arxiv.org/abs/2404.00456
     """
     power = width & -width
     odd = width // power
@@ -79,7 +79,7 @@ def prepared(x: mx.array, quantization: Quantization) -> mx.array:
 
 
 def as_it_came(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return the array [..., D] that `prepared` made `x` [..., W] of."""
+    """Return the array [..., D] of which `prepared` made `x` [..., W]."""
     width, padding = x.shape[-1], quantization.padding
     if quantization.rotated:
         return x @ rotation(width - padding, width, x.dtype).T
@@ -96,7 +96,7 @@ def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
 
 
 def with_scales(packed: tuple[mx.array, ...], dtype: mx.Dtype) -> Packed:
-    """Return `packed` with scales and biases of `dtype`, the one that is computed in."""
+    """Return `packed` with scales and biases of `dtype`, the dtype of the computation."""
     weights, scales, biases = packed
     return weights, scales.astype(dtype), biases.astype(dtype)
 
@@ -114,7 +114,7 @@ def arrays_of(stored: Packed | mx.array) -> tuple[mx.array, ...]:
 
 
 def held_of(arrays: tuple[mx.array, ...]) -> Packed | mx.array:
-    """Return the form that `arrays_of` made this tuple of."""
+    """Return the form of which `arrays_of` made this tuple."""
     if len(arrays) == 1:
         return arrays[0]
     weights, scales, biases = arrays

@@ -1,7 +1,7 @@
-"""Which strategy attends over quantized keys: a fixed policy, and the plan of a group of layers.
+"""The choice of the attention strategy over quantized keys: a fixed policy, and a plan per group.
 
 A call without a row in the policy dequantizes: the fused kernel over dequantized keys is right on
-every backend, and the fastest for prompts. A plan keeps a row only if its strategy was found right
+every backend, and the fastest for prompts. A plan keeps a row only if its strategy passed the check
 for the layers on this device (`measuring/attention_check.py`): no other code may choose a strategy.
 """
 
@@ -23,7 +23,7 @@ _CUDA_ROWS = 33
 for up to 32. It compiles each for half a minute when it is first used."""
 
 _PHASES = {"prefill": (512, 1), "decode": (1, 1), "batches": (1, 8)}
-"""Typical calls, for people: queries of a sequence, and sequences."""
+"""Typical calls, for descriptions: queries of a sequence, and sequences."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ an H100, and packed products over keys of 8 bits are wrong on Hopper for heads o
 
 
 def backend() -> Backend:
-    """Return what MLX computes on."""
+    """Return the name of the backend that MLX computes on."""
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "cuda" if mx.cuda.is_available() else "metal"
@@ -107,7 +107,7 @@ def least_rows() -> int:
 def rules_for(
     shape: AttentionShape, keys: Quantization, computed_on: Backend | None = None
 ) -> tuple[Rule, ...]:
-    """Return the rules of the policy for such layers, on this backend unless another is named."""
+    """Return the policy's rules for layers of a shape, on this backend unless one is given."""
     on = computed_on or backend()
     return tuple(row.rule for row in POLICY if row.backend == on and row.fits(shape, keys))
 

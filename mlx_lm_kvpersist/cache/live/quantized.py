@@ -112,7 +112,7 @@ class PackedCache(Buffers):
         """Pack tokens [first, last) of each row."""
         if first == last:
             return
-        # Rows end at one column, here and in `newest`.
+        # Rows end at the same column, here and in `newest`.
         ranges = [(n - a, n - b) for n, a, b in zip(self.lengths, first, last, strict=True)]
         rows = [slice(i, i + 1) for i in range(len(ranges))]
         if len(set(ranges)) == 1:
@@ -135,7 +135,7 @@ class PackedCache(Buffers):
             )
 
     def _clear(self, stop: int) -> None:
-        """Make what is not packed zeros again, up to token `stop` of the buffers."""
+        """Write zeros over tokens that are not packed, up to token `stop` of the buffers."""
         first = [self.size() - n + m for n, m in zip(self.lengths, self.n_packed, strict=True)]
         at = slice(min(first), stop)
         is_packed = (mx.arange(at.start, stop) < mx.array(first)[:, None])[:, None, :, None]
@@ -191,7 +191,7 @@ class SequenceQuantizedKVCache(PackedCache):
         self.offset = 0
         self.newest = Newest(1)
         self._before: tuple[int, Newest] | None = None
-        """Where the last block ended, and its tokens as computed, while the next one is short."""
+        """The end of the last block, and its tokens as computed, while the next block is short."""
 
     @property
     def lengths(self) -> list[int]:
@@ -214,7 +214,7 @@ class SequenceQuantizedKVCache(PackedCache):
     def packed(self, start: int, stop: int) -> tuple[pk.Packed, pk.Packed]:
         """Return keys and values of tokens [start, stop), lazy and packed."""
         self.forget()
-        # Those of an unfinished block are packed for this only.
+        # Tokens of an unfinished block are packed for this result only.
         (n_packed,), first = self.n_packed, self.offset - self.newest.size()
         middle = min(max(start, n_packed), stop)
         keys, values = (
@@ -256,7 +256,7 @@ class SequenceQuantizedKVCache(PackedCache):
         return self.offset
 
     def as_computed(self) -> ChunkedKVCache:
-        """Return the newest tokens, of which there must be some, as lazy views of the buffers."""
+        """Return the newest tokens, at least one, as lazy views of the buffers."""
         cache = ChunkedKVCache(pk.GRID)
         cache.start_position, cache.offset = self.offset - self.newest.size(), self.offset
         cache.keys, cache.values = self.newest.view()

@@ -20,26 +20,26 @@ from .batch import FullPrecisionBatchKVCache
 from .quantized import BatchQuantizedKVCache
 
 _LITTLE_PADDING = 4096
-"""So many tokens of padding in front of rows are copied in no time."""
+"""Copying this number of padding tokens in front of rows takes no noticeable time."""
 
 
 class _Rows:
     """The caches of the rows, and how many tokens of each are computed."""
 
     kind = "full"
-    """Layers of one kind share a mask, so their rows have to be of one class."""
+    """Layers of one kind share a mask, so their rows must be of one class."""
 
     def __init__(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> None:
         self._caches, self._n_tokens = caches, n_tokens
 
     @property
     def offset(self) -> mx.array:
-        """How many tokens each row has, for rotary embeddings: int32 [B]."""
+        """The number of tokens of each row, for rotary embeddings: int32 [B]."""
         return mx.array([cache.size() for cache in self._caches], mx.int32)
 
     @property
     def keys(self) -> Any:
-        """The keys of the first row. A model in parts has them depend on what it sends on."""
+        """The keys of the first row. A model in parts makes them depend on the data it sends."""
         return self._caches[0].keys
 
     @keys.setter
@@ -86,7 +86,7 @@ class PackedRows(_Rows):
 
 @dataclass(frozen=True)
 class RowsKV:
-    """Packed keys, or values, of each row, of which the last `n_tokens` are the new ones."""
+    """Packed keys, or values, of each row; the last `n_tokens` are new."""
 
     rows: Sequence[PackedKV]
     n_tokens: Sequence[int]
@@ -105,14 +105,14 @@ class RowsKV:
 
 
 class ArrayRows(_Rows):
-    """Rows of caches in full precision: attention gets them as from a batch of mlx-lm's.
+    """Rows of caches in full precision: attention gets them in the form of mlx-lm's batches.
 
-    The new tokens of all rows begin at one column, with padding in front of shorter rows.
+    The new tokens of all rows begin at the same column, with padding in front of shorter rows.
     """
 
     @property
     def _lengths(self) -> list[int]:
-        """How many tokens of each row stand in front of the new ones."""
+        """The number of tokens of each row before the new tokens."""
         return [cache.size() for cache in self._caches]
 
     def make_mask(
@@ -163,7 +163,7 @@ class WindowRows(ArrayRows):
 
 
 class StateRows(ArraysCache):  # type: ignore[misc]
-    """Rows of recurrent states: models read `lengths`, and leave out the padding behind them."""
+    """Rows of recurrent states: models read `lengths`, and skip the padding after them."""
 
     kind = "state"
 
@@ -171,7 +171,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         super().__init__(len(caches[0].cache))
         self._rows = caches
         self.cache = [_joined(states) for states in zip(*(c.cache for c in caches), strict=True)]
-        self.prepare(lengths=list(n_tokens))  # rows of equal length may be padded, too
+        self.prepare(lengths=list(n_tokens))  # rows of equal length may be padded too
 
     def __setitem__(self, idx: int, value: mx.array) -> None:
         super().__setitem__(idx, value)
@@ -196,7 +196,7 @@ def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | StateRows
         lengths = [cache.size() for cache in caches]
         n_padding = max(lengths) * len(lengths) - sum(lengths)
         if n_padding > max(sum(lengths), _LITTLE_PADDING):
-            return None  # a long row would be copied, and read, once for each short one
+            return None  # a long row would be copied and read once for each short row
         return ArrayRows(caches, n_tokens)
     if all(isinstance(cache, BatchQuantizedKVCache) and hasattr(cache, "bits") for cache in caches):
         return PackedRows(caches, n_tokens)

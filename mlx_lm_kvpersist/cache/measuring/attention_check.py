@@ -29,7 +29,7 @@ from .observe import packed_shapes
 logger = logging.getLogger(__name__)
 
 _Cases = Mapping[tuple[int, int], Sequence[int]]
-"""Numbers of queries of a sequence, by its keys and the spare room behind them."""
+"""Numbers of queries of a sequence, by its keys and the spare room after them."""
 
 _FEW_CASES: _Cases = {(72, 8): (1, 4)}
 """A decoding step, and a chunk."""
@@ -54,10 +54,10 @@ on, and from 6 to 33, which depends on the device."""
 _MANY_KEYS = 1 << 15
 
 _N_COMPUTED = 40
-"""Keys in full precision: the keys of the queries, and some before them."""
+"""Keys in full precision: the queries' own, and some earlier keys."""
 
 _TOLERANCE = 0.1
-"""Most that the result of a query may differ from plain arithmetic, as a share of its norm."""
+"""The largest accepted difference from plain arithmetic, as a share of the result's norm."""
 
 
 def plan_attention(
@@ -67,11 +67,11 @@ def plan_attention(
     packed: bool = True,
     least: Callable[[int], int] = int,
 ) -> ModelCacheSpec:
-    """Plan every quantized group: by the policy, or always `choice`, as far as that is right here.
+    """Plan each quantized group by the policy, or by `choice`, without wrong strategies.
 
     `packed` says whether the architecture's attention accepts packed keys. A group whose layers do
-    not attend to packed keys, or attend in several shapes, dequantizes. Groups that are alike are
-    probed once. If packed attention is wrong for any group, or in another process of the model, all
+    not attend to packed keys, or attend in several shapes, dequantizes. Equal groups are probed
+    once. If packed attention is wrong for any group, or in another process of the model, all
     groups dequantize: each process calls `least` with its number of right strategies, and `least`
     returns the smallest number of all processes.
 
@@ -160,7 +160,7 @@ def _cases(plan: AttentionPlan) -> _Cases:
 class _Layer:
     """Random keys and values of one layer [1, H, n_keys, D], packed and in full precision.
 
-    Key heads are alike, so two are enough. Many keys have one head, to spare memory.
+    All key heads behave equally, so two are enough. Many keys have one head, to save memory.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class _Layer:
             mx.eval(self.sides, self.plain)
 
     def _random(self, shape: tuple[int, ...]) -> mx.array:
-        # With a key of its own, because a check must not change what the server samples.
+        # With an own random key, because a check must not change the server's samples.
         return mx.random.normal(shape, key=mx.random.key(shape[2])).astype(self.dtype)
 
     def disagreeing(self, strategies: Sequence[Strategy], n_queries: int) -> Iterator[Strategy]:
@@ -208,7 +208,7 @@ class _Layer:
         """Attend by a strategy; return the result in float32.
 
         The same call over NaN goes first: it leaves NaN in the memory that the second call gets, so
-        a kernel that reads what nobody wrote cannot be right by chance.
+        a kernel that reads uninitialized memory cannot be right by chance.
         """
         n_queries = queries.shape[2]
         for factor in (mx.nan, 1):

@@ -1,7 +1,7 @@
 """How far a model's predictions of a text move when its cache is quantized, token by token.
 
-The Kullback-Leibler divergence from the model's own precision is taken for every next token. With
-it a few hundred tokens say as much as a perplexity over thousands. In nats.
+The Kullback-Leibler divergence from full precision, in nats, is computed for every next token. A
+few hundred tokens then say as much as a perplexity over thousands.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Predictions:
     same: list[bool] = field(default_factory=list)
 
     def add(self, more: Predictions, start: int = 0) -> None:
-        """Append the predictions of `more` from the one at `start` on."""
+        """Append the predictions of `more` from index `start` on."""
         for name, values in vars(self).items():
             values += getattr(more, name)[start:]
 
     @property
     def own(self) -> Predictions:
-        """Those of the model's own precision."""
+        """The predictions in full precision."""
         nll = [nll - above for nll, above in zip(self.nll, self.above, strict=True)]
         return Predictions(nll, [0.0] * len(nll), [0.0] * len(nll), [True] * len(nll))
 
@@ -77,17 +77,17 @@ class Predictions:
 
     @property
     def divergence_p99_nats(self) -> float:
-        """What 99 of 100 tokens stay below."""
+        """The 99th percentile of the tokens' divergence."""
         return sorted(self.divergence)[math.ceil(0.99 * len(self.divergence)) - 1]
 
 
 def compared(
     model: Any, ids: Sequence[int], own_caches: list[Any], caches: Mapping[str, list[Any]]
 ) -> dict[str, Predictions]:
-    """Return what the model predicts after each of `ids` but the last, over each of `caches`.
+    """Return the predictions after each of `ids` except the last, over each of `caches`.
 
-    ids: the next of a text, up to `AT_ONCE` of one block of the grid, and the one that follows. All
-    caches hold what was before; `own_caches` are in the model's own precision. Evaluates MLX.
+    ids: the next ids of a text, up to `AT_ONCE` of one block of the grid, and one id more. All
+    caches hold the text before; `own_caches` are in full precision. Evaluates MLX.
     """
     fed, followed = mx.array([list(ids[:-1])]), mx.array(list(ids[1:]))
     predictions = {name: Predictions() for name in caches}
@@ -103,7 +103,7 @@ def compared(
 
 
 def _predictions(own_logits: mx.array, its_logits: mx.array, targets: mx.array) -> Predictions:
-    """Compare logits [n, vocabulary]; `targets` [n] are what followed."""
+    """Compare logits [n, vocabulary]; `targets` [n] are the ids that followed."""
     own, quantized = map(_log_probabilities, (own_logits, its_logits))
     mx.eval(own, quantized)
     own_nll, nll = (
@@ -123,7 +123,7 @@ def _log_probabilities(logits: mx.array) -> mx.array:
 def part_means(nats: Sequence[float], places: Mapping[str, range]) -> dict[str, float]:
     """Return the mean divergence of each part of a text that has predictions.
 
-    nats: of each position of the text; `places` has the positions of its parts.
+    nats: the divergence at each position of the text; `places` has the positions of its parts.
     """
     return {
         name: _mean(nats[place.start : place.stop]).value

@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 _TARGET = "quantized_scaled_dot_product_attention"
 _PROMPT = ((1, 2, 3), (4,))
-"""Tokens of a prompt, and one of a reply: a model may attend in another way to each."""
+"""A prompt's number of tokens, and a reply's one: a model may attend differently to each."""
 
 
 @contextlib.contextmanager
 def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
-    """Yield a list that collects shape and values of each attention over our packed keys.
+    """Yield a list that collects the shape and the values of each attention over our packed keys.
 
     It needs no attention patch, and applies to all threads until the context ends.
     """

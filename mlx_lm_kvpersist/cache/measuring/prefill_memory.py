@@ -1,4 +1,4 @@
-"""How much memory the next chunk of a prompt takes: by a formula, corrected by real chunks."""
+"""Predict the memory of the next chunk of a prompt by a formula, corrected by real chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..live.packed import GRID
 from ..live.policy import backend
 
 MIN_CHUNK = 32
-"""Tokens that are computed at once however little memory there is."""
+"""Tokens that are always computed at once, even if memory is short."""
 
 CHECKPOINT_EVERY = 2048
 """Tokens between the checkpoints that a model with windows or states gets during a prompt."""
@@ -44,7 +44,7 @@ _LEAST_LEARNED = 256
 """Shorter chunks are mostly overhead, which does not grow with their tokens."""
 
 _LEAST_FACTOR = 0.1
-"""A peak of few bytes may be an accident: something else was freed."""
+"""A peak of few bytes may be an accident: other memory was freed."""
 
 _MARGIN, _EASING = 1.2, 0.1
 """Peaks of similar chunks differ by some percent. A prediction that was too high falls by a tenth
@@ -76,8 +76,8 @@ class PrefillMemory:
     def of(cls, model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
         """Return the memory of a model's chunks by the shapes of its parameters; evaluate nothing.
 
-        On the CPU the formula tells 0.5 to 2 times the measured bytes for most architectures, and
-        up to 7 times for layers with states or without matrices of their own.
+        On the CPU the formula gives 0.5 to 2 times the measured bytes for most architectures, and
+        up to 7 times for layers with states or without own matrices.
         """
         attending = [group for group in spec.groups if group.keys is not None]
         n_heads = max(_arguments(model, _HEADS), default=64)
@@ -135,7 +135,7 @@ class PrefillMemory:
         factors, place = self._factors, position.bit_length()
         if place in factors:
             return factors[place]
-        # If the formula told too little elsewhere, it may tell half as much here.
+        # If the formula was too low at another place, it may be twice as low here.
         highest = max(factors.values(), default=0.0)
         return max(1.0, 2 * highest if highest > _MARGIN else highest)
 
@@ -160,7 +160,7 @@ def _activation_bytes(model: Any) -> tuple[int, int]:
     widths = [0]
     for layer in getattr(model, "layers", [model]):
         widths.append(0)
-        # A rank of several has None for the layers of other ranks.
+        # With several ranks, layers of other ranks are None.
         for path, module in layer.named_modules() if layer is not None else ():
             for name, array in module.items():
                 if not isinstance(array, mx.array):
@@ -192,10 +192,10 @@ def _state_bytes(group: LayerGroup) -> int:
 def _score_bytes(group: LayerGroup, n_heads: int, itemsize: int) -> int:
     """Return the bytes of the scores and masks of a token and a key in one layer."""
     assert group.keys is not None and group.values is not None
-    is_latent = group.keys.dim != group.values.dim  # positions have scores of their own
+    is_latent = group.keys.dim != group.values.dim  # positions have their own scores
     if backend() == "cpu" or is_latent or group.keys.dim not in _FUSED_DIMS or itemsize > 2:
         return n_heads * (itemsize + 1) * (1 + is_latent)
-    return itemsize  # a mask alone, for all heads
+    return itemsize  # only a mask, for all heads
 
 
 def _arguments(model: Any, name: str) -> Iterator[int]:
@@ -208,7 +208,7 @@ def _arguments(model: Any, name: str) -> Iterator[int]:
             continue
         visited.append(arguments)
         if not isinstance(arguments, dict):
-            arguments = getattr(arguments, "__dict__", {})  # an own model may have any object
+            arguments = getattr(arguments, "__dict__", {})  # a model's own code may have any object
         for key, value in arguments.items():
             if isinstance(value, dict) or is_dataclass(value):
                 left.append(value)

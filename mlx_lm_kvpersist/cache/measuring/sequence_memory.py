@@ -12,9 +12,9 @@ from .prefill_memory import CHECKPOINT_EVERY, MIN_CHUNK, PrefillMemory
 
 @dataclass(frozen=True)
 class SequenceMemory:
-    """Bytes by the shapes of a model's arrays: of one token, and of a row besides its tokens.
+    """Bytes by the shapes of a model's arrays: of one token, and of a row without its tokens.
 
-    `windows` are the tokens of each window, with the bytes of one in all layers that have it.
+    `windows` has the tokens of each window, and the bytes of a token in all layers with it.
     """
 
     token_bytes: int = 0
@@ -53,7 +53,7 @@ class SequenceMemory:
 
     @property
     def chunk_bytes(self) -> int:
-        """The limit of what a chunk of a prompt takes."""
+        """The memory limit of a chunk of a prompt."""
         return self.prefill.limit_bytes if self.prefill is not None else 0
 
     def caches_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:

@@ -1,8 +1,8 @@
-"""Short texts of many kinds, on which a cache's precision is judged. All written for this project.
+"""Short texts of many kinds that measure a cache's precision, all written for this project.
 
-The first `GRID` tokens lose nothing, since a query sees its own block of the grid as computed. They
-are the context. Each part after it takes up its names and facts in another language or format, and
-the last part copies a passage of the context.
+The first `GRID` tokens, the context, lose nothing: a query sees its own block of the grid as
+computed. Each later part uses the context's names and facts in another language or format, and the
+last part copies a passage of the context.
 """
 
 from __future__ import annotations

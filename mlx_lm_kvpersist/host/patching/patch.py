@@ -1,4 +1,4 @@
-"""Patches of the host; a table of them is applied as a whole or not at all."""
+"""Patches of the host: a table of patches is applied completely or not at all."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Overrides:
 class Uses:
     """Expects that the host's function `name` looks up the module global `uses` when it runs.
 
-    If `name` is a class, one of its methods does. Otherwise replacing the global would have no
-    effect.
+    If `name` is a class, one of its methods must use the global. Otherwise replacing the global
+    would have no effect.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Patch:
 
 
 class PatchSet:
-    """The patches in place in this process, each with the original that it replaced."""
+    """The patches that are applied in this process, each with the original object."""
 
     def __init__(self) -> None:
         self._applied: list[tuple[Patch, Any]] = []
@@ -133,7 +133,7 @@ class PatchSet:
         return bool(self._applied)
 
     def apply(self, patches: Sequence[Patch]) -> None:
-        """Apply all patches, or none: the first that fails undoes those before it."""
+        """Apply all patches, or none: a failing patch undoes the earlier patches."""
         try:
             # The whole host is checked before the first patch changes it.
             for patch in patches:

@@ -45,11 +45,11 @@ vars(ARGS).update(dict.fromkeys(_ZEROS, 0), max_tokens=4, top_p=1.0, prompt_cach
 GENERATION_ARGS = SimpleNamespace(model="probe", seed=None, top_logprobs=0)
 GENERATION_ARGS.logits = SimpleNamespace(logit_bias=None)
 GENERATION_ARGS.sampling = SimpleNamespace(top_k=0)
-"""The arguments of a request that are read before it enters."""
+"""The arguments of a request that the server reads before the request enters."""
 
 
 class ProbeCache:
-    """A cache that mlx-lm treats as one that can be batched; `by`: who merged it."""
+    """A cache that mlx-lm can batch; `by`: the code that merged it."""
 
     nbytes = 0
     state = ()
@@ -64,13 +64,13 @@ class ProbeCache:
         return ProbeCache("merged by the cache")
 
     def extend(self, *args: Any, **kwargs: Any) -> None:
-        """Stand for all that mlx-lm does to a batch's caches."""
+        """Stands for every operation of mlx-lm on a batch's caches."""
 
     extract = filter = prepare = finalize = extend
 
 
 def remembered(hook: str) -> Callable[[ProbePlugin], None]:
-    """Return an implementation of a hook that only records that it was asked."""
+    """Return an implementation of a hook that only records its calls."""
 
     @hookimpl
     def implementation(self: ProbePlugin) -> None:
@@ -96,7 +96,7 @@ class ProbeRequest(answers.TakenRequest):
 
 
 class ProbePlugin:
-    """Answers every hook, and records which were asked."""
+    """Answers every hook, and records the calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -210,7 +210,7 @@ def options_reach_plugins(server: ModuleType) -> None:
 
 
 def loaded_models_make_plugin_caches(server: ModuleType) -> None:
-    """A provider made as `main` makes its own, given a model, tells plugins and asks for caches."""
+    """A provider, made like `main`'s and given a model, calls plugins and gets caches."""
 
     def load(*args: Any, return_config: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         model, tokenizer = ProbeModel(), SimpleNamespace(chat_template=None)
@@ -233,7 +233,7 @@ def loaded_models_make_plugin_caches(server: ModuleType) -> None:
 
 
 class ProbeModel:
-    """The part of a model that makes its caches: stock makes two that cannot be batched."""
+    """The part of a model that makes its caches: stock makes two caches without batches."""
 
     layers = (None, None)
 
@@ -248,7 +248,7 @@ class ProbeModel:
 
 
 def encode(text: str) -> list[int]:
-    """Stand for a tokenizer's method."""
+    """Stands for a tokenizer's method."""
     return [ord(char) for char in text if char.islower() or char == "!"]
 
 
@@ -258,9 +258,9 @@ PROVIDER.reads_images, PROVIDER.is_batchable = False, True
 
 
 def requests_pass_plugins(server: ModuleType) -> None:
-    """Plugins see what is queued, change its messages, and take it."""
+    """Plugins see queued requests, change their messages, and take them."""
     with probing() as plugin, replaced(server.ResponseGenerator, "_generate", lambda self: None):
-        generator = server.ResponseGenerator(PROVIDER, None)  # as `run` makes its own
+        generator = server.ResponseGenerator(PROVIDER, None)  # like `run`
         generator.join()
         chat = [{"role": "user", "content": "x"}]
         request = server.CompletionRequest("chat", "", chat, None, {"user": ""})
@@ -279,7 +279,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:
-    """The cache that `run` makes gives out what a plugin took, and lets it insert."""
+    """The cache that `run` makes returns a plugin's caches, and calls its `insert`."""
     prompt_caches: list[Any] = []
     with (
         probing() as plugin,
@@ -327,7 +327,7 @@ def single_prompts_are_saved(server: ModuleType) -> None:
 
 
 def prompts_are_computed_in_turns(server: ModuleType) -> None:
-    """A batch generator made as the server makes its own has a plugin's batch caches.
+    """A batch generator, made like the server's, has a plugin's batch caches.
 
     Given two prompts, it computes the shorter prompt first, and alone.
     """
@@ -387,7 +387,7 @@ def packed_keys_attend_themselves(base: ModuleType) -> None:
 
 
 class ProbeKeys(tuple[Any, ...]):
-    """Packed keys that bring an attention of their own: it returns what it is given."""
+    """Packed keys with an attention of their own, which returns its arguments."""
 
     def attend(self, *arguments: Any) -> tuple[Any, ...]:
         return arguments
@@ -447,7 +447,7 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
     ours, theirs = socket.socketpair()
 
     class OneConnection:
-        """Stands for http.server's class: handles one connection instead of listening."""
+        """Stands for http.server's class: it handles one connection and does not listen."""
 
         def __init__(self, address: Any, make_handler: Any) -> None:
             self.make_handler = make_handler

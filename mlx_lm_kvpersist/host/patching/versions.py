@@ -1,7 +1,7 @@
-"""Which versions of mlx-lm and mlx work together, as measured; see docs/compatibility.md.
+"""The versions of mlx-lm and mlx that work together, as measured; see docs/compatibility.md.
 
-A version older than the measured ones is refused, because such pairs hang or do not start. A newer
-one is tried: every patch checks the host before it is applied, and is tested afterwards.
+A version older than the measured versions is refused, because such pairs hang or do not start. A
+newer version is tried: every patch checks the host before it is applied, and is tested afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ packed keys are wrong for some heads and lengths (mlx#3497, #3631, #4250)."""
 
 @dataclass(frozen=True)
 class Pair:
-    """A version of mlx-lm, and the first and last mlx that it was seen to serve with."""
+    """A version of mlx-lm, and the first and last measured mlx that serves with it."""
 
     mlx_lm: Version
     oldest_mlx: Version
@@ -89,7 +89,7 @@ def found_and_known() -> str:
 
 
 def is_known(mlx_lm: str, mlx: str) -> bool:
-    """Tell whether this pair was measured; a version with a suffix (.dev1, rc1, +abc) was not."""
+    """Whether this pair was measured; a version with a suffix (.dev1, rc1, +abc) was not."""
     return all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in (mlx_lm, mlx)) and any(
         pair.mlx_lm == parse(mlx_lm) and pair.oldest_here <= parse(mlx) <= pair.newest_mlx
         for pair in PAIRS
@@ -97,7 +97,7 @@ def is_known(mlx_lm: str, mlx: str) -> bool:
 
 
 def is_measured() -> bool:
-    """Tell whether the installed pair was measured.
+    """Whether the installed pair was measured.
 
     Both must be releases from a package index: a git snapshot can carry the number of a release.
     """
@@ -122,7 +122,7 @@ def installed(distribution: str) -> str:
 
 
 def parse(version: str) -> Version:
-    """Return the first three numbers of a version; whatever follows them is ignored."""
+    """Return the first three numbers of a version; any suffix is ignored."""
     major, minor, patch = [*map(int, re.findall(r"\d+", version)), 0, 0, 0][:3]
     return major, minor, patch
 

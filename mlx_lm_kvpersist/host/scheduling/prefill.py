@@ -45,7 +45,7 @@ def chunk_size(position: int, most: int) -> int:
 class PeakMemory:
     """Measures the peak memory from now on, less the memory in use now or at the end.
 
-    It resets MLX's counter. Some models evaluate within their call, so make it before the call.
+    It resets MLX's counter. Some models evaluate within their call, so create it before the call.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Prefill:
     max_tokens: int
     caches: list[Any]
     tokens: Any
-    """A list of ids: `TakenTokens` if a plugin took the request."""
+    """The ids of `caches`, a list; `TakenTokens` if a plugin took the request."""
     sampler: Any
     processors: Any
     stops: Any

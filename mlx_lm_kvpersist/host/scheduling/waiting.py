@@ -23,7 +23,7 @@ WORK_S = 0.005
 """If a plugin took longer to answer, it has worked for the request."""
 
 LARGE_S = 0.25
-"""Requests that were worked on for longer let shorter ones pass."""
+"""A request that has worked longer lets shorter requests pass."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Line(deque[Waiting]):
     """Whether some requests must wait until after the next step."""
 
     def step_ended(self) -> bool:
-        """Let a waiting request work; return whether to look for one before the next step."""
+        """Let a waiting request work; return whether to look at the line before the next step."""
         self._begin_gap()
         return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self)
 
