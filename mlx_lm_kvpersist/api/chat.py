@@ -27,9 +27,9 @@ def max_tokens(name: str, n: Any) -> int:
 
 
 def is_stream(body: Mapping[str, Any]) -> bool:
-    stream = body.get("stream") or False
+    stream = False if body.get("stream") is None else body["stream"]
     require(isinstance(stream, bool), "stream", stream, "a boolean")
-    return bool(stream)
+    return stream is True
 
 
 def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:

@@ -199,7 +199,11 @@ class Tier(Protocol):
         """Say whether a block or a checkpoint is known to be there."""
 
     def stats(self) -> dict[str, Any]:
-        """Return "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes"."""
+        """Return what statistics and metrics show of the tier.
+
+        The keys are "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes" and
+        "asked_again_tokens".
+        """
 
 
 class SearchedTier(Tier, BlockSource, Protocol):
