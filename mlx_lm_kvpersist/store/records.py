@@ -201,8 +201,8 @@ class Tier(Protocol):
     def stats(self) -> dict[str, Any]:
         """Return what statistics and metrics show of the tier.
 
-        The keys are "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes" and
-        "asked_again_tokens".
+        The keys are "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes"
+        and "asked_again_tokens".
         """
 
 
