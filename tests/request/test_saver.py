@@ -127,7 +127,8 @@ def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> No
 
 
 def damaged(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def packed(stored: StoredModel, path: Path) -> None:
