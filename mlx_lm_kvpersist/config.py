@@ -259,7 +259,7 @@ class HelpAll(Action):
 
 
 def add_options(parser: ArgumentParser, *names: str) -> None:
-    """Add the options of these names to a parser; without names, add every option in a group."""
+    """Add the named options to a parser; without names, add every option in a group."""
     for name in names:
         parser.add_argument(f"--kvpersist-{name}", **OPTIONS[name])
     if names:

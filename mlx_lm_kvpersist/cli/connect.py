@@ -145,9 +145,10 @@ def _restore(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
-    """Return what a file was before `connect` wrote it, with all that others changed since then.
+    """Return the content of a file without the change that `connect` made.
 
-    None: there was no file. Raises ValueError if that cannot be told.
+    Later changes by other programs stay. Returns None if the file did not exist. Raises ValueError
+    if the former content is not known.
     """
     before: str | None = record["before"]
     current = path.read_bytes().decode() if path.exists() else None

@@ -218,9 +218,7 @@ class Lookup:
 
         Records with a key in `lost`, and all tokens after the first `most`, count as missing.
         """
-        stored, n_tokens = self.stored, self.stored.n_tokens
-        if most is not None:
-            n_tokens = min(n_tokens, most)
+        stored, n_tokens = self.stored, self.stored.n_tokens if most is None else most
         # Changes of the store matter only for checkpoints.
         n_changes = 0 if self.model.spec.any_prefix else self._store.n_changes
         asked = stored, n_tokens, frozenset(lost), n_changes
@@ -375,7 +373,7 @@ class Lookup:
             elif point is not None:
                 is_checked = any(report % 2 for report in reports)
                 if not self._is_usable(point, joined, read, lost, is_checked=is_checked):
-                    joined, most = None, None
+                    joined = None
         chain = [block for block in self.stored.match.path if block.stop <= joined.n_tokens]
         return Reuse(self.stored.prompt, self._outcome(joined, n_wanted), joined.caches, chain)
 

@@ -39,10 +39,11 @@ class StoreLimits:
 class KVBlock:
     """A block or checkpoint in RAM, and its KV arrays.
 
-    `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
-    it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
-    `read_s` how long that took, until a restore has proven it. `used` counts up with each use of
-    any entry. `place` is its place in the order of eviction, None while it must stay.
+    `is_stored`: a tier below RAM also has the record. `pins` is the number of commits that wait to
+    be written with it. `prefetched` is the number of prompts for which it was read in advance.
+    `tier` names the tier that it was read from. `read_s` is the time of this read, until a restore
+    has proven the record. `used` is a counter that grows with each use of any entry. `place` is its
+    place in the order of eviction, and None while the entry must stay.
     """
 
     block: Record
@@ -76,7 +77,7 @@ class Leaf:
 
     `name` is the client's, if any. `replaced` has the keys of blocks whose tokens are now in longer
     blocks, each with the longer block's key: sessions that ended in replaced blocks move. `note` is
-    for people. `messages` are those that the prompt was rendered from.
+    for people. The prompt was rendered from `messages`.
     """
 
     name: str | None
@@ -97,7 +98,7 @@ class Commit:
     A leaf is the end of the last block; without one, the turn has not ended. `checkpoints` belong
     to these blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards.
     `replies` has, by digest, the packed ids of replies that do not decode to the text that the
-    client saw; `messages` are those of their prompt.
+    client saw. The prompt of these replies was rendered from `messages`.
     """
 
     root: Root
@@ -210,7 +211,7 @@ class SearchedTier(Tier, BlockSource, Protocol):
     """A tier that lookups ask."""
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Iterable[Checkpoint]:
-        """Return the checkpoints of these blocks."""
+        """Return the checkpoints that belong to blocks of these keys."""
 
 
 class LowerTier(Tier, Protocol):
@@ -232,7 +233,7 @@ class ReadTier(SearchedTier, LowerTier, Protocol):
     """A tier below RAM that lookups ask, and whose records are read into RAM."""
 
     def branches(self, path: Mapping[bytes, bytes]) -> Collection[bytes]:
-        """Return, of these parents and a child of each, the parents that have another child."""
+        """Return the parents that have another child than the child that `path` names."""
 
     def load(self, block: Record, root: Root) -> Mapping[str, Any]:
         """Return the evaluated arrays of a block or checkpoint. Any thread.

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 86400.0
 """The server asks for an object again after a day, because another server may have pruned it."""
 RENEW_S = 3 * 86400.0
-"""What is used is put again after so long, so that pruning removes what is not used."""
+"""An object in use is written again after three days. So pruning removes only unused objects."""
 _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
 """Most keys in a table; then it begins again."""
@@ -123,7 +123,10 @@ class Breaker:
 
 
 class SharedObjects:
-    """What a server gets and puts. Raises what `TimedObjects` does, but no FileNotFoundError."""
+    """The objects that a server reads and writes. Raises what `TimedObjects` raises.
+
+    A missing object is a miss and raises no FileNotFoundError.
+    """
 
     def __init__(self, objects: Objects, encryption: Encryption, failures: Failures) -> None:
         self.objects = TimedObjects(objects)
@@ -131,7 +134,7 @@ class SharedObjects:
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
         )
-        """What has happened; "refused": objects that failed a check."""
+        """Numbers of objects and bytes by event; "refused" objects failed a check."""
         self.reads = Breaker("read", self.failures)
         self.writes = Breaker("written", self.failures)
         self.seen_s: dict[bytes, float] = {}

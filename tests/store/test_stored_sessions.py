@@ -37,7 +37,8 @@ def add(store: BlockStore, session_id: str, blocks: Sequence[Record], used: floa
     )
 
 
-def test_sessions_are_shown_with_their_tiers_and_sizes(store: BlockStore) -> None:
+def add_five_sessions(store: BlockStore) -> list[Block]:
+    """Add sessions: four share two blocks, and two of these are alike; return the shared blocks."""
     trunk = chain([1], [2])
     longer, other = chain([1], [2], [3], [4]), chain([1], [2], [5, 6])
     add(store, "trunk", trunk)
@@ -45,6 +46,11 @@ def test_sessions_are_shown_with_their_tiers_and_sizes(store: BlockStore) -> Non
     add(store, "other", other)
     add(store, "twin", other)
     add(store, "apart", chain([9]))
+    return trunk
+
+
+def test_sessions_are_shown_with_their_tiers_and_sizes(store: BlockStore) -> None:
+    trunk = add_five_sessions(store)
     answer = StoredSessions(store).describe()
     sizes = {one["id"]: (one["blocks"], one["bytes"]) for one in answer["sessions"]}
     assert {one["tier"] for one in answer["sessions"]} == {"disk"}
@@ -73,13 +79,7 @@ def test_the_largest_come_first(store: BlockStore) -> None:
 
 def test_a_selection_says_what_its_delete_frees(store: BlockStore) -> None:
     sessions = StoredSessions(store)
-    trunk = chain([1], [2])
-    longer, other = chain([1], [2], [3], [4]), chain([1], [2], [5, 6])
-    add(store, "trunk", trunk)
-    add(store, "longer", [*longer, window(longer[-1])])
-    add(store, "other", other)
-    add(store, "twin", other)
-    add(store, "apart", chain([9]))
+    add_five_sessions(store)
     everything = {"trunk", "longer", "other", "twin", "apart"}
     for chosen, n_bytes in (
         (["trunk"], 0),
