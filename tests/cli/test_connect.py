@@ -194,12 +194,16 @@ def test_undo_keeps_what_was_changed_since(is_written_again: bool, home: Path) -
     assert everywhere() == 0
     settings = read(file)
     settings["env"]["ANTHROPIC_MODEL"] = "opus"
+    if not is_written_again:  # otherwise connect replaces it once more
+        settings["env"]["ANTHROPIC_BASE_URL"] = "https://mine.example"
     file.write_text(json.dumps({**settings, "theme": "dark"}))
     if is_written_again:
         assert everywhere("--port", "8124") == 0
     assert connect("claude", "--undo") == 0
     wanted = json.loads(SETTINGS)
     wanted["env"]["ANTHROPIC_MODEL"] = "opus"
+    if not is_written_again:
+        wanted["env"]["ANTHROPIC_BASE_URL"] = "https://mine.example"
     assert read(file) == {**wanted, "theme": "dark"}
     assert contents(home).keys() == {GLOBAL}
 
