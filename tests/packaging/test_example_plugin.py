@@ -50,7 +50,7 @@ def test_it_serves_beside_this_plugin(
         question = [{"role": "user", "content": "How far is it?"}]
         replies = [server.chat(question, session="my chat", max_tokens=4) for _ in range(2)]
         assert replies[1].kvpersist["outcome"] == "EXACT"
-        wait_until(lambda: len(file.read_text(encoding="utf-8").splitlines()) == 3)
+        wait_until(lambda: len(file.read_text().splitlines()) == 3, "a line for each request")
         status, _, body = server.request("GET", "/csvlog")
     assert status == 200 and json.loads(body) == {"requests": 2}
     rows = list(csv.DictReader(file.open(encoding="utf-8", newline="")))
