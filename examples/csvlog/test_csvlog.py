@@ -60,7 +60,7 @@ def test_a_line_has_the_lengths_and_the_outcome(
     plugin = configured(file)
     serve(plugin, times_s, client_gone)
     plugin.shutdown()
-    header, row = csv.reader(file.open(encoding="utf-8", newline=""))
+    header, row = csv.reader(file.read_text(encoding="utf-8").splitlines())
     assert header == list(COLUMNS)
     assert row[1:] == expected
 

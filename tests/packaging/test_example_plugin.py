@@ -53,7 +53,7 @@ def test_it_serves_beside_this_plugin(
         wait_until(lambda: len(file.read_text().splitlines()) == 3, "a line for each request")
         status, _, body = server.request("GET", "/csvlog")
     assert status == 200 and json.loads(body) == {"requests": 2}
-    rows = list(csv.DictReader(file.open(encoding="utf-8", newline="")))
+    rows = list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
     assert [row["outcome"] for row in rows] == ["replied", "replied"]
     assert {row["session"] for row in rows} == {"my chat"}
     lengths = [(row["prompt_tokens"], row["reply_tokens"]) for row in rows]
