@@ -21,7 +21,6 @@ from tests.support.openblas import openblas_env
 from tests.support.synthetic import Message, synthetic_text
 from tests.support.synthetic.smollm2 import make_smollm2
 
-_SIZE = {"width": 1100, "height": 860}
 _SYSTEM: Message = {"role": "system", "content": synthetic_text(2500, seed=1)}
 _TALKS = {
     "Refactor the parser so that it reports the line of an error": {
@@ -71,12 +70,12 @@ def take_picture(url: str, path: Path) -> None:
     browser_path = chromium.find()
     if browser_path is None:
         raise SystemExit(f"Chromium was not found: {chromium.HOW}")
-    env = {**os.environ, **browser_path.env}
+    env: dict[str, str | float | bool] = {**os.environ, **browser_path.env}
     with sync_playwright() as playwright:
         with playwright.chromium.launch(
             executable_path=browser_path.path, env=env, args=["--no-sandbox"], timeout=60_000
         ) as browser:
-            page = browser.new_page(viewport=_SIZE)  # type: ignore[arg-type]
+            page = browser.new_page(viewport={"width": 1100, "height": 860})
             page.goto(f"{url}/kvpersist")
             page.locator(".request").first.wait_for()
             page.locator(".session").first.wait_for()
