@@ -22,7 +22,7 @@ from ..config import DEFAULT_BITS, KV_BITS, precision_of
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
 from . import quality_checks as checks
-from .output import progress, table, tell
+from .output import Report, progress, table
 from .servers import OWN_TEXT
 from .spec import load_named
 
@@ -42,8 +42,8 @@ _Said = tuple[list[list[int]], list[list[int]]]
 """The ids of the replies to questions, and to prompts for tool calls."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises KVPersistError if it fails."""
+def run(args: argparse.Namespace) -> Report:
+    """Run the command. Raises KVPersistError if it fails."""
     text_name, text = read_text(args.text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     about_text = {"name": text_name, "chars": len(text), "sha256": digest}
@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
             reasons = "; ".join(sorted(set(left_out.values())))
             why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
             content = {"model": args.model, "text": about_text, "rows": [], "left_out": left_out}
-            tell(args, {**content, "why": why}, why)
-            return 0
+            return Report({**content, "why": why}, why)
         windows = checks.windows_of(ids, begin, _WINDOW, _STRIDE)
         context = args.context if args.context > 0 else None
         questions: list[list[int]] = []
@@ -93,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
         f"own {dtype}. ±: standard error.\n"
     )
     reasons_left_out = (f"{name}: left out, {reason}" for name, reason in left_out.items())
-    tell(args, content, heading, _table(rows), *reasons_left_out)
-    return 0
+    return Report(content, heading, _table(rows), *reasons_left_out)
 
 
 def _judged(

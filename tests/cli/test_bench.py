@@ -12,7 +12,7 @@ import pytest
 
 from mlx_lm_kvpersist.cli import bench
 from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, StockSpeed, as_markdown, row
-from mlx_lm_kvpersist.cli.demo_model import make_model
+from mlx_lm_kvpersist.cli.demo import make_model
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.cli.servers import Reply
 from mlx_lm_kvpersist.errors import KVPersistError
