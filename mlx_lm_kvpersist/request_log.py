@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from contextlib import suppress
 from dataclasses import asdict
-from threading import Lock
 from typing import Any
 
 from .request.outcome import Outcome
@@ -15,12 +16,15 @@ KEPT = 200
 
 
 class RequestLog:
-    """The last requests as JSON objects; with_text: they may quote the prompt. Any thread."""
+    """The last requests as JSON objects; with_text: they may quote the prompt. Any thread.
+
+    A record never gets or loses a field, so a thread may read it while another sets a field.
+    """
 
     def __init__(self, *, with_text: bool = True) -> None:
         self._with_text = with_text
-        self._records: dict[str, dict[str, Any]] = {}
-        self._lock = Lock()
+        self._records: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        """The newest come first."""
 
     def add(
         self, state: RequestState, model: str, outcome: Outcome, precision: str | None = None
@@ -50,31 +54,29 @@ class RequestLog:
         }
         if not (self._with_text and state.is_kept):
             record = _unquoted(record)
-        with self._lock:
-            self._records[record["id"]] = record
-            if len(self._records) > KEPT:
-                del self._records[next(iter(self._records))]
+        self._records.appendleft(record)
         return record
 
     def timed(self, request_id: str, first_token_s: float | None) -> dict[str, Any] | None:
         """Add the seconds from queueing to the first token; return the record if it is there."""
-        with self._lock:
-            if record := self._records.get(request_id):
-                self._records[request_id] = {**record, "first_token_s": first_token_s}
-            return self._records.get(request_id)
+        for record in self._records.copy():
+            if record["id"] == request_id:
+                record["first_token_s"] = first_token_s
+                return record
+        return None
 
     def forget(self, session: str | None) -> None:
         """Remove the records of a deleted session; others may quote it, and quote no more."""
-        with self._lock:
-            records = self._records.values()
-            left = (record for record in records if record["session"] != session)
-            self._records = {record["id"]: _unquoted(record) for record in left}
+        for record in self._records.copy():
+            record["divergence"] = _unquoted(record)["divergence"]
+            if record["session"] == session:
+                with suppress(ValueError):  # newer records have pushed it out
+                    self._records.remove(record)
 
     def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
         """Return the records, newest first; without text they quote no prompt."""
-        with self._lock:
-            records = list(self._records.values())[::-1]
-        return records if with_text else [_unquoted(record) for record in records]
+        records = self._records.copy()
+        return [record if with_text else _unquoted(record) for record in records]
 
 
 def _unquoted(record: dict[str, Any]) -> dict[str, Any]:
