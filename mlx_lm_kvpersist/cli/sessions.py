@@ -19,7 +19,7 @@ from ..store.index import Index
 from ..store.records import Session, Totals
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
-from .opening import changing, folder_of, reading
+from .opening import changing, reading
 from .output import (
     Report,
     age,
@@ -103,7 +103,7 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
 
 def list_all(args: argparse.Namespace) -> Report:
     """List sessions: a line each that fits a terminal, tab-separated values in a pipe, or JSON."""
-    folder, now = folder_of(args), time.time()
+    folder, now = args.kvpersist_dir, time.time()
     found: list[tuple[Session, str, dict[str, Any]]] = []
     with reading(args) as index:
         for session in index.sessions():
@@ -182,7 +182,7 @@ def show(args: argparse.Namespace) -> Report:
 def rm(args: argparse.Namespace) -> Report:
     if bool(args.sessions) == args.all:
         args.error("name the sessions to remove, or say --all")
-    folder = folder_of(args)
+    folder = args.kvpersist_dir
     if args.all and not args.yes:
         args.error(f"--all removes every session of {folder}; add --yes")
     with changing(args) as disk, disk.lock.held():
@@ -223,7 +223,7 @@ def export(args: argparse.Namespace) -> Report:
 
 
 def load(args: argparse.Namespace) -> Report:
-    folder = folder_of(args)
+    folder = args.kvpersist_dir
     with progress("check") as on_progress:
         source = SessionFile(args.file, on_progress)
     limits, encryption = limits_of(args, folder), encryption_of(args)

@@ -27,7 +27,7 @@ from ..store.rebuild import rebuild_index
 from ..store.records import Session, StoreLimits
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes
-from .opening import changing, existing, folder_of, reading
+from .opening import changing, existing, reading
 from .output import (
     Report,
     age,
@@ -57,7 +57,7 @@ _AGES_S = {"1 hour": 3600, "1 day": 86_400, "7 days": 604_800, "30 days": 2_592_
 
 
 def stats(args: argparse.Namespace) -> Report:
-    folder = folder_of(args)
+    folder = args.kvpersist_dir
     with reading(args) as index:
         sessions = index.sessions()
         roots: list[dict[str, Any]] = [
@@ -107,7 +107,7 @@ def _budgets(limits: StoreLimits) -> dict[str, int]:
 
 
 def verify(args: argparse.Namespace) -> Report:
-    folder = folder_of(args)
+    folder = args.kvpersist_dir
     if args.fix:
         with changing(args) as disk:
             problems = _problems(folder, disk.index)
@@ -152,7 +152,7 @@ def rebuild(args: argparse.Namespace) -> Report:
 
 
 def gc(args: argparse.Namespace) -> Report:
-    folder = folder_of(args)
+    folder = args.kvpersist_dir
     limits = limits_of(args, folder)
     with changing(args, limits) as disk, disk.lock.held():
         sessions = disk.index.sessions()
@@ -244,7 +244,7 @@ def draw(args: argparse.Namespace) -> Report:
     A segment is a run of blocks that the same sessions go through. JSON calls segments parts.
     Nothing is locked or changed, so a server may use the folder at the same time.
     """
-    folder, now = folder_of(args), time.time()
+    folder, now = args.kvpersist_dir, time.time()
     with reading(args) as index:
         segments = _segments(index)
         ages = dict.fromkeys([*_AGES_S, "longer ago"], 0)

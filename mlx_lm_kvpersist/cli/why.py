@@ -9,7 +9,7 @@ from typing import Any
 from ..api.admin import REQUESTS_PATH, STATS_PATH
 from ..errors import KVPersistError
 from ..units import show_bytes
-from .opening import folder_of, reading
+from .opening import reading
 from .output import Report, local_time, shown, table
 from .servers import ask
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> Report:
         for record in records
     ]
     listed = table(["received", "id", "what was reused"], rows)
-    none = f"no request yet in {args.url or folder_of(args)}"
+    none = f"no request yet in {args.url or args.kvpersist_dir}"
     sums = _sums(records, store, stats.get("memory"))
     return Report(records, listed if rows else none, "", *sums)
 
