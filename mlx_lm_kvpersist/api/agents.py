@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
-from ..apis import openai_error, require, require_objects, require_text
+from ..apis import openai_error, placed_objects, require, require_objects, require_text
 from ..errors import ConfigError, RequestRefused
 from .admin import JSON_HEADERS, Answer, answering, check_operator, check_site
 from .messages import MessagesAPI
@@ -275,13 +275,12 @@ def _beginning(body: Body) -> Body:
 
 
 def _messages(messages: Any) -> list[Body]:
-    checked = require_objects("messages", messages)
-    for i, message in enumerate(checked):
-        name, content = f"messages[{i}]", message.get("content")
-        require_text(f"{name}.role", message.get("role"))
+    for place, message in placed_objects("messages", messages):
+        content = message.get("content")
+        require_text(f"{place}.role", message.get("role"))
         is_content = isinstance(content, str | list | None)
-        require(is_content, f"{name}.content", content, "text, a list of parts, or null")
-    return checked
+        require(is_content, f"{place}.content", content, "text, a list of parts, or null")
+    return list(messages)
 
 
 def warm_view(service: Service) -> Callable[[Any], None]:
@@ -328,19 +327,18 @@ def warm_at_start(
     serve: see the hook `started`.
     """
 
+    def warm_file(file: Path, handler: Any) -> None:
+        done = warm(service, handler, session_name(file), read_prompt(file))
+        logger.info("kvpersist: %s is computed and pinned: %s", file, done)
+
     def run() -> None:
         for file in files:
             try:
-                serve(partial(_warm_file, service, file))
+                serve(partial(warm_file, file))
             except Exception as error:
                 logger.error("kvpersist: %s is not warmed: %s", file, error)
 
     threading.Thread(target=run, name="kvpersist-warm", daemon=True).start()
-
-
-def _warm_file(service: Service, file: Path, handler: Any) -> None:
-    done = warm(service, handler, session_name(file), read_prompt(file))
-    logger.info("kvpersist: %s is computed and pinned: %s", file, done)
 
 
 def chat_body_of(content: Any, headers: Headers) -> Body:
