@@ -15,6 +15,8 @@ from typing import Any
 
 LOG_AGAIN_S = 3600.0
 """How long a kind of failure is not logged after it was."""
+COUNTING = Lock()
+"""Held while numbers that several threads count are changed or read, and for nothing else."""
 
 
 class KVPersistError(Exception):
@@ -125,7 +127,7 @@ class Failures:
 
     def __init__(self, logger: logging.Logger) -> None:
         self.counts: Counter[str] = Counter()
-        self._logger, self._lock = logger, Lock()
+        self._logger = logger
         self._logged: dict[str, tuple[float, int]] = {}
         """When a kind was logged last, by the monotonic clock, and its count then."""
 
@@ -136,7 +138,7 @@ class Failures:
         says how many failures of its kind were not logged before it.
         """
         kind, level = kind or message.replace("%s", "…"), how.pop("level", logging.WARNING)
-        with self._lock:
+        with COUNTING:
             self.counts[kind] += 1
             count, now_s = self.counts[kind], time.monotonic()
             logged_s, n_logged = self._logged.get(kind, (-math.inf, count - 1))

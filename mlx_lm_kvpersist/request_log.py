@@ -1,6 +1,6 @@
-"""What is remembered of requests: the last ones, for people, and the metrics of all, for Prometheus.
+"""What is remembered of requests: the last ones for people, and numbers of all for Prometheus.
 
-prometheus_client is imported when Prometheus first asks: neither a start nor a reply waits for that.
+prometheus_client is imported when Prometheus first asks, so no start and no reply waits for that.
 Any thread.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import accumulate, pairwise
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from .errors import COUNTING
 from .request.outcome import Outcome
 from .request.state import RequestState
 
@@ -141,7 +141,6 @@ class Metrics:
         memory: Callable[[], dict[str, int] | None] = lambda: None,
     ) -> None:
         self._store, self._memory = store, memory
-        self._lock = Lock()
         self._created_s = time.time()
         self._n_requests: Counter[str] = Counter()
         self._n_prefilled = 0
@@ -156,13 +155,13 @@ class Metrics:
 
     def count(self, outcome: str, n_prefilled: int) -> None:
         """Count a request by its outcome, and its prompt's tokens that were computed."""
-        with self._lock:
+        with COUNTING:
             self._n_requests[outcome] += 1
             self._n_prefilled += n_prefilled
 
     def observe(self, outcome: str, times_s: Sequence[float]) -> None:
         """Take the times of a reply's tokens, in seconds since its request was queued."""
-        with self._lock:
+        with COUNTING:
             if times_s:
                 self._first_token.add(outcome, times_s[:1])
             self._inter_token.add(outcome, (after - before for before, after in pairwise(times_s)))
@@ -178,7 +177,7 @@ class Metrics:
         from prometheus_client.metrics_core import CounterMetricFamily as Count
         from prometheus_client.metrics_core import GaugeMetricFamily as Gauge
 
-        with self._lock:
+        with COUNTING:
             created_s = self._created_s
             requests = Count(
                 "kvpersist_requests", "Requests, by what they reused.", labels=["outcome"]

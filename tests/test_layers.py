@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store",
         "units",
     },
-    "request_log": {"request"},
+    "request_log": {"errors", "request"},
     "round_trip": {"cache", "errors", "host", "request", "store"},
     "config": {"api", "cache", "errors", "store", "units"},
     "host": {"apis", "errors", "image_ids", "ranks"},
