@@ -236,25 +236,21 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         return f"{counts[counted]} of {counts['tried']}" if counts else "-"
 
     cells = [
-        [
-            row["precision"] + " (default)" * (row["precision"] == DEFAULT_BITS),
-            f"{row['bits_per_number']:.2f}",
-            show_bytes(row["kv_bytes_per_token"]),
-            estimate(row, "perplexity", ".3f"),
-            estimate(row, "perplexity_rise", "+.2%"),
-            estimate(row, "agreement", ".1%"),
-            estimate(row, "divergence_nats", ".4f"),
-            f"{row['divergence_p99_nats']:.3f}",
-            f"{row['texts'][row['worst_text']]:.4f}, {row['worst_text']}",
-            share(row, "replies", "same"),
-            share(row, "needles", "found"),
-            share(row, "tool_calls", "found"),
-            share(row, "tool_calls", "same"),
-        ]
+        {
+            "bits": row["precision"] + " (default)" * (row["precision"] == DEFAULT_BITS),
+            "a number": f"{row['bits_per_number']:.2f}",
+            "a token": show_bytes(row["kv_bytes_per_token"]),
+            "perplexity": estimate(row, "perplexity", ".3f"),
+            "change": estimate(row, "perplexity_rise", "+.2%"),
+            "same next token": estimate(row, "agreement", ".1%"),
+            "KL nats": estimate(row, "divergence_nats", ".4f"),
+            "at 99%": f"{row['divergence_p99_nats']:.3f}",
+            "worst text": f"{row['texts'][row['worst_text']]:.4f}, {row['worst_text']}",
+            "same replies": share(row, "replies", "same"),
+            "facts found": share(row, "needles", "found"),
+            "right calls": share(row, "tool_calls", "found"),
+            "same calls": share(row, "tool_calls", "same"),
+        }
         for row in rows
     ]
-    columns = [
-        *("bits", "a number", "a token", "perplexity", "change", "same next token", "KL nats"),
-        *("at 99%", "worst text", "same replies", "facts found", "right calls", "same calls"),
-    ]
-    return table(columns, cells, right="perplexity change")
+    return table([*cells[0]], [[*row.values()] for row in cells], right="perplexity change")
