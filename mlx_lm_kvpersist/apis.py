@@ -131,7 +131,7 @@ def require_objects(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def placed_objects(name: str, value: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return objects with their places, such as "messages[3]"; refuse what is no list of them."""
+    """Return objects with their places, such as "messages[3]"; refuse anything else."""
     require(isinstance(value, list), name, value, "a list of objects")
     places = (f"{name}[{i}]" for i in range(len(value)))
     return [(place, require_object(place, item)) for place, item in zip(places, value, strict=True)]

@@ -1,4 +1,4 @@
-"""What is remembered of requests: the last ones for people, and numbers of all for Prometheus.
+"""The last requests, for people, and numbers of all requests, for Prometheus.
 
 prometheus_client is imported when Prometheus first asks, so no start and no reply waits for that.
 Any thread.

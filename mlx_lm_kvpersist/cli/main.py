@@ -114,7 +114,8 @@ def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
     if args.command == "why":
         folders = folders[:1]  # clients ask rank 0
     if len(folders) == 1:
-        return run(argparse.Namespace(**{**vars(args), "kvpersist_dir": folders[0]})).tell(args)
+        args.kvpersist_dir = folders[0]
+        return int(run(args).tell(args))
     if "file" in args:
         names = ", ".join(map(str, folders))
         raise KVPersistError(f"a file is of one store; name it with --kvpersist-dir: {names}")

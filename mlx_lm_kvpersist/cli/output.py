@@ -45,7 +45,7 @@ _UNITS_S = {"d": 86_400, "h": 3600, "min": 60}
 
 
 class Report:
-    """What a command says, and its exit status.
+    """The output of a command, and its exit status.
 
     content: printed as JSON if --json asks for it. texts: otherwise printed, for people.
     """
