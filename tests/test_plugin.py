@@ -37,7 +37,7 @@ def test_a_request_that_another_plugin_took_is_told_so() -> None:
 def test_a_request_that_waits_is_named_before_its_outcome_is_known() -> None:
     plugin = KVPersistPlugin()
     request: Any = SimpleNamespace(messages=[{"role": "user", "content": "hello"}])
-    early, late = dict(plugin.early_headers(request)), dict(plugin.response_headers(request))
+    early, late = (dict(plugin.response_headers(request, is_early)) for is_early in (True, False))
     assert early["X-KVPersist"] == "outcome=PENDING"
     assert late["X-KVPersist"].startswith("outcome=STOCK")
     (record,) = plugin._log.records()

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..cache.measuring.sequence_memory import SequenceMemory
-from ..host.answers import BatchMemory
+from ..host.hooks import BatchMemory
 from ..store.block_store import BlockStore
 from ..units import show_bytes
 from .lookup import Lookup

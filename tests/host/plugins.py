@@ -17,8 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, Route, TakenRequest
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, Route, TakenRequest, hookimpl
 
 
 class EchoRequest(TakenRequest):

@@ -18,7 +18,7 @@ import pytest
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import Joiner
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS

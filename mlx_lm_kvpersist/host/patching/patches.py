@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..hookspecs import hookimpl
+from ..hooks import hookimpl
 from ..http.server import PluginAPIHandler, plugin_run_http_server
 from ..run import plugin_argparse, plugin_run
 from ..scheduling.batch_generator import PluginBatchGenerator, plugin_batch_generator

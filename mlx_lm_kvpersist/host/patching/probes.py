@@ -27,9 +27,18 @@ import mlx.core as mx
 import pluggy
 
 from ...errors import PatchNotEffective
-from .. import answers, manager
-from ..hookspecs import hookimpl
-from ..manager import TakenTokens, take_request
+from .. import manager
+from ..hooks import (
+    ClientRequest,
+    ModelSupport,
+    PrefillLimits,
+    Prepared,
+    Prompt,
+    Route,
+    TakenRequest,
+    hookimpl,
+)
+from ..manager import Taken, TakenTokens, take_request
 from ..scheduling import prompt_lookup
 from ..scheduling.model_provider import PluginCaches
 from ..scheduling.wired import WiredLimit
@@ -79,17 +88,17 @@ def remembered(hook: str) -> Callable[[ProbePlugin], None]:
     return implementation
 
 
-class ProbeRequest(answers.TakenRequest):
+class ProbeRequest(TakenRequest):
     """Feeds one token more than the prompt has."""
 
-    def __init__(self, plugin: ProbePlugin, prompt: answers.Prompt) -> None:
+    def __init__(self, plugin: ProbePlugin, prompt: Prompt) -> None:
         super().__init__(prompt)
         self.plugin = plugin
 
-    def enter(self) -> answers.Prepared:
+    def enter(self) -> Prepared:
         ids = self.prompt.ids
-        longer = answers.Prompt([*ids, 0], [ids, [0]], ["user", "assistant"])
-        return answers.Prepared(longer, [ProbeCache()], len(ids))
+        longer = Prompt([*ids, 0], [ids, [0]], ["user", "assistant"])
+        return Prepared(longer, [ProbeCache()], len(ids))
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         self.plugin.asked.append(f"insert {list(tokens)} {cache_type}")
@@ -114,12 +123,12 @@ class ProbePlugin:
         return asked_bytes - 1
 
     @hookimpl
-    def model_loaded(self) -> answers.ModelSupport:
+    def model_loaded(self) -> ModelSupport:
         self.asked.append("model_loaded")
-        return answers.ModelSupport(
+        return ModelSupport(
             lambda: [ProbeCache(), ProbeCache()],
             lambda caches: ProbeCache(f"{len(caches)} merged by the plugin"),
-            limits=answers.PrefillLimits(1.0, lambda position: 2),
+            limits=PrefillLimits(1.0, lambda position: 2),
         )
 
     @hookimpl
@@ -135,7 +144,7 @@ class ProbePlugin:
         self.asked.append(f"serving_changed {serving}")
 
     @hookimpl
-    def take_request(self, request: answers.ClientRequest, prompt: answers.Prompt) -> ProbeRequest:
+    def take_request(self, request: ClientRequest, prompt: Prompt) -> ProbeRequest:
         self.asked.append(f"take_request {request.kind} {request.prompt}")
         return ProbeRequest(self, prompt)
 
@@ -148,8 +157,8 @@ class ProbePlugin:
         self.asked.append(f"reply_sent {content}")
 
     @hookimpl
-    def routes(self) -> list[answers.Route]:
-        return [answers.Route("GET", "/probe", lambda handler: handler.send_error(418))]
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/probe", lambda handler: handler.send_error(418))]
 
 
 @contextlib.contextmanager
@@ -278,6 +287,14 @@ def requests_pass_plugins(server: ModuleType) -> None:
     expect("hooks asked", plugin.asked, hooks)
 
 
+def taken(prompt: Prompt) -> Taken:
+    """Return a request for a text as the probe's plugin takes it."""
+    request = SimpleNamespace(request_type="text", prompt="p", messages=[])
+    plugin_request = take_request(ClientRequest(request), prompt)
+    assert plugin_request is not None
+    return plugin_request
+
+
 def prompt_cache_asks_plugins(server: ModuleType) -> None:
     """The cache that `run` makes returns a plugin's caches, and calls its `insert`."""
     prompt_caches: list[Any] = []
@@ -286,10 +303,7 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
         replaced(server, "ResponseGenerator", lambda provider, cache: prompt_caches.append(cache)),
         replaced(server, "_run_http_server", lambda *args, **kwargs: None),
     ):
-        request = SimpleNamespace(request_type="text", prompt="p", messages=[])
-        prompt = answers.Prompt([1], [[1]], ["user"])
-        plugin_request = take_request(answers.ClientRequest(request), prompt)
-        assert plugin_request is not None
+        plugin_request = taken(Prompt([1], [[1]], ["user"]))
         plugin_request.enter()
         inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
         (cache,) = prompt_caches
@@ -306,10 +320,7 @@ def single_prompts_are_saved(server: ModuleType) -> None:
     with probing() as plugin:
         model: Any = ProbeModel()
         model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
-        request = SimpleNamespace(request_type="text", prompt="p", messages=[])
-        prompt = answers.Prompt([1, 2], [[1, 2]], ["user"])
-        plugin_request = take_request(answers.ClientRequest(request), prompt)
-        assert plugin_request is not None
+        plugin_request = taken(prompt := Prompt([1, 2], [[1, 2]], ["user"]))
         plugin_request.prompt = prompt
         plugin.asked.clear()
         replies = server.stream_generate(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError
 from ...ranks import LOADING_S, PATIENCE_S, ranks
 from .. import manager
-from ..answers import ModelSupport, PrefillLimits, check_batch, check_caches
 from ..attachments import renders_images
+from ..hooks import ModelSupport, PrefillLimits, check_batch, check_caches
 from .context_length import max_context
 from .step_failures import StepFailures
 from .wired import choose_wired_limit

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm_kvpersist.apis import openai_error
 from mlx_lm_kvpersist.cli.selftest import check_patch, check_startup
 from mlx_lm_kvpersist.errors import PatchNotEffective, SignatureChanged
-from mlx_lm_kvpersist.host.answers import Prompt, TakenRequest
+from mlx_lm_kvpersist.host.hooks import Prompt, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.patching.patch import Overrides, Patch, PatchSet
 from mlx_lm_kvpersist.host.patching.patches import PATCHES

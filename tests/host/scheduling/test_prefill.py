@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
-from mlx_lm_kvpersist.host.answers import (
+from mlx_lm_kvpersist.host.hooks import (
     ClientRequest,
     ModelSupport,
     PrefillLimits,

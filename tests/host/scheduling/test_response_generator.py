@@ -10,8 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, RequestRefused
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prepared, Prompt, TakenRequest
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prepared, Prompt, TakenRequest, hookimpl
 from mlx_lm_kvpersist.host.manager import TakenTokens
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator

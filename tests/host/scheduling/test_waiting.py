@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, TakenRequest
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, TakenRequest, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.scheduling.reply import ARRIVING
 from mlx_lm_kvpersist.host.scheduling.waiting import GAP_S, LARGE_S, WORK_S, Line
