@@ -187,14 +187,9 @@ class KVPersistPlugin:
             state.namespace = unshared(state.namespace)
 
     @hookimpl
-    def serving_changed(self, serving: bool) -> None:
-        if not serving and self._store is not None:
-            self._store.writer.set_n_replies(0)
-        if not serving and self._serving is not None:
-            self._serving.memory.weigh((), (), 0)  # nothing runs any more
-
-    @hookimpl
     def idle(self) -> None:
+        if self._store is not None:
+            self._store.writer.set_n_replies(0)
         if self._serving is not None:
             self._serving.memory.idle()
 

@@ -86,16 +86,13 @@ class _Tested:
         self.ask("add_options", parser=parser)
         args = parser.parse_args(options, copy.copy(self._provider.cli_args))
         self.ask("configure", args=args)
-        self.ask("self_test")
         self.ask("routes")
         self.ask("started", serve=lambda work: None)
         self.ask("wired_limit", provider=self._provider, asked_bytes=1 << 34)
         for _, support in self.ask("model_loaded", provider=self._provider) or ():
             manager.safely(_NAME, "model_loaded", self._compute, support)
-        self.ask("serving_changed", serving=True)
         for kind in ("chat", "text"):
             self._request(kind)
-        self.ask("serving_changed", serving=False)
         self.ask("idle")
         self.ask("shutdown")
 

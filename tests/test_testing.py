@@ -24,8 +24,7 @@ from mlx_lm_kvpersist.host.hooks import (
     TakenRequest,
     hookimpl,
 )
-from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.testing import HOOKS, check_plugin, find_faults

@@ -400,12 +400,10 @@ def add_options(parser: ArgumentParser) -> None:
 
 @hookspec
 def configure(args: Namespace) -> None:
-    """Read the parsed options; raise ConfigError to stop the server with one line."""
+    """Read the parsed options, and prove that the plugin works. Main thread.
 
-
-@hookspec
-def self_test() -> None:
-    """Prove, before the server listens, that the plugin works; raise KVPersistError to stop it."""
+    Raise ConfigError, or another KVPersistError, to stop the server with one line.
+    """
 
 
 @hookspec
@@ -445,15 +443,10 @@ def request_received(request: ClientRequest, headers: Message, body: Mapping[str
 
 
 @hookspec
-def serving_changed(serving: bool) -> None:
-    """Requests begin to be served where there were none, or none is any more. Generation thread."""
-
-
-@hookspec
 def idle() -> None:
     """Nothing is served: do very little work; a request would wait for it. Generation thread.
 
-    Called some ten times a second.
+    Called when the last reply has ended, and then some ten times a second.
     """
 
 

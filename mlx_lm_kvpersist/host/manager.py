@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 RAISED: dict[str, type[Exception]] = {
-    **dict.fromkeys(("add_options", "configure", "self_test", "routes", "started"), Exception),
+    **dict.fromkeys(("add_options", "configure", "routes", "started"), Exception),
     "model_loaded": Exception,
     "prepare_messages": Exception,
     "request_received": RequestRefused,

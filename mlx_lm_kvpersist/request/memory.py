@@ -224,9 +224,10 @@ class Memory(BatchMemory):
         return self._needed() + self.pool_bytes <= self._usable_bytes
 
     def idle(self) -> None:
-        """Follow the pressure while nothing runs."""
-        if self._level != self._pressure.level:
-            self.changed()
+        """Note that nothing runs, and follow the pressure."""
+        ran = self.live_bytes or self._replies or self._prompts or self._claims
+        if ran or self._level != self._pressure.level:
+            self.weigh((), (), 0)
 
     def parts(self) -> dict[str, int]:
         """Return the used bytes, and how many requests wait. Any thread.

@@ -56,10 +56,6 @@ class Echo:
         self.record("configure", args.plugin)
 
     @hookimpl
-    def self_test(self) -> None:
-        self.record("self_test")
-
-    @hookimpl
     def model_loaded(self, provider: Any) -> None:
         self.record("model_loaded", provider.model_key[0])
 
@@ -174,10 +170,6 @@ class Failing:
         server._make_sampler = make
 
     @hookimpl
-    def self_test(self) -> None:
-        self.fail("self_test")
-
-    @hookimpl
     def routes(self) -> None:
         self.fail("routes")
 
@@ -236,5 +228,5 @@ class Editing:
         times_s.clear()
 
     @hookimpl
-    def serving_changed(self) -> None:
+    def idle(self) -> None:
         raise RuntimeError("a fault of the plugin")

@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -67,8 +66,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     timeout = CLIENT_TIMEOUT_S
     plugin_routes: Mapping[tuple[str, str], Route]
-    pattern_routes: Mapping[str, Sequence[Route]]
-    """Routes with braces in their paths, by method."""
+    pattern_routes: Sequence[Route]
+    """Routes with braces in their paths."""
     clients: Clients
     stream_options: Any
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
@@ -143,7 +142,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def _route(self) -> Route | None:
         method, path = self.command, self.path.partition("?")[0]
         exact = self.plugin_routes.get((method, path))
-        routes = self.pattern_routes.get(method, ())
+        routes = (route for route in self.pattern_routes if route.method == method)
         return exact or next((route for route in routes if route.pattern.fullmatch(path)), None)
 
     def _answer(self, route: Route) -> None:
@@ -502,12 +501,12 @@ def handler_with(
     stock: type[Any], routes: Mapping[tuple[str, str], Route], clients: Clients
 ) -> type[Any]:
     """Return the stock handler class with the methods of PluginAPIHandler before its own."""
-    patterns = defaultdict[str, list[Route]](list)
-    for route in routes.values():
-        if "{" in route.path:
-            patterns[route.method].append(route)
-    attributes = {"plugin_routes": dict(routes), "pattern_routes": patterns, "clients": clients}
-    attributes["stock_response"] = stock.generate_response
+    attributes = {
+        "plugin_routes": dict(routes),
+        "pattern_routes": [route for route in routes.values() if "{" in route.path],
+        "clients": clients,
+        "stock_response": stock.generate_response,
+    }
     return type(PluginAPIHandler.__name__, (PluginAPIHandler, stock), attributes)
 
 

@@ -192,7 +192,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if serving != self._serving:
             self._serving, self._has_stepped = serving, False
             self._line.begin_batch()
-            manager.ask("serving_changed", serving=serving)
+            if not serving:
+                manager.ask("idle")
 
     def _wait_s(self) -> float | None:
         """Return how many seconds to wait for a request that arrived with the first of a batch.
