@@ -68,7 +68,7 @@ class Service:
         headers["X-KVPersist-Namespace"] = namespace
         headers["Host"], headers["X-Session-ID"] = "localhost", "another's"
         sent: list[int] = []
-        handler = SimpleNamespace(
+        handler: Any = SimpleNamespace(
             headers=headers,
             command=method,
             path=path,

@@ -67,6 +67,8 @@ def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
         return error
     if isinstance(error, TimeoutError):
         return late_body(timeout_s)
+    if isinstance(error, RecursionError):
+        return RequestRefused(f"the body is no JSON that can be read: {error}")
     status, code = getattr(error, "status", 500), getattr(error, "code", None)
     if status == 500:
         logger.exception("kvpersist: a reply failed", exc_info=error)

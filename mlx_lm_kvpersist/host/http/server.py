@@ -166,7 +166,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             request_checks.check_body_length(self.headers.get("Content-Length"))
             try:
                 super().do_POST()
-            except (RecursionError, ValueError) as error:
+            except ValueError as error:
                 # Stock catches only json's own error while it reads a body.
                 if self.body or isinstance(error, RequestRefused):
                     raise
@@ -240,11 +240,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.answer_json(200, {"input_tokens": self.generator.count_tokens(completion, args)})
 
     def _parsed(self, api: API) -> Request:
-        try:
-            body = request_checks.tidy(self.read_json())
-        except RecursionError as error:
-            raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
-        return api.parse(body, self.headers)
+        return api.parse(request_checks.tidy(self.read_json()), self.headers)
 
     def serve_chat(self, chat_body: dict[str, Any]) -> None:
         """Answer with the reply to a chat completion's body, or with its error."""

@@ -51,6 +51,8 @@ class Enters(TakenRequest):
     def enter(self) -> Any:
         if isinstance(self.answer, ClientGone):
             raise self.answer
+        if isinstance(self.answer, tuple):
+            return Prepared(*self.answer)
         return Prepared(self.answer) if isinstance(self.answer, Prompt) else self.answer
 
 
@@ -146,9 +148,9 @@ def test_a_new_prompt_is_fed_and_stock_pops_from_copies(patched_server: ModuleTy
         Prompt([1, 2], [[1, 2], []], ["user", "assistant"]),
         Prompt([1, 2], [[1, 2]], []),
         Prompt([], [], []),
-        Prepared(Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 2),
-        Prepared(Prompt([1, 2], [[1, 2]], ["user"]), None, 1),
-        Prepared(Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 0),
+        (Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 2),
+        (Prompt([1, 2], [[1, 2]], ["user"]), None, 1),
+        (Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 0),
         "no Prepared",
     ],
 )

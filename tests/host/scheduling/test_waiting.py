@@ -643,9 +643,12 @@ def test_plugins_know_at_once_that_nothing_is_served_any_more(
     """Before the server waits for a request, and also if one is there."""
     n_idle: list[int] = []
     stock = generator._take_queued
-    monkeypatch.setattr(
-        generator, "_take_queued", lambda wait_s: n_idle.append(fetches.n_idle) or stock(wait_s)
-    )
+
+    def take_queued(timeout_s: float | None) -> Any:
+        n_idle.append(fetches.n_idle)
+        return stock(timeout_s)
+
+    monkeypatch.setattr(generator, "_take_queued", take_queued)
     take(generator)
     put(generator, "a")
     assert take(generator, IDLE) == "a"
