@@ -243,17 +243,17 @@ class Taken:
 
         Raises RequestRefused if the plugin does.
         """
-        ready = safely(self.plugin, "take_request", self.request.advance, raised=RequestRefused)
+        ready = self._safely(self.request.advance, raised=RequestRefused)
         return ready is None or bool(ready)
 
     def resume(self, prompt: Prompt) -> None:
         """Let the request enter once more, with another prompt."""
-        safely(self.plugin, "take_request", self.request.resume, prompt)
+        self._safely(self.request.resume, prompt)
 
     def enter(self) -> Prompt | None:
         """Return the prompt to feed; None where stock serves the request. Raises ClientGone."""
-        prepared: Prepared | None = safely(
-            self.plugin, "take_request", self.request.enter, check=check_prepared, raised=ClientGone
+        prepared: Prepared | None = self._safely(
+            self.request.enter, check=check_prepared, raised=ClientGone
         )
         if prepared is None:
             return None
@@ -263,14 +263,14 @@ class Taken:
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return up to `n` ids that may follow; a plugin that fails knows none."""
-        drafts = self.request.draft_ids
-        return (safely(self.plugin, "take_request", drafts, run, n, check=check_draft_ids) or ())[
-            :n
-        ]
+        drafts = self._safely(self.request.draft_ids, run, n, check=check_draft_ids)
+        return drafts[:n] if drafts else ()
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:
-        computed = tuple(tokens), list(caches), cache_type
-        safely(self.plugin, "take_request", self.request.insert, *computed)
+        self._safely(self.request.insert, tuple(tokens), list(caches), cache_type)
+
+    def _safely(self, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        return safely(self.plugin, "take_request", function, *args, **how)
 
 
 def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:

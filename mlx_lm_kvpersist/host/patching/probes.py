@@ -16,7 +16,7 @@ import socket
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from email.message import Message
 from functools import cache
 from queue import Queue
@@ -69,16 +69,6 @@ class ProbeCache:
     extract = filter = prepare = finalize = extend
 
 
-def remembered(hook: str) -> Callable[[ProbePlugin], None]:
-    """Return an implementation of a hook that only records its calls."""
-
-    @hookimpl
-    def implementation(self: ProbePlugin) -> None:
-        self.asked.append(hook)
-
-    return implementation
-
-
 class ProbeRequest(hooks.TakenRequest):
     """Feeds one token more than the prompt has."""
 
@@ -105,7 +95,13 @@ class ProbePlugin:
     def add_options(self, parser: ArgumentParser) -> None:
         parser.add_argument("--probe-option", type=int)
 
-    configure, shutdown = remembered("configure"), remembered("shutdown")
+    @hookimpl
+    def configure(self) -> None:
+        self.asked.append("configure")
+
+    @hookimpl
+    def shutdown(self) -> None:
+        self.asked.append("shutdown")
 
     @hookimpl
     def wired_limit(self, asked_bytes: int) -> int:
