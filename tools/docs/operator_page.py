@@ -21,7 +21,7 @@ from tests.support.openblas import openblas_env
 from tests.support.synthetic import Message, synthetic_text
 from tests.support.synthetic.smollm2 import make_smollm2
 
-_SYSTEM: Message = {"role": "system", "content": synthetic_text(2500, seed=1)}
+_SYSTEM: Message = {"role": "system", "content": synthetic_text(1500, seed=1)}
 _TALKS = {
     "Refactor the parser so that it reports the line of an error": {
         "User-Agent": "claude-cli/2.1.0",
@@ -44,15 +44,15 @@ _TALKS = {
 
 
 def play(server: ServerProcess) -> None:
-    """Hold four conversations of three turns; the server is killed after the second turn."""
+    """Hold four conversations of four turns; the server is killed after the first turn."""
     talks: dict[str, list[Message]] = {question: [_SYSTEM] for question in _TALKS}
-    for turn in range(3):
+    for turn in range(4):
         for question, messages in talks.items():
             text = question if turn == 0 else f"And then? {synthetic_text(300, seed=turn)}"
             messages.append({"role": "user", "content": text})
             reply = server.chat(messages, headers=_TALKS[question], max_tokens=24)
             messages.append({"role": "assistant", "content": reply.text})
-        if turn == 1:
+        if turn == 0:
             wait_for_writer(server)
             server.kill9()
             server.start()
