@@ -28,15 +28,12 @@ from .host.hookspecs import hookimpl
 from .host.http import apis
 from .host.http.request_checks import read_json
 from .ranks import ranks
-from .request.loading import described, load_model, places
 from .request.machine import Pressure
-from .request.memory import Memory, total_bytes, weights_bytes
-from .request.model import ModelOptions, Speed
+from .request.memory import Memory, total_bytes, weights_bytes, wired_bytes
+from .request.model import ModelOptions, Speed, described, load_model, places
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
-from .request.serving import ServedRequest, Serving
-from .request.state import RequestState, Stage
-from .request.wired import wired_bytes
+from .request.serving import RequestState, ServedRequest, Serving, Stage
 from .request_log import RequestLog
 from .store.block_store import BlockStore
 from .store.records import RAM

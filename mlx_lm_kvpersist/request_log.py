@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 from .request.outcome import Outcome
-from .request.state import RequestState
+from .request.serving import RequestState
 
 KEPT = 200
 """Requests that a server remembers."""

@@ -35,7 +35,7 @@ from .host.scheduling.model_provider import PluginCaches
 from .request.lookup import Lookup
 from .request.model import LoadedModel
 from .request.outcome import Kind
-from .request.sequence import RunningSequence
+from .request.saver import RunningSequence
 from .store.block_store import BlockStore, StoreLimits
 
 _VOCAB = 64

@@ -34,7 +34,7 @@ from mlx_lm_kvpersist.cache.live.packed import GRID, headroom
 from mlx_lm_kvpersist.cache.live.policy import forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
-from mlx_lm_kvpersist.cache.measuring.observe import packed_shapes
+from mlx_lm_kvpersist.cache.measuring.attention_check import packed_shapes
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from .conversation import random_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_lm_kvpersist.request.outcome import Divergence, Kind, Outcome
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState
 from mlx_lm_kvpersist.request_log import KEPT, RequestLog
 
 

@@ -27,8 +27,7 @@ from ..match.tree import FEW
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from .outcome import Reason
-from .saver import CheckpointSource, Needed, RestorePoint, Saver
-from .sequence import RunningSequence
+from .saver import CheckpointSource, Needed, RestorePoint, RunningSequence, Saver
 
 STATE = "state"
 """The record of every checkpoint: states of recurrent layers, and the newest tokens of quantized

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..cache.measuring.sequence_memory import SequenceMemory
+from ..cache.measuring.prefill_memory import SequenceMemory
 from ..host.answers import BatchMemory
 from ..store.block_store import BlockStore
 from ..units import show_bytes
@@ -34,6 +34,8 @@ GROWTH = 512
 """A sequence begins only if there is room for this number of tokens more."""
 MOST_PASSED = 8
 """A request that waits for memory lets this number of smaller requests pass; then it is next."""
+NEEDED_ABOVE = 0.5
+"""The share of the recommended bytes above which macOS keeps weights wired (docs/mac.md)."""
 _RECORD_BYTES = 4096
 """The record, ids and text of a block in RAM, and its places in indexes; not its arrays."""
 _INDEX_BYTES = 32 << 20
@@ -283,3 +285,14 @@ def total_bytes(option: int | None, n_weights: int) -> int:
             *map(show_bytes, (n_weights, offered, LEAST_BYTES)),
         )
     return max(left, LEAST_BYTES)
+
+
+def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
+    """Return how many bytes macOS may wire, None for stock's number, and the reason for the log.
+
+    asked_bytes: stock's number, which is all that the device recommends.
+    """
+    sizes = f"the weights are {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)}"
+    if n_weight_bytes > NEEDED_ABOVE * asked_bytes:
+        return None, f"as stock, up to {show_bytes(asked_bytes)}: {sizes}, more than half"
+    return 0, f"off: {sizes}, at most half"

@@ -1,25 +1,60 @@
-"""Save what is computed as blocks, and find what to restore. Generation thread.
+"""Save the tokens of a request as blocks, and find what to restore. Generation thread.
 
 It does as little as it can: hash the ids, copy the new tokens' KV, evaluate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import dropwhile, takewhile
 from typing import Any, Protocol
 
-from ..block import Block, Checkpoint, Record, block_key, pack_ids
+from ..block import Block, Checkpoint, Record, Root, block_key, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, split
 from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes
 from ..host.answers import PREFILL, REPLY
 from ..match.text import TokenText
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
+from ..store.records import Leaf
 from .outcome import Reason
-from .sequence import RunningSequence
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """The tokens of a request that has entered. Generation thread.
+
+    The first `n_reused` of its `n_prompt` prompt tokens, the `packed_ids`, were restored. `chain`
+    holds the stored blocks of its beginning. Its leaf has `session`, `note` and `messages`.
+    """
+
+    root: Root
+    n_prompt: int
+    n_reused: int = 0
+    chain: list[Block] = field(default_factory=list, repr=False)
+    n_system: int = 0
+    """Tokens of the prompt's system prompt."""
+    packed_ids: bytes = field(default=b"", repr=False)
+    session: str | None = None
+    note: Mapping[str, str] = field(default_factory=dict, repr=False)
+    messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
+    draft: RunningSequence | None = None
+    """The same tokens in the caches of the draft model."""
+    is_draft: bool = False
+
+    @property
+    def n_saved(self) -> int:
+        """The number of its first tokens that are in stored blocks."""
+        return self.chain[-1].stop if self.chain else 0
+
+    def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
+        """Return the leaf of its conversation, whose blocks are `chain`."""
+        end, with_text = chain[-1], self.root.with_text
+        note = {name: text for name, text in self.note.items() if name != "words" or with_text}
+        moved, is_session = tuple(replaced), not self.is_draft
+        return Leaf(self.session, end.key, end.stop, moved, note, self.messages, is_session)
 
 
 @dataclass(frozen=True)

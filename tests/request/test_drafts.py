@@ -22,11 +22,10 @@ from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Pr
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate
-from mlx_lm_kvpersist.request.loading import load_model
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
-from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions
+from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions, load_model
 from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import make_tiny_model, make_zoo_model

@@ -18,8 +18,7 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.lookup import MAX_MATCHED_TOKENS, Lookup
 from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
-from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
-from mlx_lm_kvpersist.request.state import RequestState, Stage
+from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving, Stage
 from mlx_lm_kvpersist.store.records import Gone
 from tests.support.store_files import block_path
 

@@ -14,7 +14,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import split
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.answers import REPLY
 from mlx_lm_kvpersist.request.outcome import Reason
-from mlx_lm_kvpersist.request.sequence import RunningSequence
+from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.store.block_store import Commit
 from mlx_lm_kvpersist.store.files import read_file, write_block
 from models_check.build import build

@@ -377,7 +377,7 @@ FAULTS = (
     "mlx_lm_kvpersist.request.serving:ServedRequest.insert",
     "mlx_lm_kvpersist.request.memory:Memory.weigh",
     "mlx_lm_kvpersist.request.memory:Memory.enters",
-    "mlx_lm_kvpersist.request.loading:spec_of",
+    "mlx_lm_kvpersist.request.model:spec_of",
     "mlx_lm_kvpersist.store.block_store:BlockStore.commit",
     "mlx_lm_kvpersist.store.block_store:BlockStore.touch",
     "mlx_lm_kvpersist.host.scheduling.model_provider:PluginCaches.merge",

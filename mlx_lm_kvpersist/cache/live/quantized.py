@@ -13,8 +13,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
 from ..geometry.precision import KVPrecision, Quantization
 from . import packed as pk
 from .attention import PackedKV
-from .batch import Buffers, FullPrecisionBatchKVCache, PaddedBatch, ints
-from .newest import Newest
+from .batch import Buffers, FullPrecisionBatchKVCache, Newest, PaddedBatch, ints
 from .policy import AttentionPlan
 
 _MOST_TAKEN_BACK = 32

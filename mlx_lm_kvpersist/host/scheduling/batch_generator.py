@@ -30,8 +30,8 @@ from ..manager import TakenTokens
 from .model_provider import PluginCaches
 from .prefill import Prefill, Prefills
 from .prompt_lookup import PromptLookup
-from .reply import WEIGH_EVERY
 from .step_failures import Step
+from .waiting import WEIGH_EVERY
 
 if TYPE_CHECKING:
     from mlx_lm.generate import BatchGenerator as Stock

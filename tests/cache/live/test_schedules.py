@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
 )
-from mlx_lm_kvpersist.cache.measuring.observe import observed_attention
+from mlx_lm_kvpersist.cache.measuring.attention_check import observed_attention
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 
 from ..conftest import ARCHITECTURES, VOCAB, tiny_gemma3

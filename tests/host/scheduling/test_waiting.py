@@ -17,8 +17,7 @@ from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, TakenRequest
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
-from mlx_lm_kvpersist.host.scheduling.reply import ARRIVING
-from mlx_lm_kvpersist.host.scheduling.waiting import GAP_S, LARGE_S, WORK_S, Line
+from mlx_lm_kvpersist.host.scheduling.waiting import ARRIVING, GAP_S, LARGE_S, WORK_S, Line
 from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
