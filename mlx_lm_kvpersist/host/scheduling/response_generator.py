@@ -29,9 +29,8 @@ from ..history import PLACE, Templates, without
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
 from .batch_generator import LOOKS_FIRST
-from .context_length import check_length
 from .images import fed_images, named, vision_of, with_images
-from .model_provider import loaded_name
+from .model_provider import check_length, loaded_name
 from .waiting import ARRIVING, ASK_EVERY, QUIET_GAP_S, Line, Rendered, ReplyQueue, Waiting
 
 if TYPE_CHECKING:

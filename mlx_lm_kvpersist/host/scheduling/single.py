@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import ClientGone
 from ..answers import PREFILL, PrefillLimits
 from ..manager import Taken
-from .model_provider import caches_of
+from .caches import caches_of
 from .prefill import chunk_size, compute_chunk, most_tokens
 from .waiting import ASK_EVERY, WEIGH_EVERY
 

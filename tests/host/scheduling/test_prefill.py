@@ -31,8 +31,7 @@ from mlx_lm_kvpersist.host.answers import (
 )
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling import batch_generator, prefill
-from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
-from mlx_lm_kvpersist.host.scheduling.step_failures import MOST_IN_A_ROW
+from mlx_lm_kvpersist.host.scheduling.caches import MOST_IN_A_ROW, PluginCaches
 from mlx_lm_kvpersist.host.scheduling.waiting import ReplyQueue
 from mlx_lm_kvpersist.ranks import Ranks
 from mlx_lm_kvpersist.round_trip import _Generator, tiny_model
