@@ -90,8 +90,7 @@ class Memory(BatchMemory):
         """The claims of requests that have begun and were not weighed yet."""
         self.waiting: list[Claim] = []
         """The oldest first."""
-        self._n_changes = self._n_refused = 0
-        """Prompts of `_n_refused` tokens or more wait until the account changes."""
+        self._n_changes = 0
         self._pressure, self._level = pressure, NORMAL
         self._most_blocks = 1 << 62
         self._limit_bytes = weights_bytes + total_bytes
@@ -169,8 +168,6 @@ class Memory(BatchMemory):
         if claim not in self.waiting:
             waiting = [older for older in self.waiting if not older.is_over()]
             self.waiting = sorted([*waiting, claim], key=lambda claim: claim.order)
-        if claim.n_tokens >= self._n_refused:
-            return False
         older = self.waiting[: self.waiting.index(claim)]
         ahead = [first for first in older if not first.is_over()]
         is_late = any(first.n_passed >= MOST_PASSED for first in ahead)
@@ -184,7 +181,6 @@ class Memory(BatchMemory):
     def _makes_room(self, claim: Claim) -> bool:
         left = self._usable_bytes - self._needed([claim.n_tokens], ROOM + GROWTH)
         if left < self.pool_bytes:
-            self._n_refused = claim.n_tokens
             return False
         if claim.lookup is not None:
             claim.lookup.hold()
@@ -212,7 +208,6 @@ class Memory(BatchMemory):
     def changed(self) -> None:
         """Give the pool the memory that is left; requests that wait ask again."""
         self._n_changes += 1
-        self._n_refused = 1 << 62
         self._settle()
 
     # What runs.

@@ -382,7 +382,7 @@ FAULTS = (
     "mlx_lm_kvpersist.store.block_store:BlockStore.touch",
     "mlx_lm_kvpersist.host.scheduling.caches:PluginCaches.merge",
     "mlx_lm_kvpersist.host.scheduling.prefill:Prefills.compute",
-    "mlx_lm_kvpersist.host.scheduling.prefill:Prefills._sizes",
+    "mlx_lm_kvpersist.host.scheduling.prefill:Prefills._chunk",
     "mlx_lm_kvpersist.host.scheduling.batch_generator:PluginBatchGenerator._admit",
     "mlx_lm_kvpersist.host.scheduling.batch_generator:PluginBatchGenerator._decode",
     "mlx_lm_kvpersist.plugin:KVPersistPlugin._record",
