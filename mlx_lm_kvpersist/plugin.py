@@ -28,7 +28,6 @@ from .host.hookspecs import hookimpl
 from .host.http import apis
 from .host.http.request_checks import read_json
 from .ranks import ranks
-from .request.machine import Pressure
 from .request.memory import Memory, total_bytes, weights_bytes, wired_bytes
 from .request.model import ModelOptions, Speed, described, load_model, places
 from .request.outcome import PENDING, Kind, Outcome, Reason
@@ -68,7 +67,6 @@ class KVPersistPlugin:
         self._address = ""
         """Where the server listens."""
         self._log = RequestLog()
-        self._pressure = Pressure()
         self._metrics = Metrics(self._store_counts, self._memory_parts)
 
     # Startup and shutdown.
@@ -132,7 +130,7 @@ class KVPersistPlugin:
             self._refuse(provider, str(error))
             return None
         step_s = options.max_stall_s * JOIN_SHARE
-        memory = Memory(n_bytes, n_weights, store, self._pressure, refuses=options.refuses)
+        memory = Memory(n_bytes, n_weights, store, refuses=options.refuses)
         isolated = options.isolate_sessions
         self._serving = Serving(store, model, self._record, isolated, step_s, memory)
         spec = model.spec
@@ -308,7 +306,6 @@ class KVPersistPlugin:
 
     @hookimpl
     def started(self, serve: Callable[[Callable[[Any], None]], None]) -> None:
-        self._pressure.watch()
         if self._address:
             logger.info(
                 "kvpersist: clients connect to %s/v1 (Anthropic's to %s), the page is %s%s",

@@ -5,38 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
 
-LOOK_S = 1.0
-"""How often the pressure is looked at."""
 NORMAL, WARNING, CRITICAL = 1, 2, 4
 """Levels of pressure, as macOS numbers them."""
 
 
-class Pressure:
-    """How much memory the rest of the machine leaves: macOS's level of pressure."""
-
-    def __init__(self) -> None:
-        self.level = NORMAL
-
-    def watch(self) -> None:
-        """Begin to look, in a thread, if the system tells its pressure."""
-        if sys.platform == "darwin":
-            threading.Thread(target=self._watch, name="kvpersist-pressure", daemon=True).start()
-
-    def _watch(self) -> None:
-        while True:
-            self.level = _system_level()
-            time.sleep(LOOK_S)
-
-
-def _system_level() -> int:
-    """Return `kern.memorystatus_vm_pressure_level` of macOS; NORMAL elsewhere."""
+def pressure_level() -> int:
+    """Return how short of memory macOS says that it is; NORMAL elsewhere. It takes microseconds."""
     if sys.platform != "darwin":
         return NORMAL
     level, size = ctypes.c_int(NORMAL), ctypes.c_size_t(4)

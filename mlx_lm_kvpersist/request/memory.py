@@ -19,7 +19,7 @@ from ..host.answers import BatchMemory
 from ..store.block_store import BlockStore
 from ..units import show_bytes
 from .lookup import Lookup
-from .machine import CRITICAL, NORMAL, WARNING, Pressure, offered_bytes
+from .machine import CRITICAL, NORMAL, WARNING, offered_bytes, pressure_level
 from .model import LoadedModel
 
 LEAST_BYTES = 128 << 20
@@ -75,7 +75,6 @@ class Memory(BatchMemory):
         total_bytes: int,
         weights_bytes: int,
         store: BlockStore,
-        pressure: Pressure,
         *,
         refuses: bool = False,
     ) -> None:
@@ -91,7 +90,7 @@ class Memory(BatchMemory):
         self.waiting: list[Claim] = []
         """The oldest first."""
         self._n_changes = 0
-        self._pressure, self._level = pressure, NORMAL
+        self._pressure_level, self._level = pressure_level, NORMAL
         self._most_blocks = 1 << 62
         self._limit_bytes = weights_bytes + total_bytes
         self._stock_limit_bytes = mx.set_memory_limit(self._limit_bytes)
@@ -136,8 +135,8 @@ class Memory(BatchMemory):
 
     def _settle(self) -> None:
         """Give the pool the memory that is left, and set MLX's memory limit."""
-        if self._level != self._pressure.level or self._level != NORMAL:
-            self._level = self._pressure.level
+        level, self._level = self._level, self._pressure_level()
+        if self._level != level or level != NORMAL:
             mx.clear_cache()
         needed, pool = self._needed(), self._store.pool
         left = min(self._usable_bytes - needed, self._store.limits.max_ram_bytes)
@@ -222,7 +221,7 @@ class Memory(BatchMemory):
 
     def idle(self) -> None:
         """Follow the pressure while nothing runs."""
-        if self._level != self._pressure.level:
+        if self._level != self._pressure_level():
             self.changed()
 
     def parts(self) -> dict[str, int]:

@@ -217,7 +217,7 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
         spec = spec_of(model, options.choice, facts)
         memory = PrefillMemory.of(model, spec, options.max_prefill_bytes)
     if together.are_several:
-        computed = _OneCallAtATime(model)
+        computed = partial(_evaluated, model)
         if not together.same(fingerprint, "the model's files"):
             raise ModelNotSupported("the ranks have different files of the model")
         fingerprint += f" {part_of_model(provider, together.rank, together.size)}"
@@ -296,31 +296,14 @@ def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOpti
     return draft
 
 
-class _OneCallAtATime:
-    """A model that several ranks compute; each call is evaluated before the next.
+def _evaluated(model: Any, *args: Any, **kwargs: Any) -> mx.array:
+    """Call a model that several ranks compute; evaluate the logits before the next call.
 
     If two calls are evaluated together, ranks may compute their parts in different orders.
     """
-
-    __slots__ = ("_model",)
-
-    def __init__(self, model: Any) -> None:
-        object.__setattr__(self, "_model", model)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        logits = self._model(*args, **kwargs)
-        mx.eval(logits)
-        return logits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._model, name, value)
-
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        return vars(self._model)
+    logits: mx.array = model(*args, **kwargs)
+    mx.eval(logits)
+    return logits
 
 
 def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:

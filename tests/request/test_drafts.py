@@ -23,7 +23,6 @@ from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.caches import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate
 from mlx_lm_kvpersist.request.lookup import Lookup
-from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions, load_model
 from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
@@ -79,7 +78,7 @@ class Server:
             replace(KV_BITS[bits], rotated=False), "dequantize", 1 << 30, with_text=False
         )
         self.loaded = loaded = load_model(self.provider, asked)
-        memory = Memory(1 << 30, 0, store, Pressure())
+        memory = Memory(1 << 30, 0, store)
         self.serving = Serving(store, loaded, lambda *_: None, False, 0.1, memory)
         parts = (self.provider.model, loaded), (self.provider.draft_model, loaded.draft)
         for model, about in parts:

@@ -54,7 +54,6 @@ LAUNCHER = """
 import signal
 import sys
 import time
-from threading import Thread
 
 from mlx_lm_kvpersist._startup import serve
 from mlx_lm_kvpersist.request import machine
@@ -67,14 +66,8 @@ def raise_it(*received):
     raised_until_s = time.monotonic() + 10
 
 
-def watch(pressure):
-    signal.signal(signal.SIGUSR2, raise_it)
-    Thread(target=pressure._watch, daemon=True).start()
-
-
-machine.LOOK_S = 0.1
-machine._system_level = lambda: 4 if time.monotonic() < raised_until_s else 1
-machine.Pressure.watch = watch
+signal.signal(signal.SIGUSR2, raise_it)
+machine.pressure_level = lambda: 4 if time.monotonic() < raised_until_s else 1
 serve(sys.argv[1:])
 """
 """A server that takes SIGUSR2 for critical pressure on the machine's memory, for ten seconds."""
