@@ -109,6 +109,26 @@ def test_an_unfinished_block_becomes_whole_in_another_process(stored: StoredMode
         check(stored, n_tokens, n_reused, expected)
 
 
+def test_a_prompt_goes_on_within_the_block_that_its_reply_has_filled(stored: StoredModel) -> None:
+    """Its tokens as computed are in RAM alone, as long as there is room."""
+    sequence = RunningSequence(stored.loaded.root, 300, session="s")
+    caches = computed(stored, 299)[1]
+    stored.loaded.save(sequence, IDS[:299], caches, "user", stored.store)
+    for start, stop in ((299, 512), (512, 600)):
+        stored.model(mx.array([IDS[start:stop]]), cache=caches)
+    stored.loaded.save(sequence, IDS, caches, REPLY, stored.store)
+    stored.store.drain()
+    expected = computed(stored, 600)[0]
+    for n_tokens, n_reused in ((300, 299), (280, 279), (400, 299), (600, 599)):
+        check(stored, n_tokens, n_reused, expected)
+    stored.store.pool.drop_chain(block.key for block in sequence.chain)
+    assert len(stored.store.pool) == 0
+    check(stored, 300, 256, expected)
+    stored.restart()
+    assert [block.stop for block in blocks_of(stored)] == [256, 512, 600]
+    check(stored, 300, 256, expected)
+
+
 @pytest.mark.parametrize("stored", ["gemma3_text", "falcon_h1", "qwen3_next"], indirect=True)
 def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> None:
     """Each turn in another process: the block ends at checkpoints, and then becomes whole."""
