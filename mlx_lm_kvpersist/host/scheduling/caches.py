@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from ...errors import ClientGone, DeviceFailed, RequestRefused
 from ...ranks import ranks
@@ -142,6 +141,8 @@ class PluginCaches:
         return manager.safely(self._plugin, "model_loaded", function, *args, **kwargs)
 
     def _stock(self) -> list[Any]:
+        from mlx_lm.models.cache import KVCache  # commands that import this module start sooner
+
         model = self._model()
         own = getattr(type(model), "make_cache", None)
         return list(own(model) if own is not None else (KVCache() for _ in model.layers))
