@@ -26,7 +26,7 @@ def test_the_pressure_is_that_of_the_system(
 
     libc = SimpleNamespace(sysctlbyname=sysctlbyname)
     monkeypatch.setattr(machine, "sys", SimpleNamespace(platform="darwin"))
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: libc)
     assert pressure_level() == expected
     libc.sysctlbyname = lambda *arguments: -1
     assert pressure_level() == NORMAL
