@@ -13,8 +13,7 @@ from threading import Thread
 import numpy as np
 
 from ..block import BLOCK_TOKENS, Block, Record, Root
-from ..errors import BlockCorrupt, PoolFull, StoreFormatError
-from ..failures import Failures
+from ..errors import BlockCorrupt, Failures, PoolFull, StoreFormatError
 from .index import Index
 from .pool import BlockPool
 from .records import KVBlock, ReadTier
