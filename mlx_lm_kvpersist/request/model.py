@@ -32,7 +32,7 @@ from ..cache.live.policy import least_rows
 from ..cache.measuring.attention_check import plan_attention
 from ..cache.measuring.prefill_memory import PrefillMemory
 from ..errors import ModelNotSupported
-from ..host.answers import PARKED, REPLY, PrefillLimits
+from ..host.hooks import PARKED, REPLY, PrefillLimits
 from ..host.scheduling.pace import Pace
 from ..match.text import TokenText
 from ..ranks import ALONE, Ranks

@@ -21,7 +21,7 @@ import mlx.core as mx
 from ...errors import ClientGone, DeviceFailed, RequestRefused
 from ...ranks import ranks
 from .. import manager
-from ..answers import ModelSupport, PrefillLimits, check_batch, check_caches
+from ..hooks import ModelSupport, PrefillLimits, check_batch, check_caches
 from ..manager import TakenTokens
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 from ...errors import ConfigError, RequestRefused
 from ...ranks import LOADING_S, PATIENCE_S, ranks
 from .. import manager
-from ..attachments import renders_images
+from ..attachments import IMAGE_KINDS
 from .caches import PluginCaches
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -141,12 +141,27 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         self.is_ready = True
 
 
+def renders_images(tokenizer: Any, processor: Any) -> bool:
+    """Tell whether a chat template writes the token for which a model's processor puts an image."""
+    if processor is None:
+        return False
+    for kind in IMAGE_KINDS:
+        image = {"type": kind, kind: "data:,"}
+        try:
+            messages = [{"role": "user", "content": [image]}]
+            if processor.image_token in tokenizer.apply_chat_template(messages, tokenize=False):
+                return True
+        except Exception:  # no template, or one that expects a text
+            continue
+    return False
+
+
 def check_model_name(name: str) -> None:
     """Raise ConfigError unless the name is a folder, or has the form of a name on the hub."""
     if not (Path(name).is_dir() or _HUB_NAME.fullmatch(name)):
         raise ConfigError(
-            f"there is no model folder {name}; expected a folder, or a name on the hub such as "
-            "mlx-community/SmolLM2-135M-Instruct"
+            f"the model folder {name} does not exist; expected a folder, or a name on the hub "
+            "such as mlx-community/SmolLM2-135M-Instruct"
         )
 
 
@@ -269,5 +284,5 @@ def choose_wired_limit(provider: Any) -> None:
     """Ask the plugins how much to keep wired for the model that `provider` has loaded."""
     limit: Any = mx.set_wired_limit
     if isinstance(limit, WiredLimit) and limit.asked_bytes:
-        answers = manager.ask("wired_limit", provider=provider, asked_bytes=limit.asked_bytes)
-        limit.choose(answers[0] if answers else None)
+        asked_bytes = limit.asked_bytes
+        limit.choose(manager.ask("wired_limit", provider=provider, asked_bytes=asked_bytes))
