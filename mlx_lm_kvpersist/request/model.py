@@ -27,8 +27,7 @@ from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.live.attention import Strategy
-from ..cache.live.policy import least_rows
+from ..cache.live.attention import Strategy, least_rows
 from ..cache.measuring.attention_check import plan_attention
 from ..cache.measuring.prefill_memory import PrefillMemory
 from ..errors import ModelNotSupported

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.request import machine
-from mlx_lm_kvpersist.request.machine import CRITICAL, NORMAL, WARNING, cgroup_bytes, pressure_level
+from mlx_lm_kvpersist.request import memory
+from mlx_lm_kvpersist.request.memory import CRITICAL, NORMAL, WARNING, cgroup_bytes, pressure_level
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_the_pressure_is_that_of_the_system(
         return 0
 
     libc = SimpleNamespace(sysctlbyname=sysctlbyname)
-    monkeypatch.setattr(machine, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="darwin"))
     monkeypatch.setattr("ctypes.CDLL", lambda name: libc)
     assert pressure_level() == expected
     libc.sysctlbyname = lambda *arguments: -1

@@ -17,10 +17,11 @@ from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.request import memory as accounts
-from mlx_lm_kvpersist.request.machine import CRITICAL, NORMAL
 from mlx_lm_kvpersist.request.memory import (
+    CRITICAL,
     GROWTH,
     MOST_PASSED,
+    NORMAL,
     ROOM,
     Claim,
     Memory,

@@ -56,7 +56,7 @@ import sys
 import time
 
 from mlx_lm_kvpersist._startup import serve
-from mlx_lm_kvpersist.request import machine
+from mlx_lm_kvpersist.request import memory
 
 raised_until_s = 0.0
 
@@ -67,7 +67,7 @@ def raise_it(*received):
 
 
 signal.signal(signal.SIGUSR2, raise_it)
-machine.pressure_level = lambda: 4 if time.monotonic() < raised_until_s else 1
+memory.pressure_level = lambda: 4 if time.monotonic() < raised_until_s else 1
 serve(sys.argv[1:])
 """
 """A server that takes SIGUSR2 for critical pressure on the machine's memory, for ten seconds."""

@@ -26,8 +26,15 @@ from ..geometry.kinds import replaced, slots_of
 from ..geometry.precision import KVPrecision, Quantization
 from ..geometry.spec import ModelCacheSpec
 from ..live import packed as pk
-from ..live.attention import PackedKV, Strategy
-from ..live.policy import AttentionPlan, AttentionShape, backend, forced_plan, rules_for
+from ..live.attention import (
+    AttentionPlan,
+    AttentionShape,
+    PackedKV,
+    Strategy,
+    backend,
+    forced_plan,
+    rules_for,
+)
 from ..live.quantized import SequenceQuantizedKVCache
 
 logger = logging.getLogger(__name__)

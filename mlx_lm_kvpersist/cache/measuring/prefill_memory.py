@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..geometry.spec import LayerGroup, ModelCacheSpec, state_arrays, token_arrays
+from ..live.attention import backend
 from ..live.packed import GRID
-from ..live.policy import backend
 
 MIN_CHUNK = 32
 """Tokens that are always computed at once, even if memory is short."""

@@ -29,7 +29,7 @@ from ..hooks import ClientRequest, Prompt, copied, frozen, has_text_only
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
 from .batch_generator import LOOKS_FIRST
-from .images import fed_images, named, vision_of, with_images
+from .images import fed_images, named, with_images
 from .model_provider import check_length, loaded_name
 from .waiting import ARRIVING, ASK_EVERY, QUIET_GAP_S, Line, Rendered, ReplyQueue, Waiting
 
@@ -538,6 +538,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))
         clock.daemon = True
         clock.start()
+
+
+def vision_of(tokenized: Sequence[Any]) -> Any:
+    """Return the record of images in stock's `_tokenize` result; None without (as in 0.31.3)."""
+    return tokenized[4] if len(tokenized) > 4 else None
 
 
 class Continuing:

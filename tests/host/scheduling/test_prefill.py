@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model, spec_with
-from mlx_lm_kvpersist.cache.live.policy import forced_plan
+from mlx_lm_kvpersist.cache.live.attention import forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
