@@ -134,11 +134,11 @@ class Saver:
         if chain and cache_type == REPLY:
             leaf = sequence.leaf(chain, _replaced_tails(chain, sequence.n_reused, store))
             commit = Commit(sequence.root, tuple(new or chain[-1:]), leaf)
-            store.commit(commit, [*blocks, *unfinished])
+            store.commit(commit, [*blocks, *unfinished], chain=chain)
             return
         store.put(unfinished)
         if full:
-            store.commit(Commit(sequence.root, tuple(full)), blocks)
+            store.commit(Commit(sequence.root, tuple(full)), blocks, chain=chain)
 
     def _following(
         self, chain: Sequence[Block], ids: Sequence[int], sequence: RunningSequence

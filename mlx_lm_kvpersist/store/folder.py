@@ -30,7 +30,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from io import BytesIO
 from itertools import takewhile
 from pathlib import Path
-from threading import RLock
+from threading import local
 from typing import BinaryIO
 
 from ..errors import BlockCorrupt, StoreError
@@ -334,8 +334,15 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
 # The lock, and files that are being written.
 
 
+class _Held(local):
+    """How often a thread holds a lock, and the descriptor of the lock's file."""
+
+    depth = 0
+    descriptor = -1
+
+
 class StoreLock:
-    """An exclusive lock between processes (flock) and threads; its file names the holder.
+    """An exclusive lock between processes and threads (flock); its file names the holder.
 
     Readers need none: block files are published whole, and SQLite guards the index.
     """
@@ -344,35 +351,37 @@ class StoreLock:
         self.is_patient = False
         """Whether to wait for another process without limit; otherwise at most 2 s."""
         self._path = path
-        self._threads = RLock()
-        self._depth = 0
-        self._descriptor = -1
+        self._own = _Held()
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Wait for the lock and hold it. May be nested. After 2 s the holder is named."""
-        with self._threads:
-            if self._depth == 0:
-                make_private(self._path.parent)
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-                try:
-                    self._wait(descriptor)
-                    name = _this_process().encode(errors="replace")
-                    os.pwrite(descriptor, name, 0)
-                    # Truncating takes most of a millisecond, and names are mostly of one length.
-                    if os.fstat(descriptor).st_size != len(name):
-                        os.ftruncate(descriptor, len(name))
-                except BaseException:
-                    os.close(descriptor)
-                    raise
-                self._descriptor = descriptor
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    os.close(self._descriptor)
+        own = self._own
+        if own.depth == 0:
+            own.descriptor = self._locked()
+        own.depth += 1
+        try:
+            yield
+        finally:
+            own.depth -= 1
+            if own.depth == 0:
+                os.close(own.descriptor)
+
+    def _locked(self) -> int:
+        """Lock the file for this thread; return its descriptor."""
+        make_private(self._path.parent)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            self._wait(descriptor)
+            name = _this_process().encode(errors="replace")
+            os.pwrite(descriptor, name, 0)
+            # Truncating takes most of a millisecond, and names are mostly of one length.
+            if os.fstat(descriptor).st_size != len(name):
+                os.ftruncate(descriptor, len(name))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def _wait(self, descriptor: int) -> None:
         deadline_s, folder = time.monotonic() + _WAIT_S, self._path.parent

@@ -69,8 +69,7 @@ class Index(Rows):
                     raise FileNotFoundError(self.path)
                 self.database.reopen()
                 db = self.database.connection
-            if prepare(db, self.path, check_all=check_all):
-                self.database.empty_log()
+            prepare(db, self.path, check_all=check_all)
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
             raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error
