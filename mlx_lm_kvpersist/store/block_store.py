@@ -216,7 +216,7 @@ class BlockStore:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
 
     def _lacking(self, commit: Commit, chain: Sequence[Block]) -> list[Block]:
-        """Return the blocks before a commit's that the disk lacks, if a tier below may have them."""
+        """Return the last blocks before a commit that the disk lacks, if a tier below has more."""
         if len(self.below) == 1 or not commit.blocks:
             return []
         before = (block for block in reversed(chain) if block.start < commit.blocks[0].start)

@@ -392,7 +392,8 @@ def test_a_shared_store_gets_blocks_by_its_own_key(
     folder: Path, encryption: Encryption, store: BlockStore
 ) -> None:
     store.share(Objects(str(folder.parent / "bucket")), PLAIN)
-    assert (shared := store.shared) is not None
+    shared = store.shared
+    assert shared is not None
     keep(store)
     wait_until(lambda: shared.putting.has_done_all, "everything is put")
     node = conversation()[0]
