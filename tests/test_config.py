@@ -12,7 +12,7 @@ from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.store.encryption import PLAIN
+from mlx_lm_kvpersist.store.folder import PLAIN
 
 PLAIN_KEY = ("--kvpersist-shared-key", "plain")
 

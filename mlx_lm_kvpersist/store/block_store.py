@@ -20,8 +20,8 @@ from ..match.tree import AHEAD
 from ..units import show_bytes
 from .disk import DiskStore
 from .disk_tier import DiskTier
-from .encryption import PLAIN, Encryption
 from .files import Arrays
+from .folder import PLAIN, Encryption
 from .index import Index
 from .objects import Objects
 from .pool import BlockPool

@@ -22,6 +22,7 @@ import fcntl
 import logging
 import os
 import re
+import sqlite3
 import stat
 import sys
 import time
@@ -31,10 +32,9 @@ from io import BytesIO
 from itertools import takewhile
 from pathlib import Path
 from threading import local
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from ..errors import BlockCorrupt, StoreError
-from .encryption import MAGIC, PLAIN, Encryption
+from ..errors import BlockCorrupt, StoreError, StoreFormatError
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,60 @@ _LEFT_BEHIND = {"lock", "writing"}
 _WAIT_S = 2.0
 _LOOK_AGAIN_S = 0.005
 _STAGED = "writing"
+MAGIC = b"kvp-seal\x01"
+"""How encrypted content begins: a magic, and the version of what follows."""
+OPEN_S = 5.0
+
+
+# Without encryption. `encryption` has the same with a key.
+
+
+class Plain:
+    """No encryption: objects and files are named by their keys."""
+
+    mark = ""
+    """A store's folder keeps this mark of its key. The key cannot be derived from it."""
+    n_added_bytes = 0
+
+    def encrypt(self, content: bytes, name: bytes) -> bytes:
+        return content
+
+    def decrypt(self, encrypted: bytes, name: bytes) -> bytes:
+        """Return the content. Raises StoreFormatError if it is encrypted."""
+        if encrypted.startswith(MAGIC):
+            raise StoreFormatError("it is encrypted; give its key with --kvpersist-encrypt KEYFILE")
+        return encrypted
+
+    def object_name(self, key: bytes) -> str:
+        return key.hex()
+
+    def file_name(self, key: bytes) -> str:
+        return key.hex()
+
+    def key_of(self, file_name: str) -> bytes:
+        return bytes.fromhex(file_name)
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Connect to a database that exists. Damage and locks are found by the first question."""
+        # A reader must not make the file again where somebody removed it.
+        uri = f"{path.absolute().as_uri()}?mode=rw"
+        # Another thread closes it only when nobody has it any more.
+        db: sqlite3.Connection = self._driver().connect(
+            uri, uri=True, timeout=OPEN_S, check_same_thread=False
+        )
+        return db
+
+    def _driver(self) -> Any:
+        return sqlite3
+
+    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
+        """Attach another database of the same key."""
+        db.execute(f"ATTACH ? AS {schema}", (str(path),))
+
+
+PLAIN = Plain()
+Encryption = Plain
+"""How objects and files are encrypted and named: `PLAIN`, or a `Cipher`."""
 
 
 class OwnFiles:

@@ -19,9 +19,9 @@ from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.config import from_args
 from mlx_lm_kvpersist.errors import ConfigError, StoreError, StoreFormatError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.encryption import PLAIN, Encryption, read_key
+from mlx_lm_kvpersist.store.encryption import read_key
 from mlx_lm_kvpersist.store.files import read_content
-from mlx_lm_kvpersist.store.folder import OwnFiles, Staging
+from mlx_lm_kvpersist.store.folder import PLAIN, Encryption, OwnFiles, Staging
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.objects import Objects
 from mlx_lm_kvpersist.store.verify import find_problems

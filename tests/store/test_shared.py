@@ -19,7 +19,8 @@ from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.store import putting, shared_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.encryption import Cipher, Encryption, Plain
+from mlx_lm_kvpersist.store.encryption import Cipher
+from mlx_lm_kvpersist.store.folder import Encryption, Plain
 from mlx_lm_kvpersist.store.objects import ANSWER_S, ListedObject, Objects, surplus
 from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.shared import Plan, SharedTier, Wanted
