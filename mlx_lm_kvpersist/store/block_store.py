@@ -236,7 +236,7 @@ class BlockStore:
         entry = self.pool.get(key)
         if entry is None or entry.is_stored:  # another process may have evicted it since
             return any(key in tier for tier in self.below)
-        return self.writer.will_write(key)
+        return key in self.writer.unwritten()
 
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
         """Return the keys of a chain's blocks in which sessions of other names end or will end."""
