@@ -56,7 +56,7 @@ class Shared:
 
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
-    ) -> list[Saved]:
+    ) -> Sequence[Saved | None]:
         for commit in commits:
             for block in commit.records:
                 if (entry := entry_of(block.key)) is not None:
@@ -158,7 +158,7 @@ class ReadOnly(Shared):
 
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
-    ) -> list[None]:
+    ) -> Sequence[Saved | None]:
         return [None for _ in commits]
 
 
