@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.block import Block
+from mlx_lm_kvpersist.block import Block, Record
 from mlx_lm_kvpersist.cache.blocks.cut_join import split
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.answers import REPLY
@@ -136,7 +136,8 @@ def test_a_turn_that_continues_blocks_of_a_read_only_tier_is_restored_without_it
     keep(stored, 300)
     blocks = blocks_of(stored)
     checkpoints = stored.store.checkpoints([block.key for block in blocks]).values()
-    for record in [*blocks, *chain.from_iterable(checkpoints)]:
+    records: list[Record] = [*blocks, *chain.from_iterable(checkpoints)]
+    for record in records:
         tier.held[record.key] = record, stored.store.disk_tier.load(record, stored.loaded.root)
     stored.store.disk.remove_session(stored.store.index.sessions()[0])
     stored.restart()
