@@ -36,9 +36,9 @@ from .request.state import RequestState, Stage
 from .request.wired import wired_bytes
 from .request_log import CONTENT_TYPE, Metrics, RequestLog
 from .store.block_store import BlockStore
+from .store.reading import Threads
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions
-from .store.threads import Threads
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
