@@ -5,6 +5,7 @@ It does as little as it can: hash the ids, copy the new tokens' KV, evaluate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -176,11 +177,11 @@ class Saver:
         if chain and cache_type == REPLY:
             leaf = sequence.leaf(chain, self._replaced_tails(chain, sequence.n_reused, store))
             commit = Commit(sequence.root, tuple(new or chain[-1:]), leaf)
-            store.commit(commit, [*blocks, *unfinished])
+            store.commit(commit, [*blocks, *unfinished], math.inf, chain)
             return
         store.put(unfinished)
         if full:
-            store.commit(Commit(sequence.root, tuple(full)), blocks)
+            store.commit(Commit(sequence.root, tuple(full)), blocks, math.inf, chain)
 
     def _replaced_tails(
         self, chain: Sequence[Block], n_reused: int, store: BlockStore
