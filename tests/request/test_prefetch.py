@@ -25,7 +25,7 @@ from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import UNMEASURED, synthetic_text, wait_until
 from tests.support.store_files import block_path

@@ -16,8 +16,7 @@ import pytest
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, TakenRequest, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
-from mlx_lm_kvpersist.host.scheduling.reply import ARRIVING
-from mlx_lm_kvpersist.host.scheduling.waiting import GAP_S, LARGE_S, WORK_S, Line
+from mlx_lm_kvpersist.host.scheduling.waiting import ARRIVING, GAP_S, LARGE_S, WORK_S, Line
 from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
