@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import ServerProcess, StartServer, make_tiny_model
+from tests.support.clock import Clock
 from tests.support.host import environment, patched_server, server, stock_environment  # noqa: F401
 from tests.support.synthetic.smollm2 import NOT_FETCHED, is_fetched, make_smollm2
 from tests.support.zygote import Zygote
@@ -55,6 +57,15 @@ def zygotes() -> Iterator[None]:
     ServerProcess.zygotes = ()
     for zygote in made:
         zygote.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that stands still until the test, or a sleep, moves it."""
+    made = Clock()
+    for name in ("monotonic", "perf_counter", "sleep"):
+        monkeypatch.setattr(time, name, getattr(made, name))
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -35,13 +35,12 @@ from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import serving
 from mlx_lm_kvpersist.request.outcome import Kind
 from mlx_lm_kvpersist.request.state import RequestState
-from tests.support import UNMEASURED
 from tests.support.synthetic.tokenizer import token_bytes
 
 Message = dict[str, Any]
 
 LOGIT_TOLERANCE = 2e-3
-"""Of logits of size 10, float32, 2 layers: what the order of summation makes of 4-bit KV."""
+"""Of logits of size 10, float32, 2 layers: what the order of summation makes of quantized KV."""
 
 _ResponseGenerator: Any = type("_", (PluginResponseGenerator, server.ResponseGenerator), {})
 _PromptCache: Any = type("_", (PluginPromptCache, LRUPromptCache), {})
@@ -87,7 +86,6 @@ class Replayer:
         self._n_turns = 0
         self._options = (
             *("--kvpersist-dir", str(folder), "--kvpersist-disk", "1G"),
-            *UNMEASURED,
             *options,
         )
         self._key = (str(model_path), None, None)

@@ -55,7 +55,7 @@ class Server:
 
     def __init__(self, server: ModuleType, family: str, folder: Path, n_fit: int) -> None:
         model: Any = build(family)
-        spec = probe_model(model, PrecisionChoice(6, 4))
+        spec = probe_model(model, PrecisionChoice())
         end_on_grid(model)
         speed = Speed(PrefillMemory.of(model, spec, MIB))
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 
 from mlx_lm_kvpersist.request.outcome import Reason
 from tests.support import (
-    UNMEASURED,
     Message,
     Reply,
     ServerError,
@@ -384,7 +383,6 @@ def test_one_at_a_time_in_small_steps(
     options = (
         "--plugin",
         "kvpersist",
-        *UNMEASURED,
         "--kvpersist-dir",
         str(tmp_path / "store"),
         *sizes,
@@ -411,7 +409,6 @@ def cramped(
     plugin = (
         "--plugin",
         "kvpersist",
-        *UNMEASURED,
         "--kvpersist-dir",
         str(store),
     )

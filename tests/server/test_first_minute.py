@@ -245,7 +245,7 @@ def test_a_start_does_not_wait_for_the_stores_lock(
         talk.turn(server)
         talk.turn(server)
         assert talk.lost() <= 1
-        wait_until(lambda: "is being changed by process" in server.log, "the lock's holder", 10.0)
+        wait_until(lambda: "is being changed by process" in server.log, "the lock's holder")
     wait_until_written(server, store, talk)
     server.restart(kill=True)
     talk.turn(server)

@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from tests.support import UNMEASURED, make_tiny_model, synthetic_text
+from tests.support import make_tiny_model, synthetic_text
 from tests.support.zoo import make_zoo_model
 
 
@@ -41,7 +41,7 @@ def patched(tmp_path: Path) -> Iterator[Patched]:
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
     plugin.add_options(parser)
-    options = ["--kvpersist-dir", str(tmp_path / "store"), *UNMEASURED]
+    options = ["--kvpersist-dir", str(tmp_path / "store")]
     args = parser.parse_args(options, copy.copy(ARGS))
     plugin.configure(args)
     made = manager.PluginManager()
@@ -56,7 +56,7 @@ def patched(tmp_path: Path) -> Iterator[Patched]:
 
 
 def test_conversations_share_a_batch(patched: Patched, tiny_model: Path) -> None:
-    """Two prompts of different length are computed together, and speak together, in 4 bits."""
+    """Two prompts of different length are computed together, and speak together."""
     provider = patched.server.ModelProvider(patched.args)
     model, tokenizer = provider.load(str(tiny_model))
     assert provider.is_batchable

@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support import (
+    FULL_PRECISION,
     Message,
     ServerProcess,
     StartServer,
@@ -68,7 +69,7 @@ def interrupt(server: ServerProcess, path: str, body: dict[str, Any], session: s
 
 def wait_for_turn(server: ServerProcess, session: str) -> None:
     """Wait until a turn is on disk, and then its reply's ids: a kill loses what is not."""
-    wait_until(lambda: n_tokens(store_of(server), session) > 0, f"a turn of {session!r}", 30)
+    wait_until(lambda: n_tokens(store_of(server), session) > 0, f"a turn of {session!r}")
     wait_for_writer(server)
 
 
@@ -104,7 +105,7 @@ def _is_word(tokenizer: Tokenizer, token_id: int) -> bool:
 
 
 def test_the_next_reply_is_what_stock_says(started: StartServer, tiny_model: Path) -> None:
-    server = started.with_plugin(tiny_model, "--kvpersist-kv-bits", "16")
+    server = started.with_plugin(tiny_model, *FULL_PRECISION)
     bias: dict[str, Any] = {"logit_bias": words_alone(tiny_model), "temperature": 0.0}
     heed_biases(server)
     text = interrupt(server, CHAT, {"messages": [ASK], "max_tokens": 4000, **bias}, "biased")
@@ -160,7 +161,7 @@ def test_a_client_that_left_without_streaming_finds_its_prompt(
     head = f"POST {CHAT} HTTP/1.1\r\nX-Session-ID: left\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port or 0), timeout=60) as client:
         client.sendall(head.encode() + body)
-        wait_until(lambda: "kvp-" in server.log, "a lookup", 30)
+        wait_until(lambda: "kvp-" in server.log, "a lookup")
         time.sleep(1.0)  # its reply begins
     wait_for_turn(server, "left")
     again = server.chat([ASK], max_tokens=4)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.support import (
-    UNMEASURED,
     Message,
     ServerProcess,
     StartServer,
@@ -88,7 +87,7 @@ def test_what_a_client_that_left_had_computed_is_reused(
 def test_after_kill_9_in_a_prompt_it_goes_on(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    plugin = "--plugin", "kvpersist", *UNMEASURED
+    plugin = "--plugin", "kvpersist"
     folder, env = str(tmp_path / "store"), openblas_env()
     server = start_server(tiny_model, *plugin, "--kvpersist-dir", folder, env=env)
     leaving = Leaving(server, talk(2), stream=True)

@@ -100,8 +100,7 @@ def check_guesses(tenants: Tenants, *lengths: str) -> None:
 @pytest.fixture
 def by(request: pytest.FixtureRequest, start_server: StartServer, tiny_model: Path) -> Tenants:
     options, headers = PLACES[request.param]
-    precision = "--kvpersist-kv-bits", "k8v4"
-    return Tenants(start_server.with_plugin(tiny_model, *precision, *options), headers)
+    return Tenants(start_server.with_plugin(tiny_model, *options), headers)
 
 
 @pytest.mark.parametrize("by", PLACES, indirect=True)

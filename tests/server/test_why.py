@@ -172,7 +172,7 @@ def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_di
     record = records(coarse)[0]
     assert record["reason"] == "stored in another KV precision"
     assert record["detail"] == (
-        "stored in another KV precision: keys 4 bits, values 4, rotated; "
+        "stored in another KV precision: keys 8 bits, values 4, rotated; "
         "now keys 8 bits, values 8, rotated"
     )
     assert record["detail"] in record["sentence"]
@@ -183,7 +183,7 @@ def test_what_was_evicted(
     start_server: StartServer, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = start_server.with_plugin(
-        tiny_model, "--kvpersist-disk", "1000K", "--kvpersist-ram", "0"
+        tiny_model, "--kvpersist-disk", "1400K", "--kvpersist-ram", "0"
     )
     talks = [[{"role": "user", "content": synthetic_text(2400, seed=n)}] for n in range(4)]
     for talk in talks:

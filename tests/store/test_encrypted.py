@@ -393,7 +393,7 @@ def test_a_shared_store_gets_blocks_by_its_own_key(
     store.share(Objects(str(folder.parent / "bucket")), PLAIN)
     assert store.shared is not None
     keep(store)
-    assert store.shared.putting.drain(10)
+    assert store.shared.putting.drain(60)
     node = conversation()[0]
     content = (folder.parent / "bucket" / store.shared.objects.path(node.key)).read_bytes()
     assert read_content(content, "object")[0] == node
