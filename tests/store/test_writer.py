@@ -100,7 +100,7 @@ def test_it_rests_for_as_long_as_its_work_asks(clock: Clock, writer: Writer) -> 
     clock.advance(5.9 * 0.05)
     wait_for_rest(clock, 0.1 * 0.05)
     assert not ended.is_set()
-    clock.advance(0.1 * 0.05)
+    clock.advance(0.2 * 0.05)
     assert ended.wait(60)
 
 
