@@ -109,16 +109,16 @@ def test_values_that_differ_end_the_ranks_at_the_next_message(tmp_path: Path) ->
 
 def test_a_rank_that_waits_for_too_long_ends(tmp_path: Path) -> None:
     waits = """
-        us.patience_s = 1.5
+        us.patience_s = 0.5
         us.watch()
         us.told(1, "one")
     """
     sleeps = """
         import time
-        time.sleep(4)
+        time.sleep(2)
     """
     (code, _, errors), _ = of_ranks(tmp_path, waits, sleeps)
-    assert code == 1 and "not heard of the other ranks for 1.5 s" in errors
+    assert code == 1 and "not heard of the other ranks for 0.5 s" in errors
 
 
 def test_one_process_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support import ServerProcess, StartServer, synthetic_text, wait_until
 
+from .stored import n_computed
+
 USER = [{"role": "user", "content": "Hello?"}]
 APIS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": USER, "max_tokens": 4000},
@@ -55,12 +57,6 @@ def send(server: ServerProcess, path: str, **changes: Any) -> socket.socket:
     head = f"POST {path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
-
-
-def n_computed(server: ServerProcess, start: int) -> int:
-    """Return how many prompts were computed, by the log from `start` on."""
-    progress = re.findall(r"Prompt processing progress: (\d+)/(\d+)", server.log[start:])
-    return sum(done == total for done, total in progress)
 
 
 @STREAMS

@@ -23,7 +23,7 @@ from tests.support import (
 from tests.support.openblas import openblas_env
 from tests.support.waiting import wait_until
 
-from .stored import wait_for_reply, wait_for_writer
+from .stored import n_computed, wait_for_reply, wait_for_writer
 
 LONG = 14_000
 """Characters of a prompt that takes seconds."""
@@ -132,9 +132,10 @@ def test_a_client_that_hangs_up_without_streaming_is_not_served_to_the_end(
     server: ServerProcess, params: dict[str, Any]
 ) -> None:
     """Also one with a seed, whose reply would be computed alone while all others wait."""
-    before = served_tokens(server)
+    before, log_start = served_tokens(server), len(server.log)
     leaving = Leaving(server, talk(4, 40), max_tokens=30_000, **params)
-    time.sleep(1.0)
+    wait_until(lambda: n_computed(server, log_start) == 1, "the prompt")
+    time.sleep(0.3)  # some tokens of the reply
     leaving.leave()
     server.chat(talk(5, 40), max_tokens=4)
     wait_until(lambda: served_tokens(server) > before + 3, "the reply that was cut off")
