@@ -266,7 +266,7 @@ class Replayer:
 
     def _assert_as_computed(self, prompt: list[int], logits: mx.array) -> None:
         ids, caches = self._computed
-        if len(ids) >= len(prompt) or prompt[: len(ids)] != ids:
+        if not 0 < len(ids) < len(prompt) or prompt[: len(ids)] != ids:
             ids, caches = [], list(self._make_caches() or ())
         cold = self._forward(prompt[len(ids) :], caches)
         self._computed = prompt[:], caches
