@@ -140,7 +140,9 @@ def test_stats_of_a_running_server(server: ServerProcess, tiny_model: Path) -> N
     assert (spec["model"], spec["kept"]) == (str(tiny_model), True)
     assert spec["bytes_per_token"] > 0
     plans = {n: plan["rules"] for n, plan in spec["attention"].items()}
-    assert plans == {group["name"]: [] for group in spec["groups"]}
+    assert set(plans) == {group["name"] for group in spec["groups"]}
+    rules = [rule for plan in plans.values() for rule in plan]
+    assert all(set(rule) == {"strategy", "most_queries", "least_rows"} for rule in rules)
 
 
 def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,8 +70,8 @@ class ServerProcess:
     Requests may be sent from several threads at once.
     """
 
-    zygotes: ClassVar[Sequence[Zygote]] = ()
-    """Fork servers, which saves most of their start; for tests.
+    zygotes: ClassVar[dict[str, Sequence[Zygote]]] = {}
+    """Fork servers, which saves most of their start; for tests. By the Python that they are.
 
     They take turns: all forks of one hash strings alike, which a restarted server does not.
     """
@@ -242,10 +242,9 @@ class ServerProcess:
         environment = {**os.environ, **VARIABLES, **self.env}
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._process = None
-        # A fork is the same for our Python and package alone.
-        ours = (self.python, self.launcher[0], self.cwd) == (sys.executable, "-m", None)
-        if self.zygotes and ours:
-            zygote = self.zygotes[self._n_starts % len(self.zygotes)]
+        zygotes = self.zygotes.get(self.python, ())
+        if zygotes and (self.launcher[0], self.cwd) == ("-m", None):
+            zygote = zygotes[self._n_starts % len(zygotes)]
             self._process = zygote.fork(self.command, self.log_path, environment)
         self._n_starts += 1
         if self._process is None:

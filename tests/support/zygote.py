@@ -73,9 +73,13 @@ class Forked:
 
 
 class Zygote:
-    """The process that forks, started when it is first asked."""
+    """The process that forks, started when it is first asked.
 
-    def __init__(self) -> None:
+    python: an interpreter whose packages are those of this one, and perhaps more.
+    """
+
+    def __init__(self, python: str = sys.executable) -> None:
+        self._python = python
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._env = {**os.environ, **VARIABLES}
@@ -102,7 +106,7 @@ class Zygote:
         with self._lock:
             if self._process is None:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__],
+                    [self._python, __file__],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env=self._env,
