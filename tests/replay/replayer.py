@@ -26,8 +26,8 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.answers import ClientRequest
 from mlx_lm_kvpersist.host.history import Templates
+from mlx_lm_kvpersist.host.hooks import ClientRequest
 from mlx_lm_kvpersist.host.patching.probes import GENERATION_ARGS
 from mlx_lm_kvpersist.host.scheduling.caches import PluginPromptCache
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator

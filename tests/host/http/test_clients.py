@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.host.answers import ClientRequest
+from mlx_lm_kvpersist.host.hooks import ClientRequest
 from mlx_lm_kvpersist.host.http import clients
 from mlx_lm_kvpersist.host.http.clients import ClientConnection, Clients
 from tests.support import wait_until
@@ -219,17 +219,18 @@ def client_request() -> ClientRequest:
 def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
     waiting = Clients()
     assert waiting.wait_for_none(0)
-    for _ in range(2):  # the thread that watches ends in between
+    before = set(threading.enumerate())
+    waiting.watch()
+    (watching,) = set(threading.enumerate()) - before
+    assert watching.daemon, "the process would not end before the reply"
+    for _ in range(2):
         kept: list[int] = []
         left = threading.Event()
         requests = client_request(), client_request()
         stays: Any = Client(has_left=lambda: False, keep_alive=partial(kept.append, 1))
         leaves: Any = Client(has_left=left.is_set, keep_alive=lambda: None)
-        before = set(threading.enumerate())
         waiting.begin(stays, requests[0])
         waiting.begin(leaves, requests[1])
-        (watching,) = set(threading.enumerate()) - before
-        assert watching.daemon, "the process would not end before the reply"
         wait_until(partial(bool, kept), "a look at the clients")
         assert len(waiting) == 2 and not waiting.wait_for_none(0)
         assert not requests[1].client_gone
@@ -239,7 +240,9 @@ def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
         waiting.end(stays)
         waiting.end(stays)
         assert waiting.wait_for_none(60)
-        wait_until(lambda: not waiting._is_watched, "the end of the thread")
+    waiting.is_closed = True
+    watching.join(60)
+    assert not watching.is_alive()
 
 
 def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:
