@@ -22,7 +22,6 @@ from tests.support import (
     synthetic_text,
 )
 from tests.support.drafts import make_draft
-from tests.support.openblas import openblas_env
 
 from .lora import make_adapter
 from .stored import wait_for_writer
@@ -45,7 +44,7 @@ def drafts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[s
 
 @pytest.fixture
 def server(start_server: StartServer, tiny_model: Path) -> ServerProcess:
-    return start_server.with_plugin(tiny_model, *FULL_PRECISION, env=openblas_env())
+    return start_server.with_plugin(tiny_model, *FULL_PRECISION)
 
 
 def ask(server: ServerProcess, talk: list[Message], draft: str | None, **params: Any) -> Reply:

@@ -243,7 +243,7 @@ class ServerProcess:
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._process = None
         zygotes = self.zygotes.get(self.python, ())
-        if zygotes and (self.launcher[0], self.cwd) == ("-m", None):
+        if zygotes and self.cwd is None and self.launcher[0].endswith(("-m", ".py")):
             zygote = zygotes[self._n_starts % len(zygotes)]
             self._process = zygote.fork(self.command, self.log_path, environment)
         self._n_starts += 1
