@@ -49,7 +49,8 @@ def wait_for_insert(server: ServerProcess, n_calls: int = 1) -> list[list[Any]]:
 
     def has_come() -> bool:
         recorded.extend(calls(server))
-        return sum(c[0] == "insert" and c[-1] == "assistant" for c in recorded) >= n_calls
+        ends = [c for c in recorded if c[0] == "insert" and c[-1] == "assistant"]
+        return len(ends) >= n_calls
 
     wait_until(has_come, "an insert")
     return recorded
@@ -169,7 +170,7 @@ def test_a_signal_ends_a_server_that_is_generating(
         )
         next(events)
         assert server.terminate(60.0) == 0, server.log
-        events.close()  # type: ignore[attr-defined]
+        events.close()
     calls = json.loads(record.read_text())
     # The reply that was cut off ends on its own thread.
     assert [call for call in calls if call[0] != "reply_timed"][-1] == ["shutdown"]

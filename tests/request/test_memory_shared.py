@@ -185,7 +185,7 @@ def prompts(n_sessions: int, n_vocabulary: int = 200) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("family", "n_sessions", "n_fill", "n_reply"),
     [
-        ("llama", 6, 3, 40),
+        ("llama", 4, 2, 24),
         *(
             pytest.param(family, 12, 5, 90, marks=pytest.mark.slow)
             for family in ("llama", "gemma3_text", "qwen3_next")
@@ -221,9 +221,9 @@ def test_rows_that_come_and_go_are_copied_a_few_layers_at_a_time(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a step takes beside the caches is some layers of them, never all."""
-    large = {"num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8}
+    large = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8}
     monkeypatch.setitem(CONFIGS, "llama", {**CONFIGS["llama"], **large, "head_dim": 64})
-    monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", 24)
+    monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", 12)
     server = serve("llama", "together", 20)
     server.run([ids[: 40 + 60 * number] for number, ids in enumerate(prompts(4))])
     caches = server.memory._takes.caches_bytes([300] * 4, (), ROOM // 2)
@@ -244,15 +244,19 @@ def test_a_prompt_that_never_fits_beside_others_and_twenty_that_do(
     assert not together.memory.waiting and not together.generator.parked
 
 
-def test_nothing_is_parked_where_there_is_room(serve: Callable[..., Server]) -> None:
+def test_nothing_is_parked_where_there_is_room(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", 24)
     together = serve("llama", "together", 20)
     together.run(prompts(6))
     assert together.n_parked == 0 and together.most_running == 6
 
 
 def test_a_request_that_would_wait_is_refused_where_that_is_asked_for(
-    serve: Callable[..., Server],
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", 8)
     server = serve("llama", "together", 2)
     server.memory.refuses = True
     running: dict[int, Client] = {}

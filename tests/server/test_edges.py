@@ -199,7 +199,7 @@ def test_a_client_that_goes_away(server: ServerProcess) -> None:
     body = {"messages": [system, user("Tell it all.")], "max_tokens": 500, "stream": True}
     events = server.events("/v1/chat/completions", body)
     next(events)
-    events.close()  # type: ignore[attr-defined]
+    events.close()
     again = server.chat([system, user("Tell it all.")], max_tokens=5)
     n_last = 20  # of the template and the question
     assert again.cached_tokens >= again.prompt_tokens - n_last

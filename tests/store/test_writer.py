@@ -405,7 +405,11 @@ def hold_rests(store: BlockStore) -> threading.Semaphore:
     """Have the writer wait before each file, until what is returned is released."""
     store.drain()
     released = threading.Semaphore(0)
-    store.writer.rest = partial(released.acquire, timeout=60)  # type: ignore[method-assign]
+
+    def rest() -> None:
+        released.acquire(timeout=60)
+
+    store.writer.rest = rest  # type: ignore[method-assign]
     return released
 
 
