@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class Clock:
@@ -67,7 +70,7 @@ class ClockCondition(threading.Condition):
         finally:
             self.ends_s.remove(end_s)
 
-    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+    def wait_for(self, predicate: Callable[[], Result], timeout: float | None = None) -> Result:
         end_s = float("inf") if timeout is None else self._clock.monotonic() + timeout
         while not (is_so := predicate()) and self._clock.monotonic() < end_s:
             self.wait(None if timeout is None else end_s - self._clock.monotonic())
