@@ -124,7 +124,7 @@ test: lint
 	$(BIN)/python -m tests.support.real_tokenizers
 	$(SAY) "Chromium, for the tests of the page"
 	$(BIN)/python -m tests.support.chromium
-	$(SAY) "default tests, $(WORKERS) at a time; about 5 minutes on 2 cores"
+	$(SAY) "default tests, $(WORKERS) at a time; about 6 minutes on 2 cores"
 	$(PYTEST) -m "not slow"
 
 test-all: test

@@ -91,7 +91,8 @@ def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path, tool: str) -> 
         install, uninstall = [*pip, "install", "-q"], [*pip, "uninstall", "-q", "-y"]
     run_tool(*install, "--no-deps", wheel)
     command = ("python", "-m", "mlx_lm_kvpersist", "--version")
-    assert environment.run(*command, env={"PYTHONDONTWRITEBYTECODE": ""}).returncode == 0
+    compiles = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": ""}
+    assert environment.run(*command, env=compiles).returncode == 0
     added = files_of(environment.folder) - before
     assert any("kvpersist/cli/__pycache__/" in name for name in added), "nothing was compiled"
     run_tool(*uninstall, "mlx-lm-kvpersist")
