@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
-from mlx_lm_kvpersist.cache.geometry.precision import parse_precision
+from mlx_lm_kvpersist.cache.geometry.precision import layout_in_words
 from mlx_lm_kvpersist.config import KV_BITS
 
 _TEMPLATE_TOKENS = 64
@@ -92,13 +92,14 @@ def check_kept(side: str, spec: Mapping[str, Any], bits: str) -> None:
     if not spec["kept"]:
         raise WrongMeasurement(f"the run ends: {side} does not keep the model: {spec['why_not']}")
     choice = KV_BITS[bits]
+    expected = f"keys {choice.key_bits} bits, values {choice.value_bits}"
+    if choice.is_full_precision:
+        expected = "full precision"
     grows = [group for group in spec["groups"] if group["kind"] == "full"]
     if not grows:
         raise WrongMeasurement(f"the run ends: {side} keeps no layer that grows with the prompt")
     for group in grows:
-        precision = parse_precision(group["bits"] or "full")
-        found = (precision.keys.bits, precision.values.bits) if precision else (16, 16)
-        if found != (choice.key_bits, choice.value_bits):
+        if not layout_in_words(group["bits"] or "full").startswith(expected):
             raise WrongMeasurement(
                 f"the run ends: {side} keeps layers in {group['bits'] or 'full precision'}, "
                 f"not in {bits}: {group.get('why_not_quantized') or spec['precision']}"

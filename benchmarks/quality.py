@@ -24,8 +24,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.precision import Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
-from mlx_lm_kvpersist.cache.measuring.divergence import Predictions, part_means
-from mlx_lm_kvpersist.cache.measuring.texts import encode, placed
+from mlx_lm_kvpersist.cache.measuring.divergence import Predictions, encode, part_means, placed
 from mlx_lm_kvpersist.cli.quality_checks import (
     FIRST_TOKENS,
     predicted,

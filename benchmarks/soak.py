@@ -33,7 +33,7 @@ from mlx_lm_kvpersist.cli.output import ongoing
 from mlx_lm_kvpersist.cli.servers import Message, Reply, StartedServer, ask, document
 from mlx_lm_kvpersist.config import DEFAULT_BITS
 from mlx_lm_kvpersist.errors import KVPersistError
-from mlx_lm_kvpersist.host.scheduling.context_length import max_context
+from mlx_lm_kvpersist.host.scheduling.model_provider import max_context
 from mlx_lm_kvpersist.units import show_bytes
 
 from .checks import check_kept

@@ -18,27 +18,23 @@ from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import is_kept, namespace, normalise, note, session_key, unshared
 from .cache.geometry.kinds import most_taken_back
-from .cache.live.policy import least_rows
+from .cache.live.attention import least_rows
 from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
 from .errors import ModelNotSupported, RequestRefused
 from .host import manager
 from .host.hooks import ClientRequest, ModelSupport, Prompt, Route, TakenRequest, hookimpl
 from .ranks import ranks
-from .request.loading import described, load_model, places
-from .request.machine import Pressure
-from .request.memory import Memory, total_bytes, weights_bytes
-from .request.model import ModelOptions, Speed
+from .request.memory import Memory, total_bytes, weights_bytes, wired_bytes
+from .request.model import ModelOptions, Speed, described, load_model, places
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
-from .request.serving import ServedRequest, Serving
-from .request.state import RequestState, Stage
-from .request.wired import wired_bytes
+from .request.serving import RequestState, ServedRequest, Serving, Stage
 from .request_log import CONTENT_TYPE, Metrics, RequestLog
 from .store.block_store import BlockStore
+from .store.reading import Threads
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions
-from .store.threads import Threads
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
@@ -68,7 +64,6 @@ class KVPersistPlugin:
         self._address = ""
         """Where the server listens."""
         self._log = RequestLog()
-        self._pressure = Pressure()
         self._metrics = Metrics(self._store_counts, self._memory_parts)
 
     # Startup and shutdown.
@@ -132,7 +127,7 @@ class KVPersistPlugin:
             self._refuse(provider, str(error))
             return None
         step_s = options.max_stall_s * JOIN_SHARE
-        memory = Memory(n_bytes, n_weights, store, self._pressure, refuses=options.refuses)
+        memory = Memory(n_bytes, n_weights, store, refuses=options.refuses)
         isolated = options.isolate_sessions
         self._serving = Serving(store, model, self._record, isolated, step_s, memory)
         spec = model.spec
@@ -298,7 +293,6 @@ class KVPersistPlugin:
 
     @hookimpl
     def started(self, serve: Callable[[Callable[[Any], None]], None]) -> None:
-        self._pressure.watch()
         if self._address:
             logger.info(
                 "kvpersist: clients connect to %s/v1 (Anthropic's to %s), the page is %s%s",

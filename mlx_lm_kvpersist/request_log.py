@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import COUNTING
 from .request.outcome import Outcome
-from .request.state import RequestState
+from .request.serving import RequestState
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

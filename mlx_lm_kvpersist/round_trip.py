@@ -31,11 +31,11 @@ from .cache.measuring.attention_check import plan_attention
 from .errors import SelfTestFailed
 from .host.hooks import REPLY, ModelSupport, PrefillLimits, Prompt
 from .host.scheduling.batch_generator import PluginBatchGenerator
-from .host.scheduling.model_provider import PluginCaches
+from .host.scheduling.caches import PluginCaches
 from .request.lookup import Lookup
 from .request.model import LoadedModel
 from .request.outcome import Kind
-from .request.sequence import RunningSequence
+from .request.saver import RunningSequence
 from .store.block_store import BlockStore, StoreLimits
 
 _VOCAB = 64

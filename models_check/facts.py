@@ -30,11 +30,11 @@ from mlx_lm_kvpersist.cache.geometry.kinds import replaced, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.attention import forced_plan
 from mlx_lm_kvpersist.cache.live.packed import GRID, headroom
-from mlx_lm_kvpersist.cache.live.policy import forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
-from mlx_lm_kvpersist.cache.measuring.observe import packed_shapes
+from mlx_lm_kvpersist.cache.measuring.attention_check import packed_shapes
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from .conversation import random_ids

@@ -12,7 +12,7 @@ from mlx_lm_kvpersist.host.hooks import REPLY, Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.sequence import RunningSequence
+from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 
 from .drive import Reply, Row, alone

@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.host.hooks import PrefillLimits
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request.memory import Memory
-from mlx_lm_kvpersist.request.state import RequestState, Stage
+from mlx_lm_kvpersist.request.serving import RequestState, Stage
 from mlx_lm_kvpersist.store.records import StoreLimits
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mlx_lm_kvpersist.request.outcome import Divergence, Kind, Outcome
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState
 from mlx_lm_kvpersist.request_log import KEPT, Metrics, RequestLog
 
 

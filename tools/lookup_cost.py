@@ -23,11 +23,9 @@ from mlx_lm_kvpersist.block import BLOCK_TOKENS, Block, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving
 from mlx_lm_kvpersist.round_trip import tiny_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 
@@ -90,7 +88,7 @@ def main() -> None:
         store = BlockStore(Path(folder), StoreLimits(1 << 32, 1 << 34))
         with closing(store):
             stored_chain(store, model, ids)
-            memory = Memory(1 << 36, 0, store, Pressure())
+            memory = Memory(1 << 36, 0, store)
             serving = Serving(store, model, lambda *_: None, False, 0.1, memory)
             for number in range(2 * asked.requests):
                 sent = SimpleNamespace(request_type="text", prompt="", messages=[])

@@ -60,16 +60,16 @@ TESTS = {
     "cache/live/attention": ["tests/cache/live/test_attention.py", "-k", "not long"],
     "cache/live/batch": [
         *("tests/cache/live/test_batch.py", "tests/cache/live/test_full_precision_batch.py"),
-        *("-k", "not give_what and not fault_shows"),
+        "tests/cache/live/test_newest.py",
+        *("-k", "not give_what and not fault and not tiles and not heads"),
     ],
-    "cache/measuring/divergence": ["tests/cache/measuring/test_divergence.py"],
-    "cache/measuring/observe": ["tests/cache/measuring/test_observe.py"],
-    "cache/live/newest": [
-        *(
-            "tests/cache/live/test_newest.py",
-            "-k",
-            "not fault and not tiles and not heads",
-        ),
+    "cache/measuring/attention_check": [
+        "tests/cache/measuring/test_attention_check.py",
+        "tests/cache/measuring/test_observe.py",
+    ],
+    "cache/measuring/divergence": [
+        "tests/cache/measuring/test_divergence.py",
+        "tests/cache/measuring/test_texts.py",
     ],
     "cache/live/packed": [
         *("tests/cache/live/test_quantized.py", "tests/cache/live/test_batch.py"),
@@ -83,7 +83,6 @@ TESTS = {
         *("tests/cache/live/test_quantized.py", "tests/cache/live/test_attention.py"),
         *("-k", "test_quantized or plan or bits_show or plain_side or take or asked"),
     ],
-    "cache/measuring/texts": ["tests/cache/measuring/test_texts.py"],
     "cache/geometry/kinds": [
         *("tests/cache/geometry/test_kinds.py", "tests/cache/geometry/test_spec.py"),
         "tests/cache/blocks/test_cut_join.py",
@@ -96,7 +95,14 @@ TESTS = {
         "tests/host/scheduling/test_batch_generator.py",
         "tests/host/scheduling/test_prefill.py",
     ],
-    "host/scheduling/caches": ["tests/host/scheduling/test_prompt_cache.py"],
+    "host/scheduling/caches": [
+        "tests/host/scheduling/test_prompt_cache.py",
+        "tests/host/scheduling/test_step_failures.py",
+    ],
+    "host/scheduling/model_provider": [
+        "tests/host/scheduling/test_model_provider.py",
+        "tests/host/scheduling/test_context_length.py",
+    ],
     "host/http/completion": ["tests/host/http/test_apis.py", "tests/host/http/test_completion.py"],
     "host/manager": [
         "tests/host/test_manager.py",
@@ -112,8 +118,8 @@ TESTS = {
         "tests/host/scheduling/test_response_generator.py",
         "tests/host/scheduling/test_prefill.py",
     ],
-    "host/scheduling/reply": [
-        "tests/host/scheduling/test_reply.py",
+    "host/scheduling/waiting": [
+        *("tests/host/scheduling/test_waiting.py", "tests/host/scheduling/test_reply.py"),
         "tests/host/scheduling/test_prefill.py",
     ],
     "host/http/request_checks": [
@@ -134,12 +140,14 @@ TESTS = {
     "block": ["tests/test_block.py", "tests/api/test_session_keys.py", *_MATCHING],
     "match/text": _MATCHING,
     "match/tree": ["tests/store/test_pool.py", *_MATCHING],
-    "request/loading": ["tests/request/test_model.py", "tests/request/test_loading.py"],
     "request/lookup": [
         *(*_LOOKUP, "tests/request/test_prefetch.py", "tests/request/test_costs.py"),
         *("tests/request/test_checkpoints.py", "tests/request/test_steps.py", *_ONE_KIND),
     ],
-    "request/model": ["tests/request/test_speed.py", "tests/request/test_loading.py"],
+    "request/model": [
+        *("tests/request/test_model.py", "tests/request/test_speed.py"),
+        "tests/request/test_loading.py",
+    ],
     "request/outcome": ["tests/request/test_outcome.py", *_LOOKUP, *_ONE_KIND],
     "request/checkpoint_saver": ["tests/request/test_checkpoints.py", *_ONE_KIND],
     "request/saver": [*_LOOKUP, "tests/request/test_checkpoints.py", *_ONE_KIND],

@@ -20,8 +20,7 @@ from typing import Any
 from ..api.admin import SPEC_PATH
 from ..cache.geometry.precision import layout_in_words
 from ..errors import ConfigError, KVPersistError
-from ..host.scheduling.context_length import max_context
-from ..host.scheduling.model_provider import check_model_name
+from ..host.scheduling.model_provider import check_model_name, max_context
 from ..units import show_bytes
 from .machine import conditions, cpu_gflops, device, openblas_advice, versions
 from .output import ongoing, utc_time

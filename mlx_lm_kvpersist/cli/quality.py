@@ -16,8 +16,7 @@ from rich.table import Table
 
 from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.measuring.divergence import Predictions, part_means
-from ..cache.measuring.texts import encode, placed
+from ..cache.measuring.divergence import Predictions, encode, part_means, placed
 from ..config import DEFAULT_BITS, KV_BITS
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes

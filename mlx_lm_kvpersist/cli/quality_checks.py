@@ -18,8 +18,7 @@ from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.live.packed import GRID
 from ..cache.measuring.attention_check import plan_attention
-from ..cache.measuring.divergence import AT_ONCE, Predictions, compared
-from ..cache.measuring.texts import encode
+from ..cache.measuring.divergence import AT_ONCE, Predictions, compared, encode
 from ..host.patching.patches import PATCHES, PatchSet
 
 MakeCache = Callable[[], list[Any]]

@@ -36,6 +36,17 @@ class BlockSource(Protocol):
         """
 
 
+def beginnings(block: Block, source: BlockSource) -> list[Block]:
+    """Return the shorter blocks with a block's parent and first tokens."""
+    return [
+        sibling
+        for sibling in source.children(block.parent, block.packed_ids)
+        if sibling.n_tokens < block.n_tokens
+        and block.packed_ids.startswith(sibling.packed_ids)
+        and sibling.is_genuine
+    ]
+
+
 @dataclass(frozen=True)
 class Match:
     """The stored blocks that begin as the prompt does.

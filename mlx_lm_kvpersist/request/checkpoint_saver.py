@@ -27,8 +27,7 @@ from ..match.tree import FEW
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from .outcome import Reason
-from .saver import CheckpointSource, Needed, RestorePoint, Saver
-from .sequence import RunningSequence
+from .saver import CheckpointSource, Needed, RestorePoint, RunningSequence, Saver
 
 STATE = "state"
 """The record of every checkpoint: states of recurrent layers, and the newest tokens of quantized
@@ -122,7 +121,7 @@ class CheckpointSaver(Saver):
         needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
         added, kept = tuple(new or chain[-1:]), tuple(needed.values())
         commit = Commit(sequence.root, added, leaf, {}, kept, tuple(superseded))
-        store.commit(commit, [*blocks, *checkpoints], loss_s)
+        store.commit(commit, [*blocks, *checkpoints], loss_s, chain)
 
     def _loss_s(
         self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str

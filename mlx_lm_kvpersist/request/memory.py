@@ -1,25 +1,29 @@
 """One account of all memory but a model's weights: used, promised, and given back.
 
 The pool gets the memory that sequences leave, and a share of the total at least. A request begins
-if the caches of all requests fit at their full length. Generation thread, but for `parts`.
+if the caches of all requests fit at their full length. The machine says how much memory it offers,
+and how short it is of memory. Generation thread, but for `parts`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..cache.measuring.sequence_memory import SequenceMemory
+from ..cache.measuring.prefill_memory import SequenceMemory
 from ..host.hooks import BatchMemory
 from ..store.block_store import BlockStore
 from ..units import show_bytes
 from .lookup import Lookup
-from .machine import CRITICAL, NORMAL, WARNING, Pressure, offered_bytes
 from .model import LoadedModel
 
 LEAST_BYTES = 128 << 20
@@ -34,10 +38,14 @@ GROWTH = 512
 """A sequence begins only if there is room for this number of tokens more."""
 MOST_PASSED = 8
 """A request that waits for memory lets this number of smaller requests pass; then it is next."""
+NEEDED_ABOVE = 0.5
+"""The share of the recommended bytes above which macOS keeps weights wired (docs/mac.md)."""
 _RECORD_BYTES = 4096
 """The record, ids and text of a block in RAM, and its places in indexes; not its arrays."""
 _INDEX_BYTES = 32 << 20
 """SQLite's pages, and a tokenizer's texts."""
+NORMAL, WARNING, CRITICAL = 1, 2, 4
+"""Levels of pressure, as macOS numbers them."""
 _SHARES = {NORMAL: 1.0, WARNING: 0.75, CRITICAL: 0.5}
 """The share of the account that may be used, by the machine's pressure."""
 
@@ -73,7 +81,6 @@ class Memory(BatchMemory):
         total_bytes: int,
         weights_bytes: int,
         store: BlockStore,
-        pressure: Pressure,
         *,
         refuses: bool = False,
     ) -> None:
@@ -88,9 +95,8 @@ class Memory(BatchMemory):
         """The claims of requests that have begun and were not weighed yet."""
         self.waiting: list[Claim] = []
         """The oldest first."""
-        self._n_changes = self._n_refused = 0
-        """Prompts of `_n_refused` tokens or more wait until the account changes."""
-        self._pressure, self._level = pressure, NORMAL
+        self._n_changes = 0
+        self._pressure_level, self._level = pressure_level, NORMAL
         self._most_blocks = 1 << 62
         self._limit_bytes = weights_bytes + total_bytes
         self._stock_limit_bytes = mx.set_memory_limit(self._limit_bytes)
@@ -135,8 +141,8 @@ class Memory(BatchMemory):
 
     def _settle(self) -> None:
         """Give the pool the memory that is left, and set MLX's memory limit."""
-        if self._level != self._pressure.level or self._level != NORMAL:
-            self._level = self._pressure.level
+        level, self._level = self._level, self._pressure_level()
+        if self._level != level or level != NORMAL:
             mx.clear_cache()
         needed, pool = self._needed(), self._store.pool
         left = min(self._usable_bytes - needed, self._store.limits.max_ram_bytes)
@@ -167,8 +173,6 @@ class Memory(BatchMemory):
         if claim not in self.waiting:
             waiting = [older for older in self.waiting if not older.is_over()]
             self.waiting = sorted([*waiting, claim], key=lambda claim: claim.order)
-        if claim.n_tokens >= self._n_refused:
-            return False
         older = self.waiting[: self.waiting.index(claim)]
         ahead = [first for first in older if not first.is_over()]
         is_late = any(first.n_passed >= MOST_PASSED for first in ahead)
@@ -182,7 +186,6 @@ class Memory(BatchMemory):
     def _makes_room(self, claim: Claim) -> bool:
         left = self._usable_bytes - self._needed([claim.n_tokens], ROOM + GROWTH)
         if left < self.pool_bytes:
-            self._n_refused = claim.n_tokens
             return False
         if claim.lookup is not None:
             claim.lookup.hold()
@@ -210,7 +213,6 @@ class Memory(BatchMemory):
     def changed(self) -> None:
         """Give the pool the memory that is left; requests that wait ask again."""
         self._n_changes += 1
-        self._n_refused = 1 << 62
         self._settle()
 
     # What runs.
@@ -226,7 +228,7 @@ class Memory(BatchMemory):
     def idle(self) -> None:
         """Note that nothing runs, and follow the pressure."""
         ran = self.live_bytes or self._replies or self._prompts or self._claims
-        if ran or self._level != self._pressure.level:
+        if ran or self._level != self._pressure_level():
             self.weigh((), (), 0)
 
     def parts(self) -> dict[str, int]:
@@ -284,3 +286,81 @@ def total_bytes(option: int | None, n_weights: int) -> int:
             *map(show_bytes, (n_weights, offered, LEAST_BYTES)),
         )
     return max(left, LEAST_BYTES)
+
+
+def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
+    """Return how many bytes macOS may wire, None for stock's number, and the reason for the log.
+
+    asked_bytes: stock's number, which is all that the device recommends.
+    """
+    sizes = f"the weights are {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)}"
+    if n_weight_bytes > NEEDED_ABOVE * asked_bytes:
+        return None, f"as stock, up to {show_bytes(asked_bytes)}: {sizes}, more than half"
+    return 0, f"off: {sizes}, at most half"
+
+
+def pressure_level() -> int:
+    """Return how short of memory macOS says that it is; NORMAL elsewhere. It takes microseconds."""
+    if sys.platform != "darwin":
+        return NORMAL
+    level, size = ctypes.c_int(NORMAL), ctypes.c_size_t(4)
+    name = b"kern.memorystatus_vm_pressure_level"
+    libc = ctypes.CDLL(None)
+    failed = libc.sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, 0)
+    is_known = not failed and level.value in (WARNING, CRITICAL)
+    return level.value if is_known else NORMAL
+
+
+def offered_bytes() -> int:
+    """Return the memory that this process may have on its device, with what it has already.
+
+    Metal: the recommended working set. CUDA: what is free. Else what the machine has available,
+    within the limits of its cgroups.
+    """
+    info, own = mx.device_info(), mx.get_active_memory() + mx.get_cache_memory()
+    if working_set := info.get("max_recommended_working_set_size"):
+        return int(working_set)
+    if on_device := info.get("free_memory"):
+        return int(on_device) + own
+    if on_device := info.get("total_memory"):
+        return int(on_device)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fields = _fields(Path("/proc/meminfo"))
+    available = fields["MemAvailable:"] * 1024 if "MemAvailable:" in fields else physical * 3 // 4
+    return min([available, *cgroup_bytes()]) + own
+
+
+def cgroup_bytes(root: Path = Path("/")) -> Iterator[int]:
+    """Yield what each limit on this process' control group leaves (cgroup v2, and v1)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounted = root / "sys/fs/cgroup"
+    for line in lines:
+        number, controllers, place = line.split(":", 2)
+        if number == "0":
+            top, limit, used = mounted, "memory.max", "anon"
+        elif "memory" in controllers.split(","):
+            top, limit, used = mounted / "memory", "memory.limit_in_bytes", "total_rss"
+        else:
+            continue
+        folder = top / place.lstrip("/")
+        for group in (folder, *folder.parents):
+            try:
+                most = (group / limit).read_text().strip()
+                if most != "max":
+                    yield max(0, int(most) - _fields(group / "memory.stat").get(used, 0))
+            except (OSError, ValueError):
+                pass  # in a container the group's own place may not be there, its root is
+            if group == top:
+                break
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with a name and a number on each line."""
+    try:
+        lines = (line.split() for line in path.read_text().splitlines())
+        return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+    except OSError:
+        return {}

@@ -1,29 +1,47 @@
-"""The model that the server has loaded: its caches, its text, and its speed."""
+"""The model that the server has loaded: its caches, its text, and its speed.
+
+`load_model` prepares it in some milliseconds. Generation thread.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
+
+import mlx.core as mx
 
 from ..block import Root
 from ..cache.blocks.cut_join import n_cached_tokens
+from ..cache.geometry.architectures import architecture_of, spec_of
+from ..cache.geometry.fingerprint import local_path, model_fingerprint
+from ..cache.geometry.kinds import GroupKind
+from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
+from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.live.attention import Strategy
-from ..cache.live.policy import least_rows
+from ..cache.live.attention import Strategy, least_rows
+from ..cache.measuring.attention_check import plan_attention
 from ..cache.measuring.prefill_memory import PrefillMemory
+from ..errors import ModelNotSupported
 from ..host.hooks import PARKED, REPLY, PrefillLimits
 from ..host.scheduling.pace import Pace
 from ..match.text import TokenText
 from ..ranks import ALONE, Ranks
 from ..store.block_store import BlockStore
 from ..store.records import DISK, RAM
+from ..units import show_bytes
 from .checkpoint_saver import CheckpointSaver
-from .saver import Saver
-from .sequence import RunningSequence
+from .saver import RunningSequence, Saver
+
+logger = logging.getLogger(__name__)
 
 MIN_RESTORE_BYTES = 4 << 20
 """Smaller restores are mostly overhead, so no rate is learned from them."""
@@ -177,3 +195,140 @@ class LoadedModel:
         plans = {name: asdict(plan) for name, plan in self.spec.plans.items()}
         model = {"model": self.name, "kept": True, "precision": self.precision}
         return {**model, **self.spec.describe(), "attention": plans}
+
+
+def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
+    """Return the provider's model with its caches, fingerprint and speed, and its draft model.
+
+    provider: has `model`, `tokenizer` and `model_key`, as mlx-lm's ModelProvider. Raises OSError,
+    and ModelNotSupported if the model's conversations cannot be kept.
+    """
+    model_path, adapter_path, draft_path = provider.model_key
+    name, adapter = str(model_path), Path(adapter_path) if adapter_path else None
+    model: Any = weakref.proxy(provider.model)
+    computed, together = model, options.ranks
+    facts = architecture_of(model)
+    if not together.same(repr(facts), "the facts of the architecture"):
+        facts = None
+    with _on_all_ranks(options):
+        fingerprint = model_fingerprint(local_path(model_path), adapter)
+        text = TokenText.of(provider.tokenizer) if options.with_text else None
+        spec = spec_of(model, options.choice, facts)
+        memory = PrefillMemory.of(model, spec, options.max_prefill_bytes)
+    if together.are_several:
+        computed = partial(_evaluated, model)
+        if not together.same(fingerprint, "the model's files"):
+            raise ModelNotSupported("the ranks have different files of the model")
+        fingerprint += f" {part_of_model(provider, together.rank, together.size)}"
+    kinds = [(group.kind.name, group.precision is not None) for group in spec.groups]
+    if not together.same(kinds, "the kinds of layers"):
+        raise ModelNotSupported(
+            "the ranks have layers of different kinds; divide the model evenly, or by tensors"
+        )
+    least = partial(together.least, what="how many strategies of attention are right")
+    is_packed = facts is not None and facts.packed
+    spec = plan_attention(model, spec, options.attention, is_packed, least)
+    end_on_grid(model)
+    draft = _draft_of(provider, draft_path, spec, options) if draft_path else None
+    if text is None and options.with_text:
+        logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
+    for group in spec.full:
+        if group.precision is None and not options.choice.is_full_precision:
+            n_slots, why = len(group.slots), group.why
+            logger.warning("kvpersist: %d of its layers stay in full precision: %s", n_slots, why)
+    if facts is None:
+        logger.warning(
+            "kvpersist: no facts ship about the architecture of %s: each prompt is computed alone, "
+            "attention dequantizes, and each restore is checked as far as caches can step back",
+            name,
+        )
+    n_positions = position_limit(model) or math.inf
+    is_known, speed = facts is not None, Speed(memory, n_positions=n_positions)
+    loaded = computed, provider.tokenizer, spec, fingerprint, text, name, is_known, speed
+    return LoadedModel(*loaded, draft, together)
+
+
+@contextmanager
+def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
+    """Work that each rank does alone, without a message: if it fails on one rank, all ranks fail.
+
+    Otherwise the other ranks would wait for a message of the failed rank. Raises ModelNotSupported
+    for all errors except OSError.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if options.ranks.agree(error is None, "whether the model can be kept"):
+        return
+    if isinstance(error, ModelNotSupported | OSError):
+        raise error
+    if error is not None:  # stock may still serve an unusual model
+        raise ModelNotSupported(f"the model cannot be examined: {error!r}") from error
+    raise ModelNotSupported("another rank cannot keep the model; its log says why")
+
+
+def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
+    """Return the draft model, which reads the ids of the main model's tokenizer.
+
+    Raises ModelNotSupported if tokens cannot be taken back from the caches of either model, as
+    mlx-lm does after each draft.
+    """
+    loaded = SimpleNamespace(
+        model=provider.draft_model, tokenizer=provider.tokenizer, model_key=(path, None, None)
+    )
+    draft = load_model(loaded, replace(options, with_text=False))
+    for name, model_spec in (("model", spec), ("draft model", draft.spec)):
+        for group in model_spec.groups:
+            if group.kind is not GroupKind.FULL:
+                raise ModelNotSupported(
+                    f"a draft model is in use, and layer {group.slots[0]} of the {name} has a "
+                    f"{group.cache}, from which tokens cannot be taken back"
+                )
+    n_caches, n_layers = len(spec.template), len(provider.model.layers)
+    if n_caches != n_layers:
+        raise ModelNotSupported(
+            f"a draft model is in use, and the model has {n_caches} caches for its {n_layers} "
+            "layers: mlx-lm takes those of the draft model for its own"
+        )
+    return draft
+
+
+def _evaluated(model: Any, *args: Any, **kwargs: Any) -> mx.array:
+    """Call a model that several ranks compute; evaluate the logits before the next call.
+
+    If two calls are evaluated together, ranks may compute their parts in different orders.
+    """
+    logits: mx.array = model(*args, **kwargs)
+    mx.eval(logits)
+    return logits
+
+
+def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:
+    """Return a text that identifies the part of a model that a rank computes."""
+    kind = "pipeline" if provider.cli_args.pipeline else "tensor"
+    inner = getattr(provider.model, "model", provider.model)
+    layers = getattr(inner, "start_idx", None), getattr(inner, "end_idx", None)
+    return f"{kind} {rank} of {n_ranks}, layers {layers[0]}-{layers[1]}"
+
+
+def places(store: BlockStore) -> str:
+    """Return where conversations are kept and how much space they take, for the log."""
+    ram = show_bytes(store.limits.max_ram_bytes)
+    return f"conversations in {store.disk}, and up to {ram} of RAM"
+
+
+def described(spec: ModelCacheSpec) -> str:
+    """Return how full layers are stored, batched and attended, for the log."""
+    plans = {str(plan) for plan in spec.plans.values()}
+    attention = f"attention: {' or '.join(sorted(plans))}" if plans else "attention as in mlx-lm"
+    size = f"{show_bytes(spec.bytes_per_token)} a token, {layout_in_words(spec.layout)}"
+    if any(group.precision for group in spec.full):
+        own_bytes = sum(group.full_precision_bytes for group in spec.full)
+        size += (
+            f" ({spec.bits_per_number:.1f} on average with scales), "
+            f"{spec.bytes_per_token / own_bytes:.2f} of full memory"
+        )
+    served = "replies in batches" if spec.batches else "one request at a time"
+    return f"{size}; {served}, {attention}"

@@ -1,25 +1,63 @@
-"""Save what is computed as blocks, and find what to restore. Generation thread.
+"""Save the tokens of a request as blocks, and find what to restore. Generation thread.
 
 It does as little as it can: hash the ids, copy the new tokens' KV, evaluate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import dropwhile, takewhile
+from operator import attrgetter
 from typing import Any, Protocol
 
-from ..block import Block, Checkpoint, Record, block_key, pack_ids
+from ..block import Block, Checkpoint, Record, Root, block_key, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, split
 from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes
 from ..host.hooks import PREFILL, REPLY
 from ..match.text import TokenText
+from ..match.tree import BlockSource, beginnings
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
+from ..store.records import Leaf
 from .outcome import Reason
-from .sequence import RunningSequence
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """The tokens of a request that has entered. Generation thread.
+
+    The first `n_reused` of its `n_prompt` prompt tokens, the `packed_ids`, were restored. `chain`
+    holds the stored blocks of its beginning. Its leaf has `session`, `note` and `messages`.
+    """
+
+    root: Root
+    n_prompt: int
+    n_reused: int = 0
+    chain: list[Block] = field(default_factory=list, repr=False)
+    n_system: int = 0
+    """Tokens of the prompt's system prompt."""
+    packed_ids: bytes = field(default=b"", repr=False)
+    session: str | None = None
+    note: Mapping[str, str] = field(default_factory=dict, repr=False)
+    messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
+    draft: RunningSequence | None = None
+    """The same tokens in the caches of the draft model."""
+    is_draft: bool = False
+
+    @property
+    def n_saved(self) -> int:
+        """The number of its first tokens that are in stored blocks."""
+        return self.chain[-1].stop if self.chain else 0
+
+    def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
+        """Return the leaf of its conversation, whose blocks are `chain`."""
+        end, with_text = chain[-1], self.root.with_text
+        note = {name: text for name, text in self.note.items() if name != "words" or with_text}
+        moved, is_session = tuple(replaced), not self.is_draft
+        return Leaf(self.session, end.key, end.stop, moved, note, self.messages, is_session)
 
 
 @dataclass(frozen=True)
@@ -40,7 +78,7 @@ class Needed:
         return forms_bytes(self.forms)
 
 
-class CheckpointSource(Protocol):
+class CheckpointSource(BlockSource, Protocol):
     """A store, or what is known of a conversation elsewhere."""
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
@@ -81,15 +119,20 @@ class Saver:
     ) -> RestorePoint | None:
         """Return what to restore of the first `n_tokens` of a chain, without keys in `lost`.
 
-        The used tokens of a quantized block are computed again: queries see them as computed.
+        If the last used tokens are in a quantized block, an unfinished block that has them as
+        computed takes its place. Without one they are computed again. O(blocks).
         """
         needed, end = [], 0
         for block in path:
-            is_cut = block.stop > n_tokens and _is_full(block) and self.spec.quantized
-            if block.start >= n_tokens or block.key in lost or is_cut:
+            usable = [block]
+            if block.stop > n_tokens > block.start and self._is_packed(block):
+                usable = beginnings(block, store)
+            usable = [b for b in usable if b.start < n_tokens and b.key not in lost]
+            if not usable:
                 break
-            end = min(block.stop, n_tokens)
-            needed.append(self._of_block(block, end))
+            longest = max(usable, key=attrgetter("stop"))
+            end = min(longest.stop, n_tokens)
+            needed.append(self._of_block(longest, end))
         return RestorePoint(end, needed) if needed else None
 
     def _of_block(self, block: Block, end: int) -> Needed:
@@ -132,13 +175,34 @@ class Saver:
         chain = sequence.chain = [*before, *new]
         blocks = self._cut_new(full, caches, store)
         if chain and cache_type == REPLY:
-            leaf = sequence.leaf(chain, _replaced_tails(chain, sequence.n_reused, store))
+            leaf = sequence.leaf(chain, self._replaced_tails(chain, sequence.n_reused, store))
             commit = Commit(sequence.root, tuple(new or chain[-1:]), leaf)
-            store.commit(commit, [*blocks, *unfinished])
+            store.commit(commit, [*blocks, *unfinished], math.inf, chain)
             return
         store.put(unfinished)
         if full:
-            store.commit(Commit(sequence.root, tuple(full)), blocks)
+            store.commit(Commit(sequence.root, tuple(full)), blocks, math.inf, chain)
+
+    def _replaced_tails(
+        self, chain: Sequence[Block], n_reused: int, store: BlockStore
+    ) -> list[tuple[bytes, bytes]]:
+        """Return the partial blocks that the chain contains, each with the longer block's key.
+
+        The end of a prompt that its reply has filled to a quantized block stays, in RAM alone: the
+        same prompt continues from it.
+        """
+        replaced = []
+        for block in dropwhile(lambda block: block.stop <= n_reused, chain):
+            for beginning in beginnings(block, store):
+                if store.pool.is_spare(beginning.key):
+                    if self._is_packed(block):
+                        continue
+                    store.pool.remove(beginning.key)
+                replaced.append((beginning.key, block.key))
+        return replaced
+
+    def _is_packed(self, block: Block) -> bool:
+        return _is_full(block) and bool(self.spec.quantized)
 
     def _following(
         self, chain: Sequence[Block], ids: Sequence[int], sequence: RunningSequence
@@ -167,17 +231,3 @@ class Saver:
 
 def _is_full(block: Block) -> bool:
     return block.n_tokens == BLOCK_TOKENS
-
-
-def _replaced_tails(
-    chain: list[Block], n_reused: int, store: BlockStore
-) -> list[tuple[bytes, bytes]]:
-    """Return the partial blocks that the chain contains, each with the longer block's key."""
-    replaced = []
-    for block in dropwhile(lambda block: block.stop <= n_reused, chain):
-        for sibling in store.children(block.parent, block.packed_ids):
-            is_beginning = sibling.key != block.key and sibling.is_genuine
-            if is_beginning and block.packed_ids.startswith(sibling.packed_ids):
-                store.pool.drop_unpinned(sibling.key, written=False)
-                replaced.append((sibling.key, block.key))
-    return replaced

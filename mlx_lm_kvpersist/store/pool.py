@@ -14,7 +14,7 @@ from sortedcontainers import SortedList
 
 from ..block import Block, Checkpoint
 from ..errors import PoolFull
-from ..match.tree import FEW, MAX_ALIKE, nearest
+from ..match.tree import FEW, MAX_ALIKE, beginnings, nearest
 from ..units import show_bytes
 from .records import RAM, KVBlock
 
@@ -191,14 +191,16 @@ class BlockPool:
                 if record_key in self._entries:
                     self._remove(record_key)
 
-    def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
-        """Remove a record unless a commit waits with it.
+    def is_spare(self, key: bytes) -> bool:
+        """Say whether a record is in RAM alone, and no commit waits with it."""
+        entry = self._entries.get(key)
+        return entry is not None and not entry.is_stored and not entry.pins
 
-        Without `written`, a record that a tier below has stays.
-        """
+    def drop_unpinned(self, key: bytes) -> None:
+        """Remove a record unless a commit waits with it."""
         with self.lock:
             entry = self._entries.get(key)
-            if entry is None or (not entry.pins and (written or not entry.is_stored)):
+            if entry is None or not entry.pins:
                 self.remove(key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
@@ -208,6 +210,10 @@ class BlockPool:
             for key in reversed(list(chain)):
                 block, at_end = self._entries.get(key), self._checkpoints.get(key, {})
                 entries = [entry for entry in (block, *map(self._entries.get, at_end)) if entry]
+                if block is not None and isinstance(block.block, Block):
+                    for beginning in beginnings(block.block, self):  # of a prompt in the block
+                        if self.is_spare(beginning.key):
+                            self.remove(beginning.key)
                 busy = any(entry.pins or entry.prefetched for entry in entries)
                 if busy or (block and not block.is_stored) or key in self._children:
                     break

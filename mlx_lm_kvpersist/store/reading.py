@@ -1,4 +1,7 @@
-"""Reading on other threads: blocks from tiers into the pool, and runs of ids for drafts."""
+"""Reading on other threads, which nobody awaits at the end of the process.
+
+Blocks are read from tiers into the pool, and runs of ids for drafts.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,80 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
+from queue import SimpleQueue
 from threading import Thread
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ..block import BLOCK_TOKENS, Block, Record, Root
 from ..errors import BlockCorrupt, Failures, PoolFull, StoreFormatError
-from ..match.runs import Runs
 from .index import Index
 from .pool import BlockPool
 from .records import KVBlock, ReadTier
-from .threads import Threads
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 _N_THREADS = 3
 MOST_TOKENS = 1 << 19
-"""Most tokens that are read: 8 MiB, in 0.1 s."""
+"""Most tokens whose ids are read for drafts: 8 MiB, in 0.1 s."""
+N_LAST = 6
+"""Ids of a run. After four equal ids the next ids often differ; twelve are found too late."""
+_FACTOR = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+
+
+class Threads:
+    """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive."""
+
+    def __init__(self, n_threads: int, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._closed = False
+        self._threads = [
+            Thread(target=self._run, name=f"{name}_{n}", daemon=True) for n in range(n_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: Callable[[], Result]) -> Future[Result]:
+        """Have a task run; its future is cancelled if this is closed before."""
+        future: Future[Result] = Future()
+        self._tasks.put((future, task))
+        if self._closed:
+            future.cancel()
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop what waits and stop; False when what runs takes longer than `timeout_s`."""
+        self._closed = True
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        for future, task in iter(self._tasks.get, None):
+            if self._closed:
+                future.cancel()
+            run_into(future, task)
+            # An idle thread must not hold the arrays that it read last.
+            del future, task
+
+
+def run_into(future: Future[Result], task: Callable[[], Result]) -> None:
+    """Run a task for a future, unless that is cancelled."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class Prefetch:
@@ -175,6 +235,41 @@ class Reader:
                 entry.read_s = time.perf_counter() - started
                 return entry
         return None
+
+
+class Runs:
+    """The last end of each run of `N_LAST` ids, in packed ids (see `pack_ids`): 16 bytes an id.
+
+    Runs are found by polynomial hashes modulo 2**64, as Karp and Rabin do (IBM Journal of Research
+    and Development 31, 1987), in a sorted array.
+    """
+
+    def __init__(self, packed_ids: bytes) -> None:
+        self._ids = ids = np.frombuffer(packed_ids, np.int32)
+        n_runs = max(0, len(ids) - N_LAST)  # runs with an id after them
+        hashes = np.zeros(n_runs, np.uint64)
+        for place in range(N_LAST):
+            hashes = hashes * np.uint64(_FACTOR) + ids[place : place + n_runs].astype(np.uint64)
+        self._order = np.argsort(hashes, kind="stable").astype(np.int32)
+        self._hashes = hashes[self._order]
+
+    def after(self, run: Sequence[int], n: int) -> list[int]:
+        """Return up to `n` ids that followed the last `N_LAST` of a run, without ids of images."""
+        run = list(run[-N_LAST:])
+        if len(run) < N_LAST or min(run) < 0:
+            return []
+        wanted = 0
+        for token_id in run:
+            wanted = (wanted * _FACTOR + token_id) & _WORD
+        place = int(np.searchsorted(self._hashes, np.uint64(wanted), side="right")) - 1
+        if place < 0 or self._hashes[place] != wanted:
+            return []
+        start = int(self._order[place])
+        ids: list[int] = self._ids[start : start + N_LAST + n].tolist()
+        if ids[:N_LAST] != run:
+            return []
+        first_image = next((place for place, n in enumerate(ids) if n < 0), len(ids))
+        return ids[N_LAST:first_image]
 
 
 class StoredRuns:

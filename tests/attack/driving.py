@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import remember
-from mlx_lm_kvpersist.request.sequence import RunningSequence
+from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import checksum, metadata_of, read_file
 from tests.support.store_files import block_path

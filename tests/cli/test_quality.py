@@ -13,7 +13,7 @@ import pytest
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_lm_kvpersist.cache.measuring import texts
+from mlx_lm_kvpersist.cache.measuring import divergence
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import quality as command
 from mlx_lm_kvpersist.cli import quality_checks as checks
@@ -29,8 +29,8 @@ SHORT = ("--context", "400")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few texts and short replies."""
-    few = {name: texts.all_parts()[name] for name in ("context", "English", "far copy")}
-    monkeypatch.setattr(texts, "all_parts", lambda: few)
+    few = {name: divergence.all_parts()[name] for name in ("context", "English", "far copy")}
+    monkeypatch.setattr(divergence, "all_parts", lambda: few)
     monkeypatch.setattr(command, "_TOOL_TOKENS", 20)
 
 

@@ -35,7 +35,7 @@ from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import serving
 from mlx_lm_kvpersist.request.outcome import Kind
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState
 from tests.support.synthetic.tokenizer import token_bytes
 
 Message = dict[str, Any]

@@ -17,11 +17,10 @@ from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.host.hooks import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.ranks import ALONE, Ranks
-from mlx_lm_kvpersist.request.loading import load_model
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
-from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions
+from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions, load_model
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.sequence import RunningSequence
+from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support.synthetic import make_tiny_model
 

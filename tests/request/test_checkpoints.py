@@ -29,8 +29,7 @@ from mlx_lm_kvpersist.request.checkpoint_saver import (
     window_kind,
 )
 from mlx_lm_kvpersist.request.outcome import Reason
-from mlx_lm_kvpersist.request.saver import RestorePoint
-from mlx_lm_kvpersist.request.sequence import RunningSequence
+from mlx_lm_kvpersist.request.saver import RestorePoint, RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from models_check.build import build
 from models_check.conversation import random_ids

@@ -9,10 +9,8 @@ import pytest
 
 from mlx_lm_kvpersist.block import Root, pack_ids
 from mlx_lm_kvpersist.request.checkpoint_saver import MIN_TOKENS_BETWEEN, CheckpointSaver
-from mlx_lm_kvpersist.request.saver import Saver
-from mlx_lm_kvpersist.request.sequence import RunningSequence
-from mlx_lm_kvpersist.request.serving import awaits_another
-from mlx_lm_kvpersist.request.state import RequestState, Stage
+from mlx_lm_kvpersist.request.saver import RunningSequence, Saver
+from mlx_lm_kvpersist.request.serving import RequestState, Stage, awaits_another
 
 ROOT = Root("model", "4b64")
 

@@ -20,13 +20,11 @@ from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, ModelSupport, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
-from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.caches import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate
-from mlx_lm_kvpersist.request.loading import load_model
 from mlx_lm_kvpersist.request.lookup import Lookup
-from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
-from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions
+from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions, load_model
 from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import make_tiny_model, make_zoo_model
@@ -80,7 +78,7 @@ class Server:
             replace(KV_BITS[bits], rotated=False), "dequantize", 1 << 30, with_text=False
         )
         self.loaded = loaded = load_model(self.provider, asked)
-        memory = Memory(1 << 30, 0, store, Pressure())
+        memory = Memory(1 << 30, 0, store)
         self.serving = Serving(store, loaded, lambda *_: None, False, 0.1, memory)
         parts = (self.provider.model, loaded), (self.provider.draft_model, loaded.draft)
         for model, about in parts:

@@ -16,9 +16,8 @@ from mlx_lm_kvpersist.block import Checkpoint
 from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
 from mlx_lm_kvpersist.host.hooks import REPLY
 from mlx_lm_kvpersist.request import serving as module
-from mlx_lm_kvpersist.request.sequence import RunningSequence
-from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.saver import RunningSequence
+from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.records import Commit
 from tests.store.conftest import ROOT, chain

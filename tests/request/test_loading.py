@@ -18,8 +18,8 @@ from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.ranks import Ranks
-from mlx_lm_kvpersist.request import loading
-from mlx_lm_kvpersist.request.loading import described
+from mlx_lm_kvpersist.request import model as loading
+from mlx_lm_kvpersist.request.model import described
 
 from .conftest import loaded_in, provider_of
 

@@ -17,10 +17,8 @@ from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup
-from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory
-from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
-from mlx_lm_kvpersist.request.state import RequestState, Stage
+from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving, Stage
 from mlx_lm_kvpersist.store.records import Gone
 from tests.support.store_files import block_path
 
@@ -65,7 +63,7 @@ def decoded_tokens() -> Iterator[list[int]]:
 
 @pytest.fixture
 def serving(talk: Conversations) -> Iterator[Serving]:
-    memory = Memory(1 << 34, 0, talk.store, Pressure())
+    memory = Memory(1 << 34, 0, talk.store)
     yield Serving(talk.store, talk.loaded, lambda *_: None, False, 0.1, memory)
     memory.close()
 

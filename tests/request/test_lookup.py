@@ -26,7 +26,7 @@ from mlx_lm_kvpersist.request import saver as saver_module
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel, Speed
 from mlx_lm_kvpersist.request.outcome import Kind, Reason
-from mlx_lm_kvpersist.request.sequence import RunningSequence
+from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import read_record

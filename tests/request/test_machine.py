@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.request import machine
-from mlx_lm_kvpersist.request.machine import CRITICAL, NORMAL, WARNING, Pressure, cgroup_bytes
+from mlx_lm_kvpersist.request import memory
+from mlx_lm_kvpersist.request.memory import CRITICAL, NORMAL, WARNING, cgroup_bytes, pressure_level
 
 
-def test_the_pressure_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    pressure, seen = Pressure(), list[int]()
-    levels = iter([CRITICAL, CRITICAL, WARNING])
-    clock = SimpleNamespace(sleep=lambda seconds: seen.append(pressure.level))
-    monkeypatch.setattr(machine, "_system_level", lambda: next(levels))
-    monkeypatch.setattr(machine, "time", clock)
-    assert pressure.level == NORMAL
-    with pytest.raises(StopIteration):
-        pressure._watch()
-    assert seen == [CRITICAL, CRITICAL, WARNING]
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [(1, NORMAL), (2, WARNING), (4, CRITICAL), (0, NORMAL), (9, NORMAL)],
+)
+def test_the_pressure_is_that_of_the_system(
+    monkeypatch: pytest.MonkeyPatch, level: int, expected: int
+) -> None:
+    def sysctlbyname(name: bytes, value: Any, *sizes: Any) -> int:
+        assert name == b"kern.memorystatus_vm_pressure_level"
+        value._obj.value = level
+        return 0
+
+    libc = SimpleNamespace(sysctlbyname=sysctlbyname)
+    monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: libc)
+    assert pressure_level() == expected
+    libc.sysctlbyname = lambda *arguments: -1
+    assert pressure_level() == NORMAL
 
 
 def test_limits_of_control_groups_count(tmp_path: Path) -> None:

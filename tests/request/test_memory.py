@@ -17,10 +17,11 @@ from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.request import memory as accounts
-from mlx_lm_kvpersist.request.machine import CRITICAL, NORMAL, Pressure
 from mlx_lm_kvpersist.request.memory import (
+    CRITICAL,
     GROWTH,
     MOST_PASSED,
+    NORMAL,
     ROOM,
     Claim,
     Memory,
@@ -95,7 +96,7 @@ class Restores:
 
 def account(loaded: Any, store: BlockStore, **more: Any) -> Memory:
     """Return an account with room for five sequences of 4,000 tokens."""
-    memory = Memory(1, 0, store, Pressure(), **more)
+    memory = Memory(1, 0, store, **more)
     memory.serve(loaded)
     lengths = [4000] * 5
     takes, room = memory._takes, ROOM + GROWTH
@@ -228,10 +229,10 @@ def test_mlx_keeps_freed_buffers_of_what_nobody_uses(loaded: Any, store: BlockSt
         return found
 
     for _ in range(2):
-        memory = Memory(200 * MIB, 1000 * MIB, store, Pressure())
+        memory = Memory(200 * MIB, 1000 * MIB, store)
         memory.serve(loaded)
         assert limit() == 1200 * MIB
-        memory._pressure.level = CRITICAL
+        memory._pressure_level = lambda: CRITICAL
         memory.idle()
         assert limit() == 1100 * MIB
         memory.enters(claim(0, 1 << 20))  # it needs more, and is not held up
@@ -254,7 +255,7 @@ def test_a_device_that_has_few_buffers_keeps_few_blocks(
 
 def test_pressure_takes_a_share_away(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
-    memory._pressure.level = CRITICAL
+    memory._pressure_level = lambda: CRITICAL
     memory.idle()
     assert memory.parts()["pressure"] == CRITICAL
     claims = [claim(i) for i in range(4)]
@@ -262,7 +263,7 @@ def test_pressure_takes_a_share_away(loaded: Any, store: BlockStore) -> None:
     for one in claims:
         memory.enters(one)
     assert not memory.weigh([4000] * 4, (), 0)
-    memory._pressure.level = NORMAL
+    memory._pressure_level = lambda: NORMAL
     assert memory.weigh([4000] * 4, (), 0)
 
 

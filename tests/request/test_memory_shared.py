@@ -21,14 +21,12 @@ from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, ModelSupport, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
-from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
-from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
+from mlx_lm_kvpersist.host.scheduling.caches import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.waiting import ReplyQueue
 from mlx_lm_kvpersist.request import memory as accounts
-from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import ROOM, Memory
 from mlx_lm_kvpersist.request.model import LoadedModel, Speed
-from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
-from mlx_lm_kvpersist.request.state import RequestState, Stage
+from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving, Stage
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from models_check.build import build
 from models_check.configs import CONFIGS
@@ -61,7 +59,7 @@ class Server:
         speed = Speed(replace(PrefillMemory.of(model, spec, MIB), most_factor=1.0))
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))
         loaded = LoadedModel(model, None, spec, "fingerprint", None, speed=speed)
-        self.memory = Memory(1 << 40, 0, self.store, Pressure())
+        self.memory = Memory(1 << 40, 0, self.store)
         self.serving = Serving(self.store, loaded, lambda *_: None, False, 10.0, self.memory)
         if n_fit:
             lengths, room = [N_PROMPT] * n_fit, accounts.ROOM + accounts.GROWTH
@@ -97,7 +95,7 @@ class Server:
                     running[self._enter(client)] = client
             self._step(running)
             if presses and any(len(client.answer) == 10 for client in clients):
-                self.memory._pressure.level = 4
+                self.memory._pressure_level = lambda: 4
             self.n_parked = max(self.n_parked, len(self.generator.parked))
             self.most_running = max(self.most_running, len(running))
             self._weigh()

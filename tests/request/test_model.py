@@ -6,7 +6,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
-from mlx_lm_kvpersist.request.loading import described
+from mlx_lm_kvpersist.request.model import described
 
 SHAPE = TensorShape(1, 64, "float32")
 FULL = LayerGroup("0", GroupKind.FULL, "KVCache", (0,), SHAPE, SHAPE)

@@ -22,12 +22,12 @@ from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
-from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
+from mlx_lm_kvpersist.host.scheduling.waiting import ReplyQueue
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import synthetic_text, wait_until
 from tests.support.store_files import block_path

@@ -19,8 +19,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request.replies import known_replies, retokenize
-from mlx_lm_kvpersist.request.serving import Serving
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support import n_not_sent, serves_holes
 from tests.support.chat import Chat, ChatTurn

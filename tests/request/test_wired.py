@@ -8,8 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.request.memory import weights_bytes
-from mlx_lm_kvpersist.request.wired import wired_bytes
+from mlx_lm_kvpersist.request.memory import weights_bytes, wired_bytes
 
 GIB = 1 << 30
 

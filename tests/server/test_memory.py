@@ -22,7 +22,7 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.measuring.sequence_memory import SequenceMemory
+from mlx_lm_kvpersist.cache.measuring.prefill_memory import SequenceMemory
 from mlx_lm_kvpersist.request.memory import GROWTH, ROOM
 from models_check.configs import CONFIGS
 from tests.support import (
@@ -61,10 +61,9 @@ LAUNCHER = """
 import signal
 import sys
 import time
-from threading import Thread
 
 from mlx_lm_kvpersist._startup import serve
-from mlx_lm_kvpersist.request import machine
+from mlx_lm_kvpersist.request import memory
 
 raised_until_s = 0.0
 
@@ -74,14 +73,8 @@ def raise_it(*received):
     raised_until_s = time.monotonic() + 10
 
 
-def watch(pressure):
-    signal.signal(signal.SIGUSR2, raise_it)
-    Thread(target=pressure._watch, daemon=True).start()
-
-
-machine.LOOK_S = 0.1
-machine._system_level = lambda: 4 if time.monotonic() < raised_until_s else 1
-machine.Pressure.watch = watch
+signal.signal(signal.SIGUSR2, raise_it)
+memory.pressure_level = lambda: 4 if time.monotonic() < raised_until_s else 1
 serve(sys.argv[1:])
 """
 """A server that takes SIGUSR2 for critical pressure on the machine's memory, for ten seconds."""

@@ -12,8 +12,8 @@ import mlx.core as mx
 from ..geometry.kinds import Fields, kind_of, slots_of
 from ..geometry.spec import LayerGroup, ModelCacheSpec
 from ..live import packed as pk
+from ..live.attention import least_rows
 from ..live.packed import GRID
-from ..live.policy import least_rows
 from .cut_join import concatenated
 
 CANARY_TOKENS = 8

@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..live.attention import least_rows
 from ..live.packed import GRID
-from ..live.policy import least_rows
 from ..live.quantized import PackedCache
 from .kinds import slots_of
 

@@ -14,8 +14,8 @@ FULL_BITS = 16
 
 _BITS = (2, 3, 4, 5, 6, 8)
 
-_SIDE = r"(\d+)(r?)(?:p([1-9]\d*))?"
-"""Bits, rotation and padding of keys, or of values, in the name of a precision."""
+_NAME = re.compile(r"full|(?:k(\d)r?(?:p\d+)?v)?(\d)(r?)(?:p\d+)?b\d+")
+"""The name of a precision, with the bits of keys, if they differ, of values, and the rotation."""
 
 
 @dataclass(frozen=True)
@@ -102,22 +102,6 @@ class KVPrecision:
         return f"{bits}b{self.group_size}"
 
 
-def parse_precision(name: str) -> KVPrecision | None:
-    """Return the precision of this name; None for "full". Raises ValueError for anything else."""
-    if name == "full":
-        return None
-    match = re.fullmatch(rf"(?:k{_SIDE}v{_SIDE}|{_SIDE})b(\d+)", name)
-    if match is None:
-        raise ValueError(f"{name!r} is not the name of a precision")
-    *sides, size = match.groups()
-    named = [
-        Quantization(int(bits), int(size), bool(turned), int(padding or 0))
-        for bits, turned, padding in (sides[:3], sides[3:6], sides[6:])
-        if bits
-    ]
-    return KVPrecision(named[0], named[-1])
-
-
 @dataclass(frozen=True)
 class PrecisionChoice:
     """The requested bits, the server's by default; `FULL_BITS` for both requests full precision.
@@ -152,28 +136,19 @@ class PrecisionChoice:
 
 
 def layout_in_words(layout: str) -> str:
-    """Return a layout for people: "keys 8 bits, values 4, rotated"; unchanged if it is unknown.
-
-    Older stores have layouts whose first and last layers have other bits: "keys 6 to 8 bits".
-    """
-    forms = [form.partition("*")[0] for form in layout.split(",")]
-    names = [form for form in forms if form != "state" and not re.fullmatch(r"[cw]\d+", form)]
-    try:
-        precisions = [parse_precision(name) for name in names]
-    except ValueError:
+    """Return a layout for people: "keys 8 bits, values 4, rotated"; unchanged if it is unknown."""
+    words = [word.partition("*")[0] for word in layout.split(",")]
+    names = [word for word in words if word != "state" and not re.fullmatch(r"[cw]\d+", word)]
+    matches = [match for match in map(_NAME.fullmatch, names) if match is not None]
+    quantized = {match.groups() for match in matches if match[0] != "full"}
+    if len(matches) < len(names) or len(quantized) > 1:
         return layout
-    quantized = [precision for precision in precisions if precision is not None]
     if not quantized:
-        return "full precision" if precisions else "windows and states alone"
-    key_bits = _range([precision.keys.bits for precision in quantized])
-    value_bits = _range([precision.values.bits for precision in quantized])
-    words = [f"keys {key_bits} bits", f"values {value_bits}"]
-    if any(precision.keys.rotated for precision in quantized):
-        words.append("rotated")
-    if None in precisions:
-        words.append("some layers in full precision")
-    return ", ".join(words)
-
-
-def _range(numbers: list[int]) -> str:
-    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
+        return "full precision" if names else "windows and states alone"
+    ((key_bits, value_bits, rotated),) = quantized
+    said = [f"keys {key_bits or value_bits} bits", f"values {value_bits}"]
+    if rotated:
+        said.append("rotated")
+    if "full" in names:
+        said.append("some layers in full precision")
+    return ", ".join(said)

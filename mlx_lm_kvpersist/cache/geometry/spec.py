@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..live.attention import AttentionPlan
 from ..live.packed import GRID, scale_dtype
-from ..live.policy import AttentionPlan
 from .kinds import GroupKind
 from .precision import KVPrecision
 

@@ -12,10 +12,8 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
 
 from ..geometry.precision import KVPrecision, Quantization
 from . import packed as pk
-from .attention import PackedKV
-from .batch import Buffers, FullPrecisionBatchKVCache, PaddedBatch, ints
-from .newest import Newest
-from .policy import AttentionPlan
+from .attention import AttentionPlan, PackedKV
+from .batch import Buffers, FullPrecisionBatchKVCache, Newest, PaddedBatch, ints
 
 _MOST_TAKEN_BACK = 32
 """A draft model computes this number of tokens ahead, at most (host: `MOST_DRAFTED`)."""

@@ -1,5 +1,7 @@
 """Plan the attention of a model's layers by the policy, and probe it against plain arithmetic.
 
+A trace shows first which layers attend over packed keys, and in which shapes.
+
 MLX chooses among kernels by the number of queries and keys, and some versions have kernels that are
 wrong on some devices (docs/upstream.md). So each load takes some milliseconds to compare the
 strategies of a plan with plain arithmetic, for the model's own heads and dtype, on both sides of
@@ -8,6 +10,7 @@ the numbers at which MLX takes another kernel.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,17 +19,29 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import mlx.core as mx
+from mlx_lm.models import base
 
 from ...errors import ModelNotSupported
 from ..geometry.kinds import replaced, slots_of
 from ..geometry.precision import KVPrecision, Quantization
 from ..geometry.spec import ModelCacheSpec
 from ..live import packed as pk
-from ..live.attention import PackedKV, Strategy
-from ..live.policy import AttentionPlan, AttentionShape, backend, forced_plan, rules_for
-from .observe import packed_shapes
+from ..live.attention import (
+    AttentionPlan,
+    AttentionShape,
+    PackedKV,
+    Strategy,
+    backend,
+    forced_plan,
+    rules_for,
+)
+from ..live.quantized import SequenceQuantizedKVCache
 
 logger = logging.getLogger(__name__)
+
+_TARGET = "quantized_scaled_dot_product_attention"
+_PROMPT = ((1, 2, 3), (4,))
+"""A prompt, and a token of a reply: a model may attend differently to each."""
 
 _Cases = Mapping[tuple[int, int], Sequence[int]]
 """Numbers of queries of a sequence, by its keys and the spare room after them."""
@@ -155,6 +170,62 @@ def _cases(plan: AttentionPlan) -> _Cases:
         return _METAL_CASES
     is_packed = any(rule.strategy == "packed" for rule in plan.rules)
     return _CUDA_CASES if on == "cuda" and is_packed else _FEW_CASES
+
+
+@contextlib.contextmanager
+def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
+    """Yield a list that collects the shape and the values of each attention over our packed keys.
+
+    It needs no attention patch, and applies to all threads until the context ends.
+    """
+    calls: list[tuple[AttentionShape, PackedKV]] = []
+    before = getattr(base, _TARGET)
+
+    def observe(
+        queries: mx.array, q_keys: Any, q_values: Any, scale: float, mask: Any, *a: Any, **kw: Any
+    ) -> Any:
+        if not isinstance(q_keys, PackedKV):
+            return before(queries, q_keys, q_values, scale, mask, *a, **kw)
+        out = q_keys.attend(queries, q_values, scale, mask)
+        shape = AttentionShape(queries.shape[1], q_keys[0].shape[1], queries.shape[3], out.shape[3])
+        calls.append((shape, q_values))
+        return out
+
+    setattr(base, _TARGET, observe)
+    try:
+        yield calls
+    finally:
+        setattr(base, _TARGET, before)
+
+
+def packed_shapes(
+    model: Any, make_caches: Callable[[], Sequence[Any]], slots: Sequence[int]
+) -> list[AttentionShape | None]:
+    """Return, for each slot of a prompt cache, the shape of its layer's attention over packed keys.
+
+    The quantized caches at `slots` of a new prompt cache are read packed. Nothing is evaluated. The
+    shape is None for every other slot, for a slot whose layer does not call attention over its
+    packed keys, and for all slots of a model that raises.
+    """
+    caches = list(make_caches())
+    all_slots = slots_of(caches)
+    tried = {i: all_slots[i] for i in slots if isinstance(all_slots[i], SequenceQuantizedKVCache)}
+    for slot in tried.values():
+        slot.plan = forced_plan("packed")
+    shapes: list[AttentionShape | None] = [None] * len(all_slots)
+    try:
+        for n, tokens in enumerate(_PROMPT):
+            with observed_attention() as calls:
+                model(mx.array([tokens]), cache=caches)
+            # A model in parts replaces the keys of its last layer.
+            traced = {id(values[0]): shape for shape, values in calls}
+            for i, slot in tried.items():
+                shape = traced.get(id(slot.values[0]))
+                shapes[i] = shape if n == 0 or shape == shapes[i] else None
+    except Exception as error:
+        logger.debug("kvpersist: the model does not take packed keys: %r", error)
+        return [None] * len(all_slots)
+    return shapes
 
 
 class _Layer:

@@ -1,19 +1,23 @@
-"""Predict the memory of the next chunk of a prompt by a formula, corrected by real chunks."""
+"""Predict the memory of the next chunk of a prompt, and of the sequences of a batch.
+
+A formula, corrected by real chunks, gives the memory of a chunk. The shapes of the arrays give an
+upper bound on the memory of a batch's sequences and of one step.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
-from ..geometry.spec import LayerGroup, ModelCacheSpec
+from ..geometry.spec import LayerGroup, ModelCacheSpec, state_arrays, token_arrays
+from ..live.attention import backend
 from ..live.packed import GRID
-from ..live.policy import backend
 
 MIN_CHUNK = 32
 """Tokens that are always computed at once, even if memory is short."""
@@ -155,6 +159,79 @@ class PrefillMemory:
 
     def _seen(self, position: int) -> int:
         return position if self.window is None else min(position, self.window)
+
+
+@dataclass(frozen=True)
+class SequenceMemory:
+    """Bytes by the shapes of a model's arrays: of one token, and of a row without its tokens.
+
+    `windows` has the tokens of each window, and the bytes of a token in all layers with it.
+    """
+
+    token_bytes: int = 0
+    row_bytes: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+    n_layers: int = 1
+    n_arrays: int = 1
+    """Arrays of a block, or of a checkpoint."""
+    prefill: PrefillMemory | None = None
+
+    @classmethod
+    def of(cls, spec: ModelCacheSpec, prefill: PrefillMemory | None) -> SequenceMemory:
+        windows = (
+            (window, sum(group.bytes_per_token for group in groups))
+            for window, groups in spec.sliding.items()
+        )
+        states = sum(group.state_bytes for group in spec.recurrent)
+        n_arrays = len(list(token_arrays(spec.groups, 1))) + len(list(state_arrays(spec.groups)))
+        return cls(
+            spec.bytes_per_token,
+            states + GRID * spec.newest_bytes,
+            tuple(windows),
+            max(1, len(spec.template)),
+            max(1, n_arrays),
+            prefill,
+        )
+
+    def with_draft(self, draft: SequenceMemory) -> SequenceMemory:
+        """Return the memory of sequences that also have the caches of a draft model."""
+        return replace(
+            self,
+            token_bytes=self.token_bytes + draft.token_bytes,
+            row_bytes=self.row_bytes + draft.row_bytes,
+            n_arrays=max(self.n_arrays, draft.n_arrays),
+        )
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The memory limit of a chunk of a prompt."""
+        return self.prefill.limit_bytes if self.prefill is not None else 0
+
+    def caches_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
+        """Return the most bytes of the caches of sequences with the given lengths, in one batch.
+
+        All rows of a batch are as long as the longest. `room`: tokens that each has beyond its end.
+        """
+        n_rows = len(replies) + len(prompts)
+        if not n_rows:
+            return 0
+        width = max(*replies, *prompts, 0) + room
+        windows = sum(
+            n * (n_rows * min(window, width) + len(prompts) * min(CHECKPOINT_EVERY, width))
+            for window, n in self.windows
+        )
+        return n_rows * (width * self.token_bytes + self.row_bytes) + windows
+
+    def step_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
+        """Return the most bytes of a chunk, or a step of the replies, without the caches."""
+        if self.prefill is None:
+            return 0
+        n_rows, longest = len(replies) + len(prompts), max(*replies, *prompts, 0, 0)
+        shortest = self.prefill.peak_bytes(MIN_CHUNK, longest) if prompts else 0
+        # When rows come or go the batch is copied, one layer after the other.
+        layers = 2 * self.caches_bytes(replies, prompts, room) // self.n_layers
+        dequantized = int(n_rows * longest * self.prefill.key_bytes)
+        return max(self.chunk_bytes, shortest, dequantized, layers)
 
 
 def _activation_bytes(model: Any) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from .. import manager
 from ..attachments import fit_attachments
 from ..hooks import ClientRequest, FrozenHeaders, Route, frozen
 from ..scheduling.model_provider import loaded_name, own_names
-from ..scheduling.reply import ARRIVING
+from ..scheduling.waiting import ARRIVING
 from ..stopping import stop
 from . import request_checks
 from .clients import ClientConnection, Clients, PluginHTTPServer

@@ -27,10 +27,9 @@ from ..http.server import PluginAPIHandler, plugin_run_http_server
 from ..run import plugin_argparse, plugin_run
 from ..scheduling.batch_generator import PluginBatchGenerator, plugin_batch_generator
 from ..scheduling.caches import PluginPromptCache, plugin_quantized_attention
-from ..scheduling.model_provider import PluginModelProvider
+from ..scheduling.model_provider import PluginModelProvider, WiredLimit
 from ..scheduling.response_generator import PluginResponseGenerator
 from ..scheduling.single import plugin_stream_generate
-from ..scheduling.wired import WiredLimit
 from . import probes
 
 _ADVICE = (

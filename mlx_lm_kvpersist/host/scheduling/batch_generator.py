@@ -27,11 +27,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import ClientGone
 from ..hooks import PARKED, PREFILL, REPLY, Prompt
 from ..manager import TakenTokens
-from .model_provider import PluginCaches
+from .caches import PluginCaches, Step
 from .prefill import Prefill, Prefills
 from .prompt_lookup import PromptLookup
-from .reply import WEIGH_EVERY
-from .step_failures import Step
+from .waiting import WEIGH_EVERY
 
 if TYPE_CHECKING:
     from mlx_lm.generate import BatchGenerator as Stock

@@ -18,11 +18,6 @@ from ...image_ids import GOES_ON, first_id
 from ..attachments import IMAGE_KINDS
 
 
-def vision_of(tokenized: Sequence[Any]) -> Any:
-    """Return the record of images in stock's `_tokenize` result; None without (as in 0.31.3)."""
-    return tokenized[4] if len(tokenized) > 4 else None
-
-
 def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
     """Return a prompt's ids with the ids of its images instead of patch tokens.
 

@@ -1,26 +1,40 @@
-"""The server's model provider: tells plugins of a model, and lets them make its caches."""
+"""The server's model provider: loads a model as stock does, and tells plugins of it.
+
+It also knows a model's names, its context length, and how much of the GPU's memory macOS must keep
+in place (from macOS 15 on): mlx-lm sets MLX's limit when its server starts, around each batch, and
+around a single stream.
+"""
 
 from __future__ import annotations
 
-import math
+import json
 import re
-import sys
-import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError
+import mlx.core as mx
+from huggingface_hub import try_to_load_from_cache
+
+from ...errors import ConfigError, RequestRefused
 from ...ranks import LOADING_S, PATIENCE_S, ranks
 from .. import manager
 from ..attachments import IMAGE_KINDS
-from ..hooks import ModelSupport, PrefillLimits, check_batch, check_caches
-from .context_length import max_context
-from .step_failures import StepFailures
-from .wired import choose_wired_limit
+from .caches import PluginCaches
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "n_ctx"),
+    *("max_sequence_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len"),
+)
+"""Fields of a config.json with the tokens that a model was trained for."""
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Where a model that also reads images has the configuration of its text."""
+_STRETCHES = ("linear", "dynamic")
+"""Kinds of rope scaling whose factor multiplies the length in the same configuration."""
+_UNSTATED = 10**9
+"""Tokenizers without a limit state 1e30."""
 
 if TYPE_CHECKING:
     from mlx_lm.server import ModelProvider as Stock
@@ -49,8 +63,6 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     def n_logits(self) -> int:
         """The number of ids that the loaded model, and its draft model, can sample."""
         if self._n_logits is None:
-            import mlx.core as mx
-
             # MLX is lazy: this builds a graph and computes nothing.
             token = mx.array([[0]])
             models = (model for model in (self.model, self.draft_model) if model is not None)
@@ -177,67 +189,100 @@ def loaded_name(provider: Any) -> str | None:
     return key[0] if key is not None else None
 
 
-def caches_of(model: Any) -> PluginCaches:
-    """Return the maker of a loaded model's caches: a plugin, or stock."""
-    caches = getattr(model, "make_cache", None)
-    if isinstance(caches, PluginCaches):
-        return caches
-    return PluginCaches(model, "", ModelSupport(list))
+def max_context(model: str, tokenizer: Any) -> int | None:
+    """Return a loaded model's context length in tokens, None if its files do not state it.
+
+    model: a folder, or a repository of Hugging Face in this machine's cache.
+    The largest of several lengths counts: a wrong refusal is worse than none. A tokenizer alone
+    does not count, because it is often another model's.
+    """
+    folder = Path(model)
+    try:
+        is_folder = folder.exists()
+        file = folder / "config.json" if is_folder else try_to_load_from_cache(model, "config.json")
+        config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
+        stated = length_of(config)
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
+        return None
+    own = getattr(tokenizer, "model_max_length", None)
+    if stated and isinstance(own, int) and own < _UNSTATED:
+        return max(stated, own)
+    return stated
 
 
-class PluginCaches:
-    """Takes the place of a model's `make_cache`: caches as a plugin makes and merges them.
+def length_of(config: Mapping[str, Any]) -> int | None:
+    """Return the context length, in tokens, that a configuration states, or None.
 
-    mlx-lm's `make_prompt_cache` asks the model first, so one attribute is enough. A plugin's
-    exception would end the generation thread here: it is logged, and stock's caches are made.
+    https://huggingface.co/docs/transformers/internal/rope_utils has the fields of rope scaling.
+    """
+    for inner in (config, *(config.get(name) for name in _TEXT_CONFIGS)):
+        stated = inner if isinstance(inner, Mapping) else {}
+        length = next((stated[name] for name in _LENGTHS if _is_length(stated.get(name))), None)
+        if length is not None:
+            rope = stated.get("rope_scaling") or stated.get("rope_parameters")
+            scaling = rope if isinstance(rope, Mapping) else {}
+            factor, kind = scaling.get("factor"), scaling.get("rope_type", scaling.get("type"))
+            before = scaling.get("original_max_position_embeddings")
+            if before is None and kind in _STRETCHES:
+                before = length
+            if isinstance(factor, int | float) and before is not None and _is_length(before):
+                length = max(length, int(factor * before))
+            return int(length)
+    return None
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _UNSTATED
+
+
+def check_length(n_tokens: int, most: int | None) -> None:
+    """Refuse a prompt that is longer than its model's context.
+
+    The message is Anthropic's, the code is OpenAI's: clients recognise them and shorten the
+    conversation.
+    """
+    if most is not None and n_tokens > most:
+        message = f"prompt is too long: {n_tokens} tokens > {most} maximum"
+        raise RequestRefused(message, code="context_length_exceeded")
+
+
+class WiredLimit:
+    """Takes the place of `mx.set_wired_limit`: the host sets a limit, plugins choose what is true.
+
+    Nothing reaches MLX before a model is loaded, because its size decides. MLX wires what is
+    already allocated when its limit grows (`ResidencySet::resize`), so nothing is lost by that.
     """
 
-    def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
-        # A model that refers to itself would keep its weights until a garbage collection.
-        self._model: Any = weakref.ref(model)
-        self._plugin, self._support = plugin, support
-        self.ranks = ranks()
-        self._n_layers: int | None = None
-        self.limits = support.limits or PrefillLimits(math.inf, lambda position: sys.maxsize)
-        self.failures = StepFailures()
+    def __init__(self, stock: Callable[[int], object]) -> None:
+        self._stock = stock
+        self.asked_bytes = 0
+        """The last limit that the host has set; 0 on devices without wired memory."""
+        self._set_bytes = 0
+        self._chosen_bytes: int | None = 0
 
-    def __call__(self) -> list[Any]:
-        caches = self.make()
-        return self._stock() if caches is None else list(caches)
+    def __call__(self, limit: int) -> int:
+        """Set what the host asks for, in bytes; return what it asked for before."""
+        before, self.asked_bytes = self.asked_bytes, limit
+        self._pass_on()
+        return before
 
-    def make(self, *, raised: type[Exception] | tuple[()] = ()) -> Any:
-        """Return the plugin's caches for a new sequence, None if that fails."""
-        if self._n_layers is None:
-            self._n_layers = len(self._stock())
-        check = partial(check_caches, n_layers=self._n_layers)
-        return self._safely(self._support.make_caches, check=check, raised=raised)
+    def choose(self, limit: int | None) -> None:
+        """Let at most `limit` bytes be wired from now on; None: as many as the host asks for."""
+        self._chosen_bytes = limit
+        self._pass_on()
 
-    def merge(self, cache: Any) -> Any:
-        """Return a batch cache of one row: the plugin's, or stock's if the plugin has none."""
-        merged = self._safely(self._support.merge, (cache,), check=check_batch)
-        if merged is None and not hasattr(cache, "merge"):
-            raise ValueError(f"{type(cache)} does not yet support batching with history")
-        return cache.merge([cache]) if merged is None else merged
+    def _pass_on(self) -> None:
+        limit = self.asked_bytes
+        if self._chosen_bytes is not None:
+            limit = min(limit, self._chosen_bytes)
+        if limit != self._set_bytes:
+            self._stock(limit)
+            self._set_bytes = limit
 
-    def together(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> Any:
-        """Return one cache for one layer of several prompts, None if they cannot be joined."""
-        return self._safely(self._support.together, tuple(caches), tuple(n_tokens))
 
-    def most_taken_back(self, caches: Sequence[Any]) -> int:
-        """Return how many tokens a call may append to a batch's caches and remove again."""
-        count = self._safely(lambda: int(self._support.most_taken_back(caches)))
-        return count or 0
-
-    def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
-        fits = self._safely(self._support.memory.weigh, replies, prompts, n_bytes)
-        return fits is None or bool(fits)
-
-    def _safely(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return manager.safely(self._plugin, "model_loaded", function, *args, **kwargs)
-
-    def _stock(self) -> list[Any]:
-        from mlx_lm.models.cache import KVCache
-
-        model = self._model()
-        own = getattr(type(model), "make_cache", None)
-        return list(own(model) if own is not None else (KVCache() for _ in model.layers))
+def choose_wired_limit(provider: Any) -> None:
+    """Ask the plugins how much to keep wired for the model that `provider` has loaded."""
+    limit: Any = mx.set_wired_limit
+    if isinstance(limit, WiredLimit) and limit.asked_bytes:
+        asked_bytes = limit.asked_bytes
+        limit.choose(manager.ask("wired_limit", provider=provider, asked_bytes=asked_bytes))

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..hooks import PrefillLimits
-from .model_provider import PluginCaches
+from .caches import PluginCaches
 
 CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 """Sizes of chunks: few, because devices compile or tune kernels for each."""

@@ -29,12 +29,9 @@ from ..hooks import ClientRequest, Prompt, copied, frozen, has_text_only
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
 from .batch_generator import LOOKS_FIRST
-from .context_length import check_length
-from .continuation import Continuing, with_first_space
-from .images import fed_images, named, vision_of, with_images
-from .model_provider import loaded_name
-from .reply import ARRIVING, ASK_EVERY, ReplyQueue
-from .waiting import QUIET_GAP_S, Line, Rendered, Waiting
+from .images import fed_images, named, with_images
+from .model_provider import check_length, loaded_name
+from .waiting import ARRIVING, ASK_EVERY, QUIET_GAP_S, Line, Rendered, ReplyQueue, Waiting
 
 if TYPE_CHECKING:
     from mlx_lm.server import ResponseGenerator as Stock
@@ -43,6 +40,8 @@ else:
 
 ARRIVING_S = 0.1
 """The longest wait for a request that is being read or tokenized."""
+_N_BEFORE = 8
+"""Number of tokens before a reply that are decoded together with its first tokens."""
 LOOK_S = 0.005
 """How often to look whether the request is still being read."""
 FAILED_S = 1.0
@@ -539,6 +538,45 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))
         clock.daemon = True
         clock.start()
+
+
+def vision_of(tokenized: Sequence[Any]) -> Any:
+    """Return the record of images in stock's `_tokenize` result; None without (as in 0.31.3)."""
+    return tokenized[4] if len(tokenized) > 4 else None
+
+
+class Continuing:
+    """A tokenizer of mlx-lm for a reply that continues the last message, the assistant's."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(
+        self, messages: Any, *, add_generation_prompt: bool, **options: Any
+    ) -> Any:
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=False, continue_final_message=True, **options
+        )
+
+
+def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: Any) -> Iterator[Any]:
+    """Yield stock's responses; the first text gets back the space that stock's detokenizer drops.
+
+    The drop is right only at the beginning of a message. prompt: the ids before the reply.
+    """
+    before = list(prompt[-_N_BEFORE:])
+    n_chars, ids = len(tokenizer.decode(before)), list[int]()
+    is_begun = False
+    for token in tokens:
+        ids.append(token.token)
+        if not is_begun and token.text:
+            is_begun = True
+            if tokenizer.decode([*before, *ids])[n_chars:].startswith(" " + token.text):
+                token.text = " " + token.text
+        yield token
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import ClientGone
 from ..hooks import PREFILL, PrefillLimits
 from ..manager import Taken
-from .model_provider import caches_of
+from .caches import caches_of
 from .prefill import chunk_size, compute_chunk, most_tokens
-from .reply import ASK_EVERY, WEIGH_EVERY
+from .waiting import ASK_EVERY, WEIGH_EVERY
 
 MOST_DRAFTED = 32
 """The most tokens of a draft model that are checked at once. Caches can take back this number."""

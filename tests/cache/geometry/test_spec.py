@@ -27,7 +27,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
     as_computed,
     token_arrays,
 )
-from mlx_lm_kvpersist.cache.live.policy import AttentionPlan
+from mlx_lm_kvpersist.cache.live.attention import AttentionPlan
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from tests.support.joined import n_bytes

@@ -19,13 +19,14 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import (
+    AttentionPlan,
     Mask,
     PackedKV,
     Strategy,
     dequantized_attention,
+    forced_plan,
     packed_attention,
 )
-from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,

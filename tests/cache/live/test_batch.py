@@ -11,8 +11,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.live import packed as pk
+from mlx_lm_kvpersist.cache.live.attention import AttentionPlan
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
-from mlx_lm_kvpersist.cache.live.policy import AttentionPlan
 from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,

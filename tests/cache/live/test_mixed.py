@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
-from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, parse_precision
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model, spec_with
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, arrays_fit, token_arrays
 from tests.support.joined import Pieces, join
@@ -41,11 +41,18 @@ def on_grid(model: Any, ids: list[int], caches: list[Any]) -> mx.array:
 LAYOUTS = ("k8rv4rb64", "k8rv4rb64*2,k8rv4rb32*2", "k8rv4rb64*1,full*2,k8rv4rb64*1")
 
 
+NAMED = {
+    "k8rv4rb64": KVPrecision.of(8, 64, 4, rotated=True),
+    "k8rv4rb32": KVPrecision.of(8, 32, 4, rotated=True),
+    "full": None,
+}
+
+
 def of_layout(model: Any, spec: ModelCacheSpec, layout: str) -> ModelCacheSpec:
     precisions: list[KVPrecision | None] = []
     for part in layout.split(","):
         name, _, length = part.partition("*")
-        precisions += [parse_precision(name)] * int(length or N_LAYERS)
+        precisions += [NAMED[name]] * int(length or N_LAYERS)
     (group,) = spec.full
     groups = [
         replace(group, name=str(number), slots=tuple(slots), precision=precision)

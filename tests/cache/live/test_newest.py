@@ -20,8 +20,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.live import attention, quantized
 from mlx_lm_kvpersist.cache.live import packed as pk
-from mlx_lm_kvpersist.cache.live.newest import Newest
-from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, Rule, forced_plan
+from mlx_lm_kvpersist.cache.live.attention import AttentionPlan, Rule, forced_plan
+from mlx_lm_kvpersist.cache.live.batch import Newest
 from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     PackedCache,

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from mlx_lm_kvpersist.cache.geometry.precision import Quantization
-from mlx_lm_kvpersist.cache.live.policy import (
+from mlx_lm_kvpersist.cache.live.attention import (
     POLICY,
     AttentionPlan,
     AttentionShape,

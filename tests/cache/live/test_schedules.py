@@ -13,12 +13,12 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
-from mlx_lm_kvpersist.cache.live.policy import AttentionPlan, Rule, forced_plan
+from mlx_lm_kvpersist.cache.live.attention import AttentionPlan, Rule, forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
 )
-from mlx_lm_kvpersist.cache.measuring.observe import observed_attention
+from mlx_lm_kvpersist.cache.measuring.attention_check import observed_attention
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 
 from ..conftest import ARCHITECTURES, VOCAB, tiny_gemma3

@@ -15,13 +15,13 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.live import attention, policy
+from mlx_lm_kvpersist.cache.live import attention
 from mlx_lm_kvpersist.cache.live import packed as pk
-from mlx_lm_kvpersist.cache.live.attention import Strategy
-from mlx_lm_kvpersist.cache.live.policy import (
+from mlx_lm_kvpersist.cache.live.attention import (
     AttentionPlan,
     AttentionShape,
     Backend,
+    Strategy,
     forced_plan,
     rules_for,
 )
@@ -235,7 +235,7 @@ def test_cuda_computes_no_packed_product_unless_it_is_asked_for(
         return product(x, *given, **more)
 
     computed_on("cuda", monkeypatch)
-    monkeypatch.setattr(policy, "backend", lambda: "cuda")
+    monkeypatch.setattr(attention, "backend", lambda: "cuda")
     monkeypatch.setattr(attention, "builds_for_each_length", lambda: True)
     monkeypatch.setattr(attention_check, "packed_shapes", lambda *given: [SHAPE] * 2)
     monkeypatch.setattr(pk, "matmul", multiplied)

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm import load
 
 from mlx_lm_kvpersist.cache.live.packed import GRID
-from mlx_lm_kvpersist.cache.measuring.texts import all_parts, encode, placed
+from mlx_lm_kvpersist.cache.measuring.divergence import all_parts, encode, placed
 
 SCRIPTS = {"LATIN", "CYRILLIC", "ARABIC", "DEVANAGARI", "CJK", "HIRAGANA", "HANGUL"}
 FORMATS = {"Python", "JSON", "tool calls", "far copy"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.host.scheduling.context_length import length_of, max_context
+from mlx_lm_kvpersist.host.scheduling.model_provider import length_of, max_context
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}

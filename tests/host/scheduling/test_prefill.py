@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model, spec_with
-from mlx_lm_kvpersist.cache.live.policy import forced_plan
+from mlx_lm_kvpersist.cache.live.attention import forced_plan
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
@@ -31,9 +31,8 @@ from mlx_lm_kvpersist.host.hooks import (
 )
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling import batch_generator, prefill
-from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
-from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
-from mlx_lm_kvpersist.host.scheduling.step_failures import MOST_IN_A_ROW
+from mlx_lm_kvpersist.host.scheduling.caches import MOST_IN_A_ROW, PluginCaches
+from mlx_lm_kvpersist.host.scheduling.waiting import ReplyQueue
 from mlx_lm_kvpersist.ranks import Ranks
 from mlx_lm_kvpersist.round_trip import _Generator, tiny_model
 from tests.support.host import plugged

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
-from mlx_lm_kvpersist.host.scheduling.reply import (
+from mlx_lm_kvpersist.host.scheduling.waiting import (
     ReplyQueue,
 )
 

@@ -14,8 +14,14 @@ import pytest
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, TakenRequest, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
-from mlx_lm_kvpersist.host.scheduling.reply import ARRIVING
-from mlx_lm_kvpersist.host.scheduling.waiting import GAP_S, LARGE_S, QUIET_GAP_S, WORK_S, Line
+from mlx_lm_kvpersist.host.scheduling.waiting import (
+    ARRIVING,
+    GAP_S,
+    LARGE_S,
+    QUIET_GAP_S,
+    WORK_S,
+    Line,
+)
 from tests.support.clock import Clock
 from tests.support.host import plugged
 
