@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -105,7 +106,8 @@ def run_tool(*command: str | Path) -> None:
     if program == "uv":
         uv(*arguments)
         return
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": ""}  # pip removes what Python compiled there
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
 
 
