@@ -61,7 +61,7 @@ class RunningReply:
                 self._has_begun.set()
                 if self._is_over.is_set():
                     break
-            events.close()  # type: ignore[attr-defined]
+            events.close()
         except BaseException as error:
             self._error = error
             self._has_begun.set()

@@ -41,7 +41,7 @@ from .conversation import random_ids
 
 logger = logging.getLogger(__name__)
 
-QUANTIZED = PrecisionChoice(8, 4, rotated=True)
+QUANTIZED = PrecisionChoice()
 FULL_PRECISION = PrecisionChoice(FULL_BITS, FULL_BITS)
 
 TOLERANCE = 5e-4

@@ -11,8 +11,6 @@ from mlx_lm_kvpersist.errors import SelfTestFailed
 
 N_CHARS = 4000
 MAX_TOKENS = 16
-OPTIONS = ("--kvpersist-kv-bits", "8", "--kvpersist-attention", "dequantize")
-"""With these nothing is measured when the model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def play(folder: Path) -> Conversation:
     Raises KVPersistError where a server does not start or does not answer.
     """
     model, store = make_model(folder / "model"), folder / "store"
-    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store), *OPTIONS)
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
     messages: list[Message] = [{"role": "user", "content": document(N_CHARS)}]
     with StartedServer(str(model), *plugin, log_path=folder / "server.log") as server:
         first = server.chat(messages, "check", MAX_TOKENS)

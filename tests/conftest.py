@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import ServerProcess, StartServer, make_tiny_model
+from tests.support.clock import Clock
 from tests.support.host import environment, patched_server, server, stock_environment  # noqa: F401
 from tests.support.synthetic.smollm2 import NOT_FETCHED, is_fetched, make_smollm2
 from tests.support.zygote import Zygote
@@ -29,32 +32,56 @@ _LONG_MODULES = {
     *("tests.cli.test_doctor", "tests.cli.test_selftest", "tests.cli.test_store"),
     *("tests.host.scheduling.test_drafts_over_caches", "tests.host.test_serving"),
     *("tests.host.scheduling.test_generation_thread", "tests.host.test_startup"),
+    *("tests.host.scheduling.test_prompt_lookup", "tests.host.scheduling.test_wired"),
+    *("tests.models_check.test_build", "tests.models_check.test_facts"),
     *("tests.models_check.test_sweep", "tests.request.test_checkpoints"),
     *("tests.request.test_drafts", "tests.request.test_images", "tests.request.test_look_again"),
     *("tests.request.test_lookup", "tests.request.test_memory_shared"),
     *("tests.request.test_prefetch", "tests.store.test_shared", "tests.test_ranks"),
-    "tests.test_round_trip",
+    *("tests.cli.test_quality", "tests.cache.measuring.test_prefill_memory"),
+    *("tests.cli.test_servers", "tests.benchmarks.test_servers", "tests.store.test_lock"),
+    *("tests.patches_check.test_installed", "tests.test_round_trip"),
 }
-"""Modules that take eight seconds or more."""
+"""Modules that take four seconds or more."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that `make quick` leaves out."""
+    """Mark the tests that `make quick` leaves out, and put their modules first.
+
+    Then no long module is the last, which one worker would run alone.
+    """
+    long_modules = set[str]()
     for item in items:
-        module = getattr(item, "module").__name__  # noqa: B009
         fixtures = _SERVER_FIXTURES & set(getattr(item, "fixturenames", ()))
+        module = _module_of(item)
         if module.split(".")[1] in _SERVER_FOLDERS or fixtures or module in _LONG_MODULES:
             item.add_marker(pytest.mark.full)
+            long_modules.add(module)
+    items.sort(key=lambda item: _module_of(item) not in long_modules)
+
+
+def _module_of(item: pytest.Item) -> str:
+    name: str = getattr(item, "module").__name__  # noqa: B009
+    return name
 
 
 @pytest.fixture(scope="session", autouse=True)
 def zygotes() -> Iterator[None]:
     """On Linux servers are forked from processes that have imported transformers."""
-    ServerProcess.zygotes = made = (Zygote(), Zygote())
+    ServerProcess.zygotes[sys.executable] = made = (Zygote(), Zygote())
     yield
-    ServerProcess.zygotes = ()
+    del ServerProcess.zygotes[sys.executable]
     for zygote in made:
         zygote.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that stands still until the test, or a sleep, moves it."""
+    made = Clock()
+    for name in ("monotonic", "perf_counter", "sleep"):
+        monkeypatch.setattr(time, name, getattr(made, name))
+    return made
 
 
 @pytest.fixture(scope="session")

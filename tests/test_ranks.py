@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -93,7 +94,8 @@ def test_a_rank_that_is_elsewhere_ends_the_others(tmp_path: Path, others: str) -
     others = f"us.watch(); {others}"  # as in a server: MLX alone may wait for a rank that has ended
     (code, said, errors), (other_code, *_) = of_ranks(tmp_path, first, others)
     assert code != 0 and other_code != 0 and "went on" not in said
-    assert "rank" in errors.splitlines()[-1]
+    # MLX may notice the lost connection first.
+    assert re.search("rank|connection to a peer was lost", errors.splitlines()[-1])
 
 
 def test_values_that_differ_end_the_ranks_at_the_next_message(tmp_path: Path) -> None:
@@ -112,16 +114,16 @@ def test_values_that_differ_end_the_ranks_at_the_next_message(tmp_path: Path) ->
 
 def test_a_rank_that_waits_for_too_long_ends(tmp_path: Path) -> None:
     waits = """
-        us.patience_s = 1.5
+        us.patience_s = 0.5
         us.watch()
         us.told(1, "one")
     """
     sleeps = """
         import time
-        time.sleep(4)
+        time.sleep(2)
     """
     (code, _, errors), _ = of_ranks(tmp_path, waits, sleeps)
-    assert code == 1 and "not heard of the other ranks for 1.5 s" in errors
+    assert code == 1 and "not heard of the other ranks for 0.5 s" in errors
 
 
 def test_one_process_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.testing import HOOKS, check_plugin, find_faults
-from tests.support import UNMEASURED
 
 from .host.plugins import Misspelt, WrongArguments
 
@@ -42,7 +41,7 @@ def faults(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     provider = SimpleNamespace(model=model, tokenizer=tokenizer, model_key=key, cli_args=ARGS)
     PATCH_SET.apply([patch for patch in PATCHES if patch.name == "attention"])
     try:
-        options = ("--kvpersist-dir", str(folder), *UNMEASURED)
+        options = ("--kvpersist-dir", str(folder))
         return find_faults(KVPersistPlugin(), options, provider)
     finally:
         PATCH_SET.undo()

@@ -151,13 +151,13 @@ def test_agents_are_listed_while_another_cannot_be_made(service: Service) -> Non
 
     def refuse(namespace: str, name: str) -> dict[str, Any]:
         is_there.set()
-        assert may_fail.wait(5)
+        assert may_fail.wait(60)
         raise RequestRefused("no")
 
     service.api._agents = Slow()
     service.sessions.describe_named = refuse  # type: ignore[method-assign]
     thread = Thread(target=service.call, args=("POST", "/v1/agents", {"id": "a"}))
     thread.start()
-    assert is_there.wait(5)
+    assert is_there.wait(60)
     assert service.call("GET", "/v1/agents")[0] == 400  # the store says no
     thread.join()

@@ -26,12 +26,12 @@ from tests.support.store_files import block_path
 from tests.support.synthetic import Message, make_tiny_model, synthetic_text
 
 TOLERANCE = 2e-3
-"""Of logits of size 10, as in tests/request: what the order of summation makes of 4-bit KV."""
+"""Of logits of size 10, as in tests/request: what the order of summation makes of quantized KV."""
 LIMITS = StoreLimits(1 << 30, 1 << 30)
 
 
 def load_model(folder: Path, *, seed: int = 0, fingerprint: str = "fingerprint") -> LoadedModel:
-    """Make and load a model of 2 layers, the smallest that keeps 4-bit KV."""
+    """Make and load a model of 2 layers, the smallest whose KV is quantized."""
     make_tiny_model(
         folder, seed=seed, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, vocab_size=600
     )

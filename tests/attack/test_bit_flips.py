@@ -162,7 +162,7 @@ def test_the_prepared_store_is_found(prepared: Prepared, cold: Cold, tmp_path: P
             talk.forget_hot_blocks()
 
 
-@few_or_many(40, 2000)
+@few_or_many(20, 2000)
 def test_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path, n: int) -> None:
     attack_often(prepared, cold, tmp_path, flip_in_any_file, n)
 
@@ -176,7 +176,7 @@ def flip_in_index_header(folder: Path, rng: random.Random) -> str:
     return flip_a_bit(path, rng, rng.randrange(100)) if path.exists() else "no index"
 
 
-@few_or_many(30, 1500)
+@few_or_many(15, 1500)
 def test_flipped_bits_of_the_index_header(
     prepared: Prepared, cold: Cold, tmp_path: Path, n: int
 ) -> None:
@@ -227,7 +227,7 @@ def garbage(folder: Path, rng: random.Random) -> str:
 TORN: list[Change] = [truncate, zero_a_page, swap, garbage]
 
 
-@few_or_many(15, 700)
+@few_or_many(8, 700)
 @pytest.mark.parametrize("change", TORN, ids=lambda change: change.__name__)
 def test_torn_files(prepared: Prepared, cold: Cold, tmp_path: Path, change: Change, n: int) -> None:
     attack_often(prepared, cold, tmp_path, change, n)
@@ -269,7 +269,7 @@ def test_a_lost_page_of_the_index_does_not_stay_so(
     assert not any(failures), "\n".join(failures)
 
 
-@few_or_many(30, 1000)
+@few_or_many(16, 1000)
 def test_a_flipped_bit_of_the_index_does_not_stay_so(
     prepared: Prepared, cold: Cold, tmp_path: Path, n: int
 ) -> None:

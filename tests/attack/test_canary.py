@@ -11,7 +11,7 @@ from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Kind
 from mlx_lm_kvpersist.store.files import read_record
 from tests.server.stored import block_files, wait_for_commit
-from tests.support import UNMEASURED, Message, ServerProcess, synthetic_text
+from tests.support import Message, ServerProcess, synthetic_text
 
 from .driving import TOLERANCE, Cold, Talk, conversation_ids, replace_payload, talk_with
 from .quarantine import quarantined_reasons
@@ -100,7 +100,7 @@ def test_a_server_catches_it_and_computes_anew(
     tiny_model: Path, loaded: LoadedModel, tmp_path: Path
 ) -> None:
     messages: list[Message] = [{"role": "user", "content": synthetic_text(500, seed=1)}]
-    plugin = ("--plugin", "kvpersist", *UNMEASURED, "--kvpersist-dir")
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir")
     store = tmp_path / "store"
     with ServerProcess(tiny_model, *plugin, str(store), log_path=tmp_path / "0.log") as server:
         first = server.chat(messages, "s", temperature=0.0, max_tokens=12)

@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.errors import StoreError
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.server.stored import n_tokens, wait_for_commit
-from tests.support import UNMEASURED, Message, StartServer, synthetic_text, wait_until
+from tests.support import Message, StartServer, synthetic_text, wait_until
 
 from .disks import Disk, Limited, Tmpfs, small_disk
 from .driving import LIMITS, Cold, Talk, conversation_ids, replace_payload, talk_with
@@ -387,10 +387,9 @@ def test_a_server_on_a_disk_that_fills_up(
         plugin = (
             "--plugin",
             "kvpersist",
-            *UNMEASURED,
             *options,
             "--kvpersist-disk",
-            "6M",
+            "8400K",
         )
         server = start_server(tiny_model, *plugin)
         replies = {"before": server.chat(chat(0), "before", temperature=0.0)}

@@ -22,7 +22,6 @@ from mlx_lm_kvpersist.store.folder import PLAIN
 from mlx_lm_kvpersist.store.index import Index
 from tests.server.stored import block_files, wait_for_commit
 from tests.support import (
-    UNMEASURED,
     Message,
     ServerError,
     ServerProcess,
@@ -191,7 +190,6 @@ def test_the_server_killed_at_any_moment(tiny_model: Path, tmp_path: Path) -> No
         plugin = (
             "--plugin",
             "kvpersist",
-            *UNMEASURED,
             "--kvpersist-dir",
             str(store),
         )

@@ -95,10 +95,9 @@ def killed(server: ServerProcess, n_kills: int, n_clients: int, n_chars: int) ->
 def test_what_the_client_has_read_outlives_a_kill(
     tmp_path: Path, n_kills: int, n_clients: int, n_chars: int
 ) -> None:
-    # It computes quickly, and a block has as many bytes as one of a model of some billion weights.
+    # It computes quickly, and its blocks are large.
     model = make_tiny_model(tmp_path / "model", n_layers=4, n_heads=8, n_kv_heads=8)
-    options = ("--kvpersist-kv-bits", "16", "--kvpersist-attention", "dequantize")
-    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"), *options)
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"))
     with ServerProcess(model, *plugin, log_path=tmp_path / "server.log") as server:
         left = list(killed(server, n_kills, n_clients, n_chars))
     print(f"lost after {n_kills} kills: {sorted(one.lost for one in left)}")

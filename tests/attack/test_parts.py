@@ -131,7 +131,7 @@ def change_a_row(folder: Path, rng: random.Random) -> str:
     return f"{column} = {value}"
 
 
-@few_or_many(20, 200)
+@few_or_many(10, 200)
 @pytest.mark.parametrize(
     "change",
     [flip_in_a_part, flip_in_the_index, flip_in_any_file, change_a_row, *TORN],

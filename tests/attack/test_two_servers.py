@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import UNMEASURED, Message, Reply, ServerProcess, make_tiny_model, synthetic_text
+from tests.support import Message, Reply, ServerProcess, make_tiny_model, synthetic_text
 
 MIB = 1 << 20
 N_CLIENTS = 4
@@ -49,13 +49,13 @@ class Setting:
 
     @property
     def file_bytes(self) -> int:
-        """A block file: keys and values in 4 bits, 4-byte scales and biases of 64 each."""
-        a_head = self.head_dim // 2 + 2 * 4 * (self.head_dim // 64)
-        return 256 * self.n_layers * 2 * self.n_kv_heads * a_head + N_HEADER_BYTES
+        """A block file: keys in 8 bits, values in 4, 4-byte scales and biases of 64 each."""
+        a_head = self.head_dim * 3 // 2 + 2 * 2 * 4 * (self.head_dim // 64)
+        return 256 * self.n_layers * self.n_kv_heads * a_head + N_HEADER_BYTES
 
 
-SMALL = Setting(n_layers=2, n_kv_heads=4, head_dim=64, budget=5 * MIB)
-LARGE = Setting(n_layers=4, n_kv_heads=8, head_dim=128, budget=64 * MIB)
+SMALL = Setting(n_layers=2, n_kv_heads=4, head_dim=64, budget=7 * MIB)
+LARGE = Setting(n_layers=4, n_kv_heads=8, head_dim=128, budget=90 * MIB)
 
 
 @dataclass
@@ -186,7 +186,6 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
     plugin = (
         "--plugin",
         "kvpersist",
-        *UNMEASURED,
         "--kvpersist-dir",
         str(store),
         "--kvpersist-min-free",
@@ -216,7 +215,6 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
     cold = (
         "--plugin",
         "kvpersist",
-        *UNMEASURED,
         "--kvpersist-dir",
         str(folder / "cold"),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,9 +73,9 @@ def test_a_conversation_takes_turns() -> None:
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = time.monotonic()
+    monkeypatch.setattr(Bench, "run", lambda *_: pytest.fail("something is started"))
     for argv, expected in (
         (["--model", "/no/such"], "the model folder /no/such does not exist"),
         (["--model", "x", "--minutes", "0.5"], "--minutes 0.5 is too short; give 1 or more"),
@@ -86,7 +85,6 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     ):
         assert main(["bench", *argv]) == 1
         assert expected in capsys.readouterr().err
-    assert time.monotonic() - started < 5
 
 
 def test_times_as_fast_is_in_our_favour_above_one() -> None:
@@ -141,9 +139,7 @@ def test_the_table_names_its_conditions() -> None:
 def test_bench_measures_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The real command: four starts, two of them after SIGKILL."""
     model, file = make_model(tmp_path / "model"), tmp_path / "bench.json"
-    started = time.monotonic()
     assert main(["bench", "--model", str(model), "--minutes", "2", "--json", str(file)]) == 0
-    assert time.monotonic() - started < 1.25 * 2 * 60, "other load can slow down what was planned"
     said = capsys.readouterr()
     content = json.loads(file.read_text())
     assert said.out.strip() == as_markdown(content)

@@ -10,8 +10,6 @@ import pytest
 from mlx_lm_kvpersist.cli import main as cli
 from tests.support import make_zoo_model
 
-PLAIN = ("--kvpersist-kv-bits", "4")
-
 
 def described(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     cli.main(["spec", *argv, "--json"])
@@ -20,12 +18,12 @@ def described(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 def test_a_plain_model(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["spec", "--model", str(tiny_model), *PLAIN]) == 0
+    assert cli.main(["spec", "--model", str(tiny_model)]) == 0
     said = capsys.readouterr().out
-    assert re.search("KVCache +full +2 x 64 float32 +2 x 64 float32 ", said)
-    # Per layer keys and values of 2 heads: 32 bytes of codes, 4 of scale and bias, for 64 numbers.
-    assert "A token takes 288 B live and on disk, 0.14 of 2.0 KiB" in said
-    assert "The newest tokens, 255 at most, are kept as computed: up to 510.0 KiB." in said
+    assert re.search("KVCache +full +1 x 64 float32 +1 x 64 float32 ", said)
+    # Per layer a key of 64 bytes of codes, a value of 32, and 4 of scale and bias for each.
+    assert "A token takes 208 B live and on disk, 0.20 of 1.0 KiB" in said
+    assert "The newest tokens, 255 at most, are kept as computed: up to 255.0 KiB." in said
     assert "Reusable: a conversation to its end, or up to any multiple of 256 tokens." in said
 
 
@@ -52,7 +50,7 @@ def test_windows_and_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     sliding = str(make_zoo_model(tmp_path / "sliding", "gemma3_text"))
     recurrent = str(make_zoo_model(tmp_path / "recurrent", "nemotron_h"))
     for model in (sliding, recurrent):
-        assert cli.main(["spec", "--model", model, *PLAIN]) == 0
+        assert cli.main(["spec", "--model", model]) == 0
     said = capsys.readouterr().out
     assert "RotatingKVCache  sliding" in said and "up to the checkpoints" in said
     assert "ArraysCache  recurrent" in said

@@ -129,55 +129,55 @@ def hidden_system(messages: list[Message]) -> bool:
 # What the model reads.
 
 
-@pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
 @pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["", "tools"])
 def test_a_chat_is_rendered_as_stock_does_or_adapted(
-    renderers: dict[str, Renderer], shape: str, history: str, tools: tuple[Any, ...]
+    renderers: dict[str, Renderer], shape: str, tools: tuple[Any, ...]
 ) -> None:
-    renderer, body = renderers[shape], said(HISTORIES[history], *tools)
-    stock = renderer.stock(body)
-    ours = renderer.prompt(body).ids
-    if stock is not None and not (shape == "harmony" and hidden_system(body["messages"])):
-        assert list(ours) == stock
-        return
-    text = renderer.tokenizer.decode(list(ours))
-    missing = {mark for mark in marks(HISTORIES[history]) if mark not in text}
-    if shape == "harmony":
-        missing -= DROPPED[shape]
-    assert missing <= {"<h1>", "<t1>"}, text  # no template needs thoughts, or words beside a call
+    renderer = renderers[shape]
+    for name, history in HISTORIES.items():
+        body = said(history, *tools)
+        stock = renderer.stock(body)
+        ours = renderer.prompt(body).ids
+        if stock is not None and not (shape == "harmony" and hidden_system(body["messages"])):
+            assert list(ours) == stock, name
+            continue
+        text = renderer.tokenizer.decode(list(ours))
+        missing = {mark for mark in marks(history) if mark not in text}
+        if shape == "harmony":
+            missing -= DROPPED[shape]
+        # No template needs thoughts, or words beside a call.
+        assert missing <= {"<h1>", "<t1>"}, (name, text)
 
 
-@pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("api", "form"), [("messages", as_messages), ("responses", as_responses)])
 def test_the_other_apis_serve_the_same_conversations(
-    renderers: dict[str, Renderer], shape: str, history: str, api: str, form: Any
+    renderers: dict[str, Renderer], shape: str, api: str, form: Any
 ) -> None:
-    body = form(HISTORIES[history])
-    text = renderers[shape].text(body, api)
-    missing = {mark for mark in marks(body) if mark not in text}
-    if history in ("a call and an answer", "an answer and a call"):
-        missing -= {"<a1>"}  # one turn becomes one message: words beside a call
-    assert missing <= {*DROPPED.get(shape, ()), "<h1>"}, text  # older thoughts may be left out
+    for name, history in HISTORIES.items():
+        body = form(history)
+        text = renderers[shape].text(body, api)
+        missing = {mark for mark in marks(body) if mark not in text}
+        if name in ("a call and an answer", "an answer and a call"):
+            missing -= {"<a1>"}  # one turn becomes one message: words beside a call
+        # Older thoughts may be left out.
+        assert missing <= {*DROPPED.get(shape, ()), "<h1>"}, (name, text)
 
 
-@pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
-def test_an_adapted_prompt_only_grows(
-    renderers: dict[str, Renderer], shape: str, history: str
-) -> None:
+def test_an_adapted_prompt_only_grows(renderers: dict[str, Renderer], shape: str) -> None:
     """Each request that was answered begins the next one, up to the answer."""
-    if (shape, history) in RENDERED_AT_FIRST:
-        return
-    talk = HISTORIES[history]
     renderer = renderers[shape]
-    ends = [n for n in range(1, len(talk)) if talk[n]["role"] == "assistant"]
-    ends = [n for n in ends if talk[n - 1]["role"] in ("user", "tool")]
-    texts = [renderer.text(said(talk[:n])) for n in [*ends, len(talk)]]
-    for before, after in pairwise(texts):
-        begun = re.sub(r"<\|(im_start|start)\|>(assistant|model)\n*$", "", before)
-        assert after.startswith(begun), (begun, after)
+    for name, talk in HISTORIES.items():
+        if (shape, name) in RENDERED_AT_FIRST:
+            continue
+        ends = [n for n in range(1, len(talk)) if talk[n]["role"] == "assistant"]
+        ends = [n for n in ends if talk[n - 1]["role"] in ("user", "tool")]
+        texts = [renderer.text(said(talk[:n])) for n in [*ends, len(talk)]]
+        for before, after in pairwise(texts):
+            begun = re.sub(r"<\|(im_start|start)\|>(assistant|model)\n*$", "", before)
+            assert after.startswith(begun), (name, begun, after)
 
 
 ROLE = st.sampled_from(("system", "user", "assistant"))

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import UNMEASURED, ServerError, ServerProcess, wait_until
+from tests.support import ServerError, ServerProcess, wait_until
 from tests.support.host import Environment
 
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
@@ -47,13 +46,14 @@ def calls(server: ServerProcess) -> list[list[Any]]:
 def wait_for_insert(server: ServerProcess, n_calls: int = 1) -> list[list[Any]]:
     """Return the plugin's calls up to the end of a turn, which comes after its reply."""
     recorded: list[list[Any]] = []
-    for _ in range(200):
-        recorded += calls(server)
+
+    def has_come() -> bool:
+        recorded.extend(calls(server))
         ends = [c for c in recorded if c[0] == "insert" and c[-1] == "assistant"]
-        if len(ends) >= n_calls:
-            return recorded
-        time.sleep(0.05)
-    raise AssertionError(f"no insert in {recorded}")
+        return len(ends) >= n_calls
+
+    wait_until(has_come, "an insert")
+    return recorded
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -115,7 +115,7 @@ def test_a_plugin_that_edits_what_it_is_given_changes_no_reply(
         folder = str(tmp_path / f"store-{n}")
         with ServerProcess(
             tiny_model,
-            *(*options, "--kvpersist-dir", folder, *UNMEASURED),
+            *(*options, "--kvpersist-dir", folder),
             python=str(environment.python),
             log_path=tmp_path / f"server-{n}.log",
         ) as server:
@@ -148,10 +148,8 @@ def test_a_signal_ends_the_server_cleanly(
         log_path=tmp_path / "server.log",
     ) as server:
         server.chat(HELLO, max_tokens=2)
-        start = time.monotonic()
-        status = server._signal(number, 25.0)
+        status = server._signal(number, 60.0)
     assert (status, server.log.count("Traceback")) == (0, 0), server.log
-    assert time.monotonic() - start < 20
     recorded = json.loads(record.read_text())
     assert recorded[0][0] == "configure"
     assert [call for call in recorded if call[0] == "shutdown"] == recorded[-1:]
@@ -171,8 +169,8 @@ def test_a_signal_ends_a_server_that_is_generating(
             "/v1/chat/completions", {"messages": HELLO, "max_tokens": 100_000, "stream": True}
         )
         next(events)
-        assert server.terminate(25.0) == 0, server.log
-        events.close()  # type: ignore[attr-defined]
+        assert server.terminate(60.0) == 0, server.log
+        events.close()
     calls = json.loads(record.read_text())
     # The reply that was cut off ends on its own thread.
     assert [call for call in calls if call[0] != "reply_timed"][-1] == ["shutdown"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from queue import Queue
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -52,22 +51,21 @@ def test_a_second_signal_ends_at_once() -> None:
     assert process.stdout is not None and process.stdout.readline() == "interrupted\n"
     # Ours, or the system's own once our handlers are gone: what hangs is the other thread.
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def test_the_clock_ends_a_process_that_hangs() -> None:
     process = start(grace_s=0.3)
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=10)
+    _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert error == "not ended after 0.3 s, stopped\n"
-    assert time.monotonic() - began < 5
 
 
 def test_a_signal_during_the_shutdown_ends_at_once() -> None:
-    code = STUBBORN.replace('print("interrupted", flush=True)', "pass\n    time.sleep(60)")
+    shutdown = 'pass\n    print("shutdown", flush=True)\n    time.sleep(600)'
+    code = STUBBORN.replace('print("interrupted", flush=True)', shutdown)
     process = subprocess.Popen(
         [sys.executable, "-c", code, "30"],
         stdout=subprocess.PIPE,
@@ -76,10 +74,10 @@ def test_a_signal_during_the_shutdown_ends_at_once() -> None:
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
+    assert process.stdout.readline() == "shutdown\n"
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=10)
+    _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert error == "asked twice, stopped\n"
 
@@ -153,7 +151,7 @@ class Listening:
         self.n_times += 1
         if self.n_times == 1:
             raise KeyboardInterrupt(self.number)
-        assert self.is_shut_down.wait(10)
+        assert self.is_shut_down.wait(60)
 
     def shutdown(self) -> None:
         self.is_shut_down.set()
@@ -192,7 +190,7 @@ def test_running_replies_end_before_the_server_does() -> None:
         server.generator.requests.put((Queue(), None, None))
     assert not server.is_shut_down.is_set()
     server.clients.end(server.client)
-    thread.join(10)
+    thread.join(60)
     assert server.is_shut_down.is_set()
 
 

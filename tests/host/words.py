@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
+
 from mlx_lm_kvpersist.api.admin import answering
 from mlx_lm_kvpersist.apis import Request
 from mlx_lm_kvpersist.host.hooks import Route, hookimpl
+from mlx_lm_kvpersist.host.http import clients
+from mlx_lm_kvpersist.host.http.completion import Completion
 from mlx_lm_kvpersist.host.patching.probes import ARGS
+from tests.support import wait_until
 from tests.support.host import plugged
 
 
@@ -86,7 +90,10 @@ class WordsGenerator:
         self.cli_args, self.is_healthy = ARGS, True
         self.model_provider: Any = SimpleNamespace(model_key=("m",), cli_args=ARGS)
         self._states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
-        self.wait_s = self.pause_s = 0.0
+        self.wait: Callable[[], object] = lambda: None
+        """Called before a reply begins."""
+        self.pause: Callable[[], object] = lambda: None
+        """Called before each word, and before the prompt's progress is told."""
         self.progress: tuple[int, int] | None = None
         self.error: Exception | None = None
         self.breaks: Exception | None = None
@@ -98,7 +105,7 @@ class WordsGenerator:
         return None
 
     def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
-        time.sleep(self.wait_s)
+        self.wait()
         if self.error is not None:
             raise self.error
         context = SimpleNamespace(
@@ -111,9 +118,9 @@ class WordsGenerator:
     def _say(self, n: int, progress_callback: Any) -> Iterator[Any]:
         for i in range(n):
             if self.progress is not None and i == 0:
-                time.sleep(self.pause_s)
+                self.pause()
                 progress_callback(*self.progress)
-            time.sleep(self.pause_s)
+            self.pause()
             if self.breaks is not None and i == 1:
                 raise self.breaks
             self.n_said += 1
@@ -121,6 +128,29 @@ class WordsGenerator:
             said.top_tokens, said.state, said.match = (), "normal", None
             said.finish_reason = "length" if i == n - 1 else None
             yield said
+
+
+class Keepalives:
+    """The keepalives of all streams, which come quickly."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._n_made = 0
+        monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
+        monkeypatch.setattr(clients, "KEEPALIVE_S", 0.0)
+        monkeypatch.setattr(clients, "WATCH_S", 0.01)
+        make = Completion.keepalive
+
+        def keepalive(completion: Completion) -> bytes:
+            made = make(completion)
+            self._n_made += 1
+            return made
+
+        monkeypatch.setattr(Completion, "keepalive", keepalive)
+
+    def wait_for(self, n: int) -> None:
+        """Return when some more have been made."""
+        n_before = self._n_made
+        wait_until(lambda: self._n_made >= n_before + n, "keepalives")
 
 
 class WordsServer:
@@ -161,7 +191,7 @@ class WordsServer:
                 answer = b""
                 while part := theirs.recv(1 << 16):
                     answer += part
-            thread.join(20)
+            thread.join(60)
         head, _, body = answer.decode().partition("\r\n\r\n")
         status, *lines = head.split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines)

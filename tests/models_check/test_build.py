@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import mlx.core as mx
@@ -81,11 +80,7 @@ def test_a_seed_makes_the_same_weights_again(name: str) -> None:
     assert not all(mx.array_equal(first[path], other[path]) for path in first)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v32", "qwen3_next"])
-def test_a_forward_pass_takes_no_time(name: str) -> None:
-    model = build(name)
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[1, 2]]), cache=caches))  # compiles
-    started = time.perf_counter()
-    mx.eval(model(mx.array([random_ids(0, 40)]), cache=caches))
-    assert time.perf_counter() - started < 1.0
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_has_few_parameters(name: str) -> None:
+    """So a forward pass takes milliseconds."""
+    assert sum(value.size for _, value in tree_flatten(build(name).parameters())) < 1_000_000

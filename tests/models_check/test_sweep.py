@@ -34,7 +34,7 @@ def test_representative_models(name: str) -> None:
     assert finding.result in FINE, finding
 
 
-@pytest.mark.parametrize("name", ["gemma2", "jamba"])
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_a_model_of_which_nothing_is_known_is_right(name: str) -> None:
     """Its batches are those of stock, wrong or not; all else is as right as with facts."""
     finding = sweep(name, unknown=True)
@@ -134,6 +134,7 @@ def test_a_live_cache_that_is_wrong_everywhere_is_found_out(
     assert finding.reason.startswith("live: logits")
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_hide_its_padding_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

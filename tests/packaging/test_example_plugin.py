@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.conftest import uv
-from tests.support import UNMEASURED, ServerProcess, wait_until
+from tests.support import ServerProcess, wait_until
 from tests.support.host import PTH, REPOSITORY, Environment, make_environment
 
 EXAMPLE = REPOSITORY / "examples" / "csvlog"
@@ -42,7 +42,7 @@ def test_it_serves_beside_this_plugin(
     file = tmp_path / "requests.csv"
     with ServerProcess(
         tiny_model,
-        *("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"), *UNMEASURED),
+        *("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store")),
         *("--plugin", "csvlog", "--csvlog", str(file)),
         python=str(installed.python),
         log_path=tmp_path / "server.log",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -93,7 +94,8 @@ def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path, tool: str) -> 
         install, uninstall = [*pip, "install", "-q"], [*pip, "uninstall", "-q", "-y"]
     run_tool(*install, "--no-deps", wheel)
     command = ("python", "-m", "mlx_lm_kvpersist", "--version")
-    assert environment.run(*command, env={"PYTHONDONTWRITEBYTECODE": ""}).returncode == 0
+    compiles = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": ""}
+    assert environment.run(*command, env=compiles).returncode == 0
     added = files_of(environment.folder) - before
     assert any("kvpersist/cli/__pycache__/" in name for name in added), "nothing was compiled"
     run_tool(*uninstall, "mlx-lm-kvpersist")
@@ -106,7 +108,8 @@ def run_tool(*command: str | Path) -> None:
     if program == "uv":
         uv(*arguments)
         return
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": ""}  # pip removes what Python compiled there
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
 
 

@@ -63,7 +63,7 @@ class Installed:
         """The server of this environment; nothing of the checkout is importable."""
         return ServerProcess(
             model,
-            *("--plugin", "kvpersist", "--kvpersist-dir", str(store), "--kvpersist-kv-bits", "4"),
+            *("--plugin", "kvpersist", "--kvpersist-dir", str(store)),
             python=self.python,
             launcher=(*flags, "-m", "mlx_lm", "server"),
             cwd=self.folder,

@@ -43,7 +43,7 @@ WORDS = (
     "s>",
     "[I",
 )
-N_TALKS = 250
+N_TALKS = 120
 """For each tokenizer."""
 Pieces = Callable[[random.Random, str], list[int]]
 

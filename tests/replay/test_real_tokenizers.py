@@ -80,7 +80,17 @@ DIALECTS = {
 }
 
 
-@pytest.fixture(scope="module", params=DIALECTS)
+BY_DEFAULT = ("qwen3", "mistral")
+"""Between them they drop thoughts and tools, and write spaces in front."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow)
+        for name in DIALECTS
+    ],
+)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

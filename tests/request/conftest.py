@@ -27,6 +27,15 @@ from tests.support.synthetic import make_tiny_model
 KINDS = ["byte-level", "byte-level-bos", "sentencepiece", "sentencepiece-legacy"]
 
 
+@pytest.fixture(autouse=True)
+def memory_limit() -> Iterator[None]:
+    """Leave MLX the limit that it has: an account of memory changes it."""
+    before = mx.set_memory_limit(1 << 40)
+    mx.set_memory_limit(before)
+    yield
+    mx.set_memory_limit(before)
+
+
 @pytest.fixture(scope="session", params=KINDS)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """A tiny model with each kind of tokenizer."""

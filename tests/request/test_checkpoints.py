@@ -452,8 +452,16 @@ def turn_of(postponing: StoredModel, session: str, history: list[int], seed: int
     return [*history, *user, *reply.ids]
 
 
-@pytest.mark.parametrize("falls_out", [False, True], ids=["in RAM", "evicted from RAM"])
-@pytest.mark.parametrize("postponing", ["gemma3_text", "mamba2"], indirect=True)
+@pytest.mark.parametrize(
+    ("postponing", "falls_out"),
+    [
+        pytest.param("gemma3_text", False, id="windows, in RAM"),
+        pytest.param("mamba2", True, id="states, evicted from RAM"),
+        pytest.param("gemma3_text", True, marks=pytest.mark.slow, id="windows, evicted from RAM"),
+        pytest.param("mamba2", False, marks=pytest.mark.slow, id="states, in RAM"),
+    ],
+    indirect=["postponing"],
+)
 def test_a_conversation_that_goes_on_costs_others_no_more_than_a_kill_may(
     postponing: StoredModel, falls_out: bool
 ) -> None:
@@ -486,7 +494,11 @@ def test_a_reply_that_is_regenerated_is_not_written_in_vain(postponing: StoredMo
     assert len(list((postponing.folder / "checkpoints").rglob("*.safetensors"))) <= 3
 
 
-@pytest.mark.parametrize("stored", ["gemma3_text", "qwen3_next", "mamba2"], indirect=True)
+@pytest.mark.parametrize(
+    "stored",
+    ["gemma3_text", pytest.param("qwen3_next", marks=pytest.mark.slow), "mamba2"],
+    indirect=True,
+)
 def test_replies_that_are_sent_back_shorter_do_not_pile_up(stored: StoredModel) -> None:
     """As templates do that drop the reasoning of earlier turns: every turn is a branch.
 

@@ -15,7 +15,8 @@ import pytest
 
 from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.lookup import MAX_MATCHED_TOKENS, Lookup
+from mlx_lm_kvpersist.request import lookup
+from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving, Stage
 from mlx_lm_kvpersist.store.records import Gone
@@ -26,7 +27,15 @@ from .test_lookup import respelled, sampled_turn
 
 pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 
-LONG = MAX_MATCHED_TOKENS + 1300
+MAX_MATCHED = 512
+LONG = MAX_MATCHED + 1300
+"""Tokens of a prompt whose whole text is never matched."""
+
+
+@pytest.fixture(autouse=True)
+def few_matched_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are long sooner, which saves computing them."""
+    monkeypatch.setattr(lookup, "MAX_MATCHED_TOKENS", MAX_MATCHED)
 
 
 def asked(talk: Conversations, ids: list[int]) -> Lookup:
@@ -84,7 +93,7 @@ def test_the_generation_thread_reads_no_text_of_a_stored_prompt(
         assert served.advance()
         entered = served.enter()
     assert entered.n_cached > LONG - 400 and len(entered.prompt.ids) < len(spelled) + 2
-    assert counts[0] <= (0 if comes == "nothing" else MAX_MATCHED_TOKENS)
+    assert counts[0] <= (0 if comes == "nothing" else MAX_MATCHED)
 
 
 def test_stages_follow_each_other_and_done_is_the_last(
@@ -135,12 +144,12 @@ def test_blocks_that_come_after_the_lookup_are_used(
     ids = sampled_turn(talk.loaded, n_prompt)
     if n_stored:
         talk.remember(ids[:n_stored], n_prompt=n_stored - 5)
-    lookup = asked(talk, [*ids, 5, 6])
-    assert lookup.stored.n_tokens == n_stored
+    found = asked(talk, [*ids, 5, 6])
+    assert found.stored.n_tokens == n_stored
     talk.remember(ids, n_prompt=n_prompt - 5)
     with decoded_tokens() as counts:
-        assert lookup.restore().outcome.n_reused == n_prompt
-    assert n_prompt < LONG or counts[0] <= MAX_MATCHED_TOKENS
+        assert found.restore().outcome.n_reused == n_prompt
+    assert n_prompt < LONG or counts[0] <= MAX_MATCHED
 
 
 @pytest.mark.parametrize("n_stored", [300, LONG])
@@ -151,11 +160,11 @@ def test_a_reply_with_other_ids_that_comes_after_the_lookup_is_used(
     ids = sampled_turn(talk.loaded, n_stored)
     talk.remember(ids, n_prompt=n_stored - 5)
     reply = talk.loaded.encode("What the model has answered to this, at some length.")
-    lookup = asked(talk, [*ids, *reply, *talk.loaded.encode(" Next"), 6])
+    found = asked(talk, [*ids, *reply, *talk.loaded.encode(" Next"), 6])
     turn = [*ids, *respelled(talk.loaded, reply, 2)]
     assert len(turn) > len(ids) + len(reply)
     talk.remember(turn, n_prompt=n_stored)
-    reuse = lookup.restore()
+    reuse = found.restore()
     assert reuse.outcome.n_reused >= len(turn) - 1
     assert list(reuse.prompt.ids[: len(turn) - 1]) == turn[:-1]
 
@@ -166,14 +175,14 @@ def test_a_long_prompt_is_cut_at_the_block_that_went(talk: Conversations, n_left
     ids = sampled_turn(talk.loaded, LONG)
     talk.remember(ids, n_prompt=LONG - 10)
     talk.forget_hot_blocks()
-    lookup = asked(talk, [*ids, 5, 6])
-    assert lookup.stored.n_tokens == LONG
-    gone: Path = block_path(talk.store.folder, lookup.stored.match.path[n_left].key)
+    found = asked(talk, [*ids, 5, 6])
+    assert found.stored.n_tokens == LONG
+    gone: Path = block_path(talk.store.folder, found.stored.match.path[n_left].key)
     gone.unlink()
     with decoded_tokens() as counts:
-        outcome = lookup.restore().outcome
+        outcome = found.restore().outcome
     assert outcome.n_reused == n_left * 256
-    assert outcome.reason is not None and counts[0] <= MAX_MATCHED_TOKENS
+    assert outcome.reason is not None and counts[0] <= MAX_MATCHED
 
 
 @pytest.mark.parametrize("n_left", [0, 1, 5])
@@ -184,8 +193,8 @@ def test_a_block_that_went_before_the_restore_is_not_read(
     ids = sampled_turn(talk.loaded, LONG)
     talk.remember(ids, n_prompt=LONG - 10)
     talk.forget_hot_blocks()
-    lookup = asked(talk, [*ids, 5, 6])
-    path = lookup.stored.match.path
+    found = asked(talk, [*ids, 5, 6])
+    path = found.stored.match.path
     for block in reversed(path[n_left:]):
         talk.store.disk.forget(block.key, Gone.EVICTED)
     talk.remember(sampled_turn(talk.loaded, 300, seed=8)[::-1], n_prompt=290)
@@ -197,7 +206,7 @@ def test_a_block_that_went_before_the_restore_is_not_read(
         return load_all(records, root)
 
     monkeypatch.setattr(talk.store.reader, "load_all", load)
-    outcome = lookup.restore().outcome
+    outcome = found.restore().outcome
     assert outcome.n_reused == n_left * 256
     assert asked_for == [block.key for block in path[:n_left]]
 

@@ -37,7 +37,7 @@ from tests.support.synthetic import synthetic_text
 from .conftest import Conversations
 
 TOLERANCE = 2e-3
-"""Of logits of size 10, float32, 2 layers: what the order of summation makes of 4-bit KV."""
+"""Of logits of size 10, float32, 2 layers: what the order of summation makes of quantized KV."""
 
 
 def sampled_turn(loaded: LoadedModel, n_tokens: int, seed: int = 0) -> list[int]:

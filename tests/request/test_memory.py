@@ -41,7 +41,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def loaded(model: Any) -> Any:
-    spec = probe_model(model, PrecisionChoice(6, 4))
+    spec = probe_model(model, PrecisionChoice())
     key_bytes = PrefillMemory.of(model, spec, MIB).key_bytes
     speed = SimpleNamespace(memory=PrefillMemory(1000.0, 0.0, key_bytes, 8 * MIB))
     return SimpleNamespace(model=model, spec=spec, speed=speed, draft=None)

@@ -227,7 +227,7 @@ def test_no_step_reads_what_is_being_prefetched(
     read = stored.store.reader.read
 
     def later(*args: Any) -> Any:
-        may_go_on.wait(10)
+        may_go_on.wait(60)
         return read(*args)
 
     monkeypatch.setattr(stored.store.reader, "read", later)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from hashlib import sha256
 from pathlib import Path
@@ -53,3 +54,9 @@ def block_files(store: Path) -> dict[str, str]:
         path.name: sha256(path.read_bytes()).hexdigest()
         for path in (store / "blocks").rglob("*.safetensors")
     }
+
+
+def n_computed(server: ServerProcess, start: int = 0) -> int:
+    """Return how many prompts were computed, by the log from this character on."""
+    progress = re.findall(r"Prompt processing progress: (\d+)/(\d+)", server.log[start:])
+    return sum(done == total for done, total in progress)

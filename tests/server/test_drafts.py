@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.conftest import CommandLine, block_files
 from tests.support import (
+    FULL_PRECISION,
     Message,
     Reply,
     ServerProcess,
@@ -21,13 +22,10 @@ from tests.support import (
     synthetic_text,
 )
 from tests.support.drafts import make_draft
-from tests.support.openblas import openblas_env
 
 from .lora import make_adapter
 from .stored import wait_for_writer
 from .test_prefill import Leaving
-
-FULL = "--kvpersist-kv-bits", "16"
 
 
 def user(n: int, n_chars: int = 90) -> Message:
@@ -46,7 +44,7 @@ def drafts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[s
 
 @pytest.fixture
 def server(start_server: StartServer, tiny_model: Path) -> ServerProcess:
-    return start_server.with_plugin(tiny_model, *FULL, env=openblas_env())
+    return start_server.with_plugin(tiny_model, *FULL_PRECISION)
 
 
 def ask(server: ServerProcess, talk: list[Message], draft: str | None, **params: Any) -> Reply:

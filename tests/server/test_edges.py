@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 
 from mlx_lm_kvpersist.request.outcome import Reason
 from tests.support import (
-    UNMEASURED,
     Message,
     Reply,
     ServerError,
@@ -200,7 +199,7 @@ def test_a_client_that_goes_away(server: ServerProcess) -> None:
     body = {"messages": [system, user("Tell it all.")], "max_tokens": 500, "stream": True}
     events = server.events("/v1/chat/completions", body)
     next(events)
-    events.close()  # type: ignore[attr-defined]
+    events.close()
     again = server.chat([system, user("Tell it all.")], max_tokens=5)
     n_last = 20  # of the template and the question
     assert again.cached_tokens >= again.prompt_tokens - n_last
@@ -384,7 +383,6 @@ def test_one_at_a_time_in_small_steps(
     options = (
         "--plugin",
         "kvpersist",
-        *UNMEASURED,
         "--kvpersist-dir",
         str(tmp_path / "store"),
         *sizes,
@@ -411,7 +409,6 @@ def cramped(
     plugin = (
         "--plugin",
         "kvpersist",
-        *UNMEASURED,
         "--kvpersist-dir",
         str(store),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.store.encryption import read_key
-from tests.support import UNMEASURED, Message, ServerProcess, synthetic_text
+from tests.support import Message, ServerProcess, synthetic_text
 
 from .stored import wait_for_reply
 
@@ -34,7 +34,7 @@ def test_replies_and_reuse_are_those_of_a_plain_folder(tiny_model: Path, tmp_pat
     assert cli.main(["key", str(key)]) == 0
     said = {}
     for name, own in (("plain", ()), ("encrypted", ("--kvpersist-encrypt", str(key)))):
-        plugin = "--plugin", "kvpersist", *UNMEASURED, "--kvpersist-dir", str(tmp_path / name)
+        plugin = "--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / name)
         with ServerProcess(tiny_model, *plugin, *own, log_path=tmp_path / f"{name}.log") as server:
             said[name] = turns(server, kills=bool(own))
             if own:

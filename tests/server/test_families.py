@@ -8,7 +8,6 @@ import pytest
 
 from tests.support import (
     AT_ONCE,
-    UNMEASURED,
     Message,
     ServerProcess,
     StartServer,
@@ -65,7 +64,7 @@ def test_a_conversation_goes_on_after_kill_9(
     family: str, kills: set[int], start_server: StartServer, tmp_path: Path
 ) -> None:
     model = make_zoo_model(tmp_path / "model", family)
-    plugin = ("--plugin", "kvpersist", *UNMEASURED, "--kvpersist-dir")
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir")
 
     def started(name: str) -> ServerProcess:
         return start_server(model, *plugin, str(tmp_path / name), launcher=AT_ONCE)

@@ -48,11 +48,11 @@ class Talk:
         self._answer = answer
         self._seed = seed
         self._params: dict[str, Any] = {} if model is None else {"model": str(model)}
-        system = f"{session} {synthetic_text(600, seed=seed)}"
+        system = f"{session} {synthetic_text(500, seed=seed)}"
         self._messages: list[Message] = [{"role": "system", "content": system}]
 
     def turn(self, server: ServerProcess) -> Reply:
-        question = synthetic_text(900, seed=10 * self._seed + len(self.replies))
+        question = synthetic_text(600, seed=10 * self._seed + len(self.replies))
         self._messages.append({"role": "user", "content": question})
         reply = server.chat(
             self._messages, self.session, max_tokens=N_REPLY, temperature=0.0, **self._params
@@ -245,7 +245,7 @@ def test_a_start_does_not_wait_for_the_stores_lock(
         talk.turn(server)
         talk.turn(server)
         assert talk.lost() <= 1
-        wait_until(lambda: "is being changed by process" in server.log, "the lock's holder", 10.0)
+        wait_until(lambda: "is being changed by process" in server.log, "the lock's holder")
     wait_until_written(server, store, talk)
     server.restart(kill=True)
     talk.turn(server)

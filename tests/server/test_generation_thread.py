@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from tests.support import UNMEASURED, make_tiny_model, synthetic_text
+from tests.support import make_tiny_model, synthetic_text
 from tests.support.zoo import make_zoo_model
 
 
@@ -40,7 +40,7 @@ def patched(tmp_path: Path) -> Iterator[Patched]:
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
     plugin.add_options(parser)
-    options = ["--kvpersist-dir", str(tmp_path / "store"), *UNMEASURED]
+    options = ["--kvpersist-dir", str(tmp_path / "store")]
     args = parser.parse_args(options, copy.copy(ARGS))
     plugin.configure(args)
     made = manager.PluginManager()
@@ -55,7 +55,7 @@ def patched(tmp_path: Path) -> Iterator[Patched]:
 
 
 def test_conversations_share_a_batch(patched: Patched, tiny_model: Path) -> None:
-    """Two prompts of different length are computed together, and speak together, in 4 bits."""
+    """Two prompts of different length are computed together, and speak together."""
     provider = patched.server.ModelProvider(patched.args)
     model, tokenizer = provider.load(str(tiny_model))
     assert provider.is_batchable

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import Message, ServerProcess, StartServer, make_tiny_model
+from tests.support import FULL_PRECISION, Message, ServerProcess, StartServer, make_tiny_model
 from tests.support.histories import HISTORIES, answer, as_messages, as_responses, user
 from tests.support.scripted import ScriptedServer
 from tests.support.templates import SHAPES
@@ -191,7 +191,7 @@ def test_every_history_is_served_over_every_api(
     model = make_tiny_model(models_dir / shape, chat_template=SHAPES[shape])
     begin = (
         lambda: start_server(model),
-        lambda: start_server.with_plugin(model, "--kvpersist-kv-bits", "16"),
+        lambda: start_server.with_plugin(model, *FULL_PRECISION),
     )
     with ThreadPoolExecutor(2) as pool:
         stock, ours = (each.result() for each in [pool.submit(one) for one in begin])

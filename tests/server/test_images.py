@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tests.cli.conftest import CommandLine
 from tests.support import (
+    FULL_PRECISION,
     Message,
     ServerProcess,
     StartServer,
@@ -260,8 +261,8 @@ TURNS = {
 
 @pytest.mark.parametrize(
     "precision",
-    [pytest.param((), marks=pytest.mark.slow), ("--kvpersist-kv-bits", "16")],
-    ids=["4", "16"],
+    [pytest.param((), marks=pytest.mark.slow), FULL_PRECISION],
+    ids=["default", "full precision"],
 )
 def test_conversations_with_images_survive_kill_9(
     start_server: StartServer, start_vision: Any, vision_model: Path, precision: tuple[str, ...]

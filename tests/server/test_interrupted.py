@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support import (
+    FULL_PRECISION,
     Message,
     ServerProcess,
     StartServer,
@@ -26,7 +26,7 @@ from tests.support.reply import parse_outcome
 from tests.support.scripted import ScriptedServer
 from tests.support.waiting import wait_until
 
-from .stored import n_tokens, wait_for_writer
+from .stored import n_computed, n_tokens, wait_for_writer
 
 CHAT = "/v1/chat/completions"
 ASK: Message = {"role": "user", "content": "What does the west tower see? " + synthetic_text(300)}
@@ -68,7 +68,7 @@ def interrupt(server: ServerProcess, path: str, body: dict[str, Any], session: s
 
 def wait_for_turn(server: ServerProcess, session: str) -> None:
     """Wait until a turn is on disk, and then its reply's ids: a kill loses what is not."""
-    wait_until(lambda: n_tokens(store_of(server), session) > 0, f"a turn of {session!r}", 30)
+    wait_until(lambda: n_tokens(store_of(server), session) > 0, f"a turn of {session!r}")
     wait_for_writer(server)
 
 
@@ -104,7 +104,7 @@ def _is_word(tokenizer: Tokenizer, token_id: int) -> bool:
 
 
 def test_the_next_reply_is_what_stock_says(started: StartServer, tiny_model: Path) -> None:
-    server = started.with_plugin(tiny_model, "--kvpersist-kv-bits", "16")
+    server = started.with_plugin(tiny_model, *FULL_PRECISION)
     bias: dict[str, Any] = {"logit_bias": words_alone(tiny_model), "temperature": 0.0}
     heed_biases(server)
     text = interrupt(server, CHAT, {"messages": [ASK], "max_tokens": 4000, **bias}, "biased")
@@ -160,8 +160,7 @@ def test_a_client_that_left_without_streaming_finds_its_prompt(
     head = f"POST {CHAT} HTTP/1.1\r\nX-Session-ID: left\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port or 0), timeout=60) as client:
         client.sendall(head.encode() + body)
-        wait_until(lambda: "kvp-" in server.log, "a lookup", 30)
-        time.sleep(1.0)  # its reply begins
+        wait_until(lambda: n_computed(server) == 1, "the reply")
     wait_for_turn(server, "left")
     again = server.chat([ASK], max_tokens=4)
     # The block that the prompt ends in is reused unless the reply has filled it.

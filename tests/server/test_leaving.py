@@ -16,6 +16,8 @@ import pytest
 
 from tests.support import ServerProcess, StartServer, synthetic_text, wait_until
 
+from .stored import n_computed
+
 USER = [{"role": "user", "content": "Hello?"}]
 APIS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": USER, "max_tokens": 4000},
@@ -40,8 +42,8 @@ def quiet(server: ServerProcess, n_leaving: int) -> Iterator[None]:
         return re.findall(r" - INFO - kvpersist: the client .*left", server.log[start:])
 
     yield
-    wait_until(lambda: len(left()) >= n_leaving, f"{n_leaving} lines of the log", 30)
-    time.sleep(0.3)
+    wait_until(lambda: len(left()) >= n_leaving, f"{n_leaving} lines of the log")
+    time.sleep(0.1)  # a second line would come
     added = server.log[start:]
     assert len(left()) == n_leaving, added
     assert not re.search(r" - (WARNING|ERROR|CRITICAL) - |Traceback|Exception", added), added
@@ -59,9 +61,10 @@ def send(server: ServerProcess, path: str, **changes: Any) -> socket.socket:
 
 @STREAMS
 def test_in_a_reply(server: ServerProcess, stream: bool) -> None:
+    start = len(server.log)
     with quiet(server, len(APIS)):
         clients = [send(server, path, stream=stream) for path in APIS]
-        time.sleep(1.0)
+        wait_until(lambda: n_computed(server, start) == len(APIS), "replies")
         for client in clients:
             assert not stream or client.recv(100).startswith(b"HTTP/1.0 200")
             client.close()
@@ -71,10 +74,10 @@ def test_in_a_reply(server: ServerProcess, stream: bool) -> None:
 def test_in_the_queue(server: ServerProcess, stream: bool) -> None:
     """A request with a seed is served alone, and the others wait for its end."""
     with quiet(server, len(APIS)), ThreadPoolExecutor(1) as pool:
-        alone = pool.submit(server.chat, USER, seed=1, max_tokens=400)
-        time.sleep(0.3)
+        start = len(server.log)
+        alone = pool.submit(server.chat, USER, seed=1, max_tokens=1500)
+        wait_until(lambda: n_computed(server, start) == 1, "the reply that is served alone")
         clients = [send(server, path, stream=stream) for path in APIS]
-        time.sleep(0.2)
         for client in clients:
             client.close()
         assert alone.result().completion_tokens > 0

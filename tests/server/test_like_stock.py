@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ServerProcess, StartServer
+from tests.support import FULL_PRECISION, ServerProcess, StartServer
 from tests.support.stock import answers_wrong_fields
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -216,7 +216,7 @@ def servers(started: StartServer, tiny_model: Path) -> Iterator[list[ServerProce
     started.store.with_name("hub").mkdir()
     begin = (
         lambda: started(tiny_model, env=environment),
-        lambda: started.with_plugin(tiny_model, "--kvpersist-kv-bits", "16", env=environment),
+        lambda: started.with_plugin(tiny_model, *FULL_PRECISION, env=environment),
     )
     with ThreadPoolExecutor(2) as pool:
         servers = [each.result() for each in [pool.submit(one) for one in begin]]

@@ -25,7 +25,14 @@ from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import SequenceMemory
 from mlx_lm_kvpersist.request.memory import GROWTH, ROOM
 from models_check.configs import CONFIGS
-from tests.support import Message, ServerProcess, StartServer, make_zoo_model, synthetic_text
+from tests.support import (
+    FULL_PRECISION,
+    Message,
+    ServerProcess,
+    StartServer,
+    make_zoo_model,
+    synthetic_text,
+)
 from tests.support.zoo import whole_characters
 
 from .stored import wait_for_writer
@@ -165,9 +172,8 @@ def test_the_sum_stays_within_the_budget(
 ) -> None:
     """Eight clients, replies that pause where memory gets short, and two restarts."""
     talks, n_turns = Talks(tmp_path, family, monkeypatch), max(3, N_TURNS // N_SESSIONS)
-    options = "--kvpersist-kv-bits", "16"
     began_s = time.monotonic()
-    plain = start_server.with_plugin(talks.model, *options)
+    plain = start_server.with_plugin(talks.model, *FULL_PRECISION)
     talks.compute(plain, n_turns)
     plain.stop()
     print(f"\n{family}: alone {time.monotonic() - began_s:.0f} s")
@@ -175,7 +181,7 @@ def test_the_sum_stays_within_the_budget(
     launcher = tmp_path / "pressed.py"
     launcher.write_text(LAUNCHER, encoding="utf-8")
     server = start_server.with_plugin(
-        talks.model, *options, *more, env=GIVES_BACK, launcher=(str(launcher),)
+        talks.model, *FULL_PRECISION, *more, env=GIVES_BACK, launcher=(str(launcher),)
     )
     log = Path(server.log_path)
     n_parked = 0
@@ -216,7 +222,6 @@ def test_a_prompt_beyond_the_budget_is_served_and_nobody_starves(
     monkeypatch.setattr(f"{__name__}.N_FIT", 0)
     monkeypatch.setattr(f"{__name__}.N_TOKENS", 150)
     talks = Talks(tmp_path, "llama", monkeypatch)
-    options = "--kvpersist-kv-bits", "16"
     long: list[Message] = [{"role": "user", "content": synthetic_text(7_000, seed=99)}]
 
     def ask(server: ServerProcess, number: int) -> str:
@@ -224,11 +229,11 @@ def test_a_prompt_beyond_the_budget_is_served_and_nobody_starves(
             return talks.ask(server, number, 0)
         return server.chat(long, max_tokens=REPLY, temperature=0.0).text
 
-    plain = start_server.with_plugin(talks.model, *options)
+    plain = start_server.with_plugin(talks.model, *FULL_PRECISION)
     expected = [ask(plain, number) for number in range(21)]
     plain.stop()
     more = "--kvpersist-memory", "128M"
-    server = start_server.with_plugin(talks.model, *options, *more)
+    server = start_server.with_plugin(talks.model, *FULL_PRECISION, *more)
     with ThreadPoolExecutor(21) as clients:
         order = [*range(10), 20, *range(10, 20)]
         found = dict(zip(order, clients.map(partial(ask, server), order), strict=True))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import pytest
 from anthropic import Anthropic, BadRequestError
 
-from tests.support import synthetic_text
+from tests.support import synthetic_text, wait_until
 from tests.support.scripted import ScriptedServer, call
 
 MESSAGES = "/v1/messages?beta=true"
@@ -267,36 +268,44 @@ def test_claude_code_says_hello(server: ScriptedServer) -> None:
 def test_counting_waits_for_nobody(server: ScriptedServer) -> None:
     """25 at once while a reply is generated."""
     given: Any = {"model": MODEL, "messages": [{"role": "user", "content": SYSTEM}]}
-    server.say("Yes. " * 400)
-    with ThreadPoolExecutor(26) as pool:
-        talk = pool.submit(post, server, {**given, "max_tokens": 300})
-        time.sleep(0.3)
+    server.say("Yes. " * 20_000)
+    body = {**given, "max_tokens": 40_000, "stream": True}
+    with closing(server.process.events(MESSAGES, body)) as events, ThreadPoolExecutor(25) as pool:
+        usage = json.loads(next(events)[1])["message"]["usage"]
         count = partial(post, server, given, "/v1/messages/count_tokens")
         counts = [each.result() for each in [pool.submit(count) for _ in range(25)]]
-        assert not talk.done()
-        usage = talk.result()[1]["usage"]
     assert [status for status, _ in counts] == [200] * 25
     n_read = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert {answer["input_tokens"] for _, answer in counts} == {n_read}
+    assert n_told(server) < 20_000, "the reply ended before all was counted"
 
 
-@pytest.mark.parametrize("after_s", [0.5, 0.0], ids=["later", "at once"])
+def n_told(server: ScriptedServer) -> int:
+    """Return how many tokens of replies were sent, after the first of each."""
+    text = server.process.request("GET", "/metrics")[2].decode()
+    counts = re.findall(r"^kvpersist_inter_token_seconds_count\S* (\S+)", text, re.MULTILINE)
+    return int(sum(map(float, counts)))
+
+
+@pytest.mark.parametrize("later", [True, False], ids=["later", "at once"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_stops_its_reply(
-    server: ScriptedServer, stream: bool, after_s: float
+    server: ScriptedServer, stream: bool, later: bool
 ) -> None:
     """Also one that goes before the reply's headers: stock stops a reply only behind these."""
-    server.say("Yes. " * 3000)
-    body: Any = {"messages": [{"role": "user", "content": "Long?"}], "max_tokens": 6000}
+    server.say("Yes. " * 20_000)
+    body: Any = {"messages": [{"role": "user", "content": "Long?"}], "max_tokens": 40_000}
+    n_before, log_start = n_told(server), len(server.process.log)
     payload = json.dumps({**body, "model": MODEL, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", server.process.port or 0)) as connection:
         head = f"POST /v1/messages HTTP/1.1\r\nContent-Length: {len(payload)}\r\n\r\n"
         connection.sendall(head.encode() + payload)
-        time.sleep(after_s)
-    start = time.monotonic()
+        if later:
+            wait_until(lambda: "processing progress" in server.process.log[log_start:], "a reply")
+            assert not stream or connection.recv(100)
     # A request with a seed is served alone: it waits for all others to end.
     server.process.chat(body["messages"], seed=1, max_tokens=1)
-    assert time.monotonic() - start < 15
+    assert n_told(server) < n_before + 20_000
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ MESSAGES = [
     {"role": "system", "content": "The lock keeper answers in short sentences. " * 20},
     {"role": "user", "content": "How high is the water, and who opened the lower gate?"},
 ]
-DEFAULT = ("--kvpersist-kv-bits", "k8v4")
 
 
 @pytest.mark.parametrize(
     ("again", "restored"),
     [
-        pytest.param(DEFAULT, True, marks=pytest.mark.slow),
+        ((), True),
         (("--kvpersist-kv-bits", "k6v4"), False),
     ],
 )
@@ -27,7 +26,7 @@ def test_a_conversation_is_found_in_the_precision_it_was_stored_in(
     tiny_model: Path, start_server: StartServer, again: tuple[str, ...], restored: bool
 ) -> None:
     """A restart changes no reply."""
-    server = start_server.with_plugin(tiny_model, *DEFAULT)
+    server = start_server.with_plugin(tiny_model)
     first = server.chat(MESSAGES, session="s")
     assert re.search(r"keys 8 bits, values 4, rotated .* 0\.\d\d of full memory", server.log)
     messages = [*MESSAGES, {"role": "assistant", "content": first.text}]

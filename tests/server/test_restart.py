@@ -10,7 +10,6 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from tests.support import (
-    UNMEASURED,
     Message,
     ServerProcess,
     StartServer,
@@ -65,7 +64,6 @@ def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path, n_turns: int
         plugin = (
             "--plugin",
             "kvpersist",
-            *UNMEASURED,
             "--kvpersist-dir",
             str(store),
         )
@@ -189,7 +187,7 @@ def test_a_start_says_where_and_how(start_server: StartServer, tiny_model: Path)
     (line,) = (line for line in server.log.splitlines() if "a token, keys" in line)
     assert str(tiny_model) in line
     assert re.search(
-        r": \d[\d.]* \w+ a token, keys 4 bits, values 4, rotated \(\d\.\d on average with scales\)",
+        r": \d[\d.]* \w+ a token, keys 8 bits, values 4, rotated \(\d\.\d on average with scales\)",
         line,
     )
     assert "of full memory; replies in batches, " in line

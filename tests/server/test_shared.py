@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -215,8 +214,6 @@ def test_a_server_starts_serves_and_ends_although_its_shared_folder_hangs(
     assert talk.replies[1].cached_tokens > 512
     assert "does not answer" in shared_counts(server)["failed_with"]
     log = server.log_path.read_text()
-    started_s = time.monotonic()
-    server.stop()
-    assert time.monotonic() - started_s < 8
+    assert server.terminate() == 0, "it had to be killed"
     assert log.count("the shared store cannot be read: it does not answer") == 1
     assert log.count("WARNING") == 1

@@ -46,9 +46,6 @@ class Talk:
         wait_for_reply(self.server)
 
 
-DEFAULT = ("--kvpersist-kv-bits", "k8v4")
-
-
 def talk_on(folder: Path, model: Path, *, is_killed: bool) -> list[Reply]:
     """Ask all questions and return the replies; kill the server between them if `is_killed`."""
     folder.mkdir()
@@ -56,7 +53,6 @@ def talk_on(folder: Path, model: Path, *, is_killed: bool) -> list[Reply]:
     try:
         server = start.with_plugin(
             model,
-            *DEFAULT,
             env=openblas_env(),
             start_timeout_s=600,
             request_timeout_s=1200,
@@ -128,4 +124,4 @@ def facts_told(folder: Path, model: Path, *options: str) -> int:
 @pytest.mark.timeout(3600)
 def test_ten_turns_with_outlier_channels_make_sense(smollm2: Path, tmp_path: Path) -> None:
     model = add_outliers(smollm2, tmp_path / "outliers", factors=(8.0, 16.0))
-    assert facts_told(tmp_path / "default", model, *DEFAULT) >= 8
+    assert facts_told(tmp_path / "default", model) >= 8

@@ -110,8 +110,7 @@ def test_wrong_drafts_change_neither_a_reply_nor_what_is_stored(
     if "sliding_window" in config:
         (model / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
     launcher.write_text(WRONG, encoding="utf-8")
-    shipped = ("--kvpersist-kv-bits", "k8v4")
-    stores = [("--kvpersist-dir", str(tmp_path / name), *shipped) for name in ("wrong", "none")]
+    stores = [("--kvpersist-dir", str(tmp_path / name)) for name in ("wrong", "none")]
     servers = [
         start_server.with_plugin(model, *stores[0], launcher=(str(launcher),)),
         start_server.with_plugin(model, *stores[1], "--kvpersist-draft", "off"),

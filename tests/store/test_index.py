@@ -85,7 +85,7 @@ def test_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> None:
         rows = index.database.connection.execute("SELECT key FROM blocks")
         seen.append(next(rows))
         halfway.set()
-        assert closed.wait(10)
+        assert closed.wait(60)
         seen.extend(rows)
         try:
             index.totals()
@@ -94,7 +94,7 @@ def test_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert halfway.wait(10)
+    assert halfway.wait(60)
     before = n_descriptors()
     index.close()
     closed.set()

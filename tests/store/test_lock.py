@@ -18,6 +18,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.folder import StoreLock
 from tests.support import wait_until
+from tests.support.clock import Clock
 from tests.support.lock_holder import lock_holder
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -76,7 +77,9 @@ def test_a_store_that_comes_to_a_volume_without_locks_says_so_once(
     store.close()
 
 
-def test_a_change_stops_with_the_name_of_the_holder(folder: Path, limits: StoreLimits) -> None:
+def test_a_change_stops_with_the_name_of_the_holder(
+    folder: Path, limits: StoreLimits, clock: Clock
+) -> None:
     disk = DiskStore(folder, limits)
     with lock_holder(folder) as holder:
         with pytest.raises(StoreError) as told:
@@ -90,7 +93,9 @@ def test_a_change_stops_with_the_name_of_the_holder(folder: Path, limits: StoreL
     disk.close()
 
 
-def test_an_index_that_must_be_rebuilt_waits_no_longer(folder: Path, limits: StoreLimits) -> None:
+def test_an_index_that_must_be_rebuilt_waits_no_longer(
+    folder: Path, limits: StoreLimits, clock: Clock
+) -> None:
     (folder / "index.sqlite").unlink()
     with lock_holder(folder) as holder, pytest.raises(StoreError, match=str(holder.pid)):
         DiskStore(folder, limits)
@@ -100,7 +105,7 @@ def test_an_index_that_must_be_rebuilt_waits_no_longer(folder: Path, limits: Sto
 
 
 def test_a_server_reads_meanwhile_and_writes_afterwards(
-    folder: Path, limits: StoreLimits, caplog: pytest.LogCaptureFixture
+    folder: Path, limits: StoreLimits, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lock_holder(folder) as holder, caplog.at_level(logging.INFO):
         store = BlockStore(folder, limits)

@@ -137,12 +137,12 @@ def test_a_release_while_it_reads_holds_nothing(
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         reading.set()
-        may_go_on.wait(10)
+        may_go_on.wait(60)
         return read(*args, **kwargs)
 
     monkeypatch.setattr(store.reader, "read", slowly)
     ahead = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
-    assert reading.wait(10)
+    assert reading.wait(60)
     ahead.release()
     may_go_on.set()
     wait_until(partial(getattr, ahead, "finished"), "the end of reading")
@@ -224,7 +224,7 @@ def test_what_another_prompt_has_read_stays_for_both(
     read = store.reader.read
 
     def later(*args: Any, **kwargs: Any) -> Any:
-        both_wait.wait(10)
+        both_wait.wait(60)
         return read(*args, **kwargs)
 
     monkeypatch.setattr(store.reader, "read", later)
@@ -266,7 +266,7 @@ def test_the_index_is_not_closed_under_a_reader(
 
     def slowly(block: Block, *args: Any) -> Any:
         begun.append(block)
-        may_go_on.wait(10)
+        may_go_on.wait(60)
         return read(block, *args)
 
     monkeypatch.setattr(store.reader, "read", slowly)

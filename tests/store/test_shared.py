@@ -8,6 +8,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.shared import Plan, SharedTier, Wanted
 from mlx_lm_kvpersist.store.shared_objects import Conversation, conversation_key, opening_of
 from tests.support import wait_until
+from tests.support.clock import Clock
 
 from . import conftest
 from .conftest import ROOT, chain, save_turn, state
@@ -270,27 +273,84 @@ def test_objects_under_anothers_name_are_misses(
     assert not in_store(other) and counts(other)["refused"] >= 1
 
 
+class SimulatedThreads:
+    """Threads whose tasks take time by a clock alone, and that share one line.
+
+    A task runs when it is submitted, one at a time, so tasks use the line in this order.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._line_free_s = self._now_s = 0.0
+
+    def take(self, latency_s: float, on_line_s: float) -> None:
+        """Let the running task take some seconds alone, and some in which others must wait."""
+        self._now_s = max(self._now_s + latency_s, self._line_free_s) + on_line_s
+        self._line_free_s = self._now_s
+
+    def submit(self, task: Callable[[], Any]) -> SimulatedFuture:
+        self._now_s = self.clock.monotonic()
+        future = SimulatedFuture(self.clock)
+        try:
+            future.set_result(task())
+        except Exception as error:
+            future.set_exception(error)
+        future.done_s = self._now_s
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+class SimulatedFuture(Future[Any]):
+    """What a task gave, and when."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock, self.done_s = clock, 0.0
+
+    def result(self, timeout: float | None = None) -> Any:
+        left_s = max(0.0, self.done_s - self._clock.monotonic())
+        if timeout is not None and left_s > timeout:
+            self._clock.sleep(timeout)
+            raise TooLate
+        self._clock.sleep(left_s)
+        return super().result(0)
+
+
+@pytest.fixture
+def simulated(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> SimulatedThreads:
+    """The threads that fetch, of stores that are opened after this."""
+    made = SimulatedThreads(clock)
+    monkeypatch.setattr("mlx_lm_kvpersist.store.shared.Threads", lambda n_threads, name: made)
+    return made
+
+
 class Hampered:
-    """Objects that come slowly, through one line, or fail, perhaps when some have come."""
+    """Objects that come slowly where that is simulated, or fail, perhaps when some have come."""
 
     url = "test"
 
-    def __init__(self, folder: Path, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        bytes_per_s: float = 1e12,
+        latency_s: float = 0.0,
+        simulated: SimulatedThreads | None = None,
+    ) -> None:
         self.objects = Objects(str(folder))
-        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
+        self.bytes_per_s, self.latency_s, self.simulated = bytes_per_s, latency_s, simulated
         self.fails: Exception | None = None
         self.fails_after = 0
         self.puts_fail: Exception | None = None
         self.n_asked = 0
-        self._line = threading.Lock()
 
     def _wait(self, n_bytes: int) -> None:
         self.n_asked += 1
         if self.fails is not None and self.n_asked > self.fails_after:
             raise self.fails
-        time.sleep(self.latency_s)
-        with self._line:
-            time.sleep(n_bytes / self.bytes_per_s)
+        if self.simulated is not None:
+            self.simulated.take(self.latency_s, n_bytes / self.bytes_per_s)
 
     def open(self) -> None:
         self.objects.open()
@@ -318,18 +378,21 @@ class Hampered:
 
 
 def test_a_slow_store_costs_little_and_is_left_alone(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: Open, tmp_path: Path, simulated: SimulatedThreads, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(opened())
-    other = opened(objects=Hampered(tmp_path / "bucket", bytes_per_s=100e3))
-    started = time.monotonic()
+    slow = Hampered(tmp_path / "bucket", bytes_per_s=100e3, simulated=simulated)
+    other = opened(objects=slow)
+    began_s = simulated.clock.monotonic()
     notes = {tier_of(other).fetch(wanted(compute_s=lambda at, n: n / 1000)) for _ in range(5)}
-    assert time.monotonic() - started < 0.1 * 0.772 + 0.05
+    assert 0 < simulated.clock.monotonic() - began_s < 0.1 * 0.772
     assert notes == {"the shared store is slower than computing"}
     assert len(caplog.records) == 1
 
 
-def test_what_has_come_of_a_store_that_becomes_slow_is_used(opened: Open, tmp_path: Path) -> None:
+def test_what_has_come_of_a_store_that_becomes_slow_is_used(
+    opened: Open, tmp_path: Path, simulated: SimulatedThreads
+) -> None:
     put(opened())
     slow = Hampered(tmp_path / "bucket")
     other = opened(objects=slow)
@@ -337,14 +400,14 @@ def test_what_has_come_of_a_store_that_becomes_slow_is_used(opened: Open, tmp_pa
 
     def get_first(name: str, max_bytes: int) -> bytes:
         if name == tier_of(other).objects.path(NODES[2].key):
-            time.sleep(3)
+            simulated.take(3, 0)
         return get(name, max_bytes)
 
     slow.get = get_first  # type: ignore[method-assign]
-    started = time.monotonic()
+    began_s = simulated.clock.monotonic()
     tier_of(other).fetch(wanted(compute_s=lambda at, n: n / 1000))
     assert in_store(other) == {node.key for node in NODES[:2]}
-    assert time.monotonic() - started < 1
+    assert simulated.clock.monotonic() - began_s < 1
 
 
 def quick(position: int, n_tokens: int) -> float:
@@ -353,10 +416,10 @@ def quick(position: int, n_tokens: int) -> float:
 
 
 def test_short_prompts_that_gain_nothing_do_not_keep_long_ones_away(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: Open, tmp_path: Path, simulated: SimulatedThreads, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(opened())
-    other = opened(objects=Hampered(tmp_path / "bucket", latency_s=0.03))
+    other = opened(objects=Hampered(tmp_path / "bucket", latency_s=0.03, simulated=simulated))
     notes = [tier_of(other).fetch(wanted(compute_s=quick)) for _ in range(2)]
     assert set(notes) == {"the shared store is slower than computing"} and not in_store(other)
     assert tier_of(other).fetch(wanted()) == "" and NODES[2].key in other
@@ -366,22 +429,22 @@ def test_short_prompts_that_gain_nothing_do_not_keep_long_ones_away(
 @pytest.mark.parametrize("any_prefix", [True, False])
 @pytest.mark.parametrize("bytes_per_s", [50e6, 5e6, 1e6, 250e3])
 def test_a_fetch_never_takes_longer_than_computing(
-    opened: Open, tmp_path: Path, bytes_per_s: float, any_prefix: bool
+    opened: Open, tmp_path: Path, simulated: SimulatedThreads, bytes_per_s: float, any_prefix: bool
 ) -> None:
     """A block comes in 1, 13, 67 or 268 ms and takes 102 to compute; what is lost is bounded."""
     put(opened(), checkpoints=[state(NODES[3])])
-    other = opened(objects=Hampered(tmp_path / "bucket", bytes_per_s))
+    other = opened(objects=Hampered(tmp_path / "bucket", bytes_per_s, simulated=simulated))
     asked = wanted(
         compute_s=lambda at, n: n / 2500, plan=whole, any_prefix=any_prefix, ids=range(5000)
     )
-    started = time.monotonic()
+    began_s = simulated.clock.monotonic()
     tier_of(other).fetch(asked)
-    took_s, found = time.monotonic() - started, in_store(other)
+    took_s, found = simulated.clock.monotonic() - began_s, in_store(other)
     saved_s = sum(node.n_tokens for node in NODES if node.key in found) / 2500
     if bytes_per_s > 250e3:
         assert found == {node.key for node in NODES}
         assert any_prefix or other.checkpoints([NODES[3].key])
-    assert took_s < saved_s + 0.08 * 5000 / 2500 + 0.05
+    assert took_s < saved_s + 0.08 * 5000 / 2500
 
 
 @pytest.mark.parametrize("any_prefix", [True, False])
@@ -425,10 +488,8 @@ def test_a_dead_store_costs_one_line_and_comes_back(
     save_turn(other, chain([1, 2]), "s", messages=MESSAGES)
     assert not counts(other)["written"]
     dead.fails = None
-    deadline_s = time.monotonic() + 10
-    while tier_of(other).stats()["failed_with"] or tier_of(other).stats()["waiting"]:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    stats = tier_of(other).stats
+    wait_until(lambda: not (stats()["failed_with"] or stats()["waiting"]), "all is put")
     assert tier_of(other).fetch(wanted()) == "" and NODES[0].key in other
     assert counts(other)["written"] == 2
 
@@ -731,12 +792,23 @@ def test_nothing_is_left_out_while_a_store_does_not_answer(
 class Hanging(Hampered):
     """Objects of a folder that hangs, as one of NFS does: an operation does not come back."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(folder)
+        self._monkeypatch = monkeypatch
         self.goes_on = threading.Event()
-        self.goes_on.set()
+        self.go_on()
         self.hangs_at: str | None = None
         """The one name that hangs; None: all do."""
+
+    def hang(self, answer_s: float = 0.05) -> None:
+        """Answer nothing from now on; a store waits for it for so long."""
+        self._monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", answer_s)
+        self.goes_on.clear()
+
+    def go_on(self) -> None:
+        """Answer; the machine may be busy with other work."""
+        self._monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 60.0)
+        self.goes_on.set()
 
     def _wait(self, n_bytes: int) -> None:
         super()._wait(n_bytes)
@@ -759,11 +831,29 @@ class Hanging(Hampered):
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 0.2)
     monkeypatch.setattr(putting, "PROBE_S", 0.02)
-    objects = Hanging(tmp_path / "bucket")
+    monkeypatch.setattr(putting, "CLOSING_S", 0.1)
+    objects = Hanging(tmp_path / "bucket", monkeypatch)
     yield objects
     objects.goes_on.set()
+
+
+def wait_for_attempts(store: BlockStore, n: int) -> None:
+    """Return when the thread that puts has tried some times more."""
+
+    def n_failed() -> int:
+        return sum(store.stats()["failed"].values())
+
+    before = n_failed()
+    wait_until(lambda: n_failed() >= before + n, "attempts of the thread that puts")
+
+
+def check_close(store: BlockStore) -> None:
+    """Close a store that may wait for long, and does not."""
+    closing_thread = threading.Thread(target=store.close, args=(300.0,))
+    closing_thread.start()
+    closing_thread.join(60)
+    assert not closing_thread.is_alive()
 
 
 def hang(store: BlockStore, how: str) -> None:
@@ -786,58 +876,52 @@ def test_a_folder_that_hangs_is_noticed_said_once_and_delays_no_shutdown(
     assert ANSWER_S < 10
     put(opened())
     store = opened(objects=hanging, max_bytes=max_bytes)
-    hanging.goes_on.clear()
+    hanging.hang()
     hang(store, how)
     wait_until(lambda: bool(tier_of(store).stats()["failed_with"]), "it is noticed")
     n_threads = threading.active_count()
     for _ in range(20):
         assert "has not answered" in tier_of(store).fetch(wanted())
-    time.sleep(1)  # some attempts of the thread that puts
+    wait_for_attempts(store, 3)
     assert threading.active_count() <= n_threads
     said = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
     assert len([one for one in said if "has not answered" in one]) == 1
-    started_s = time.monotonic()
-    store.close()
-    assert time.monotonic() - started_s < putting.CLOSING_S + 2
+    check_close(store)
 
 
 def test_a_folder_that_has_just_begun_to_hang_delays_no_shutdown_either(
-    opened: Open, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+    opened: Open, hanging: Hanging
 ) -> None:
-    monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 60.0)
-    monkeypatch.setattr(putting, "CLOSING_S", 0.1)
     store = opened(objects=hanging)
-    hanging.goes_on.clear()
+    hanging.hang(answer_s=300.0)
     hang(store, "put")
-    started_s = time.monotonic()
-    store.close()
-    assert time.monotonic() - started_s < 5
+    check_close(store)
 
 
 def test_a_folder_that_hangs_at_the_start_is_said_once_and_used_when_it_answers(
     opened: Open, hanging: Hanging, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(opened())
-    hanging.goes_on.clear()
+    hanging.hang()
     store = opened(objects=hanging)
     for _ in range(20):
         assert "is not used now" in tier_of(store).fetch(wanted())
-    time.sleep(0.5)  # some attempts of the thread that puts
+    wait_for_attempts(store, 3)
     said = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
     assert said == [
         "kvpersist: the shared store cannot be read: it does not answer; serving goes on"
     ]
-    hanging.goes_on.set()
+    hanging.go_on()
     wait_until(lambda: not tier_of(store).stats()["failed_with"], "it answers")
     assert tier_of(store).fetch(wanted()) == "" and in_store(store)
 
 
 def test_a_folder_that_hung_is_used_again(opened: Open, hanging: Hanging) -> None:
     store = opened(objects=hanging)
-    hanging.goes_on.clear()
+    hanging.hang()
     hang(store, "put")
     wait_until(lambda: bool(tier_of(store).stats()["failed_with"]), "it is noticed")
-    hanging.goes_on.set()
+    hanging.go_on()
     wait_until(lambda: not tier_of(store).stats()["waiting"], "all is put")
     assert tier_of(store).stats()["failed_with"] == "" and counts(store)["not_written"] == 0
     assert tier_of(opened()).fetch(wanted()) == ""
@@ -846,7 +930,7 @@ def test_a_folder_that_hung_is_used_again(opened: Open, hanging: Hanging) -> Non
 def test_an_object_that_hangs_keeps_no_other_one_waiting(opened: Open, hanging: Hanging) -> None:
     store = opened(objects=hanging)
     hanging.hangs_at = tier_of(store).objects.path(NODES[1].key)
-    hanging.goes_on.clear()
+    hanging.hang(answer_s=0.5)
     save_turn(store, NODES, "s", messages=MESSAGES)
     wait_until(lambda: not tier_of(store).stats()["waiting"], "all others are put")
     assert counts(store)["not_written"] == 1 and tier_of(store).stats()["failed_with"] == ""

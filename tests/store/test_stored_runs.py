@@ -97,11 +97,11 @@ def test_what_is_deleted_is_guessed_no_more(
 
     def slow(blocks: list[Block]) -> bytes:
         has_read.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(60)
         return joined(blocks)
 
     monkeypatch.setattr(reading, "_joined", slow)
-    assert runs.read(ROOT) and has_read.wait(10)
+    assert runs.read(ROOT) and has_read.wait(60)
     assert not runs.read(ROOT)
     sessions.delete(second)
     may_go_on.set()

@@ -111,7 +111,7 @@ TROUBLES = {
 def writer_held(store: BlockStore) -> Iterator[None]:
     may_go_on = threading.Event()
     store.drain()
-    store.writer.submit(partial(may_go_on.wait, 30))
+    store.writer.submit(partial(may_go_on.wait, 60))
     try:
         yield
     finally:

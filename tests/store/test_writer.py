@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -25,17 +26,33 @@ from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import Task, Writer
 from tests.support import wait_until
+from tests.support.clock import Clock
 
 from .conftest import ROOT, arrays_of, chain, save_turn
-
-FOR_EVER_S = 1000.0
 
 
 @pytest.fixture
 def writer() -> Iterator[Writer]:
     writer = Writer(100, lambda tasks: [task.run() for task in tasks])
     yield writer
-    writer.close(10)
+    writer.close(60)
+
+
+@pytest.fixture
+def clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock by which writers rest: ask for it before `writer`."""
+    named = {"Condition": clock.condition, "Thread": threading.Thread, "TIMEOUT_MAX": math.inf}
+    monkeypatch.setattr(writer_module, "threading", SimpleNamespace(**named))
+    return clock
+
+
+def wait_for_rest(clock: Clock, seconds: float) -> None:
+    """Return when the writer rests, and check for how long."""
+    wait_until(lambda: rests_s(clock) == pytest.approx([seconds]), f"a rest of {seconds} s")
+
+
+def rests_s(clock: Clock) -> list[float]:
+    return [seconds for seconds in clock.waits_s() if seconds < math.inf]
 
 
 def submit(
@@ -63,12 +80,12 @@ def serve(writer: Writer, rest_factor: float = 1e12) -> None:
     writer.set_n_replies(1)
 
 
-def resting(writer: Writer, worked_s: float = 0.0) -> threading.Event:
+def resting(writer: Writer, work: Callable[[], Any] = lambda: None) -> threading.Event:
     """Have the writer's thread work and rest; return what is set when it has done so."""
     ended = threading.Event()
 
     def run() -> None:
-        time.sleep(worked_s)
+        work()
         writer.rest()
         ended.set()
 
@@ -76,37 +93,44 @@ def resting(writer: Writer, worked_s: float = 0.0) -> threading.Event:
     return ended
 
 
-def test_it_rests_for_as_long_as_its_work_asks(writer: Writer) -> None:
+def test_it_rests_for_as_long_as_its_work_asks(clock: Clock, writer: Writer) -> None:
     serve(writer, 6)
-    started = time.monotonic()
-    assert resting(writer, 0.05).wait(10)
-    assert time.monotonic() - started >= 0.05 * 7
+    ended = resting(writer, partial(clock.sleep, 0.05))
+    wait_for_rest(clock, 6 * 0.05)
+    clock.advance(5.9 * 0.05)
+    wait_for_rest(clock, 0.1 * 0.05)
+    assert not ended.is_set()
+    clock.advance(0.2 * 0.05)
+    assert ended.wait(60)
 
 
-def test_a_rest_that_was_cut_short_is_made_up_for(writer: Writer) -> None:
+def test_a_rest_that_was_cut_short_is_made_up_for(clock: Clock, writer: Writer) -> None:
     serve(writer, 6)
-    started = time.monotonic()
-    writer.submit(partial(time.sleep, 0.05))
+    writer.submit(partial(clock.sleep, 0.05))
     writer.drain()
-    assert time.monotonic() - started < 0.25
-    assert resting(writer).wait(10)
-    assert time.monotonic() - started >= 0.05 * 7
+    assert not rests_s(clock), "nobody waits for the rest"
+    clock.advance(0.1)
+    ended = resting(writer)
+    wait_for_rest(clock, 6 * 0.05 - 0.1)
+    clock.advance(1.0)
+    assert ended.wait(60)
 
 
 def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
-    assert resting(writer).wait(10)
+    assert resting(writer).wait(60)
 
 
-def test_nobody_waits_longer_than_asked_for_what_is_written(writer: Writer) -> None:
+def test_nobody_waits_longer_than_asked_for_what_is_written(clock: Clock, writer: Writer) -> None:
     may_end = threading.Event()
     save(writer, chain([1]), ended=False)
-    save(writer, chain([2]), partial(may_end.wait, 10), ended=False)
-    started = time.monotonic()
+    save(writer, chain([2]), partial(may_end.wait, 60), ended=False)
     writer.finish(lambda: writer.n_tasks <= 1, 5)
-    assert time.monotonic() - started < 4
-    started = time.monotonic()
-    writer.finish(lambda: not writer.n_tasks, 0.1)
-    assert 0.1 <= time.monotonic() - started < 5
+    waiting = threading.Thread(target=writer.finish, args=(lambda: not writer.n_tasks, 0.1))
+    waiting.start()
+    wait_for_rest(clock, 0.1)
+    clock.advance(0.1)
+    waiting.join(60)
+    assert not waiting.is_alive() and writer.n_tasks == 1
     may_end.set()
 
 
@@ -114,10 +138,10 @@ def test_a_turn_that_has_ended_goes_before_prompts_that_are_still_computed(write
     """Its own prompt goes with it, in order: what the turn lets go of is not written after it."""
     may_go_on, may_end = threading.Event(), threading.Event()
     saved: list[str] = []
-    writer.submit(partial(may_go_on.wait, 10))
+    writer.submit(partial(may_go_on.wait, 60))
     turn = chain([1], [2], [3])
     save(writer, chain([7], [8]), lambda: saved.append("a long prompt"), ended=False)
-    writer.submit(partial(may_end.wait, 10))
+    writer.submit(partial(may_end.wait, 60))
     save(writer, turn[:2], lambda: saved.append("its prompt"), ended=False)
     save(writer, chain([9]), lambda: saved.append("another turn"))
     save(writer, turn, lambda: saved.append("its turn"))
@@ -148,39 +172,38 @@ def test_a_drain_waits_for_what_is_submitted_meanwhile(writer: Writer) -> None:
         lambda writer: submit(writer, 51),
         lambda writer: writer.finish(lambda: not writer.n_tasks, 10),
         lambda writer: writer.drain(),
-        lambda writer: writer.close(10),
+        lambda writer: writer.close(60),
     ],
     ids=["nobody is served", "half full", "waited for", "drained", "closed"],
 )
-def test_what_ends_a_rest(
-    writer: Writer, end: Callable[[Writer], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_module, "MAX_AGE_S", FOR_EVER_S)  # nor does the turn that waits
+def test_what_ends_a_rest(clock: Clock, writer: Writer, end: Callable[[Writer], Any]) -> None:
     serve(writer)
-    ended = resting(writer)
+    ended = resting(writer, partial(clock.sleep, 0.01))
+    wait_for_rest(clock, writer_module.MAX_AGE_S)
     submit(writer, 50)
-    assert not ended.wait(0.2)
+    assert not ended.wait(0.02)  # nor does the turn that waits
     end(writer)
-    assert ended.wait(10)
+    assert ended.wait(60)
 
 
 def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     store.drain()
-    rests: list[float] = []
+    n_rests = 0
     may_go_on = threading.Event()
 
     def rest() -> None:
-        rests.append(time.monotonic())
-        may_go_on.wait(10)
+        nonlocal n_rests
+        n_rests += 1
+        may_go_on.wait(60)
 
     store.writer.rest = rest  # type: ignore[method-assign]
     store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
-    wait_until(lambda: len(rests) == 1, "the first rest")
+    wait_until(lambda: n_rests == 1, "the first rest")
     assert store.index.totals().n_blocks == 0
     may_go_on.set()
     store.drain()
-    assert len(rests) == 3
+    assert n_rests == 3
     assert store.index.totals().n_blocks == 3
 
 
@@ -196,7 +219,7 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
     try:
         assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
         begin.set()
-        assert is_saved.wait(10)
+        assert is_saved.wait(60)
         assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
     finally:
         may_go_on.set()
@@ -207,27 +230,35 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
 # What waits: how much, and how long.
 
 
-def test_rests_that_were_cut_short_are_made_up_for_within_bounds(writer: Writer) -> None:
-    serve(writer, rest_factor=1e12)
-    writer.submit(lambda: time.sleep(0.01))
-    writer.drain()
-    assert 0 < writer._rests_until_s - time.perf_counter() <= writer_module.MAX_AGE_S
-
-
-def test_a_turn_that_is_old_ends_the_rest(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "MAX_AGE_S", 0.5)
+def test_rests_that_were_cut_short_are_made_up_for_within_bounds(
+    clock: Clock, writer: Writer
+) -> None:
     serve(writer)
-    rests: list[float] = []
+    for _ in range(3):
+        writer.submit(partial(clock.sleep, 0.01))
+        writer.drain()
+    resting(writer)
+    wait_for_rest(clock, writer_module.MAX_AGE_S)
+
+
+def test_a_turn_that_is_old_ends_the_rest(clock: Clock, writer: Writer) -> None:
+    serve(writer)
+    times_s: list[float] = []
 
     def save() -> None:
         for _ in range(3):
-            started = time.monotonic()
+            clock.sleep(0.5)
             writer.rest()
-            rests.append(time.monotonic() - started)
+            times_s.append(clock.monotonic())
 
-    submit(writer, 1, save)
-    wait_until(lambda: len(rests) == 3, "three rests")
-    assert 0.2 < rests[0] < 10 and max(rests[1:]) < rests[0]
+    began_s = clock.monotonic()
+    task = Task(save, Commit(ROOT, ()), sizes={b"key": 1}, since_s=began_s)
+    writer.submit_commit(task)
+    wait_for_rest(clock, writer_module.MAX_AGE_S - 0.5)
+    clock.advance(writer_module.MAX_AGE_S - 0.5)
+    wait_until(lambda: len(times_s) == 3, "three rests")
+    rested_s = [writer_module.MAX_AGE_S + late_s for late_s in (0.0, 0.5, 1.0)]
+    assert [time_s - began_s for time_s in times_s] == pytest.approx(rested_s)
 
 
 def test_what_is_being_written_counts(writer: Writer) -> None:
@@ -235,7 +266,7 @@ def test_what_is_being_written_counts(writer: Writer) -> None:
     dropped: list[str] = []
 
     def wait(name: str, n_bytes: int, key: bytes | None = None) -> None:
-        submit(writer, n_bytes, partial(may_go_on.wait, 10), partial(dropped.append, name), key)
+        submit(writer, n_bytes, partial(may_go_on.wait, 60), partial(dropped.append, name), key)
 
     wait("running", 60, b"running")
     wait_until(lambda: not writer._tasks, "the first turn being written")
@@ -264,7 +295,7 @@ def test_what_is_being_written_counts(writer: Writer) -> None:
 def test_a_turn_of_any_size_waits_behind_what_is_no_turn(writer: Writer) -> None:
     """Such as the sweep of a server that has just started."""
     may_go_on, dropped = threading.Event(), list[str]()
-    writer.submit(partial(may_go_on.wait, 10))
+    writer.submit(partial(may_go_on.wait, 60))
     wait_until(lambda: not writer._tasks, "the other work being done")
     submit(writer, 1000, abandon=partial(dropped.append, "big"))
     assert (writer.n_bytes, dropped) == (1000, [])
@@ -282,7 +313,7 @@ def test_a_big_turn_does_not_wait_beside_a_prompt_that_goes_beyond_it(
     """The prompt's commit has the turn's blocks, and is the one that is kept."""
     may_go_on, dropped, nodes = threading.Event(), list[str](), chain([1], [2], [3])
     if is_running:
-        writer.submit(partial(may_go_on.wait, 10))
+        writer.submit(partial(may_go_on.wait, 60))
         wait_until(lambda: not writer._tasks, "the other work being done")
     with writer._changed:  # the writer takes nothing meanwhile
         for name, n_blocks, n_bytes in (("prompt", 3, 90), ("turn", 2, 1000)):
@@ -353,13 +384,12 @@ def test_what_is_not_written_at_the_end_is_counted(
 ) -> None:
     store.drain()
     hangs = threading.Event()
-    store.writer.submit(partial(hangs.wait, 30))
+    store.writer.submit(partial(hangs.wait, 60))
     for number in range(3):
         nodes = chain([number])
         store.commit(Commit(ROOT, tuple(nodes)), [(nodes[0], arrays_of(nodes[0]))])
-    started = time.monotonic()
     store.close(0.3)
-    assert time.monotonic() - started < 5
+    assert store.writer.is_alive(), "nobody waited for it"
     hangs.set()
     said = [r.getMessage() for r in caplog.records if "written" in r.getMessage()]
     assert len(said) == 1 and "\n" not in said[0]
@@ -371,12 +401,16 @@ def test_what_is_not_written_at_the_end_is_counted(
 # Other processes.
 
 
-@pytest.fixture
-def resting_store(store: BlockStore) -> Iterator[BlockStore]:
-    """A store whose writer rests for 50 ms before each file."""
+def hold_rests(store: BlockStore) -> threading.Semaphore:
+    """Have the writer wait before each file, until what is returned is released."""
     store.drain()
-    store.writer.rest = lambda: time.sleep(0.05)  # type: ignore[method-assign]
-    yield store
+    released = threading.Semaphore(0)
+
+    def rest() -> None:
+        released.acquire(timeout=60)
+
+    store.writer.rest = rest  # type: ignore[method-assign]
+    return released
 
 
 def keep(store: BlockStore, n_blocks: int) -> None:
@@ -384,36 +418,36 @@ def keep(store: BlockStore, n_blocks: int) -> None:
     store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
 
 
-def test_another_process_waits_little_for_a_writer_that_rests(
-    resting_store: BlockStore,
-) -> None:
-    started = time.monotonic()
-    keep(resting_store, 20)
-    waits: list[float] = []
-    while resting_store.index.totals().n_blocks == 0:
-        asked = time.monotonic()
-        with StoreLock(resting_store.folder / "lock").held():
-            waits.append(time.monotonic() - asked)
-        time.sleep(0.01)
-    taken = time.monotonic() - started
-    assert taken > 20 * 0.05 and len(waits) > 10
-    assert max(waits) < taken / 3, f"{max(waits):.3f} of {taken:.3f} s"
+def test_another_process_may_have_the_lock_while_a_writer_rests(store: BlockStore) -> None:
+    store.drain()
+    n_rests, lock = 0, StoreLock(store.folder / "lock")
+
+    def rest() -> None:
+        nonlocal n_rests
+        with lock.held():  # raises if another has it for two seconds
+            n_rests += 1
+
+    store.writer.rest = rest  # type: ignore[method-assign]
+    keep(store, 20)
+    store.drain()
+    assert n_rests >= 20 and store.index.totals().n_blocks == 20
 
 
 def test_another_process_may_sweep_and_make_room_meanwhile(
-    resting_store: BlockStore, limits: StoreLimits
+    store: BlockStore, limits: StoreLimits
 ) -> None:
-    other = DiskStore(resting_store.folder, limits)
+    other = DiskStore(store.folder, limits)
     before = other.used_bytes()
-    keep(resting_store, 10)
+    rests = hold_rests(store)
+    keep(store, 10)
     wait_until(lambda: other.used_bytes() > before + 600_000, "the announcement of 10 blocks")
-    n_changes = 0
-    while other.index.totals().n_blocks == 0:
+    for _ in range(8):
+        assert other.index.totals().n_blocks == 0
         assert other.sweep() == 0
         assert other.make_room(100_000) and not other.make_room(1 << 22)
-        n_changes += 1
-    assert n_changes > 1
-    resting_store.drain()
+        rests.release()
+    rests.release(10)
+    store.drain()
     assert other.index.totals().n_blocks == 10 and other.sweep() == 0
     assert find_problems(other.folder, other.index) == []
     assert not list((other.folder / "writing").iterdir())
@@ -421,16 +455,18 @@ def test_another_process_may_sweep_and_make_room_meanwhile(
 
 
 def test_what_goes_while_a_turn_is_written_is_written_again(
-    resting_store: BlockStore, limits: StoreLimits
+    store: BlockStore, limits: StoreLimits
 ) -> None:
     """Another process evicts the beginning of the conversation that is being written."""
-    (first,) = save_turn(resting_store, chain([0]))
-    other = DiskStore(resting_store.folder, limits)
-    keep(resting_store, 10)
+    (first,) = save_turn(store, chain([0]))
+    other = DiskStore(store.folder, limits)
+    rests = hold_rests(store)
+    keep(store, 10)
     wait_until(lambda: any((other.folder / "writing").glob("*.lock")), "writing")
     other.forget(first)
-    resting_store.drain()
-    assert resting_store.turns_not_saved == 0
+    rests.release(100)
+    store.drain()
+    assert store.turns_not_saved == 0
     assert other.index.totals().n_blocks == 10 and other.sweep() == 0
     other.close()
 
@@ -517,7 +553,7 @@ def test_what_another_process_announced_counts(
 def test_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
     """It holds no bytes: only what does is left out when too much waits."""
     may_go_on, left_out = threading.Event(), list[str]()
-    writer.submit(partial(may_go_on.wait, 30))
+    writer.submit(partial(may_go_on.wait, 60))
     turns = {"reply": {}, "first": {b"1": 6}, "second": {b"2": 6}}
     writer.max_bytes = 10
     for name, sizes in turns.items():
@@ -529,14 +565,15 @@ def test_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
 
 
 def test_an_idle_writer_writes_what_is_postponed_when_it_is_due(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, writer: Writer
 ) -> None:
-    monkeypatch.setattr(writer_module, "POSTPONE_S", 0.05)
     writer.drain()
-    time.sleep(0.1)  # it waits without an end
     is_run = threading.Event()
     writer.postpone(b"end", Task(is_run.set, Commit(ROOT, ())), has_ended=True)
-    assert is_run.wait(10)
+    wait_for_rest(clock, writer_module.POSTPONE_S)
+    assert not is_run.is_set()
+    clock.advance(writer_module.POSTPONE_S)
+    assert is_run.wait(60)
 
 
 def test_an_idle_writer_does_not_hold_the_last_turn(writer: Writer) -> None:

@@ -2,7 +2,7 @@
 
 from .reply import Reply, ServerError, parse_outcome
 from .server_process import ServerProcess
-from .servers import AT_ONCE, UNMEASURED, StartServer
+from .servers import AT_ONCE, FULL_PRECISION, StartServer
 from .stock import heed_biases, keeps_short_chunks, n_not_sent, reads_lists_of_calls, serves_holes
 from .synthetic import (
     Message,
@@ -15,7 +15,7 @@ from .zoo import make_zoo_model, whole_characters
 
 __all__ = [
     "AT_ONCE",
-    "UNMEASURED",
+    "FULL_PRECISION",
     "Message",
     "Reply",
     "ServerError",

@@ -21,6 +21,9 @@ import mlx_lm_kvpersist
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 
+from .server_process import ServerProcess
+from .zygote import Zygote
+
 REPOSITORY = Path(mlx_lm_kvpersist.__file__).parent.parent
 PTH = REPOSITORY / "mlx_lm_kvpersist.pth"
 ENTRY_POINTS = """\
@@ -119,7 +122,7 @@ def stock_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     """An environment with our .pth, this checkout, and the test plugins."""
     made = make_environment(tmp_path_factory.mktemp("activated") / "venv")
     (made.site_packages / "_checkout.pth").write_text(f"{REPOSITORY}\n", encoding="utf-8")
@@ -128,7 +131,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     dist_info.mkdir()
     (dist_info / "METADATA").write_text("Name: host-test-plugins\nVersion: 1.0\n")
     (dist_info / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
-    return made
+    zygote = Zygote(str(made.python))
+    ServerProcess.zygotes[str(made.python)] = (zygote,)
+    yield made
+    del ServerProcess.zygotes[str(made.python)]
+    zygote.close()
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .server_process import HOST, ServerProcess, free_port
+from .zygote import Zygote
 
 
 class RankedServer(ServerProcess):
@@ -21,7 +22,7 @@ class RankedServer(ServerProcess):
     the options `others_extra`, too.
     """
 
-    zygotes = ()
+    zygotes: ClassVar[dict[str, Sequence[Zygote]]] = {}
 
     def __init__(
         self, *args: Any, n_ranks: int = 2, others_extra: Sequence[str] = (), **kwargs: Any

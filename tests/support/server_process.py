@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
@@ -70,8 +70,8 @@ class ServerProcess:
     Requests may be sent from several threads at once.
     """
 
-    zygotes: ClassVar[Sequence[Zygote]] = ()
-    """Fork servers, which saves most of their start; for tests.
+    zygotes: ClassVar[dict[str, Sequence[Zygote]]] = {}
+    """Fork servers, which saves most of their start; for tests. By the Python that they are.
 
     They take turns: all forks of one hash strings alike, which a restarted server does not.
     """
@@ -158,18 +158,18 @@ class ServerProcess:
         if self._owns_log:
             self.log_path.unlink(missing_ok=True)
 
-    def terminate(self, timeout_s: float = 15.0) -> int:
+    def terminate(self, timeout_s: float = 60.0) -> int:
         """Send SIGTERM, and SIGKILL if that is not enough; return the exit status."""
         return self._signal(signal.SIGTERM, timeout_s)
 
     def kill9(self) -> int:
         """Send SIGKILL and wait for the end: nothing of the server runs any more."""
-        return self._signal(signal.SIGKILL, 15.0)
+        return self._signal(signal.SIGKILL, 60.0)
 
     def restart(self, *, kill: bool = False) -> None:
         """End the server (with SIGKILL where `kill`) and start it again on the same port."""
         if self.alive:
-            self._signal(signal.SIGKILL if kill else signal.SIGTERM, 15.0)
+            self._signal(signal.SIGKILL if kill else signal.SIGTERM, 60.0)
         self.start()
 
     def wait(self, timeout_s: float = 60.0) -> int:
@@ -221,7 +221,7 @@ class ServerProcess:
 
     def events(
         self, path: str, body: Any, headers: Mapping[str, str] | None = None
-    ) -> Iterator[tuple[str, str]]:
+    ) -> Generator[tuple[str, str], None, None]:
         """POST `body` and yield (event name, data) of every server-sent event."""
         with self._open("POST", path, body, headers) as response:
             if response.status != 200:
@@ -242,10 +242,9 @@ class ServerProcess:
         environment = {**os.environ, **VARIABLES, **self.env}
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._process = None
-        # A fork is the same for our Python and package alone.
-        ours = (self.python, self.launcher[0], self.cwd) == (sys.executable, "-m", None)
-        if self.zygotes and ours:
-            zygote = self.zygotes[self._n_starts % len(self.zygotes)]
+        zygotes = self.zygotes.get(self.python, ())
+        if zygotes and self.cwd is None and self.launcher[0].endswith(("-m", ".py")):
+            zygote = zygotes[self._n_starts % len(zygotes)]
             self._process = zygote.fork(self.command, self.log_path, environment)
         self._n_starts += 1
         if self._process is None:

@@ -8,11 +8,8 @@ from typing import Any
 
 from .server_process import ServerProcess
 
-UNMEASURED = (
-    *("--kvpersist-attention", "dequantize"),
-    *("--kvpersist-kv-bits", "4"),
-)
-"""Options with which nothing is measured when a model is loaded."""
+FULL_PRECISION = ("--kvpersist-kv-bits", "16")
+"""Options with which a reply has the numbers of stock's."""
 AT_ONCE = ("-m", "tests.support.at_once")
 """The launcher of a server that postpones no checkpoint."""
 
@@ -33,11 +30,8 @@ class StartServer:
         return self._stack.enter_context(ServerProcess(model, *extra, **options))
 
     def with_plugin(self, model: Path, *extra: str, **options: Any) -> ServerProcess:
-        """Start the server with the plugin, on this test's own store."""
-        plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(self.store)]
-        for option, value in zip(UNMEASURED[::2], UNMEASURED[1::2], strict=True):
-            if option not in extra:
-                plugin += [option, value]
+        """Start the server as users do, with the plugin, on this test's own store."""
+        plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(self.store))
         return self(model, *plugin, *extra, **options)
 
     def close(self) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from time import monotonic, sleep  # a test may replace those of the module
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Return as soon as `condition()` holds; raise AssertionError naming `what` otherwise."""
-    deadline = time.monotonic() + timeout_s
+    deadline = monotonic() + timeout_s
     while not condition():
-        if time.monotonic() > deadline:
+        if monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
-        time.sleep(0.02)
+        sleep(0.02)

@@ -1,7 +1,8 @@
 """A Python that has imported what takes longest in a server's start, and forks for each server.
 
 Half of a start is the import of transformers. What a fork does from there is what
-`python -m MODULE …` does. MLX is not imported before: its threads would not survive the fork.
+`python -m MODULE …` or `python SCRIPT …` does. MLX is not imported before: its threads would not
+survive the fork.
 """
 
 from __future__ import annotations
@@ -73,15 +74,19 @@ class Forked:
 
 
 class Zygote:
-    """The process that forks, started when it is first asked."""
+    """The process that forks, started when it is first asked.
 
-    def __init__(self) -> None:
+    python: an interpreter whose packages are those of this one, and perhaps more.
+    """
+
+    def __init__(self, python: str = sys.executable) -> None:
+        self._python = python
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._env = {**os.environ, **VARIABLES}
 
     def fork(self, command: Sequence[str], log_path: Path, env: Mapping[str, str]) -> Forked | None:
-        """Run `python -m …`, with these variables alone; its output is appended to a file.
+        """Run a command of Python, with these variables alone; its output is appended to a file.
 
         Returns None where that must be an ordinary process: outside Linux, or it has no handles
         of processes; where the zygote has read other variables, or has ended, as without
@@ -102,7 +107,7 @@ class Zygote:
         with self._lock:
             if self._process is None:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__],
+                    [self._python, __file__],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env=self._env,
@@ -161,13 +166,17 @@ def _run(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
-    sys.path[0] = order["cwd"]
     sys.orig_argv[:] = order["command"]
-    python, dash_m, module, *arguments = order["command"]
-    assert dash_m == "-m", python
-    sys.argv = ["", *arguments]
-    exec(PTH.read_text(encoding="utf-8"))
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    _, first, *arguments = order["command"]
+    if first == "-m":
+        module, *arguments = arguments
+        sys.path[0], sys.argv = order["cwd"], ["", *arguments]
+        exec(PTH.read_text(encoding="utf-8"))
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0], sys.argv = str(Path(first).parent), [first, *arguments]
+        exec(PTH.read_text(encoding="utf-8"))
+        runpy.run_path(first, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from mlx_lm_kvpersist.host.hooks import ClientRequest
 from mlx_lm_kvpersist.host.http import clients
 from mlx_lm_kvpersist.host.http.clients import ClientConnection, Clients
 from tests.support import wait_until
+from tests.support.clock import Clock
 
 HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: %b\r\n\r\n"
 STREAM, JSON = HEAD % b"text/event-stream", HEAD % b"application/json"
@@ -93,7 +95,7 @@ def test_a_client_that_closed_its_connection_is_noticed_by_a_write(sent: list[by
         theirs.recv(4096) if sent else None
         assert not client.has_left()
         theirs.close()
-        wait_until(client.has_left, "the client that left", 10)
+        wait_until(client.has_left, "the client that left")
         with pytest.raises(ConnectionError):
             for _ in range(9):
                 client.write(b"data: 3\n\n")
@@ -103,7 +105,7 @@ def test_a_reset_connection_is_noticed_without_a_write() -> None:
     with connected() as (client, theirs):
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         theirs.close()
-        wait_until(client.has_left, "the client that left", 10)
+        wait_until(client.has_left, "the client that left")
 
 
 def test_the_body_of_a_reply_that_is_no_stream_is_not_disturbed() -> None:
@@ -154,6 +156,31 @@ def test_a_silent_stream_gets_keepalives_whose_bytes_are_events(
         assert received(client, theirs) == STREAM + sent
 
 
+def test_a_keepalive_comes_when_a_stream_has_been_silent_for_long(clock: Clock) -> None:
+    made: list[str] = []
+
+    def n_made() -> int:
+        client.keep_alive()
+        return len(made)
+
+    def make() -> bytes:
+        made.append("keepalive")
+        return STREAM if len(made) == 1 else b": waiting\n\n"
+
+    with connected() as (client, _):
+        client.begin_keepalives(make)
+        clock.advance(clients.HEADERS_AFTER_S - 0.1)
+        assert n_made() == 0
+        clock.advance(0.2)
+        assert n_made() == n_made() == 1
+        clock.advance(clients.KEEPALIVE_S - 0.1)
+        client.write(EVENTS[0])
+        clock.advance(0.2)
+        assert n_made() == 1
+        clock.advance(clients.KEEPALIVE_S)
+        assert n_made() == n_made() == 2
+
+
 def test_a_keepalive_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for a thread that writes to the client, nor for a client that reads nothing."""
     monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
@@ -164,7 +191,7 @@ def test_a_keepalive_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         with client.lock:
             other = threading.Thread(target=client.keep_alive)
             other.start()
-            other.join(10)
+            other.join(60)
             assert not other.is_alive()
         assert client._unsent == b""
         client.keep_alive()
@@ -175,7 +202,7 @@ def test_a_keepalive_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         read = b""
         while len(read) < len(STREAM + large + EVENTS[0]):
             read += theirs.recv(1 << 20)
-        writer.join(10)
+        writer.join(60)
         assert read == STREAM + large + EVENTS[0]
 
 
@@ -192,28 +219,29 @@ def client_request() -> ClientRequest:
 def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
     waiting = Clients()
     assert waiting.wait_for_none(0)
-    kept: list[int] = []
     before = set(threading.enumerate())
     waiting.watch()
     (watching,) = set(threading.enumerate()) - before
     assert watching.daemon, "the process would not end before the reply"
     for _ in range(2):
+        kept: list[int] = []
         left = threading.Event()
         requests = client_request(), client_request()
-        stays: Any = Client(has_left=lambda: False, keep_alive=lambda: kept.append(1))
+        stays: Any = Client(has_left=lambda: False, keep_alive=partial(kept.append, 1))
         leaves: Any = Client(has_left=left.is_set, keep_alive=lambda: None)
         waiting.begin(stays, requests[0])
         waiting.begin(leaves, requests[1])
-        assert len(waiting) == 2 and not waiting.wait_for_none(0.25)
-        assert not requests[1].client_gone and kept
+        wait_until(partial(bool, kept), "a look at the clients")
+        assert len(waiting) == 2 and not waiting.wait_for_none(0)
+        assert not requests[1].client_gone
         left.set()
-        wait_until(lambda: len(waiting) == 1, "the client that left", 5)
+        wait_until(lambda: len(waiting) == 1, "the client that left")
         assert requests[1].client_gone and not requests[0].client_gone
         waiting.end(stays)
         waiting.end(stays)
-        assert waiting.wait_for_none(5)
+        assert waiting.wait_for_none(60)
     waiting.is_closed = True
-    watching.join(5)
+    watching.join(60)
     assert not watching.is_alive()
 
 
@@ -223,7 +251,7 @@ def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:
     waiting.begin(client, client_request())
     clock = threading.Timer(0.2, waiting.end, (client,))
     clock.start()
-    assert waiting.wait_for_none(30)
+    assert waiting.wait_for_none(60)
     clock.join()
 
 

@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.host.http.request_checks import (
     check_body_length,
     check_parameters,
 )
-from tests.support import ServerProcess, StartServer
+from tests.support import FULL_PRECISION, ServerProcess, StartServer
 from tests.support.stock import ignores_empty_stop_words
 
 USER = [{"role": "user", "content": "Hello?"}]
@@ -27,7 +27,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(scope="module")
 def server(started: StartServer, tiny_model: Path) -> ServerProcess:
-    return started.with_plugin(tiny_model, "--kvpersist-kv-bits", "16")
+    return started.with_plugin(tiny_model, *FULL_PRECISION)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from queue import Queue
 from types import ModuleType, SimpleNamespace
@@ -16,7 +14,15 @@ import pytest
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, TakenRequest, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
-from mlx_lm_kvpersist.host.scheduling.waiting import ARRIVING, GAP_S, LARGE_S, WORK_S, Line
+from mlx_lm_kvpersist.host.scheduling.waiting import (
+    ARRIVING,
+    GAP_S,
+    LARGE_S,
+    QUIET_GAP_S,
+    WORK_S,
+    Line,
+)
+from tests.support.clock import Clock
 from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
@@ -148,7 +154,8 @@ def test_plugins_may_work_while_no_request_is_there(generator: Any, fetches: Fet
 class Works:
     """A plugin's answers to `prefetch` that take time: so many calls of `seconds` each."""
 
-    def __init__(self, fetches: Fetches, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, fetches: Fetches, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = clock
         self.asked: list[str] = []
         self.seconds: dict[str, float] = {}
         self.n_calls: dict[str, int] = {}
@@ -157,7 +164,7 @@ class Works:
     def is_there(self, prompt: str) -> Callable[[], bool]:
         def works() -> bool:
             self.asked.append(prompt)
-            time.sleep(self.seconds.get(prompt, 0.0))
+            self.clock.sleep(self.seconds.get(prompt, 0.0))
             return self.asked.count(prompt) >= self.n_calls.get(prompt, 1)
 
         return works
@@ -172,8 +179,8 @@ def speaking(generator: Any) -> Any:
 
 
 @pytest.fixture
-def works(fetches: Fetches, monkeypatch: pytest.MonkeyPatch) -> Works:
-    return Works(fetches, monkeypatch)
+def works(fetches: Fetches, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Works:
+    return Works(fetches, clock, monkeypatch)
 
 
 def test_between_two_steps_one_that_waits_does_some_work(
@@ -243,10 +250,11 @@ def test_many_that_come_at_once_let_the_replies_go_on(
 ) -> None:
     """They take GAP_S and what one of them takes, and then the replies have a step; all get in."""
     begun: list[Any] = []
-    render = delayed(generator._rendered, GAP_S / 2)
+    render = generator._rendered
 
     def rendered(*args: Any) -> Any:
         begun.append(args)
+        works.clock.sleep(GAP_S / 2)
         return render(*args)
 
     monkeypatch.setattr(generator, "_rendered", rendered)
@@ -269,11 +277,9 @@ def test_many_that_come_at_once_let_the_replies_go_on(
 
 
 def test_all_that_came_together_enter_before_the_first_step_also_of_a_later_batch(
-    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch
+    generator: Any, works: Works
 ) -> None:
     """Nothing of the batch before counts: its last step may have ended long ago."""
-    module = sys.modules["mlx_lm_kvpersist.host.scheduling.response_generator"]
-    monkeypatch.setattr(module, "QUIET_GAP_S", 0.2)
     for batch in range(2):
         names = [f"a{batch}{n}" for n in range(4)]
         for name in names:
@@ -282,16 +288,15 @@ def test_all_that_came_together_enter_before_the_first_step_also_of_a_later_batc
         assert [take(generator) for _ in names] == [*names[1:], None]
         assert not generator._is_asked()
         assert generator._next_request(IDLE) is None  # the batch has ended
-        time.sleep(0.3)
+        works.clock.advance(100.0)
 
 
 def test_before_the_first_reply_all_restore_that_can_and_are_computed_together(
-    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch
+    generator: Any, works: Works
 ) -> None:
     names = ["w1", "w2", "w3"]
     works.seconds, works.n_calls = dict.fromkeys(names, 2 * WORK_S), dict.fromkeys(names, 4)
     works.n_calls["s"] = 10**9  # it waits for what no work of its own brings
-    monkeypatch.setattr("mlx_lm_kvpersist.host.scheduling.waiting.QUIET_GAP_S", 60.0)
     for name in ["w1", "s", "w2", "w3"]:
         put(generator, name)
     assert [take(generator) for _ in range(4)] == [*names, None]
@@ -299,70 +304,78 @@ def test_before_the_first_reply_all_restore_that_can_and_are_computed_together(
 
 
 def test_one_that_is_ready_just_after_the_gap_enters_all_the_same(
-    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch
+    generator: Any, works: Works
 ) -> None:
-    monkeypatch.setattr("mlx_lm_kvpersist.host.scheduling.waiting.QUIET_GAP_S", 1.0)
-    works.seconds, works.n_calls = {"w1": 0.4}, {"w1": 3}
+    works.seconds, works.n_calls = {"w1": 0.4 * QUIET_GAP_S}, {"w1": 3}
     put(generator, "w1")
     assert take(generator) == "w1" and works.asked == ["w1"] * 3
 
 
-def test_the_first_waits_for_one_whose_thread_is_about_to_queue_it(generator: Any) -> None:
+class Looks:
+    """The server's looks for a request that is on its way, each after the wait for it."""
+
+    def __init__(self, generator: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n = 0
+        self.then: Callable[[], object] = lambda: None
+        """Called in each wait."""
+        self._get, self._clock = generator.requests.get, clock
+        monkeypatch.setattr(generator.requests, "get", self.get)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if timeout:
+            self.n += 1
+            self.then()
+            self._clock.sleep(timeout)
+        return self._get(False)
+
+
+@pytest.fixture
+def looks(generator: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Looks:
+    return Looks(generator, clock, monkeypatch)
+
+
+def test_the_first_waits_for_one_whose_thread_is_about_to_queue_it(
+    generator: Any, clock: Clock, looks: Looks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(generator, "a1")
-
-    def arrive() -> None:
-        ARRIVING[threading.get_ident()] = time.perf_counter()
-        arriving.set()
-        time.sleep(0.05)
-        put(generator, "a2")
-
-    arriving = threading.Event()
-    threading.Thread(target=arrive).start()
-    assert arriving.wait(10)
+    monkeypatch.setitem(ARRIVING, threading.get_ident(), clock.perf_counter())
+    looks.then = lambda: put(generator, "a2") if looks.n == 3 else None
     assert [take(generator) for _ in range(3)] == ["a1", "a2", None]
-    assert not ARRIVING
+    assert looks.n == 3 and not ARRIVING
 
 
 def test_nobody_waits_for_one_that_is_not_queued_or_takes_long(
-    generator: Any, monkeypatch: pytest.MonkeyPatch
+    generator: Any, clock: Clock, looks: Looks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its body may be long, or it asks for something else than a reply."""
-    module = sys.modules["mlx_lm_kvpersist.host.scheduling.response_generator"]
-    monkeypatch.setattr(module, "QUIET_GAP_S", 60.0)
-    monkeypatch.setattr(module, "ARRIVING_S", 30.0)
-    monkeypatch.setitem(ARRIVING, 1, time.perf_counter())
-    threading.Timer(0.05, ARRIVING.clear).start()
+    monkeypatch.setitem(ARRIVING, 1, clock.perf_counter())
+    looks.then = lambda: ARRIVING.clear() if looks.n == 3 else None
     put(generator, "a1")
-    started = time.monotonic()
     assert [take(generator) for _ in range(2)] == ["a1", None]
-    assert 0.05 <= time.monotonic() - started < 20
+    assert looks.n == 3
+    began_s = clock.perf_counter()
+    monkeypatch.setitem(ARRIVING, 1, began_s)
+    looks.then = lambda: None
     generator._set_serving(False)
     generator._set_serving(True)
-    monkeypatch.setitem(ARRIVING, 1, time.perf_counter() - 31)
     assert take(generator) is None
-    assert time.monotonic() - started < 20
+    assert began_s < clock.perf_counter() < began_s + QUIET_GAP_S
+    n_before = looks.n
+    generator._set_serving(False)
+    generator._set_serving(True)
+    assert take(generator) is None and looks.n == n_before
 
 
 def test_one_that_restores_for_long_is_left_behind_before_the_first_reply(
-    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch
+    generator: Any, works: Works
 ) -> None:
-    monkeypatch.setattr("mlx_lm_kvpersist.host.scheduling.waiting.QUIET_GAP_S", 0.1)
-    works.seconds, works.n_calls = {"w1": 0.02}, {"w1": 10**9, "w2": 2}
+    works.seconds, works.n_calls = {"w1": QUIET_GAP_S / 5}, {"w1": 10**9, "w2": 2}
     put(generator, "w1")
     put(generator, "w2")
-    started = time.monotonic()
     assert take(generator) is None  # a step may be made
-    assert time.monotonic() - started < 5 and 2 < works.asked.count("w1") < 10
+    assert 2 < works.asked.count("w1") < 10
     entered = [take(generator) for _ in range(9)]
     assert entered.count("w2") == 1 and set(entered) == {"w2", None}
-
-
-def delayed(act: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    def later(*args: Any) -> Any:
-        time.sleep(seconds)
-        return act(*args)
-
-    return later
 
 
 def test_ended_replies_are_forgotten_where_nothing_is_batched(generator: Any) -> None:
