@@ -16,9 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TextIO
 
-from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, Route
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.plugins import ClientRequest, ConfigError, Prompt, Route, hookimpl
 
 COLUMNS = ("ended", "session", "prompt_tokens", "reply_tokens", "first_token_s", "outcome")
 

@@ -12,9 +12,7 @@ from types import SimpleNamespace
 import pytest
 from csvlog import COLUMNS, CSVLog
 
-from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
-from mlx_lm_kvpersist.testing import HOOKS, find_faults
+from mlx_lm_kvpersist.plugins import HOOKS, ClientRequest, ConfigError, Prompt, find_faults
 
 
 @pytest.fixture(scope="module")
