@@ -147,7 +147,7 @@ class KVPersistPlugin:
             model.speed.limits(
                 options.max_stall_s, lambda n_replies, step_s: store.writer.set_n_replies(n_replies)
             ),
-            memory,
+            memory.weigh,
             draft,
             # Drafts are checked in calls of a few rows, which may wait for a kernel of their own.
             most_taken_back if options.prompt_lookup and least_rows() == 1 else lambda caches: 0,

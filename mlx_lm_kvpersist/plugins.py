@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from .apis import API, Event, ReplyFormat, Request
 from .errors import ConfigError, KVPersistError, PluginFault, RequestRefused
 from .host.hooks import (
-    BatchMemory,
     ClientRequest,
     ModelSupport,
     PrefillLimits,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "API",
     "HOOKS",
-    "BatchMemory",
     "ClientRequest",
     "ConfigError",
     "Event",

@@ -188,22 +188,6 @@ class PrefillLimits:
         expect(isinstance(unused, int) and unused >= 0, unused, "max_unused_bytes to be 0 or more")
 
 
-class BatchMemory:
-    """A plugin's account of what sequences take. To be inherited from. Generation thread."""
-
-    def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
-        """Take note of what runs; tell whether the replies fit while they grow.
-
-        Called when sequences come, go or grow by more than a few tokens. `replies` has the tokens
-        of each reply so far, with its prompt's; `prompts` those of each prompt that is computed or
-        is about to be; `n_bytes` are the bytes of all their caches. Where they do not fit, the
-        youngest reply is taken out of the batch, and continues later (`TakenRequest.resume`).
-
-        A sequence that is served alone counts as a prompt, and its bytes are not known: None.
-        """
-        return True
-
-
 @dataclass(frozen=True)
 class ModelSupport:
     """A plugin's answer to `model_loaded`. Its functions are called on the generation thread.
@@ -219,6 +203,14 @@ class ModelSupport:
     model, if one was loaded. A single reply that repeats itself or `TakenRequest.draft_ids` is
     computed several tokens at a time, as many as `most_taken_back(caches)` says that one call may
     append to a batch's caches so that `trim` can remove any number of them; by default none.
+
+    `weigh(replies, prompts, n_bytes)` takes note of what runs, and tells whether the replies fit
+    while they grow. It is called when sequences come, go or grow by more than a few tokens.
+    `replies` has the tokens of each reply so far, with its prompt's; `prompts` those of each prompt
+    that is computed or is about to be; `n_bytes` are the bytes of all their caches. Where they do
+    not fit, the youngest reply is taken out of the batch, and continues later
+    (`TakenRequest.resume`). A sequence that is served alone counts as a prompt, and its bytes are
+    not known: None.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
@@ -226,14 +218,15 @@ class ModelSupport:
     together: Callable[[Sequence[Any], Sequence[int]], Any] = lambda caches, n_tokens: None
     batches: bool = True
     limits: PrefillLimits | None = None
-    memory: BatchMemory = field(default_factory=BatchMemory)
+    weigh: Callable[[Sequence[int], Sequence[int], int | None], bool] = (
+        lambda replies, prompts, n_bytes: True
+    )
     draft: ModelSupport | None = None
     most_taken_back: Callable[[Sequence[Any]], int] = lambda caches: 0
 
     def __post_init__(self) -> None:
         is_right = isinstance(self.limits, PrefillLimits | None)
         expect(is_right, self.limits, "limits to be PrefillLimits or None")
-        expect(isinstance(self.memory, BatchMemory), self.memory, "memory to be a BatchMemory")
 
 
 @dataclass(frozen=True)

@@ -118,12 +118,12 @@ class PluginFailures(Failures):
 
     def report(self, plugin: str, hook: str, error: Exception) -> None:
         """Log a failure; the first of a kind with its traceback."""
-        how: Any = {"kind": f"plugin {plugin} in {hook}: {type(error).__name__}"}
-        how["level"] = logging.ERROR
+        kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
+        log = partial(self.add, kind=kind, level=logging.ERROR)
         if isinstance(error, PluginFault):
-            self.add("plugin %s in hook %s %s; ignored", plugin, hook, error, **how)
+            log("plugin %s in hook %s %s; ignored", plugin, hook, error)
         else:
-            self.add("plugin %s failed in hook %s; ignored", plugin, hook, exc_info=error, **how)
+            log("plugin %s failed in hook %s; ignored", plugin, hook, exc_info=error)
 
 
 _current: pluggy.PluginManager = PluginManager()

@@ -20,7 +20,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..cache.measuring.prefill_memory import SequenceMemory
-from ..host.hooks import BatchMemory
 from ..store.block_store import BlockStore
 from ..units import show_bytes
 from .lookup import Lookup
@@ -70,7 +69,7 @@ class Claim:
     """The account's `_n_changes` when the claim was last refused."""
 
 
-class Memory(BatchMemory):
+class Memory:
     """The account of one loaded model and of the store: `total_bytes` for all but the weights.
 
     `refuses`: whether a request is refused if it would have to wait.
@@ -218,6 +217,7 @@ class Memory(BatchMemory):
     # What runs.
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
+        """Take note of what runs; return whether the replies fit (see `ModelSupport`)."""
         if n_bytes is None:
             n_bytes = self._takes.caches_bytes(replies, prompts, 0)
         self._replies, self._prompts, self.live_bytes = tuple(replies), tuple(prompts), n_bytes

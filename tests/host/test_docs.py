@@ -17,6 +17,7 @@ from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from tests.support.host import REPOSITORY
 
 IMPL = f"{hooks.PROJECT}_impl"
+FILES = [file.read_text(encoding="utf-8") for file in (REPOSITORY / "examples").rglob("*.py")]
 PAGE = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
 
 
@@ -52,18 +53,22 @@ def examples() -> list[str]:
 
 
 def test_one_module_has_all_that_the_page_shows() -> None:
-    """Each of its names is on the page, and each example imports from it alone."""
+    """Each of its names is on the page, and each example imports from it alone.
+
+    So do the examples in files.
+    """
     for name in plugins.__all__:
         assert re.search(rf"\b{name}\b", PAGE), f"{name} is not on the page"
         assert getattr(plugins, name) is not None
-    modules = {
-        node.module: {alias.name for alias in node.names}
-        for example in examples()
+    imported = {
+        (node.module, alias.name)
+        for example in [*examples(), *FILES]
         for node in ast.walk(ast.parse(example))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mlx_lm")
+        for alias in node.names
     }
-    assert modules.keys() == {"mlx_lm_kvpersist.plugins"}
-    assert modules["mlx_lm_kvpersist.plugins"] <= set(plugins.__all__)
+    assert imported <= {("mlx_lm_kvpersist.plugins", name) for name in plugins.__all__}
+    assert ("mlx_lm_kvpersist.plugins", "hookimpl") in imported
     with pytest.raises(AttributeError):
         plugins.no_such_name  # noqa: B018
 

@@ -68,7 +68,7 @@ class Server:
             self.memory.total_bytes = needed * 8 // 7 + 8
             self.memory.changed()
         limits = speed.limits(1.0)
-        support = ModelSupport(spec.make_cache, batch_of, limits=limits, memory=self.memory)
+        support = ModelSupport(spec.make_cache, batch_of, limits=limits, weigh=self.memory.weigh)
         model.make_cache = PluginCaches(model, "kvpersist", support)
         stream = mx.default_stream(mx.default_device())
         self.generator = server.BatchGenerator(model, stream=stream)

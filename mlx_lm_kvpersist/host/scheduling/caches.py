@@ -134,7 +134,7 @@ class PluginCaches:
         return count or 0
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
-        fits = self._safely(self._support.memory.weigh, replies, prompts, n_bytes)
+        fits = self._safely(self._support.weigh, replies, prompts, n_bytes)
         return fits is None or bool(fits)
 
     def _safely(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

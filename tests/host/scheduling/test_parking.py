@@ -13,7 +13,6 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.host.hooks import (
     PARKED,
-    BatchMemory,
     ModelSupport,
     PrefillLimits,
     Prepared,
@@ -27,7 +26,7 @@ from .test_prefill import VOCABULARY, Client, Counting, Plugin, Saving, Serving
 N_TOKENS = 40
 
 
-class Scales(BatchMemory):
+class Scales:
     """Has room for so many tokens of replies, and notes what it is told."""
 
     def __init__(self, most: int) -> None:
@@ -75,7 +74,7 @@ def serve(
         plugin = Plugin(PrefillLimits(1.0, lambda position: 64))
         scales, model = Scales(most), Counting()
         support = ModelSupport(
-            list, limits=plugin.limits, memory=scales, most_taken_back=lambda caches: 17
+            list, limits=plugin.limits, weigh=scales.weigh, most_taken_back=lambda caches: 17
         )
         model.make_cache = PluginCaches(model, "saves", support)
         stream = mx.default_stream(mx.default_device())

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
-from mlx_lm_kvpersist.host.hooks import PREFILL, BatchMemory, PrefillLimits, Prompt
+from mlx_lm_kvpersist.host.hooks import PREFILL, PrefillLimits, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.caches import MOST_IN_A_ROW
 from mlx_lm_kvpersist.host.scheduling.single import MOST_DRAFTED, plugin_stream_generate
@@ -146,14 +146,13 @@ def test_a_plugin_is_told_what_each_chunk_of_a_single_prompt_took() -> None:
 def test_a_single_reply_is_weighed_while_it_grows() -> None:
     seen: list[Any] = []
 
-    class Scales(BatchMemory):
-        def weigh(self, replies: Any, prompts: Any, n_bytes: int | None) -> bool:
-            seen.append((replies, prompts, n_bytes))
-            return True
+    def weigh(*running: Any) -> bool:
+        seen.append(running)
+        return True
 
     single = Single().limited()
     made = single.model.make_cache
-    made._support = replace(made._support, memory=Scales())
+    made._support = replace(made._support, weigh=weigh)
     single.tokens = ["token"] * (2 * WEIGH_EVERY)
     single.compute()
     assert seen == [((), (len(IDS),), None), ((), (len(IDS) + WEIGH_EVERY,), None)]
