@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DecryptionFailed, StoreFormatError
+from .flushing import flush_to_device
 
 MAGIC = b"kvp-seal\x01"
 """A magic, and the version of what follows."""
@@ -213,4 +214,4 @@ def new_key(path: Path) -> None:
     with os.fdopen(descriptor, "w") as file:
         file.write(f"{secrets.token_hex(_KEY_BYTES)}\n")
         file.flush()
-        os.fsync(file.fileno())
+        flush_to_device(file.fileno())

@@ -35,6 +35,7 @@ from typing import BinaryIO
 
 from ..errors import BlockCorrupt, StoreError
 from .encryption import MAGIC, PLAIN, Encryption
+from .flushing import flush_to_device
 
 logger = logging.getLogger(__name__)
 
@@ -324,7 +325,7 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             if fsync:
-                os.fsync(file.fileno())
+                flush_to_device(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
