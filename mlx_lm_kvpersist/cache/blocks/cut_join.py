@@ -281,7 +281,7 @@ class Joiner:
             for place, slot in enumerate(group.slots):
                 own = (x[place : place + 1, :, : self._n_newest] for x in newest)
                 slots[slot].recall(*own)
-                mx.eval(slots[slot].state)
+            mx.eval([slots[slot].state for slot in group.slots])
         for group in self._spec.recurrent if self._at_end else ():
             for number, form in enumerate(group.states):
                 if form is not None:

@@ -46,6 +46,10 @@ _LEAST_LEARNED = 256
 _LEAST_FACTOR = 0.1
 """A peak of few bytes may be an accident: other memory was freed."""
 
+_MOST_ON_GPU = 2.0
+"""A GPU's peak has every layer that MLX has queued: on an H100, 6 to 16 times the formula's bytes.
+MLX waits before it exceeds its memory limit, so shorter chunks would save no needed memory."""
+
 _MARGIN, _EASING = 1.2, 0.1
 """Peaks of similar chunks differ by some percent. A prediction that was too high falls by a tenth
 of the difference with each chunk."""
@@ -68,6 +72,8 @@ class PrefillMemory:
     limit_bytes: int
     stops_every: int | None = None
     window: int | None = None
+    most_factor: float = math.inf
+    """No factor is higher."""
     _factors: Mapping[int, float] = field(default_factory=dict)
     """The measured bytes of chunks over the formula's, by the power of two of the position;
     replaced, never changed."""
@@ -92,7 +98,9 @@ class PrefillMemory:
             score_bytes = max(score_bytes, key_bytes / GRID)
         stops_every = None if spec.any_prefix else CHECKPOINT_EVERY
         window = None if spec.full else max(spec.sliding, default=0)
-        return cls(token_bytes, score_bytes, key_bytes, limit_bytes, stops_every, window)
+        most_factor = math.inf if backend() == "cpu" else _MOST_ON_GPU
+        sizes = token_bytes, score_bytes, key_bytes, limit_bytes
+        return cls(*sizes, stops_every, window, most_factor)
 
     def peak_bytes(self, n_tokens: int, position: int) -> int:
         """Return the most bytes that a chunk after `position` cached tokens takes."""
@@ -123,6 +131,7 @@ class PrefillMemory:
         if is_short:
             predicted = self._formula(_LEAST_LEARNED, position)
         factor = max(_LEAST_FACTOR, _MARGIN * n_bytes / max(predicted, 1.0))
+        factor = min(factor, self.most_factor)
         if factor < before:
             if is_short:
                 return
@@ -137,7 +146,7 @@ class PrefillMemory:
             return factors[place]
         # If the formula was too low at another place, it may be twice as low here.
         highest = max(factors.values(), default=0.0)
-        return max(1.0, 2 * highest if highest > _MARGIN else highest)
+        return min(max(1.0, 2 * highest if highest > _MARGIN else highest), self.most_factor)
 
     def _formula(self, n_tokens: int, position: int) -> float:
         n_keys = self._seen(position) + n_tokens

@@ -257,6 +257,20 @@ def test_a_place_where_nothing_was_computed_expects_the_worst() -> None:
     assert memory.peak_bytes(512, 100_000) >= 2 * formula().peak_bytes(512, 100_000)
 
 
+def test_layers_that_a_gpu_has_queued_do_not_shorten_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On an H100 the peaks of a prompt of 32K tokens led to chunks of 32 tokens."""
+    monkeypatch.setattr(prefill_memory, "backend", lambda: "cuda")
+    memory, _ = told(build("llama"), 1024 * MIB)
+    usual = memory.most_tokens(30_000)
+    assert usual > 8 * MIN_CHUNK
+    for _ in range(20):
+        memory.learn(memory.most_tokens(30_000), 30_000, 20 * memory.limit_bytes)
+    assert memory.most_tokens(30_000) > usual / 4
+    assert memory.most_tokens(100_000) > MIN_CHUNK
+
+
 DEVICES: dict[str, Callable[[int, int], float]] = {
     "activations": lambda n, position: n * 70_000 + (n + position) * 1000,
     "scores": lambda n, position: n * 10_000 + n * (n + position) * 150,
