@@ -22,6 +22,7 @@ from ..host.patching.patches import PATCHES
 from ..host.stopping import requested_plugins
 from ..round_trip import check_round_trip
 from .doctor import PLUGIN, Finding, mlx_lm, report, tried
+from .machine_check import machine_findings
 from .quality_checks import server_attention
 
 
@@ -29,11 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the self-test, print its findings, and return the exit status."""
     plugins = requested_plugins(args.server_options) or [PLUGIN]
     command = " ".join(["mlx_lm.server", *(f"--plugin {name}" for name in plugins)])
-    findings = run_selftest(args.server_options)
-    if args.machine:
-        from .machine_check import machine_findings  # the server's own checks never need it
-
-        findings += machine_findings()
+    findings = [*(machine_findings() if args.machine else ()), *run_selftest(args.server_options)]
     return report(args, findings, command, f"{command} --model mlx-community/Qwen3-8B-4bit")
 
 
