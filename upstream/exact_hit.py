@@ -4,27 +4,26 @@ import json
 import subprocess
 import sys
 import time
-from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "mlx-community/SmolLM2-135M-Instruct"
 URL = "http://127.0.0.1:8765"
-server = subprocess.Popen(
-    [sys.executable, "-m", "mlx_lm", "server", "--model", MODEL, "--port", "8765"]
-)
+command = [sys.executable, "-m", "mlx_lm", "server", "--model", MODEL, "--port", "8765"]
 
 
-def ask(path: str, **body: object) -> str:
+def ask(path, **body):
     try:
-        with urlopen(URL + path, json.dumps(body).encode() if body else None, timeout=60) as reply:
+        with urlopen(URL + path, json.dumps(body).encode() if body else None, timeout=20) as reply:
             return json.load(reply).get("choices", [{}])[0].get("text", "ok")
-    except (HTTPError, URLError, TimeoutError) as error:
-        return f"failed: {error}"
+    except Exception as error:
+        return f"failed: {error!r}"
 
 
-while "failed" in ask("/health"):
-    time.sleep(1)
-first = ask("/v1/completions", prompt="Once upon a time", max_tokens=8)
-print("continued: ", ask("/v1/completions", prompt="Once upon a time" + first, max_tokens=8))
-print("new prompt:", ask("/v1/completions", prompt="The lock-keeper", max_tokens=8))
-server.kill()
+with subprocess.Popen(command) as server:
+    while "failed" in ask("/health"):
+        time.sleep(1)
+    first = ask("/v1/completions", prompt="Once upon a time", max_tokens=8)
+    again = ask("/v1/completions", prompt="Once upon a time" + first, max_tokens=8)
+    other = ask("/v1/completions", prompt="The lock-keeper", max_tokens=8)
+    print(f"first: {first!r}\ncontinued: {again!r}\nanother prompt: {other!r}")
+    server.kill()
