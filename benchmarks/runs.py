@@ -38,7 +38,7 @@ class Run:
         return self.before if name == BEFORE and self.before else SIDES[name]
 
     def fleet(self, names: Iterable[str]) -> Fleet:
-        return Fleet(self.model.path, map(self.side, names))
+        return Fleet(self.model.path, [self.side(name) for name in names])
 
 
 def tokens(n: int) -> str:

@@ -7,9 +7,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,20 @@ class BenchmarkServer(ServerProcess):
 
 
 class Fleet:
-    """A server for each side, all running, for a `with` block. Requests go to one at a time."""
+    """A server for each side, all running, for a `with` block. Requests go to one at a time.
 
-    def __init__(self, model: Path, sides: Iterable[Side]) -> None:
+    If CUDA_VISIBLE_DEVICES names several GPUs, the servers are spread over them.
+    """
+
+    def __init__(self, model: Path, sides: Sequence[Side]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
-        self.servers = {side.name: BenchmarkServer(model, side, self._folder) for side in sides}
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        # MLX keeps the memory of a whole GPU, so two servers on one GPU may run out of it.
+        own_gpus = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] if len(gpus) > 1 else [None]
+        self.servers = {
+            side.name: BenchmarkServer(model, side, self._folder, own_gpu)
+            for side, own_gpu in zip(sides, cycle(own_gpus), strict=False)
+        }
 
     def __enter__(self) -> Fleet:
         try:

@@ -14,7 +14,6 @@ from .api import admin
 from .api.admin import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sessions_view
 from .api.agents import WARM_PATH, AgentsAPI, Service, warm_at_start, warm_view
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI
-from .api.metrics import CONTENT_TYPE, Metrics
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import is_kept, namespace, normalise, note, session_key, unshared
 from .cache.geometry.kinds import most_taken_back
@@ -37,7 +36,7 @@ from .request.replies import known_replies
 from .request.serving import ServedRequest, Serving
 from .request.state import RequestState, Stage
 from .request.wired import wired_bytes
-from .request_log import RequestLog
+from .request_log import CONTENT_TYPE, Metrics, RequestLog
 from .store.block_store import BlockStore
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions

@@ -22,7 +22,7 @@ from ..config import DEFAULT_BITS, KV_BITS, precision_of
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
 from . import quality_checks as checks
-from .output import progress, table, tell
+from .output import Report, progress, table
 from .servers import OWN_TEXT
 from .spec import load_named
 
@@ -42,8 +42,8 @@ _Said = tuple[list[list[int]], list[list[int]]]
 """The ids of the replies to questions, and to prompts for tool calls."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises KVPersistError if it fails."""
+def run(args: argparse.Namespace) -> Report:
+    """Run the command. Raises KVPersistError if it fails."""
     text_name, text = read_text(args.text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     about_text = {"name": text_name, "chars": len(text), "sha256": digest}
@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
             reasons = "; ".join(sorted(set(left_out.values())))
             why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
             content = {"model": args.model, "text": about_text, "rows": [], "left_out": left_out}
-            tell(args, {**content, "why": why}, why)
-            return 0
+            return Report({**content, "why": why}, why)
         windows = checks.windows_of(ids, begin, _WINDOW, _STRIDE)
         context = args.context if args.context > 0 else None
         questions: list[list[int]] = []
@@ -93,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
         f"own {dtype}. ±: standard error.\n"
     )
     reasons_left_out = (f"{name}: left out, {reason}" for name, reason in left_out.items())
-    tell(args, content, heading, _table(rows), *reasons_left_out)
-    return 0
+    return Report(content, heading, _table(rows), *reasons_left_out)
 
 
 def _judged(
@@ -238,25 +236,21 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         return f"{counts[counted]} of {counts['tried']}" if counts else "-"
 
     cells = [
-        [
-            row["precision"] + " (default)" * (row["precision"] == DEFAULT_BITS),
-            f"{row['bits_per_number']:.2f}",
-            show_bytes(row["kv_bytes_per_token"]),
-            estimate(row, "perplexity", ".3f"),
-            estimate(row, "perplexity_rise", "+.2%"),
-            estimate(row, "agreement", ".1%"),
-            estimate(row, "divergence_nats", ".4f"),
-            f"{row['divergence_p99_nats']:.3f}",
-            f"{row['texts'][row['worst_text']]:.4f}, {row['worst_text']}",
-            share(row, "replies", "same"),
-            share(row, "needles", "found"),
-            share(row, "tool_calls", "found"),
-            share(row, "tool_calls", "same"),
-        ]
+        {
+            "bits": row["precision"] + " (default)" * (row["precision"] == DEFAULT_BITS),
+            "a number": f"{row['bits_per_number']:.2f}",
+            "a token": show_bytes(row["kv_bytes_per_token"]),
+            "perplexity": estimate(row, "perplexity", ".3f"),
+            "change": estimate(row, "perplexity_rise", "+.2%"),
+            "same next token": estimate(row, "agreement", ".1%"),
+            "KL nats": estimate(row, "divergence_nats", ".4f"),
+            "at 99%": f"{row['divergence_p99_nats']:.3f}",
+            "worst text": f"{row['texts'][row['worst_text']]:.4f}, {row['worst_text']}",
+            "same replies": share(row, "replies", "same"),
+            "facts found": share(row, "needles", "found"),
+            "right calls": share(row, "tool_calls", "found"),
+            "same calls": share(row, "tool_calls", "same"),
+        }
         for row in rows
     ]
-    columns = [
-        *("bits", "a number", "a token", "perplexity", "change", "same next token", "KL nats"),
-        *("at 99%", "worst text", "same replies", "facts found", "right calls", "same calls"),
-    ]
-    return table(columns, cells, right="perplexity change")
+    return table([*cells[0]], [[*row.values()] for row in cells], right="perplexity change")

@@ -23,15 +23,16 @@ from ..host.stopping import requested_plugins
 from ..round_trip import check_round_trip
 from .doctor import PLUGIN, Finding, mlx_lm, report, tried
 from .machine_check import machine_findings
+from .output import Report
 from .quality_checks import server_attention
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the self-test, print its findings, and return the exit status."""
+def run(args: argparse.Namespace) -> Report:
+    """Run the self-test, and say what it found."""
     plugins = requested_plugins(args.server_options) or [PLUGIN]
     command = " ".join(["mlx_lm.server", *(f"--plugin {name}" for name in plugins)])
     findings = [*(machine_findings() if args.machine else ()), *run_selftest(args.server_options)]
-    return report(args, findings, command, f"{command} --model mlx-community/Qwen3-8B-4bit")
+    return report(findings, command, f"{command} --model mlx-community/Qwen3-8B-4bit")
 
 
 def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:

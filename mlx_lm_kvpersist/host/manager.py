@@ -16,8 +16,7 @@ from typing import Any
 
 import pluggy
 
-from ..errors import ClientGone, ConfigError, PluginFault, PluginNotFound, RequestRefused
-from ..failures import Failures
+from ..errors import ClientGone, ConfigError, Failures, PluginFault, PluginNotFound, RequestRefused
 from . import hookspecs
 from .answers import (
     CHECKS,

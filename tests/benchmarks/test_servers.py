@@ -14,7 +14,16 @@ import mlx_lm_kvpersist
 from benchmarks import decode, run_all, shared, stall, start, streams, together, ttft
 from benchmarks.page_cache import drop_cached_pages
 from benchmarks.runs import BOTH, Run
-from benchmarks.servers import BEFORE, OURS, OURS_16, REPOSITORY, SIDES, STOCK, before_side
+from benchmarks.servers import (
+    BEFORE,
+    OURS,
+    OURS_16,
+    REPOSITORY,
+    SIDES,
+    STOCK,
+    Fleet,
+    before_side,
+)
 from tests.support import ServerError
 
 
@@ -205,6 +214,15 @@ def test_ours_has_the_options_that_users_get() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no posix_fadvise")
+def test_servers_are_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = [SIDES[name] for name in (OURS, OURS_16, STOCK)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    servers = Fleet(tmp_path, sides).servers.values()
+    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["2", "3", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert all("CUDA_VISIBLE_DEVICES" not in s.env for s in Fleet(tmp_path, sides).servers.values())
+
+
 def test_dropping_the_page_cache(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
