@@ -88,14 +88,14 @@ def decoding(bits: int) -> str:
     queries, weights = (mx.random.normal((1, 8, 4, n)).astype(mx.bfloat16) for n in (128, N_KEYS))
     keys = mx.random.normal((1, 8, N_KEYS, 128)).astype(mx.bfloat16)
     packed = mx.quantize(keys, 64, bits)
-    folded = [x.reshape(1, 8, 32, N_KEYS // 32, x.shape[-1]) for x in packed]
-    folded_weights = weights.reshape(1, 8, 4, 32, N_KEYS // 32).swapaxes(2, 3)
+    folded, scales, biases = (x.reshape(1, 8, 32, N_KEYS // 32, -1) for x in packed)
+    parts = weights.reshape(1, 8, 4, 32, N_KEYS // 32).swapaxes(2, 3)
     multiply = partial(mx.quantized_matmul, group_size=64, bits=bits)
     calls: dict[str, Callable[[], object]] = {
         "nothing": lambda: queries + 1,
         "keys": lambda: multiply(queries, *packed, transpose=True),
         "values": lambda: multiply(weights, *packed, transpose=False),
-        "values folded": lambda: multiply(folded_weights, *folded, transpose=False).sum(axis=2),
+        "values folded": lambda: multiply(parts, folded, scales, biases, transpose=False).sum(2),
         "dequantize": lambda: mx.dequantize(*packed, group_size=64, bits=bits),
         "slice": lambda: mx.contiguous(packed[0][:, :, :-8]),
         "16 bits": lambda: ATTENTION(queries.reshape(1, 32, 1, 128), keys, keys, scale=0.1),

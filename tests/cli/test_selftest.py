@@ -43,7 +43,7 @@ def _attributes(module: ModuleType) -> dict[str, Any]:
 
 
 def test_a_plugin_that_is_not_installed_fails_the_start() -> None:
-    finding = selftest.tried("startup", lambda: selftest.check_startup(["--plugin", "nothing"]))
+    finding = tried("startup", lambda: selftest.check_startup(["--plugin", "nothing"]))
     assert not finding.passed and finding.found.startswith("no plugin named 'nothing'")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.request import machine
@@ -45,10 +47,10 @@ def test_a_system_without_proc_offers_a_part_of_its_memory(
 ) -> None:
     """macOS has no /proc. There Metal says what it recommends; MLX on its CPU says nothing."""
     info = {} if working_set is None else {"max_recommended_working_set_size": working_set}
-    monkeypatch.setattr(machine.mx, "device_info", lambda: info)
-    monkeypatch.setattr(machine.mx, "get_active_memory", lambda: 5)
-    monkeypatch.setattr(machine.mx, "get_cache_memory", lambda: 2)
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 5)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 2)
     monkeypatch.setattr(machine, "Path", lambda path: tmp_path / path.lstrip("/"))
-    monkeypatch.setattr(machine.os, "sysconf", {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 100}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 100}.get)
     monkeypatch.setattr(machine, "cgroup_bytes", lambda: cgroup_bytes(tmp_path))
     assert machine.offered_bytes() == (working_set or 16384 * 75 + 7)
