@@ -59,7 +59,7 @@ def conditions_of_machine() -> str:
 def out_of_memory() -> str:
     """Ask for 256 TiB in a process of its own, and compute afterwards."""
     status, last_line = ask([sys.executable, "-c", _ASK_FOR_TOO_MUCH])
-    return f"the process ended with status {status}: {last_line or 'no error was raised'}"
+    return last_line or f"MLX ends the process with status {status}"
 
 
 def attention(dim: int) -> str:
@@ -104,7 +104,7 @@ def decoding(bits: int) -> str:
 
 
 def writes(n_writes: int, n_reads: int) -> str:
-    """Measure writes to a new cache of 64 MiB, each after as many reads of all of it."""
+    """Measure writes to a new cache of 64 MiB, each after `n_reads` sums over the cache."""
 
     def write() -> list[mx.array]:
         cache, sums = mx.zeros((1, 4, N_KEYS, 128)), list[mx.array]()
@@ -118,10 +118,11 @@ def writes(n_writes: int, n_reads: int) -> str:
 
 def measured(compute: Callable[[], object]) -> str:
     """Return the least time of four calls, the first of which may compile, and the memory."""
-    times_s, before = [], mx.get_active_memory()
+    times_s = []
     for _ in range(4):
+        before = mx.get_active_memory()
         mx.reset_peak_memory()
         started_s = time.perf_counter()
         mx.eval(compute())
         times_s.append(time.perf_counter() - started_s)
-    return f"{min(times_s) * 1000:.3g} ms {show_bytes(mx.get_peak_memory() - before)}"
+    return f"{min(times_s) * 1000:,.2f} ms {show_bytes(mx.get_peak_memory() - before)}"

@@ -134,7 +134,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 def allow_open_files() -> None:
     """Raise the soft limit of open files to OPEN_FILES, as far as the hard limit allows.
 
-    macOS starts processes with 256. A client takes several: its connection, the index, blocks.
+    macOS starts processes with 256. Each client takes one, and threads that read stored files more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)

@@ -118,9 +118,9 @@ def test_the_page_of_a_machine_has_every_kernel(
     monkeypatch.setattr(machine_check, "N_KEYS", 2048)
     assert command(["selftest", "--machine"]) == 0
     page = capsys.readouterr().out
-    assert f"mlx {versions.installed('mlx')}" in page and "the process ended with status" in page
+    assert f"mlx {versions.installed('mlx')}" in page and "out of memory: " in page
     assert "ok    attention, heads of 80: right with (4, 6) bits; a prompt's 256 tokens " in page
-    times = re.findall(r"(values folded|dequantize|16 bits|keys) \d[\d.e+]* ms \d", page)
+    times = re.findall(r"(values folded|dequantize|16 bits|keys) \d[\d,.]* ms \d", page)
     assert len(times) == 2 * 4
     assert "ok    eight writes, each after a read: " in page
 
