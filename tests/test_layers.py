@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "units",
     },
     "testing": {"errors", "host", "round_trip"},
+    "plugins": {"apis", "errors", "host", "testing"},
     "plugin": {
         "ranks",
         "api",

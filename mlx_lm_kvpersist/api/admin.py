@@ -103,14 +103,12 @@ def operator_view(
 
 
 def operator_change(
-    change: Callable[[dict[str, Any]], Any],
-    read: Callable[[Any], dict[str, Any]],
-    key: str | None = None,
+    change: Callable[[dict[str, Any]], Any], key: str | None = None
 ) -> Callable[[Any], None]:
     """Return the handler of a route that changes something: `operator_view`, with a JSON body.
 
-    read: returns the body of a handler's request; it may raise RequestRefused. A browser shows
-    pages of other sites, and of other servers on this machine: none of them may change anything.
+    A browser shows pages of other sites, and of other servers on this machine: none of them may
+    change anything.
     """
 
     def checked(handler: Any) -> Any:
@@ -119,7 +117,7 @@ def operator_change(
         kind = handler.headers.get_content_type() if "Content-Type" in handler.headers else None
         if kind != "application/json":
             raise RequestRefused(f"Content-Type is {kind}, expected application/json", 415)
-        return change(read(handler))
+        return change(handler.read_json())
 
     return answering(checked)
 

@@ -71,13 +71,11 @@ Call = Callable[[Any, Body], Any]
 class Service:
     """The services that agents and warming use, and the key by which they know a client.
 
-    chat: the host's module that answers requests (`host/http/apis.py`). sessions: returns the
-    store's `StoredSessions`. Both may raise RequestRefused. key: the operator's.
+    sessions: returns the store's `StoredSessions`, or raises RequestRefused. key: the operator's.
     by_key: whether API keys have namespaces of their own. refusal: says why nothing is kept of the
     loaded model, "" if it is kept.
     """
 
-    chat: Any
     sessions: Callable[[], Any]
     key: str | None
     by_key: bool
@@ -119,7 +117,7 @@ class AgentsAPI:
                 yield method, path, answering(partial(self._answer, calls=calls))
 
     def _answer(self, handler: Any, calls: Mapping[str, Call]) -> Any:
-        body, method = self._service.chat.read_body(handler), handler.command
+        body, method = handler.read_body(), handler.command
         if method in calls:
             return calls[method](handler, body)
         why = f"{method} is not known here, try {[*calls]}"
@@ -150,7 +148,7 @@ class AgentsAPI:
             prefilled = None
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
-                    n_prompt, n_cached = self._service.chat.prefill(handler, agent.beginning)
+                    n_prompt, n_cached = handler.prefill(agent.beginning)
                 with suppress(RequestRefused):  # a slow disk is no reason to have no agent
                     self._service.sessions().changed(lambda disk: None)  # it is on disk then
                 prefilled = {"tokens": n_prompt, "reused": n_cached}
@@ -191,7 +189,7 @@ class AgentsAPI:
             body = {**body, "max_tokens": int(most)}
         messages = [*agent.beginning["messages"], *messages]
         with self._running(handler.headers, agent):
-            self._service.chat.answer(handler, {**agent.beginning, **body, "messages": messages})
+            handler.serve_chat({**agent.beginning, **body, "messages": messages})
 
     def _evict(self, handler: Any, body: Body) -> Body:
         self._check_operator(handler)
@@ -289,7 +287,7 @@ def warm_view(service: Service) -> Callable[[Any], None]:
     def answer(handler: Any) -> Any:
         check_operator(handler, service.key)
         check_site(handler.headers, service.key)
-        body = service.chat.read_body(handler)
+        body = handler.read_body()
         name = body.get("name")
         require(isinstance(name, str) and bool(name), "name", name, "a session's name")
         return warm(service, handler, str(name), body.get("request"))
@@ -307,7 +305,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     name = _NOT_SENT.sub("-", name)
     name_session(handler.headers, name)
     since_s = time.time()
-    service.chat.prefill(handler, chat_body)
+    handler.prefill(chat_body)
     if why := service.refusal():
         raise RequestRefused(f"the prompt was computed, but the model is not kept: {why}", 503)
     tenant, deadline_s = service.namespace(handler.headers), time.monotonic() + _SAVED_S

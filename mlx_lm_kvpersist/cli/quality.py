@@ -18,7 +18,7 @@ from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.measuring.divergence import Predictions, part_means
 from ..cache.measuring.texts import encode, placed
-from ..config import DEFAULT_BITS, KV_BITS, precision_of
+from ..config import DEFAULT_BITS, KV_BITS
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
 from . import quality_checks as checks
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> Report:
             f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
     with checks.server_attention():
-        specs, left_out = _specs(args, model)
+        specs, left_out = _specs(model)
         if not specs:
             reasons = "; ".join(sorted(set(left_out.values())))
             why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
@@ -191,16 +191,13 @@ def _measured(
     return rows
 
 
-def _specs(
-    args: argparse.Namespace, model: Any
-) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
+def _specs(model: Any) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
     """Return the spec of each precision that the model takes, and why it takes no other."""
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
     for name in (name for name in KV_BITS if name != REFERENCE):
-        args.kvpersist_kv_bits = name
         try:
-            spec = checks.served(model, precision_of(args))
+            spec = checks.served(model, KV_BITS[name])
         except ModelNotSupported as error:
             left_out[name] = str(error)
             continue

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError
 from ...ranks import LOADING_S, PATIENCE_S, ranks
 from .. import manager
-from ..answers import ModelSupport, PrefillLimits, check_batch, check_caches
-from ..attachments import renders_images
+from ..attachments import IMAGE_KINDS
+from ..hooks import ModelSupport, PrefillLimits, check_batch, check_caches
 from .context_length import max_context
 from .step_failures import StepFailures
 from .wired import choose_wired_limit
@@ -129,12 +129,27 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         self.is_ready = True
 
 
+def renders_images(tokenizer: Any, processor: Any) -> bool:
+    """Tell whether a chat template writes the token for which a model's processor puts an image."""
+    if processor is None:
+        return False
+    for kind in IMAGE_KINDS:
+        image = {"type": kind, kind: "data:,"}
+        try:
+            messages = [{"role": "user", "content": [image]}]
+            if processor.image_token in tokenizer.apply_chat_template(messages, tokenize=False):
+                return True
+        except Exception:  # no template, or one that expects a text
+            continue
+    return False
+
+
 def check_model_name(name: str) -> None:
     """Raise ConfigError unless the name is a folder, or has the form of a name on the hub."""
     if not (Path(name).is_dir() or _HUB_NAME.fullmatch(name)):
         raise ConfigError(
-            f"there is no model folder {name}; expected a folder, or a name on the hub such as "
-            "mlx-community/SmolLM2-135M-Instruct"
+            f"the model folder {name} does not exist; expected a folder, or a name on the hub "
+            "such as mlx-community/SmolLM2-135M-Instruct"
         )
 
 
