@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.cli.doctor import Finding, mlx_lm
+from mlx_lm_kvpersist.cli.doctor import Finding, mlx_lm, tried
 from mlx_lm_kvpersist.cli.output import console, table
-from mlx_lm_kvpersist.cli.selftest import check_numbers, check_patch, check_startup, tried
+from mlx_lm_kvpersist.cli.selftest import check_numbers, check_patch, check_startup
 from mlx_lm_kvpersist.host.patching import versions
 from mlx_lm_kvpersist.host.patching.patches import PATCHES, Patch
 

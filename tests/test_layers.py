@@ -121,6 +121,25 @@ def test_what_is_plain_python_stays_so(part: str) -> None:
         assert not bad, f"{path.relative_to(PACKAGE)} imports {bad}"
 
 
+def test_no_process_is_forked() -> None:
+    """Metal does not work in a fork."""
+    for path in PACKAGE.rglob("*.py"):
+        modules = {name.split(".")[0] for name in imported(path)}
+        assert not modules & {"multiprocessing", "pty"}, path.relative_to(PACKAGE)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not used & {"fork", "forkpty", "ProcessPoolExecutor"}, path.relative_to(PACKAGE)
+
+
+def test_no_wait_ends_by_the_wall_clock() -> None:
+    """It moves on while a Mac sleeps, and a deadline has passed when the Mac wakes."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+                added = {ast.unparse(node.left), ast.unparse(node.right)}
+                assert "time.time()" not in added, f"{path.relative_to(PACKAGE)}:{node.lineno}"
+
+
 def test_no_two_classes_share_a_name() -> None:
     found: dict[str, Path] = {}
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -308,8 +308,8 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     handler.prefill(chat_body)
     if why := service.refusal():
         raise RequestRefused(f"the prompt was computed, but the model is not kept: {why}", 503)
-    tenant, deadline_s = service.namespace(handler.headers), time.time() + _SAVED_S
-    while time.time() < deadline_s:
+    tenant, deadline_s = service.namespace(handler.headers), time.monotonic() + _SAVED_S
+    while time.monotonic() < deadline_s:
         if (pinned := service.sessions().pin_newest(tenant, name, since_s)) is not None:
             return pinned
         time.sleep(_POLL_S)

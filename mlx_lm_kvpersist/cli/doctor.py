@@ -15,7 +15,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -47,6 +47,17 @@ class Finding:
     passed: bool
     found: str
     advice: str = ""
+
+
+def tried(name: str, check: Callable[[], str | None]) -> Finding:
+    """Run a check. It returns what it found, None for "works"; an error becomes what was found."""
+    try:
+        result = check() or "works"
+    except KVPersistError as error:
+        return Finding(name, False, str(error))
+    except Exception as error:
+        return Finding(name, False, f"{type(error).__name__}: {error}")
+    return Finding(name, True, result)
 
 
 def examine() -> list[Finding]:

@@ -300,6 +300,8 @@ def _add_quality(add: Any) -> None:
 def _add_selftest(add: Any) -> None:
     summary = "prove every patch, start the plugin, check its numbers"
     selftest = add("selftest", "selftest:run", summary, json=True)
+    page = "also check and measure what MLX does here: a page for an issue, in minutes"
+    selftest.add_argument("--machine", action="store_true", help=page)
     selftest.add_argument(
         "server_options",
         nargs="*",

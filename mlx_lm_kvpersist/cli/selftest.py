@@ -9,18 +9,19 @@ import io
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
 
 from ..config import add_options, precision_of
-from ..errors import KVPersistError, PatchNotEffective, SelfTestFailed
+from ..errors import PatchNotEffective, SelfTestFailed
 from ..host import install, uninstall
 from ..host.patching.patches import PATCHES, Patch, PatchSet, look_up
 from ..host.stopping import requested_plugins
 from ..round_trip import check_round_trip
-from .doctor import PLUGIN, Finding, mlx_lm, report
+from .doctor import PLUGIN, Finding, mlx_lm, report, tried
+from .machine_check import machine_findings
 from .output import Report
 from .quality_checks import server_attention
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> Report:
     """Run the self-test, and say what it found."""
     plugins = requested_plugins(args.server_options) or [PLUGIN]
     command = " ".join(["mlx_lm.server", *(f"--plugin {name}" for name in plugins)])
-    findings = run_selftest(args.server_options)
+    findings = [*(machine_findings() if args.machine else ()), *run_selftest(args.server_options)]
     return report(findings, command, f"{command} --model mlx-community/Qwen3-8B-4bit")
 
 
@@ -43,17 +44,6 @@ def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:
     if PLUGIN in (requested_plugins(server_options) or [PLUGIN]):
         findings.append(tried("round trip", partial(check_numbers, server_options)))
     return findings
-
-
-def tried(name: str, check: Callable[[], str | None]) -> Finding:
-    """Run a check. It returns what it found, None for "works"; an error becomes what was found."""
-    try:
-        result = check() or "works"
-    except KVPersistError as error:
-        return Finding(name, False, str(error))
-    except Exception as error:
-        return Finding(name, False, f"{type(error).__name__}: {error}")
-    return Finding(name, True, result)
 
 
 def check_patch(patch: Patch) -> None:

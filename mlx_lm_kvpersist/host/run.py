@@ -11,6 +11,7 @@ import gc
 import inspect
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -28,6 +29,8 @@ from .stopping import report, stop
 
 GRACE_S = 30.0
 """How long a signalled server may take to end."""
+OPEN_FILES = 4096
+"""Files and connections that a server may need at the same time."""
 
 _ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\n\t"}
 
@@ -94,6 +97,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
     @wraps(stock)
     def run(*args: Any, **kwargs: Any) -> None:
         gc.freeze()  # what was imported stays: no collection needs to look there
+        allow_open_files()
         call = signature.bind(*args, **kwargs).arguments
         provider = call["model_provider"]
         status = 0
@@ -123,6 +127,17 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
             raise SystemExit(status)
 
     return run
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit of open files to OPEN_FILES, as far as the hard limit allows.
+
+    macOS starts processes with 256. Each client takes one, and threads that read stored files more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def check_address(host: str, port: int) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DecryptionFailed
+from .flushing import flush_to_device
 from .folder import MAGIC, Plain
 
 _NO_WAIT = os.O_NONBLOCK  # or opening a pipe would wait for its writer
@@ -167,4 +168,4 @@ def new_key(path: Path) -> None:
     with os.fdopen(descriptor, "w") as file:
         file.write(f"{secrets.token_hex(_KEY_BYTES)}\n")
         file.flush()
-        os.fsync(file.fileno())
+        flush_to_device(file.fileno())

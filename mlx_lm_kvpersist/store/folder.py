@@ -35,6 +35,7 @@ from threading import local
 from typing import Any, BinaryIO
 
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
+from .flushing import flush_to_device
 
 logger = logging.getLogger(__name__)
 
@@ -378,7 +379,7 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             if fsync:
-                os.fsync(file.fileno())
+                flush_to_device(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)

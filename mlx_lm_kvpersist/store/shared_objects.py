@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -136,7 +137,8 @@ class SharedObjects:
         self.reads = Breaker("read", self.failures)
         self.writes = Breaker("written", self.failures)
         self.seen_s: dict[bytes, float] = {}
-        """When objects were last known to be there, by the monotonic clock."""
+        """When objects were last known to be there, by the wall clock: other servers remove old
+        objects while this machine sleeps."""
         self._bad: set[bytes] = set()
         if self.objects.is_hanging:
             self.reads.failed("it does not answer")
@@ -232,11 +234,12 @@ class SharedObjects:
     def saw(self, key: bytes) -> None:
         if len(self.seen_s) >= _MAX_KEYS:
             self.seen_s.clear()  # they are asked for again
-        self.seen_s[key] = time.monotonic()
+        self.seen_s[key] = time.time()
 
     def is_seen(self, key: bytes) -> bool:
         """Say whether an object was known to be there lately."""
-        return time.monotonic() - self.seen_s.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S
+        seen_s = self.seen_s.get(key, -math.inf)
+        return 0 <= time.time() - seen_s < ASK_AGAIN_S
 
     def lacks(self, key: bytes) -> bool:
         """Ask whether an object should be put: it is missing, damaged or was put long ago."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,3 +67,17 @@ def test_a_model_that_is_not_kept_is_said_at_once() -> None:
     with pytest.raises(RequestRefused, match="not kept: its caches are strange") as refused:
         warmed("its caches are strange")
     assert refused.value.status == 503
+
+
+def test_a_sleep_does_not_end_the_wait_for_storing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock moves by hours between two looks, and the prompt is stored afterwards."""
+    now_s, looks = [1e9], iter([None, None, {"tokens": 7}])
+    pin = SimpleNamespace(pin_newest=lambda *_: next(looks))
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += 8 * 3600
+
+    monkeypatch.setattr(time, "time", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    handler: Any = SimpleNamespace(headers=Message(), prefill=lambda *_: None)
+    assert warm(Service(lambda: pin, None, False), handler, "s", [ASK]) == {"tokens": 7}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
-from mlx_lm_kvpersist.cli import selftest
-from mlx_lm_kvpersist.cli.doctor import Finding
+from mlx_lm_kvpersist.cli import machine_check, selftest
+from mlx_lm_kvpersist.cli.doctor import Finding, tried
 from mlx_lm_kvpersist.cli.main import main as command
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host.patching import versions
@@ -41,7 +43,7 @@ def _attributes(module: ModuleType) -> dict[str, Any]:
 
 
 def test_a_plugin_that_is_not_installed_fails_the_start() -> None:
-    finding = selftest.tried("startup", lambda: selftest.check_startup(["--plugin", "nothing"]))
+    finding = tried("startup", lambda: selftest.check_startup(["--plugin", "nothing"]))
     assert not finding.passed and finding.found.startswith("no plugin named 'nothing'")
 
 
@@ -104,3 +106,32 @@ def test_the_plugin_is_started_and_shut_down(environment: Environment) -> None:
     assert "mlx_lm.server --plugin echo works here" in done.stdout
     calls = json.loads(record.read_text())
     assert calls == [["configure", ["echo"]], ["shutdown"]]
+
+
+def test_the_page_of_a_machine_has_every_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real arithmetic at small sizes: attention is right, and each call has a time and a size."""
+    monkeypatch.setattr(selftest, "run_selftest", lambda options: [])
+    monkeypatch.setattr(machine_check, "HEADS", {80: 32})
+    monkeypatch.setattr(machine_check, "BITS", (4, 6))
+    monkeypatch.setattr(machine_check, "N_KEYS", 2048)
+    assert command(["selftest", "--machine"]) == 0
+    page = capsys.readouterr().out
+    assert f"mlx {versions.installed('mlx')}" in page and "out of memory: " in page
+    assert "ok    attention, heads of 80: right with (4, 6) bits; a prompt's 256 tokens " in page
+    times = re.findall(r"(values folded|dequantize|16 bits|keys) \d[\d,.]* ms \d", page)
+    assert len(times) == 2 * 4
+    assert "ok    eight writes, each after a read: " in page
+
+
+def test_a_wrong_kernel_is_named_and_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = mx.quantized_matmul
+
+    def wrong_for_six_bits(*args: Any, **options: Any) -> mx.array:
+        return product(*args, **options) * (1.5 if options["bits"] == 6 else 1)
+
+    monkeypatch.setattr(mx, "quantized_matmul", wrong_for_six_bits)
+    finding = tried("attention", lambda: machine_check.attention(64))
+    assert not finding.passed
+    assert finding.found.startswith("wrong: packed, 6 bits, 2 heads; packed, 6 bits, 8 heads")

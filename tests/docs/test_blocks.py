@@ -17,6 +17,7 @@ import yaml
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.cli.main import make_parser
+from mlx_lm_kvpersist.host.run import GRACE_S
 from tests.support.host import REPOSITORY
 from tools.docs.options import leaves
 
@@ -74,7 +75,9 @@ def test_services_start_the_server_and_start_it_again() -> None:
     plist = plistlib.loads(agent.text.strip().encode())
     assert plist["KeepAlive"] == {"SuccessfulExit": False} and plist["RunAtLoad"]
     # What a server that was told to end may take, by host/run.py.
-    assert int(service["TimeoutStopSec"]) == plist["ExitTimeOut"] > 30 + 10
+    assert int(service["TimeoutStopSec"]) == plist["ExitTimeOut"] > GRACE_S + 10
+    assert int(service["UMask"], 8) == plist["Umask"] == 0o77
+    assert plist["ProcessType"] == "Interactive"  # else launchd throttles
     for words in (service["ExecStart"].split(), plist["ProgramArguments"]):
         assert words[0].endswith("/mlx/bin/mlx_lm.server")
         check_server(words[1:])

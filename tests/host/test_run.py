@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -107,3 +108,22 @@ def test_what_stock_raises_is_raised_after_the_shutdown(
     with plugged(Notes()), pytest.raises(OSError, match="already in use"):
         patched_server.run("127.0.0.1", 0, SimpleNamespace(cli_args=PROVIDER_ARGS))
     assert asked == ["configure", "shutdown"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((256, resource.RLIM_INFINITY), (4096, resource.RLIM_INFINITY)),  # macOS
+        ((256, 1024), (1024, 1024)),
+        ((8192, 10_240), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_a_server_may_open_more_files_than_a_mac_allows_at_first(
+    monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: tuple[int, int] | None
+) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: before)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    run.allow_open_files()
+    assert limits == ([] if after is None else [after])

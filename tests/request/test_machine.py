@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.request import memory
@@ -46,3 +48,18 @@ def test_limits_of_control_groups_count(tmp_path: Path) -> None:
     write("sys/fs/cgroup/a/b/memory.max", "5000\n")
     write("sys/fs/cgroup/memory/memory.limit_in_bytes", "7000\n")
     assert list(cgroup_bytes(tmp_path)) == [5000, 700, 7000]
+
+
+@pytest.mark.parametrize("working_set", [None, 12 << 30])
+def test_a_system_without_proc_offers_a_part_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, working_set: int | None
+) -> None:
+    """macOS has no /proc. There Metal says what it recommends; MLX on its CPU says nothing."""
+    info = {} if working_set is None else {"max_recommended_working_set_size": working_set}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 5)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 2)
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 100}.get)
+    monkeypatch.setattr(machine, "cgroup_bytes", lambda: cgroup_bytes(tmp_path))
+    assert machine.offered_bytes() == (working_set or 16384 * 75 + 7)

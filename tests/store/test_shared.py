@@ -961,3 +961,15 @@ def test_what_is_remembered_of_objects_is_bounded(
         objects.forget((1000 + n).to_bytes(16), is_bad=True)
         assert objects.is_seen(n.to_bytes(16))
         assert len(objects._bad) <= 10 and len(objects.seen_s) <= 10
+
+
+@pytest.mark.parametrize("seconds", [2 * 86400.0, -3600.0], ids=["slept", "set back"])
+def test_an_object_is_asked_for_again_after_a_sleep(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """The monotonic clock of a Mac stands still in its sleep, and other servers remove objects."""
+    objects, now_s = tier_of(opened()).objects, time.time()
+    objects.saw(bytes(16))
+    assert objects.is_seen(bytes(16))
+    monkeypatch.setattr(time, "time", lambda: now_s + seconds)
+    assert not objects.is_seen(bytes(16)) and objects.lacks(bytes(16))

@@ -97,7 +97,7 @@ def plan_attention(
     if packed:
         quantized = [slot for group in spec.quantized for slot in group.slots]
         shapes = packed_shapes(model, spec.make_cache, quantized)
-    wrong_strategies = cache(_wrong_strategies)
+    wrong_for = cache(wrong_strategies)
     wrong: set[Strategy] = set()
     plans: dict[str, AttentionPlan] = {}
     for group in spec.quantized:
@@ -112,7 +112,7 @@ def plan_attention(
         else:
             plan = forced_plan(choice)
         try:
-            wrong |= wrong_strategies(plan, shape, group.precision, group.keys.mx_dtype)
+            wrong |= wrong_for(plan, shape, group.precision, group.keys.mx_dtype)
         except Exception as error:  # MLX may lack a kernel, or memory
             logger.warning("kvpersist: attention over quantized keys fails: %r", error)
             wrong.add("dequantize")
@@ -140,7 +140,7 @@ def plan_attention(
     return replace(spec, template=replaced(spec.template, slots), plans=plans)
 
 
-def _wrong_strategies(
+def wrong_strategies(
     plan: AttentionPlan, shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype
 ) -> frozenset[Strategy]:
     """Return which of "dequantize" and "packed" are wrong in calls that follow the plan.

@@ -101,7 +101,7 @@ def test_every_strategy_is_right_here(
     computed_on(backend, monkeypatch)
     given = KVPrecision.of(6, 32, 2) if isinstance(precision, str) else precision
     fitted = given.fitted(shape.k_dim, shape.v_dim)
-    wrong = attention_check._wrong_strategies(forced_plan("packed"), shape, fitted, mx.float32)
+    wrong = attention_check.wrong_strategies(forced_plan("packed"), shape, fitted, mx.float32)
     assert not wrong
 
 
