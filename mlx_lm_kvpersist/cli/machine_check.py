@@ -12,7 +12,7 @@ from itertools import product
 import mlx.core as mx
 
 from ..cache.geometry.precision import KVPrecision
-from ..cache.live.policy import AttentionShape, backend, forced_plan
+from ..cache.live.attention import AttentionShape, backend, forced_plan
 from ..cache.measuring.attention_check import wrong_strategies
 from ..errors import SelfTestFailed
 from ..units import show_bytes
