@@ -32,9 +32,9 @@ from .request.replies import known_replies
 from .request.serving import RequestState, ServedRequest, Serving, Stage
 from .request_log import CONTENT_TYPE, Metrics, RequestLog
 from .store.block_store import BlockStore
-from .store.reading import Threads
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions
+from .store.threads import Threads
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from ..errors import ConfigError, NoAnswer
 from ..units import parse_folder
 from .folder import OBJECTS, OwnFiles, has_own_name
-from .reading import Result, Threads
+from .threads import Result, Threads
 
 ANSWER_S, CONNECT_S = 9, 2
 """Seconds that an operation, and a connection, may take. Nothing is tried twice."""

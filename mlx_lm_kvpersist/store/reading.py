@@ -9,12 +9,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,10 +20,9 @@ from ..errors import BlockCorrupt, Failures, PoolFull, StoreFormatError
 from .index import Index
 from .pool import BlockPool
 from .records import KVBlock, ReadTier
+from .threads import Threads
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 _N_THREADS = 3
 MOST_TOKENS = 1 << 19
@@ -35,54 +31,6 @@ N_LAST = 6
 """Ids of a run. After four equal ids the next ids often differ; twelve are found too late."""
 _FACTOR = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
-
-
-class Threads:
-    """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive."""
-
-    def __init__(self, n_threads: int, name: str) -> None:
-        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._closed = False
-        self._threads = [
-            Thread(target=self._run, name=f"{name}_{n}", daemon=True) for n in range(n_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """Have a task run; its future is cancelled if this is closed before."""
-        future: Future[Result] = Future()
-        self._tasks.put((future, task))
-        if self._closed:
-            future.cancel()
-        return future
-
-    def close(self, timeout_s: float) -> bool:
-        """Drop what waits and stop; False when what runs takes longer than `timeout_s`."""
-        self._closed = True
-        for _ in self._threads:
-            self._tasks.put(None)
-        deadline_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self) -> None:
-        for future, task in iter(self._tasks.get, None):
-            if self._closed:
-                future.cancel()
-            run_into(future, task)
-            # An idle thread must not hold the arrays that it read last.
-            del future, task
-
-
-def run_into(future: Future[Result], task: Callable[[], Result]) -> None:
-    """Run a task for a future, unless that is cancelled."""
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(task())
-        except BaseException as error:
-            future.set_exception(error)
 
 
 class Prefetch:

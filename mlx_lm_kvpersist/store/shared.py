@@ -21,9 +21,9 @@ from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, block_key, pa
 from .disk_tier import DiskTier
 from .pool import BlockPool
 from .putting import Putting, RepliesOf
-from .reading import Threads
 from .records import SHARED, Commit, KVBlock, Saved
 from .shared_objects import OPENING_TOKENS, Conversation, SharedObjects, opening_of
+from .threads import Threads
 
 N_AHEAD = 6
 """Objects asked for at once, at most. It is one at first: on a slow line, none comes sooner."""

@@ -14,9 +14,9 @@ from ..errors import RequestRefused, StoreError
 from .block_store import BlockStore
 from .disk import DiskStore
 from .index import Index
-from .reading import run_into
 from .records import Session
 from .session_file import export_parts, export_records
+from .threads import run_into
 
 SHOWN = 50
 _TIMEOUT_S = 30.0

@@ -3,7 +3,7 @@
 The shapes are from what clients were seen to send; the texts are made up. What is expected is
 counted in the ids of earlier turns: all of a turn, all of its prompt, or as many of its tokens as
 the two texts have in common. A turn that leaves a stored one inside a block may compute that block
-again from its beginning, and no more.
+again from its beginning, or from the end of an earlier prompt in it, and no more.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def talk(
 
 
 def assert_reuses(turn: Turn, n_tokens: int) -> None:
-    """So many tokens, or all of them up to the block of the grid where they end."""
+    """So many tokens, or all up to a place in their last block: its begin, or a prompt's end."""
     assert n_tokens >= BLOCK_TOKENS
-    assert turn.n_reused in (n_tokens, n_tokens - n_tokens % BLOCK_TOKENS)
+    assert n_tokens - n_tokens % BLOCK_TOKENS <= turn.n_reused <= n_tokens
 
 
 def shared(replayer: Replayer, stored: Turn, asked: Turn) -> int:
