@@ -69,6 +69,8 @@ def test_every_command_of_a_workflow_exists(path: Path) -> None:
             assert arguments[0] in targets()
         elif program == ".venv/bin/python":
             assert arguments[0] == "-m" and find_spec(arguments[1]) is not None
+        elif program == ".venv/bin/uv":
+            assert arguments[0] in ("tool", "version")
         elif program.startswith("."):
             assert program == ".ci/run" and (REPOSITORY / program).stat().st_mode & 0o100
         else:
