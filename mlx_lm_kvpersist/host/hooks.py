@@ -206,9 +206,9 @@ class ModelSupport:
 
     `weigh(replies, prompts, n_bytes)` takes note of what runs, and tells whether the replies fit
     while they grow. It is called when sequences come, go or grow by more than a few tokens.
-    `replies` has the tokens of each reply so far, with its prompt's; `prompts` those of each prompt
-    that is computed or is about to be; `n_bytes` are the bytes of all their caches. Where they do
-    not fit, the youngest reply is taken out of the batch, and continues later
+    `replies` has the number of tokens of each reply so far, with its prompt's, and `prompts` of
+    each prompt that is computed or is about to be; `n_bytes` are the bytes of all their caches. If
+    the replies do not fit, the youngest is taken out of the batch, and continues later
     (`TakenRequest.resume`). A sequence that is served alone counts as a prompt, and its bytes are
     not known: None.
     """

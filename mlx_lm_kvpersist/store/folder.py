@@ -76,7 +76,7 @@ MAGIC = b"kvp-seal\x01"
 OPEN_S = 5.0
 
 
-# Without encryption. `encryption` has the same with a key.
+# Files without encryption; `encryption.Cipher` has the same methods with a key.
 
 
 class Plain:

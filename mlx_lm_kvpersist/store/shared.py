@@ -51,9 +51,10 @@ class Plan:
 class Wanted:
     """A prompt whose blocks `chain` are here, and what is asked of the shared store.
 
-    `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute some
-    tokens after others. `learn` takes replies and returns the prompt as the model produced them.
-    An object has at most `max_bytes`. The model needs checkpoints unless `any_prefix`.
+    `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute
+    tokens after cached ones. `learn` takes replies and returns the prompt with the ids that the
+    model produced. An object has at most `max_bytes`. The model needs checkpoints unless
+    `any_prefix`.
     """
 
     root: Root
@@ -177,7 +178,7 @@ class Fetching:
         return left_s
 
     def _land(self, beyond: Sequence[bytes]) -> None:
-        """Put what has come into RAM, as far as it is one chain with what is here."""
+        """Put the received blocks into RAM that continue the chain of the blocks in RAM."""
         missing, got = {record.key for record, _ in self._plan.missing}, self._got
         is_here = takewhile(
             lambda block: block.key in got or block.key not in missing, self._plan.path

@@ -84,6 +84,8 @@ class Replayer:
         self.model, self.tokenizer = load(str(model_path))
         self.stored: list[list[int]] = []
         """Every sequence that was kept, by its ids."""
+        self.prompt_ends: set[int] = set()
+        """Where the segments of prompts ended: the server saves a prompt there."""
         self._n_turns = 0
         self._options = (
             *("--kvpersist-dir", str(folder), "--kvpersist-disk", "1G"),
@@ -212,6 +214,7 @@ class Replayer:
         manager.ask("request_received", request=seen, headers=headers, body={})
         args = SimpleNamespace(**vars(GENERATION_ARGS), chat_template_kwargs=None)
         prompt, segments, types, *_ = self._generator._tokenize(self.tokenizer, request, args)
+        n_of_segments = list(map(len, segments))
         caches, rest = self._cache.fetch_nearest_cache(self._key, prompt)
         n_reused = len(prompt) - len(rest)
         caches = caches or list(self._make_caches() or ())
@@ -232,6 +235,7 @@ class Replayer:
         if not self._n_turns % 2:
             self._say(seen, message)
         self.stored.append(list(ids))
+        self.prompt_ends.update(accumulate(n_of_segments))
         outcome = RequestState.of(seen).outcome
         assert outcome is not None and outcome.n_reused == n_reused
         return Turn(outcome.kind, len(prompt), n_reused, list(ids), message)

@@ -50,10 +50,12 @@ def talk(
     return messages, turns
 
 
-def assert_reuses(turn: Turn, n_tokens: int) -> None:
+def assert_reuses(replayer: Replayer, turn: Turn, n_tokens: int) -> None:
     """So many tokens, or all up to a place in their last block: its begin, or a prompt's end."""
     assert n_tokens >= BLOCK_TOKENS
-    assert n_tokens - n_tokens % BLOCK_TOKENS <= turn.n_reused <= n_tokens
+    begin = n_tokens - n_tokens % BLOCK_TOKENS
+    ends = {end for end in replayer.prompt_ends if begin < end < n_tokens}
+    assert turn.n_reused in {begin, n_tokens, *ends}
 
 
 def shared(replayer: Replayer, stored: Turn, asked: Turn) -> int:
@@ -90,7 +92,7 @@ def test_edit_of_a_message(replayer: Replayer, k: int) -> None:
     edited[k]["content"] = content[: len(content) // 2] + "; or no, " + content[len(content) // 2 :]
     turn = replayer.turn(edited, "I see.", "s")
     assert turn.kind is Kind.DIVERGE
-    assert_reuses(turn, shared(replayer, turns[-1], turn))
+    assert_reuses(replayer, turn, shared(replayer, turns[-1], turn))
     assert turn.n_reused < turns[-1].n_prompt
     # The edited branch goes on from its own end.
     more = replayer.turn([*edited, turn.message, user("Go on.")], "Yes.", "s")
@@ -103,7 +105,7 @@ def test_branch_and_return(replayer: Replayer) -> None:
     first = replayer.turn(branch, "He is old.", "s")
     common = shared(replayer, turns[-1], first)
     assert common >= turns[0].n_total
-    assert_reuses(first, common)
+    assert_reuses(replayer, first, common)
     branch += [first.message, user("How old?")]
     second = replayer.turn(branch, "Ninety.", "s")
     assert second.n_reused == first.n_total
@@ -129,7 +131,7 @@ def test_tool_insertion(replayer: Replayer) -> None:
     first = replayer.turn(question, REPLIES[0], "s", tools=few)
     messages = [*question, first.message, user(QUESTIONS[1])]
     inserted = replayer.turn(messages, REPLIES[1], "s", tools=more)
-    assert_reuses(inserted, shared(replayer, first, inserted))
+    assert_reuses(replayer, inserted, shared(replayer, first, inserted))
     assert inserted.n_reused < up_to(replayer, first, "You keep")
     assert first.n_prompt > 2 * inserted.n_reused
     messages += [inserted.message, user(QUESTIONS[2])]
@@ -149,7 +151,7 @@ def test_a_reminder_that_moves(replayer: Replayer) -> None:
         sent = [*messages[:-1], user(question + reminder)]
         turn = replayer.turn(sent, reply, "s")
         if before is not None:
-            assert_reuses(turn, up_to(replayer, before, reminder))
+            assert_reuses(replayer, turn, up_to(replayer, before, reminder))
             assert turn.kind is Kind.DIVERGE
         before = turn
         messages.append(turn.message)
@@ -196,7 +198,7 @@ def test_thinking_that_the_template_strips(
         messages.append(user(question))
         turn = replayer.turn(messages, ("" if opened else "<think>\n") + thought + reply, "s")
         if expected:
-            assert_reuses(turn, expected)
+            assert_reuses(replayer, turn, expected)
         expected = turn.n_prompt - (len(replayer.encode("<think>\n")) if opened else 0)
         message = turn.message
         answer = message["content"].lstrip("\n")
@@ -209,7 +211,7 @@ def test_thinking_that_the_template_strips(
     # The same request again: all of it is there.
     again = replayer.turn(messages[:-1], "", "s")
     assert again.kind is Kind.EXACT
-    assert_reuses(again, again.n_prompt - 1)
+    assert_reuses(replayer, again, again.n_prompt - 1)
 
 
 def test_thinking_is_computed_once_more_and_then_never(
@@ -226,11 +228,11 @@ def test_thinking_is_computed_once_more_and_then_never(
     first = replayer.turn([SYSTEM, user("One?")], f"<think>\nHm.\n</think>\n\n{answer}")
     messages = [SYSTEM, user("One?"), {"role": "assistant", "content": answer}, user("Two?")]
     second = replayer.turn(messages, "<think>\nHm.\n</think>\n\nYes.")
-    assert_reuses(second, first.n_prompt)
+    assert_reuses(replayer, second, first.n_prompt)
     third = replayer.turn([*messages[:3], user("Three?")], "No.")
     common = shared(replayer, second, third)
     assert common > first.n_prompt + len(replayer.encode(answer))
-    assert_reuses(third, common)
+    assert_reuses(replayer, third, common)
 
 
 TRIMMING_TEMPLATE = (
