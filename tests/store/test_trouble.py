@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -109,9 +108,15 @@ TROUBLES = {
 
 @contextmanager
 def writer_held(store: BlockStore) -> Iterator[None]:
-    may_go_on = threading.Event()
+    may_go_on, is_held = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_held.set()
+        may_go_on.wait(60)
+
     store.drain()
-    store.writer.submit(partial(may_go_on.wait, 60))
+    store.writer.submit(wait)
+    assert is_held.wait(60)
     try:
         yield
     finally:
