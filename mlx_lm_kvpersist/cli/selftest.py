@@ -16,9 +16,8 @@ from unittest import mock
 
 from ..config import add_options, precision_of
 from ..errors import PatchNotEffective, SelfTestFailed
-from ..host import install, uninstall
+from ..host import install, requested_plugins, uninstall
 from ..host.patching.patches import PATCHES, Patch, PatchSet, look_up
-from ..host.stopping import requested_plugins
 from ..round_trip import check_round_trip
 from .doctor import PLUGIN, Finding, mlx_lm, report, tried
 from .machine_check import machine_findings
