@@ -138,8 +138,12 @@ class Memory:
         """The share that sequences leave to the pool."""
         return min(self._whole_bytes // POOL_SHARE, self._store.limits.max_ram_bytes)
 
-    def _settle(self) -> None:
-        """Give the pool the memory that is left, and set MLX's memory limit."""
+    def changed(self) -> None:
+        """Give the pool the memory that is left, and set MLX's memory limit.
+
+        Requests that wait ask again.
+        """
+        self._n_changes += 1
         level, self._level = self._level, self._pressure_level()
         if self._level != level or level != NORMAL:
             mx.clear_cache()
@@ -208,11 +212,6 @@ class Memory:
         self.changed()
         if lookup is not None and pool.n_bytes > pool.max_bytes:
             lookup.let_go()  # the caches need the room of the blocks, which are then read singly
-
-    def changed(self) -> None:
-        """Give the pool the memory that is left; requests that wait ask again."""
-        self._n_changes += 1
-        self._settle()
 
     # What runs.
 

@@ -208,7 +208,9 @@ def end_on_grid(model: Any) -> None:
     def call(self: Any, inputs: mx.array, cache: Any = None, **embedded: Any) -> Any:
         n_rows, n_tokens = inputs.shape[:2]
         is_cut = n_tokens > 1 and n_rows == 1 and cache is not None
-        of_arrays = _of_arrays(cache) if is_cut else None
+        slots = slots_of(cache) if is_cut else ()
+        packed = (slot for slot in slots if isinstance(slot, PackedCache))
+        of_arrays = next((slot for slot in packed if not hasattr(slot, "bits")), None)
         if of_arrays is None:
             return own.__call__(self, inputs, cache=cache, **embedded)
         logits = []
@@ -231,9 +233,3 @@ def _pieces(n_own: int, n_tokens: int) -> Iterator[slice]:
         is_short = stop - start < min(n_tokens, least_rows())
         step = 1 if is_short else stop - start
         yield from (slice(first, first + step) for first in range(start, stop, step))
-
-
-def _of_arrays(cache: Any) -> PackedCache | None:
-    """Return the first quantized slot of a prompt cache whose fetches are arrays."""
-    packed = (slot for slot in slots_of(cache) if isinstance(slot, PackedCache))
-    return next((slot for slot in packed if not hasattr(slot, "bits")), None)

@@ -72,8 +72,13 @@ def _probed(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
     working = [replace(group, precision=None) for group in groups]
     for place, group in enumerate(groups):
         if group.precision is not None:
-            why = _why_not(model, spec_with(model, [*working[:place], group]))
-            working[place] = replace(working[place], why=why) if why else group
+            spec = spec_with(model, [*working[:place], group])
+            try:
+                _forward(model, spec.make_cache())
+                working[place] = group
+            except Exception as error:
+                why = f"the model's attention does not take it: {type(error).__name__}: {error}"
+                working[place] = replace(working[place], why=why)
     return spec_with(model, working)
 
 
@@ -188,14 +193,6 @@ def _fitting(
         return None, "keys without values are an index, which decides what is seen"
     fitted = [precision.fitted(keys.dim, values.dim) for precision in choice.candidates()]
     return min(fitted, key=lambda fit: fit.keys.padding + fit.values.padding), ""
-
-
-def _why_not(model: Any, spec: ModelCacheSpec) -> str | None:
-    try:
-        _forward(model, spec.make_cache())
-    except Exception as error:
-        return f"the model's attention does not take it: {type(error).__name__}: {error}"
-    return None
 
 
 @dataclass(frozen=True)

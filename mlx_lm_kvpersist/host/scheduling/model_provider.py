@@ -81,7 +81,10 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             self.max_context = max_context(model_path, self.tokenizer)
             # 0.31.3 has no processors.
             self.reads_images = renders_images(self.tokenizer, getattr(self, "processor", None))
-            choose_wired_limit(self)
+            limit: Any = mx.set_wired_limit
+            if isinstance(limit, WiredLimit) and limit.asked_bytes:
+                asked_bytes = limit.asked_bytes
+                limit.choose(manager.ask("wired_limit", provider=self, asked_bytes=asked_bytes))
             self._tell_plugins()
         finally:
             self.is_loading = False
@@ -278,11 +281,3 @@ class WiredLimit:
         if limit != self._set_bytes:
             self._stock(limit)
             self._set_bytes = limit
-
-
-def choose_wired_limit(provider: Any) -> None:
-    """Ask the plugins how much to keep wired for the model that `provider` has loaded."""
-    limit: Any = mx.set_wired_limit
-    if isinstance(limit, WiredLimit) and limit.asked_bytes:
-        asked_bytes = limit.asked_bytes
-        limit.choose(manager.ask("wired_limit", provider=provider, asked_bytes=asked_bytes))
