@@ -48,11 +48,9 @@ def probe_model(model: Any, choice: PrecisionChoice | None = None) -> ModelCache
     their defaults (`spec_of` applies the facts).
 
     Raises ModelNotSupported if a layer's cache is of a class that is not supported, or has an
-    unexpected form, or the model fails on a few tokens; ValueError if MLX cannot
-    quantize to these bits, or in groups of this size.
+    unexpected form, or the model fails on a few tokens.
     """
     choice = choice or PrecisionChoice()
-    choice.candidates()  # its ValueError concerns the choice, not the model
     try:
         return _probed(model, choice)
     except ModelNotSupported:
