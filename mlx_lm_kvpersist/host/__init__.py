@@ -64,18 +64,16 @@ def stop(error: BaseException) -> NoReturn:
 
 
 def report(error: BaseException) -> None:
-    """Print one line on stderr; with `--log-level DEBUG`, a traceback before it."""
+    """Print what stops the server as one line on stderr.
+
+    With `--log-level DEBUG` a traceback comes before it.
+    """
+    from ..errors import KVPersistError, PatchError
+
     # Options may not be parsed yet.
     pairs = itertools.pairwise(sys.argv)
     if "--log-level=DEBUG" in sys.argv or ("--log-level", "DEBUG") in pairs:
         traceback.print_exception(error)
-    print(one_line(error, requested_plugins(sys.argv[1:])), file=sys.stderr, flush=True)
-
-
-def one_line(error: BaseException, plugins: Sequence[str]) -> str:
-    """Return what stops the server as one line."""
-    from ..errors import KVPersistError, PatchError
-
     message = " ".join(str(error).split())
     if isinstance(error, PatchError):
         from .patching.versions import found_and_known
@@ -84,5 +82,5 @@ def one_line(error: BaseException, plugins: Sequence[str]) -> str:
     if not isinstance(error, KVPersistError):
         reason = f"stopped by an unexpected {type(error).__name__}: {message}"
         message = f"{reason} (--log-level DEBUG shows the traceback)"
-    options = "".join(f" --plugin {name}" for name in plugins)
-    return f"mlx_lm.server{options}: {message}"
+    options = "".join(f" --plugin {name}" for name in requested_plugins(sys.argv[1:]))
+    print(f"mlx_lm.server{options}: {message}", file=sys.stderr, flush=True)
