@@ -267,8 +267,8 @@ def _add_connect(add: Any) -> None:
     connect.add_argument(
         "--write",
         action="store_true",
-        help="write the settings to a separate file, or merge them into the client's file, and show "
-        "the difference",
+        help="write the settings to a separate file or into the client's file, and show the "
+        "difference",
     )
     connect.add_argument(
         "--global",
