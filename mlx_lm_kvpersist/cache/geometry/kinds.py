@@ -157,12 +157,11 @@ def most_taken_back(caches: Sequence[Any]) -> int:
     The caches are as before that call: a window is trimmable right before the call that fills it,
     and not after. At most `pk.GRID`; 0 for states, full windows and unknown classes.
     """
-    return max(0, min(map(_most_taken_back, slots_of(caches)), default=0))
-
-
-def _most_taken_back(slot: Any) -> int:
-    kinds = (kind for cls, kind in KINDS.items() if type(slot) in (cls, *kind.batches))
-    return next((kind.most_taken_back(slot) for kind in kinds), 0)
+    counts = []
+    for slot in slots_of(caches):
+        kinds = (kind for cls, kind in KINDS.items() if type(slot) in (cls, *kind.batches))
+        counts.append(next((kind.most_taken_back(slot) for kind in kinds), 0))
+    return max(0, min(counts, default=0))
 
 
 def kind_of(cache: Any) -> CacheKind:

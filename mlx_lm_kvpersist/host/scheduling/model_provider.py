@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from huggingface_hub import try_to_load_from_cache
 
-from ...errors import ConfigError, RequestRefused
+from ...errors import ConfigError
 from ...ranks import LOADING_S, PATIENCE_S, ranks
 from .. import manager
 from ..attachments import IMAGE_KINDS
@@ -236,17 +236,6 @@ def length_of(config: Mapping[str, Any]) -> int | None:
 
 def _is_length(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _UNSTATED
-
-
-def check_length(n_tokens: int, most: int | None) -> None:
-    """Refuse a prompt that is longer than its model's context.
-
-    The message is Anthropic's, the code is OpenAI's: clients recognise them and shorten the
-    conversation.
-    """
-    if most is not None and n_tokens > most:
-        message = f"prompt is too long: {n_tokens} tokens > {most} maximum"
-        raise RequestRefused(message, code="context_length_exceeded")
 
 
 class WiredLimit:

@@ -30,7 +30,7 @@ from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens, take_request
 from .batch_generator import LOOKS_FIRST
 from .images import fed_images, named, with_images
-from .model_provider import check_length, loaded_name
+from .model_provider import loaded_name
 from .waiting import ARRIVING, ASK_EVERY, QUIET_GAP_S, Line, Rendered, ReplyQueue, Waiting
 
 if TYPE_CHECKING:
@@ -424,7 +424,12 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         rendered: Rendered | None = getattr(request, "rendered", None)
         if rendered is None or rendered.tokenizer is not tokenizer:
             rendered = self._render(tokenizer, request, args)
-        check_length(len(rendered.stock[0]), self.model_provider.max_context)
+        n_tokens, most = len(rendered.stock[0]), self.model_provider.max_context
+        if most is not None and n_tokens > most:
+            # The message is Anthropic's, the code is OpenAI's: clients recognise them and shorten
+            # the conversation.
+            message = f"prompt is too long: {n_tokens} tokens > {most} maximum"
+            raise RequestRefused(message, code="context_length_exceeded")
         return rendered
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
