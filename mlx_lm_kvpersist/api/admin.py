@@ -89,8 +89,8 @@ def operator_route(answer: Callable[[Any], Any], key: str | None) -> Callable[[A
     """Return a route's handler that sends what `answer` returns or refuses, to operators only.
 
     answer: as `answering` takes it. With a `key`, every request must carry it, and may come from
-    anywhere. Without one, only programs of the server's own machine may ask. A browser there shows
-    pages of other sites and of other servers: none of them may change anything by a POST.
+    anywhere. Without a key, only programs of the server's own machine may ask. Its browsers show
+    pages of other sites and of other servers: none of these pages may change anything by a POST.
     """
 
     def checked(handler: Any) -> Any:

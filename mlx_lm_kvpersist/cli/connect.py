@@ -109,7 +109,7 @@ def context_of(url: str) -> int | None:
 
 
 def undo(name: str) -> None:
-    """Restore the files of a client as they were before `--write`, or raise ConfigError."""
+    """Undo the changes of `--write` to the files of a client. Raises ConfigError if it fails."""
     client = CLIENTS[name]("", 1)
     records = [
         (file, record)

@@ -122,7 +122,7 @@ def replies_to(
 ) -> list[list[int]]:
     """Return the greedy reply to each prompt, up to one of `ends`, without it.
 
-    What all prompts begin with is computed once, up to the end of a block of the grid.
+    The beginning of all prompts is computed once, up to the end of a block of the grid.
     """
     step = partial(generate_step, model=model, prefill_step_size=GRID)
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*(p[:-1] for p in prompts), strict=False))
