@@ -264,19 +264,15 @@ class KVPersistPlugin:
 
     @hookimpl
     def routes(self) -> list[Route]:
-        key = self._config.api_key
-        show_text = self._config.show_text
+        key, shows, exposed = self._config.api_key, self._shows_text, self._metrics.exposed
         views: dict[str, Callable[[Any], Any]] = {
-            admin.REQUESTS_PATH: lambda handler: self._log.records(with_text=show_text),
+            admin.REQUESTS_PATH: lambda handler: self._log.records(with_text=shows),
             admin.STATS_PATH: lambda handler: self._stats(),
             admin.SPEC_PATH: lambda handler: self._spec(),
-            admin.METRICS_PATH: lambda handler: admin.Answer(
-                self._metrics.exposed(), headers=HEADERS
-            ),
+            admin.METRICS_PATH: lambda handler: admin.Answer(exposed(), headers=HEADERS),
             admin.SESSIONS_PATH: admin.sessions_view(self._describe_sessions),
         }
         agents = AgentsAPI(self._service(), self._log.forget)
-        shows = self._shows_text
         changes = admin.session_changes(self._stored_sessions, self._log.forget, with_text=shows)
         return [
             *(Route("GET", path, admin.operator_route(view, key)) for path, view in views.items()),
