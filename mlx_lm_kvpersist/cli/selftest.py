@@ -12,7 +12,7 @@ import io
 import resource
 import sys
 import tempfile
-import time
+import timeit
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -234,11 +234,7 @@ def writes(n_writes: int, n_reads: int) -> str:
 
 def measured(compute: Callable[[], object]) -> str:
     """Return the least time of four calls, the first of which may compile, and the memory."""
-    times_s = []
-    for _ in range(4):
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        started_s = time.perf_counter()
-        mx.eval(compute())
-        times_s.append(time.perf_counter() - started_s)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    times_s = timeit.repeat(lambda: mx.eval(compute()), number=1, repeat=4)
     return f"{min(times_s) * 1000:,.2f} ms {show_bytes(mx.get_peak_memory() - before)}"
