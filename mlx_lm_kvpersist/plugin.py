@@ -126,7 +126,7 @@ class KVPersistPlugin:
             self._refuse(provider, str(error))
             return None
         step_s = options.max_stall_s * JOIN_SHARE
-        memory = Memory(n_bytes, n_weights, store, refuses=options.refuses)
+        memory = Memory(n_bytes, n_weights, store, model, refuses=options.refuses)
         isolated = options.isolate_sessions
         self._serving = Serving(store, model, self._record, isolated, step_s, memory)
         spec = model.spec
