@@ -121,22 +121,10 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Change the file, all or nothing.
-
-        An inner transaction is a savepoint: if it fails, only its own changes are rolled back, and
-        the caller may continue. Some errors of SQLite end both.
-        """
+        """Change the file, all or nothing. An inner transaction is a part of the outer."""
         db = self.connection
         if db.in_transaction:
-            db.execute("SAVEPOINT inner")
-            try:
-                yield db
-            except BaseException:
-                if db.in_transaction:
-                    db.execute("ROLLBACK TO inner")
-                    db.execute("RELEASE inner")
-                raise
-            db.execute("RELEASE inner")
+            yield db
             return
         try:
             with db:

@@ -22,11 +22,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, DecryptionFailed
-from .flushing import flush_to_device
-from .folder import MAGIC, Plain
+from ..errors import BlockCorrupt, ConfigError, DecryptionFailed
+from .folder import MAGIC, Plain, flush_to_device, open_regular
 
-_NO_WAIT = os.O_NONBLOCK  # or opening a pipe would wait for its writer
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _KEY_BYTES = 32
@@ -107,9 +105,6 @@ class Cipher(Plain):
     def _driver(self) -> Any:
         return sqlcipher()
 
-    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
-        db.execute(f"ATTACH ? AS {schema} KEY ?", (str(path), self._index_key))
-
 
 def sqlcipher() -> Any:
     """Return the driver of encrypted files. Raises ConfigError if it is not installed."""
@@ -132,18 +127,18 @@ def read_key(path: Path) -> Cipher:
     """Return the cipher of a key file: 64 hexadecimal digits, private. Raises ConfigError."""
     make = f"make one with: mlx-lm-kvpersist key {path}"
     try:
-        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | _NO_WAIT)) as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read(2 * _KEY_BYTES + 3) if stat.S_ISREG(mode) else b""
+        with open_regular(path, follow=True) as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(2 * _KEY_BYTES + 3)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no key file {path}; {make}") from error
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(mode):
-        raise ConfigError(f"{path} is no regular file, so it is no key file; {make}")
+    except BlockCorrupt as error:
+        raise ConfigError(f"{path} is no regular file, so it is no key file; {make}") from error
     if mode & 0o077:
         raise ConfigError(
-            f"others may read the key file {path} (mode {mode & 0o777:o}); run: chmod 600 {path}"
+            f"others may read the key file {path} (mode {mode:o}); run: chmod 600 {path}"
         )
     try:
         key = bytes.fromhex(text.decode("ascii").strip())

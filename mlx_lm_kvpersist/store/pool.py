@@ -13,9 +13,7 @@ from threading import RLock
 from sortedcontainers import SortedList
 
 from ..block import Block, Checkpoint
-from ..errors import PoolFull
 from ..match.tree import FEW, MAX_ALIKE, beginnings, nearest
-from ..units import show_bytes
 from .records import RAM, KVBlock
 
 _MAX_GONE = 20_000
@@ -121,22 +119,18 @@ class BlockPool:
             self._evict()
             return entry
 
-    def admit(self, entry: KVBlock) -> KVBlock:
-        """Add an entry, pin it for a prefetch, and return what `put` does. Raises PoolFull."""
+    def admit(self, entry: KVBlock) -> KVBlock | None:
+        """Add an entry, pin it for a prefetch, and return what `put` does; None without room."""
         with self.lock:
-            key, free = entry.block.key, self.max_bytes - self.n_bytes
-            reclaimable = self.n_bytes - self.held_bytes
+            key = entry.block.key
             entry.prefetched += 1
-            if key in self._entries or entry.n_bytes <= free + reclaimable:
-                present = self.put(entry)
-                if present is not entry or self.n_bytes <= self.max_bytes:
-                    return present
+            if key not in self._entries and self.held_bytes + entry.n_bytes > self.max_bytes:
+                return None
+            present = self.put(entry)
+            if present is entry and self.n_bytes > self.max_bytes:
                 self._remove(key)
-            raise PoolFull(
-                f"{entry.block} needs {show_bytes(entry.n_bytes)} of RAM: "
-                f"{show_bytes(max(0, free))} of {show_bytes(self.max_bytes)} are free and "
-                f"{show_bytes(reclaimable)} reclaimable; give a larger --kvpersist-ram"
-            )
+                return None
+            return present
 
     def unwritten(self, key: bytes) -> list[Block]:
         """Return the blocks in RAM alone up to the one with this key, in order."""
