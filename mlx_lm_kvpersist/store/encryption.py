@@ -96,14 +96,11 @@ class Cipher(Plain):
         """Return the key that `file_name` made a name of."""
         return bytes(self._file_names.decryptor().update(bytes.fromhex(file_name)))
 
-    def connect(self, path: Path) -> sqlite3.Connection:
-        db = super().connect(path)
+    def connect(self, path: Path, driver: Any = None) -> sqlite3.Connection:
+        db = super().connect(path, driver or sqlcipher())
         db.execute("PRAGMA cipher_log_level = NONE")  # it would write to stderr
         db.execute(f'PRAGMA key = "{self._index_key}"')
         return db
-
-    def _driver(self) -> Any:
-        return sqlcipher()
 
 
 def sqlcipher() -> Any:

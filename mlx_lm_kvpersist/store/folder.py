@@ -103,18 +103,15 @@ class Plain:
     def key_of(self, file_name: str) -> bytes:
         return bytes.fromhex(file_name)
 
-    def connect(self, path: Path) -> sqlite3.Connection:
+    def connect(self, path: Path, driver: Any = sqlite3) -> sqlite3.Connection:
         """Connect to a database that exists. Damage and locks are found by the first question."""
         # A reader must not make the file again where somebody removed it.
         uri = f"{path.absolute().as_uri()}?mode=rw"
         # Another thread closes it only when nobody has it any more.
-        db: sqlite3.Connection = self._driver().connect(
+        db: sqlite3.Connection = driver.connect(
             uri, uri=True, timeout=OPEN_S, check_same_thread=False
         )
         return db
-
-    def _driver(self) -> Any:
-        return sqlite3
 
 
 PLAIN = Plain()
