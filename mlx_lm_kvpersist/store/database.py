@@ -164,7 +164,9 @@ class Rows:
         try:
             rows = self.database.connection.execute(sql, values).fetchall()
         except (OSError, sqlite3.Error) as error:
-            self.report("read the index", error)
+            if self._failed is None:
+                raise
+            self._failed("read the index", error)
             return []
         return [row for row in rows if all(map(isinstance, row, types))]
 
@@ -178,9 +180,3 @@ class Rows:
             rows = ", ".join(f"({', '.join('?' * len(row))})" for row in some)
             answers += self.ask(sql.format(rows), *values, *chain.from_iterable(some), types=types)
         return answers
-
-    def report(self, action: str, error: Exception) -> None:
-        """Raise an error, or report which action failed."""
-        if self._failed is None:
-            raise error
-        self._failed(action, error)

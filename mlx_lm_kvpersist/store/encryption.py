@@ -22,9 +22,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ..errors import BlockCorrupt, ConfigError, DecryptionFailed
-from .folder import MAGIC, Plain, flush_to_device, open_regular
+from ..errors import ConfigError, DecryptionFailed
+from .folder import MAGIC, Plain, flush_to_device
 
+_NO_WAIT = os.O_NONBLOCK  # or opening a pipe would wait for its writer
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _KEY_BYTES = 32
@@ -124,18 +125,18 @@ def read_key(path: Path) -> Cipher:
     """Return the cipher of a key file: 64 hexadecimal digits, private. Raises ConfigError."""
     make = f"make one with: mlx-lm-kvpersist key {path}"
     try:
-        with open_regular(path, follow=True) as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(2 * _KEY_BYTES + 3)
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | _NO_WAIT)) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(2 * _KEY_BYTES + 3) if stat.S_ISREG(mode) else b""
     except FileNotFoundError as error:
         raise ConfigError(f"there is no key file {path}; {make}") from error
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
-    except BlockCorrupt as error:
-        raise ConfigError(f"{path} is no regular file, so it is no key file; {make}") from error
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is no regular file, so it is no key file; {make}")
     if mode & 0o077:
         raise ConfigError(
-            f"others may read the key file {path} (mode {mode:o}); run: chmod 600 {path}"
+            f"others may read the key file {path} (mode {mode & 0o777:o}); run: chmod 600 {path}"
         )
     try:
         key = bytes.fromhex(text.decode("ascii").strip())

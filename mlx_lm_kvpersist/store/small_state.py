@@ -66,13 +66,10 @@ class SmallState(Rows):
         return None
 
     def _put(self, key: str, content: Any) -> None:
-        """Persist a JSON value, in place of any before. This needs no lock of the store."""
-        try:
-            with self.database.transaction() as db:
-                row = key, _checked(key, json.dumps(content))
-                db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
-        except (OSError, sqlite3.Error) as error:
-            self.report("keep a note", error)
+        """Persist a JSON value, in place of any before."""
+        with self.database.transaction() as db:
+            row = key, _checked(key, json.dumps(content))
+            db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
 
     def note(self, session_id: str) -> dict[str, str]:
         """Return a session's `title`, `client` and first `words`, each if any."""
