@@ -255,6 +255,8 @@ class KVPersistPlugin:
     def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:
         state = RequestState.of(request)
         state.move(Stage.DONE)
+        if self._serving is not None:
+            self._serving.remember(state)  # its client left before the end
         outcome = state.outcome
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)

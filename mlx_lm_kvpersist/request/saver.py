@@ -172,12 +172,12 @@ def _is_full(block: Block) -> bool:
 def _replaced_tails(
     chain: list[Block], n_reused: int, store: BlockStore
 ) -> list[tuple[bytes, bytes]]:
-    """Return the partial blocks that the chain contains, each with the longer block's key."""
+    """Return the stored partial blocks that the chain contains, with the longer blocks' keys."""
     replaced = []
     for block in dropwhile(lambda block: block.stop <= n_reused, chain):
         for sibling in store.children(block.parent, block.packed_ids):
             is_beginning = sibling.key != block.key and sibling.is_genuine
             if is_beginning and block.packed_ids.startswith(sibling.packed_ids):
-                store.pool.drop_unpinned(sibling.key, written=False)
-                replaced.append((sibling.key, block.key))
+                if not store.pool.drop_unpinned(sibling.key, written=False):
+                    replaced.append((sibling.key, block.key))
     return replaced

@@ -116,7 +116,6 @@ class Serving:
             n_prompt = sequence.n_prompt
             if cache_type == REPLY and n_saved > n_prompt and chain is sequence:
                 state.produced = tokens[:n_prompt], tokens[n_prompt:n_saved]
-        self.remember(state)
 
     def finish(self, state: RequestState) -> None:
         """Wait until enough of a turn is on disk, before the last part of its reply. HTTP thread.
@@ -155,7 +154,7 @@ class Serving:
         return n_prompt - start > BLOCK_TOKENS or end.stop - start >= n_most
 
     def remember(self, state: RequestState) -> None:
-        """Remember a reply when its ids are known, and again after it was sent. Any thread."""
+        """Remember a reply before its end is sent, or after its client has left. Any thread."""
         produced, sent, root = state.produced, state.sent, state.root
         # Another model may have been loaded since.
         if not produced or root is None or root.fingerprint != self.model.fingerprint:
@@ -323,6 +322,8 @@ class ServedRequest(TakenRequest):
             if serving.keeps(state):  # otherwise no other request finds it
                 serving.save(state, tokens, caches, cache_type)
                 state.ended = sequence if has_ended else None
+                if self._request.client_gone:
+                    serving.remember(state)
         if has_ended and state.is_saved is not None:
             state.is_saved.set()
 

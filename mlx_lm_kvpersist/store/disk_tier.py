@@ -196,6 +196,8 @@ class Saving:
         for job in jobs:
             # A block that several of the commits need is written once.
             files = [file for file in self._unwritten(job) if file.block.key not in counted]
+            if not files:
+                continue
             counted.update(file.block.key for file in files)
             # The rows of a long commit take more than what is reserved for them.
             rows = max(0, sum(_row_bytes(file.block) for file in files) - disk.reserve_bytes)

@@ -80,9 +80,8 @@ class BlockPool:
                 end = bisect_right(nodes, content, key=by)
                 if how == ">":
                     return nodes[end : end + 1]
-                if how == "<=":
-                    return nodes[max(end - 1, 0) : end]
-                return nodes[max(bisect_left(nodes, content, key=by), end - MAX_ALIKE) : end]
+                first = bisect_left(nodes, by(nodes[end - 1]), key=by) if end else 0
+                return nodes[max(first, end - MAX_ALIKE) : end]
 
             return nearest(ahead, find)
 
@@ -191,8 +190,8 @@ class BlockPool:
                 if record_key in self._entries:
                     self._remove(record_key)
 
-    def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
-        """Remove a record unless a commit waits with it.
+    def drop_unpinned(self, key: bytes, *, written: bool = True) -> bool:
+        """Remove a record unless a commit waits with it; return whether it was in RAM alone.
 
         Without `written`, a record that a tier below has stays.
         """
@@ -200,6 +199,7 @@ class BlockPool:
             entry = self._entries.get(key)
             if entry is None or (not entry.pins and (written or not entry.is_stored)):
                 self.remove(key)
+            return entry is not None and not entry.pins and not entry.is_stored
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
         """Drop a chain's last blocks that are on disk and not in use; return the bytes."""
