@@ -41,15 +41,11 @@ from .request_log import RequestLog
 from .store.block_store import BlockStore
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions
-from .store.threads import Threads
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
 CHUNK_SHARE = 8
 """A chunk of a prompt takes an eighth of the memory account at most."""
-
-LAST_LOOKUP_S = 1.0
-"""How long a shutdown waits for a running lookup."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +54,6 @@ class KVPersistPlugin:
     """Gives the server's conversations a KV cache that outlives the server."""
 
     _config: config.Config
-    _lookups: Threads
     """Set by `configure`, before the server asks for anything else."""
 
     def __init__(self) -> None:
@@ -90,7 +85,6 @@ class KVPersistPlugin:
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
         self._sessions = StoredSessions(self._store)
-        self._lookups = Threads(1, "kvpersist-lookup")
         if host := getattr(args, "host", None):
             self._address = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
         if getattr(args, "model", None) is None:
@@ -101,7 +95,6 @@ class KVPersistPlugin:
         self._drop_model()
         self._sessions = None
         if self._store is not None:
-            self._lookups.close(LAST_LOOKUP_S)
             self._store.close()
             self._store = None
 
@@ -209,8 +202,8 @@ class KVPersistPlugin:
         if serving := self._serving:
             state = RequestState.of(request)
             serving.fetch(state, prompt)
-            # Each thread has a connection to the index, and HTTP threads are short-lived.
-            self._lookups.submit(partial(serving.look_up, state, prompt)).result()
+            with serving.store.index.database.lent():
+                serving.look_up(state, prompt)
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:

@@ -35,6 +35,8 @@ LAST_PART_S = 2.0
 """How long the last part of a reply waits at most until its beginning is on disk."""
 MIN_SHARED = 2 * BLOCK_TOKENS
 """Fewer common tokens are computed twice: waiting for them would take as long."""
+SHORT_REPLY = 16
+"""For a reply of fewer tokens no stored ids are read: that takes longer than drafts would save."""
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +177,7 @@ class ServedRequest(TakenRequest):
         self._serving, self._request = serving, request
         self._state = state = RequestState.of(request)
         self._order = next(_ORDER)
+        self._n_asked_runs = 0
         self._has_asked_runs = False
         self._n_shared: dict[RequestState, int] = {}
         is_other_model = state.lookup is not None and state.lookup.model is not serving.model
@@ -328,9 +331,11 @@ class ServedRequest(TakenRequest):
             state.is_saved.set()
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return the ids that followed a run in stored text; the first call starts the reading."""
+        """Return the ids that followed a run in stored text, which is read if a reply goes on."""
         root, runs = self._root, self._serving.store.runs
-        self._has_asked_runs = self._has_asked_runs or runs.read(root)
+        self._n_asked_runs += 1
+        if self._n_asked_runs >= SHORT_REPLY and not self._has_asked_runs:
+            self._has_asked_runs = runs.read(root)
         return runs.after(root, run, n)
 
     def resume(self, prompt: Prompt) -> None:

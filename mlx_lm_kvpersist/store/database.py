@@ -9,14 +9,17 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from .folder import OwnFiles
 
 _WAIT_S = 30.0
+_LAST_QUESTION_S = 1.0
+"""How long closing waits for a thread that has a connection on loan."""
 INCREMENTAL = 2
 """Free pages are given back on demand."""
 _MOST_AT_ONCE = 400
@@ -57,6 +60,9 @@ class Database:
         self.path = path
         self.files = files
         self._local = threading.local()
+        self._lent = SimpleQueue[_ThreadConnection | None]()
+        """The connection that threads borrow, while none has it."""
+        self._lent.put(None)
         self._is_closed = False
         self._n_opened = 0
         self._inode = 0
@@ -80,7 +86,7 @@ class Database:
     @property
     def connection(self) -> sqlite3.Connection:
         if self._is_closed:
-            self.close()
+            self.disconnect()
             raise sqlite3.OperationalError(f"unable to open {self.path}: the index was closed")
         own: _ThreadConnection | None = getattr(self._local, "own", None)
         if own is None or own.n_opened != self._n_opened:
@@ -111,13 +117,27 @@ class Database:
         return db
 
     def close(self) -> None:
-        """Answer no more, and close this thread's connection."""
+        """Answer no more, and close this thread's connection and the lent one."""
+        with suppress(Empty):
+            self._lent.get(timeout=_LAST_QUESTION_S)
         self._is_closed = True
         self.disconnect()
+        self._lent.put(None)
 
     def disconnect(self) -> None:
         """Close this thread's connection; if the thread asks again, it gets another."""
         self._local.__dict__.clear()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lend a connection to a thread that comes and goes. Such threads take turns."""
+        own = self._lent.get()
+        if own is not None:
+            self._local.own = own
+        try:
+            yield
+        finally:
+            self._lent.put(self._local.__dict__.pop("own", None))
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
