@@ -26,7 +26,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS, Arrays
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
-from mlx_lm_kvpersist.host.answers import Prompt
+from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits

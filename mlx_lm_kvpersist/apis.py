@@ -127,8 +127,14 @@ def require_object(name: str, value: Any) -> dict[str, Any]:
 
 def require_objects(name: str, value: Any) -> list[dict[str, Any]]:
     """Return a list of objects; refuse a value that is none."""
+    return [item for _, item in placed_objects(name, value)]
+
+
+def placed_objects(name: str, value: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return objects with their places, such as "messages[3]"; refuse anything else."""
     require(isinstance(value, list), name, value, "a list of objects")
-    return [require_object(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    places = (f"{name}[{i}]" for i in range(len(value)))
+    return [(place, require_object(place, item)) for place, item in zip(places, value, strict=True)]
 
 
 def joined(content: Any, more: Any, between: str = "\n\n") -> Any:

@@ -6,7 +6,6 @@ Commands share some of these options, so MLX is imported only when it is needed.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from dataclasses import dataclass, field, replace
@@ -208,43 +207,6 @@ GROUPS = {
 """The options by the heading that they have in the docs."""
 RARE = "memory-policy shared-size attention draft served-name isolation show-text".split()
 """Options that --help-all shows, and --help does not."""
-_LEAVE_OUT = "leave it out"
-REMOVED = {
-    "max-writes-per-hour": f"{_LEAVE_OUT}; the page and `why` show what was written in an hour",
-    "model-share": f"{_LEAVE_OUT}; a model may fill three quarters of --kvpersist-disk while "
-    "others have blocks there",
-    "wired": f"{_LEAVE_OUT}; models above half of the memory that the device recommends are wired, "
-    "and a plugin can choose another limit (hook wired_limit)",
-    "max-loss-s": f"{_LEAVE_OUT}; kill -9 may undo 2 seconds of computing",
-    "kv-rotate": f"{_LEAVE_OUT}; keys and values are always rotated before they are quantized",
-    "shared-plain": "give --kvpersist-shared-key plain",
-    "fsync": f"{_LEAVE_OUT}; checksums find what a power failure tears",
-    "verify": f"{_LEAVE_OUT}; all that is restored is checked",
-    "kv-group-size": "give --kv-group-size",
-    "session-header": f"{_LEAVE_OUT}; clients name their session in X-Session-ID",
-    "normalise": f"{_LEAVE_OUT}; no prompt is changed",
-    "api-key": f"set {KEY_VARIABLE} in the environment",
-    "evict": f"{_LEAVE_OUT}; the least recently used is evicted first",
-    "min-reuse": f"{_LEAVE_OUT}; measured speeds decide what is restored",
-    "pin-system": "give --kvpersist-warm FILE, which pins a beginning",
-    "kv-target": "choose a precision with --kvpersist-kv-bits",
-    "kv-measure-s": f"{_LEAVE_OUT}; nothing is measured when a model is loaded",
-}
-"""Options of earlier versions, and what to do instead."""
-
-
-class RemovedOption(Action):
-    """Ends the process with a message that says what to do instead."""
-
-    def __call__(self, parser: ArgumentParser, *args: Any) -> None:
-        parser.error(with_remedies(f"unrecognized arguments: {args[-1]}"))
-
-
-def with_remedies(message: str) -> str:
-    """Return an error of argparse with what to do about each removed option that it names."""
-    named = (name for name in REMOVED if re.search(rf"--kvpersist-{name}\b(?!-)", message))
-    remedies = (f"; --kvpersist-{name} was removed: {REMOVED[name]}" for name in named)
-    return message + "".join(remedies)
 
 
 class HelpAll(Action):
@@ -270,8 +232,6 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     rare: dict[str, Action] = {}
     help_all = "Show this help with the plugin's rare options, too"
     group.add_argument("--help-all", action=HelpAll, nargs=0, const=rare, help=help_all)
-    removed = [f"--kvpersist-{name}" for name in REMOVED]
-    group.add_argument(*removed, action=RemovedOption, nargs="?", default=SUPPRESS, help=SUPPRESS)
     for name, argument in OPTIONS.items():
         action = group.add_argument(f"--kvpersist-{name}", **argument)
         if name in RARE:

@@ -1,30 +1,22 @@
-"""Every exception of the package.
+"""Every exception of the package, and a log of failures that come again.
 
-KVPersistError
-├── ConfigError                 an option or a combination of options is wrong
-├── PluginNotFound              --plugin names something that is not installed
-├── PluginFault                 a plugin gave a wrong answer, or broke a request (HTTP status 500)
-├── UnsupportedVersion          this mlx-lm, or its pair with mlx, is not supported
-├── PatchError                  a patch of the host could not be trusted
-│   ├── TargetMissing           the thing to patch does not exist
-│   ├── SignatureChanged        it exists, but looks different
-│   └── PatchNotEffective       it was patched, and the server does not use it
-├── SelfTestFailed              a check of `selftest` gave a wrong answer
-├── ModelNotSupported           this model's cache cannot be kept
-├── RequestRefused              a request cannot be served (its HTTP status: 400, or another)
-├── GenerationStopped           the generation thread has ended (HTTP status 503)
-│   └── DeviceFailed            the device computes nothing any more, and the server ends
-├── ClientGone                  a client closed its connection before its reply had ended
-├── NoAnswer                    a shared store does not answer in time
-├── IndexDamaged                SQLite can read the index, and its content is wrong
-└── StoreError
-    ├── StoreFormatError        the store was written by another version
-    ├── PoolFull                what must stay in RAM leaves no room for more
-    └── BlockCorrupt            the file of a block is not what its name promises
-        └── DecryptionFailed          what is encrypted was altered, moved, or has another key
+Every exception of ours is a KVPersistError.
 """
 
+from __future__ import annotations
+
+import logging
+import math
 import sqlite3
+import time
+from collections import Counter
+from threading import Lock
+from typing import Any
+
+LOG_AGAIN_S = 3600.0
+"""How long a kind of failure is not logged after it was."""
+COUNTING = Lock()
+"""Held while numbers that several threads count are changed or read, and for nothing else."""
 
 
 class KVPersistError(Exception):
@@ -125,3 +117,34 @@ class BlockCorrupt(StoreError):
 
 class DecryptionFailed(BlockCorrupt):
     """Encrypted bytes were altered, cut off or moved, or were encrypted with another key."""
+
+
+class Failures:
+    """Counts failures by kind, and logs the first of a kind, then at most one an hour. Any thread.
+
+    The kind is the message without its values, unless it is given. There must be few kinds.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self.counts: Counter[str] = Counter()
+        self._logger = logger
+        self._logged: dict[str, tuple[float, int]] = {}
+        """When a kind was logged last, by the monotonic clock, and its count then."""
+
+    def add(self, message: str, *args: object, kind: str = "", **how: Any) -> None:
+        """Count a failure and log it, at DEBUG if its kind was logged within the last hour.
+
+        `how` may have a `level` (WARNING by default), and other arguments of `Logger.log`. A line
+        says how many failures of its kind were not logged before it.
+        """
+        kind, level = kind or message.replace("%s", "…"), how.pop("level", logging.WARNING)
+        with COUNTING:
+            self.counts[kind] += 1
+            count, now_s = self.counts[kind], time.monotonic()
+            logged_s, n_logged = self._logged.get(kind, (-math.inf, count - 1))
+            if is_due := now_s >= logged_s + LOG_AGAIN_S:
+                self._logged[kind] = now_s, count
+        if is_due and count > n_logged + 1:
+            message += f" ({count - n_logged - 1} more like this since the last such line)"
+        level = level if is_due else logging.DEBUG
+        self._logger.log(level, f"kvpersist: {message}", *args, stacklevel=2, **how)

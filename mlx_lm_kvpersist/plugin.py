@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from email.message import Message
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from . import config
@@ -14,7 +15,6 @@ from .api import admin
 from .api.admin import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sessions_view
 from .api.agents import WARM_PATH, AgentsAPI, Service, warm_at_start, warm_view
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI
-from .api.metrics import CONTENT_TYPE, Metrics
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import is_kept, namespace, normalise, note, session_key, unshared
 from .cache.geometry.kinds import most_taken_back
@@ -23,10 +23,7 @@ from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
 from .errors import ModelNotSupported, RequestRefused
 from .host import manager
-from .host.answers import ClientRequest, ModelSupport, Prompt, Route, TakenRequest
-from .host.hookspecs import hookimpl
-from .host.http import apis
-from .host.http.request_checks import read_json
+from .host.hooks import ClientRequest, ModelSupport, Prompt, Route, TakenRequest, hookimpl
 from .ranks import ranks
 from .request.loading import described, load_model, places
 from .request.machine import Pressure
@@ -37,7 +34,7 @@ from .request.replies import known_replies
 from .request.serving import ServedRequest, Serving
 from .request.state import RequestState, Stage
 from .request.wired import wired_bytes
-from .request_log import RequestLog
+from .request_log import CONTENT_TYPE, Metrics, RequestLog
 from .store.block_store import BlockStore
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions
@@ -182,14 +179,9 @@ class KVPersistPlugin:
             state.namespace = unshared(state.namespace)
 
     @hookimpl
-    def serving_changed(self, serving: bool) -> None:
-        if not serving and self._store is not None:
-            self._store.writer.set_n_replies(0)
-        if not serving and self._serving is not None:
-            self._serving.memory.weigh((), (), 0)  # nothing runs any more
-
-    @hookimpl
     def idle(self) -> None:
+        if self._store is not None:
+            self._store.writer.set_n_replies(0)
         if self._serving is not None:
             self._serving.memory.idle()
 
@@ -259,21 +251,16 @@ class KVPersistPlugin:
             )
 
     @hookimpl
-    def early_headers(self, request: ClientRequest) -> list[tuple[str, str]]:
+    def response_headers(self, request: ClientRequest, is_early: bool) -> list[tuple[str, str]]:
         state = RequestState.of(request)
-        header = PENDING + ("" if state.is_kept else "; kept=no")
-        return [("X-KVPersist", header), ("X-KVPersist-Request", state.id)]
-
-    @hookimpl
-    def response_headers(self, request: ClientRequest) -> list[tuple[str, str]]:
-        state = RequestState.of(request)
-        if state.outcome is None:
+        outcome = None if is_early else state.outcome
+        if outcome is None and not is_early:
             state.drop_lookup()
-            why = self._refusal or "another plugin took it"
-            reason = Reason.NOT_KEPT
-            self._record(state, Outcome(Kind.STOCK, state.n_prompt, reason=reason, detail=why))
-        assert state.outcome is not None
-        header = state.outcome.header + ("" if state.is_kept else "; kept=no")
+            why, reason = self._refusal or "another plugin took it", Reason.NOT_KEPT
+            outcome = Outcome(Kind.STOCK, state.n_prompt, reason=reason, detail=why)
+            self._record(state, outcome)
+        header = PENDING if outcome is None else outcome.header
+        header += "" if state.is_kept else "; kept=no"
         return [("X-KVPersist", header), ("X-KVPersist-Request", state.id)]
 
     @hookimpl
@@ -293,13 +280,13 @@ class KVPersistPlugin:
             Route("GET", PAGE_PATH, page_view(key)),
             Route("GET", SESSIONS_PATH, sessions_view(self._describe_sessions, key)),
             *(
-                Route("POST", path, admin.operator_change(change, read_json, key))
+                Route("POST", path, admin.operator_change(change, key))
                 for path, change in changes.items()
             ),
             *(Route("HEAD", path, admin.answering(lambda handler: b"")) for path in HELLO_PATHS),
-            Route("POST", MESSAGES_PATH, partial(apis.serve, api=MessagesAPI())),
-            Route("POST", RESPONSES_PATH, partial(apis.serve, api=ResponsesAPI())),
-            Route("POST", COUNT_PATH, partial(apis.count_tokens, api=MessagesAPI())),
+            Route("POST", MESSAGES_PATH, methodcaller("serve", MessagesAPI())),
+            Route("POST", RESPONSES_PATH, methodcaller("serve", ResponsesAPI())),
+            Route("POST", COUNT_PATH, methodcaller("serve_count", MessagesAPI())),
             *(Route(*route) for route in agents.routes()),
             Route("POST", WARM_PATH, warm_view(self._service())),
         ]
@@ -318,7 +305,7 @@ class KVPersistPlugin:
     def _service(self) -> Service:
         options = self._config
         key, by_key = options.api_key, options.namespace_by_key
-        return Service(apis, self._stored_sessions, key, by_key, lambda: self._refusal)
+        return Service(self._stored_sessions, key, by_key, lambda: self._refusal)
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
         store = self._store  # None while the server ends
@@ -331,20 +318,12 @@ class KVPersistPlugin:
         return self._sessions
 
     @property
-    def _model(self) -> dict[str, str | None]:
-        """The name of the loaded model, and its precision in words."""
-        model = serving.model if (serving := self._serving) else None
-        name, precision = (model.name, model.precision) if model else (None, None)
-        return {"model": name, "precision": precision}
-
-    @property
     def _shows_text(self) -> bool:
         return self._config.show_text and self._config.store_text
 
     def _describe_sessions(self, **which: Any) -> dict[str, Any]:
         sessions = self._stored_sessions().describe(**which, with_text=self._shows_text)
-        counts = {"store": self._store_counts(), "memory": self._memory_parts()}
-        return {**self._model, **counts, "with_text": self._shows_text, **sessions}
+        return {**self._shown(), "with_text": self._shows_text, **sessions}
 
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:
@@ -353,8 +332,14 @@ class KVPersistPlugin:
 
     def _stats(self) -> dict[str, Any]:
         speed = self._serving.model.speed if self._serving else Speed()
-        counts, memory = self._store_counts(all_files=True), self._memory_parts()
-        return {**self._model, **speed.describe(), "store": counts, "memory": memory}
+        return {**self._shown(all_files=True), **speed.describe()}
+
+    def _shown(self, *, all_files: bool = False) -> dict[str, Any]:
+        """Return the loaded model's name, its precision in words, and what store and RAM hold."""
+        model = serving.model if (serving := self._serving) else None
+        name, precision = (model.name, model.precision) if model else (None, None)
+        counts = {"store": self._store_counts(all_files=all_files), "memory": self._memory_parts()}
+        return {"model": name, "precision": precision, **counts}
 
     def _memory_parts(self) -> dict[str, int] | None:
         return serving.memory.parts() if (serving := self._serving) else None

@@ -29,7 +29,7 @@ from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
 from .cache.measuring.attention_check import plan_attention
 from .errors import SelfTestFailed
-from .host.answers import REPLY, ModelSupport, PrefillLimits, Prompt
+from .host.hooks import REPLY, ModelSupport, PrefillLimits, Prompt
 from .host.scheduling.batch_generator import PluginBatchGenerator
 from .host.scheduling.model_provider import PluginCaches
 from .request.lookup import Lookup

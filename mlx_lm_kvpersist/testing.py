@@ -10,33 +10,19 @@ import copy
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from email.message import Message
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import pluggy
 from mlx_lm.models.cache import make_prompt_cache
 
 from .errors import PluginFault, RequestRefused
-from .host import hookspecs, manager
-from .host.answers import (
-    CHECKS,
-    PREFILL,
-    ClientRequest,
-    FrozenHeaders,
-    Prompt,
-    check_batch,
-    check_caches,
-    check_prepared,
-    expect,
-    frozen,
-)
+from .host import hooks, manager
+from .host.hooks import PREFILL, REPLY, ClientRequest, FrozenHeaders, Prompt, expect, frozen
+from .host.scheduling.model_provider import PluginCaches
 from .round_trip import tiny_model
 
-HOOKS = tuple(
-    name for name, value in vars(hookspecs).items() if hasattr(value, "mlx_lm.server_spec")
-)
+HOOKS = tuple(name for name, value in vars(hooks).items() if hasattr(value, "mlx_lm.server_spec"))
 """The names of all hooks, in the order in which the server asks them."""
 
 _MESSAGES = [
@@ -49,6 +35,7 @@ _TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 _CALLS = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
 _IDS = list(range(3, 43))
 _MOST_WAITS = 10_000
+_NAME = "tested"
 
 
 def check_plugin(plugin: Any, options: Sequence[str] = (), provider: Any = None) -> None:
@@ -64,85 +51,83 @@ def find_faults(plugin: Any, options: Sequence[str] = (), provider: Any = None) 
     as mlx-lm's ModelProvider, a tiny model without files if it is None. Raises
     pluggy.PluginValidationError for a hook, or an argument of one, that the server does not have.
     """
-    plugins = pluggy.PluginManager(hookspecs.PROJECT)  # a manager of the server catches errors
-    plugins.add_hookspecs(hookspecs)
-    plugins.register(plugin, name="tested")
+    plugins = manager.PluginManager()
+    plugins.register(plugin, name=_NAME)
     plugins.check_pending()
-    tested = _Tested(plugins)
-    with manager.using(plugins):
-        tested.run(options, provider or tiny_provider())
-    return tested.faults
+    faults = _Faults()
+    with manager.using(plugins, faults):
+        _Tested(faults, provider or tiny_provider()).run(options)
+    return faults.found
+
+
+class _Faults(manager.PluginFailures):
+    """Keeps the first fault of each hook, in place of the server's log."""
+
+    def __init__(self) -> None:
+        super().__init__(manager.logger)
+        self.found: dict[str, str] = {}
+
+    def report(self, plugin: str, hook: str, error: Exception) -> None:
+        is_answer = isinstance(error, PluginFault)
+        fault = str(error) if is_answer else f"failed: {type(error).__name__}: {error}"
+        self.found.setdefault(hook, fault)
 
 
 class _Tested:
     """One plugin, while its hooks are asked."""
 
-    def __init__(self, plugins: Any) -> None:
-        self._plugins = plugins
-        self._make_caches: Callable[[], Sequence[Any]] = list
-        self.faults: dict[str, str] = {}
+    def __init__(self, faults: _Faults, provider: Any) -> None:
+        self._faults, self._provider = faults, provider
+        self._model = provider.model
+        self._make_caches: Callable[[], Any] = lambda: make_prompt_cache(self._model)
 
-    def run(self, options: Sequence[str], provider: Any) -> None:
+    def run(self, options: Sequence[str]) -> None:
         parser = ArgumentParser()
         self.ask("add_options", parser=parser)
-        args = parser.parse_args(options, copy.copy(provider.cli_args))
+        args = parser.parse_args(options, copy.copy(self._provider.cli_args))
         self.ask("configure", args=args)
-        self.ask("self_test")
         self.ask("routes")
         self.ask("started", serve=lambda work: None)
-        self._make_caches = partial(make_prompt_cache, provider.model)
-        self.ask("wired_limit", provider=provider, asked_bytes=1 << 34)
-        support = self.ask("model_loaded", provider=provider)
-        if support is not None:
-            self.guard("model_loaded", partial(self._compute, support, provider.model))
-        self.ask("serving_changed", serving=True)
+        self.ask("wired_limit", provider=self._provider, asked_bytes=1 << 34)
+        for _, support in self.ask("model_loaded", provider=self._provider) or ():
+            manager.safely(_NAME, "model_loaded", self._compute, support)
         for kind in ("chat", "text"):
-            self._request(kind, provider.model)
-        self.ask("serving_changed", serving=False)
+            self._request(kind)
         self.ask("idle")
         self.ask("shutdown")
 
-    def ask(self, hook: str, refuses: tuple[type[Exception], ...] = (), **given: Any) -> Any:
-        """Ask a hook, and check its answer; None if there is none, or a fault."""
-        answer = None
-        for implementation in getattr(self._plugins.hook, hook).get_hookimpls():
-            arguments = {name: given[name] for name in implementation.argnames}
-            answer = self.guard(hook, partial(implementation.function, **arguments))
-        if answer is not None and hook in CHECKS:
-            self.guard(hook, partial(CHECKS[hook], answer))
-        return None if hook in self.faults else answer
+    def ask(self, hook: str, **given: Any) -> Any:
+        """Ask a hook as the server does; return None if that fails."""
+        return self._guarded(hook, lambda: manager.ask(hook, **given))
 
-    def guard(self, hook: str, act: Callable[[], Any]) -> Any:
-        """Return what a function returns; note the hook's first fault."""
+    def _guarded(self, hook: str, act: Callable[[], Any]) -> Any:
+        """Return what a function returns; keep an error that would reach the server's client."""
         try:
             return act()
-        except RequestRefused as error:
-            if hook not in ("request_received", "prepare_messages"):
-                self.faults.setdefault(hook, f"refused the request: {error}")
+        except RequestRefused:  # as these hooks may do
+            return None
         except Exception as error:
-            is_answer = isinstance(error, PluginFault)
-            fault = str(error) if is_answer else f"failed: {type(error).__name__}: {error}"
-            self.faults.setdefault(hook, fault)
-        return None
+            self._faults.report(_NAME, hook, error)
+            return None
 
-    def _compute(self, support: Any, model: Any) -> None:
+    def _compute(self, support: Any) -> None:
         """Run two sequences of a model through the caches of a `ModelSupport`, and merge them."""
-        self._make_caches = support.make_caches
-        rows = []
+        caches = PluginCaches(self._model, _NAME, support)
+        self._make_caches, rows = caches, []
         for ids in (_IDS, _IDS[:7]):
-            caches = support.make_caches()
-            check_caches(caches, len(model.layers))
-            logits = model(mx.array([ids]), cache=list(caches))
+            if (row := caches.make()) is None:
+                return
+            logits = self._model(mx.array([ids]), cache=list(row))
             is_finite = bool(mx.isfinite(logits).all())
             expect(is_finite, "caches with which logits are not finite", "any")
-            rows.append(caches)
+            rows.append(row)
         is_new = all(first is not second for first, second in zip(*rows, strict=True))
         expect(is_new, "the caches of another sequence", "new ones")
-        for layer in zip(*rows, strict=True):
-            if (merged := support.merge(layer)) is not None:
-                check_batch(merged)
+        if all(hasattr(cache, "merge") for cache in rows[0]):  # else the server makes no batch
+            for cache in rows[0]:
+                caches.merge(cache)
 
-    def _request(self, kind: str, model: Any) -> None:
+    def _request(self, kind: str) -> None:
         messages = copy.deepcopy(_MESSAGES) if kind == "chat" else []
         text = "" if kind == "chat" else "Once upon a time"
         request = ClientRequest(SimpleNamespace(request_type=kind, prompt=text, messages=messages))
@@ -151,13 +136,13 @@ class _Tested:
         body = frozen({"messages": messages, "stream": True})
         self.ask("request_received", request=request, headers=FrozenHeaders(headers), body=body)
         if kind == "chat":
-            self.guard("prepare_messages", self._prepare)
+            self._guarded("prepare_messages", self._prepare)
         prompt = Prompt(_IDS, [_IDS[:9], _IDS[9:]], ["system", "user"], frozen(messages))
-        answer = self.ask("take_request", request=request, prompt=prompt)
-        if answer is not None:
-            self.guard("take_request", partial(self._serve, answer, model))
-        self.ask("early_headers", request=request)
-        self.ask("response_headers", request=request)
+        self.ask("prompt_rendered", request=request, prompt=prompt)
+        if (taken := manager.take_request(request, prompt)) is not None:
+            manager.safely(_NAME, "take_request", self._serve, taken)
+        self.ask("response_headers", request=request, is_early=True)
+        self.ask("response_headers", request=request, is_early=False)
         calls = frozen(copy.deepcopy(_CALLS))
         self.ask("reply_sent", request=request, content="Far.", reasoning="", tool_calls=calls)
         self.ask("reply_timed", request=request, times_s=(0.5, 0.6))
@@ -172,26 +157,23 @@ class _Tested:
         is_same = chats[0] == chats[1]
         expect(is_same, "other messages for the same chat", "the same: prompts are reused")
 
-    def _serve(self, answer: Any, model: Any) -> None:
-        """Let a `TakenRequest` wait, enter, and save a prompt and its reply."""
+    def _serve(self, taken: manager.Taken) -> None:
+        """Let a request wait, enter, and save a prompt and its reply."""
         n_waits = 0
-        while not answer.advance():
+        while not taken.advance():
             n_waits += 1
             expect(n_waits < _MOST_WAITS, f"not ready {n_waits} times", "True in the end")
-        prepared = answer.enter()
-        if prepared is None:
+        if (prompt := taken.enter()) is None:
             return
-        check_prepared(prepared)
-        caches = list(prepared.caches or self._make_caches())
-        ids, n_done = [*prepared.prompt.ids, 50, 51], prepared.n_cached
-        system = len(prepared.prompt.segments[0])
-        ends = ((system, "system"), (len(ids) - 2, PREFILL), (len(ids), "assistant"))
+        caches = list(taken.caches or self._make_caches())
+        ids, n_done = [*prompt.ids, 50, 51], taken.n_cached
+        ends = ((len(prompt.segments[0]), "system"), (len(ids) - 2, PREFILL), (len(ids), REPLY))
         for end, cache_type in ends:
             if end <= n_done:
                 continue
-            mx.eval(model(mx.array([ids[n_done:end]]), cache=caches))
+            mx.eval(self._model(mx.array([ids[n_done:end]]), cache=caches))
             n_done = end
-            answer.insert(tuple(ids[:end]), caches, cache_type)
+            taken.insert(ids[:end], caches, cache_type)
 
 
 def tiny_provider() -> Any:

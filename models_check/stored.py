@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.host.answers import REPLY, Prompt
+from mlx_lm_kvpersist.host.hooks import REPLY, Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome

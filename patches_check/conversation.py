@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_lm_kvpersist.cli.demo_model import make_model
+from mlx_lm_kvpersist.cli.demo import make_model
 from mlx_lm_kvpersist.cli.servers import Message, StartedServer, document
 from mlx_lm_kvpersist.errors import SelfTestFailed
 

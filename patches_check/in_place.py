@@ -23,7 +23,7 @@ import mlx_lm.utils as utils
 
 from mlx_lm_kvpersist import host
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits
+from mlx_lm_kvpersist.host.hooks import ModelSupport, PrefillLimits
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches, PluginModelProvider
 
 MOST_TOKENS = 2048

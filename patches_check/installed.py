@@ -17,8 +17,7 @@ from mlx_lm_kvpersist.cli.doctor import Finding, mlx_lm
 from mlx_lm_kvpersist.cli.output import console, table
 from mlx_lm_kvpersist.cli.selftest import check_numbers, check_patch, check_startup, tried
 from mlx_lm_kvpersist.host.patching import versions
-from mlx_lm_kvpersist.host.patching.patch import Patch
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.patching.patches import PATCHES, Patch
 
 from .conversation import Conversation, play
 from .inventory import Found, bindings, cache_classes

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mlx_lm_kvpersist.cache.geometry.kinds import KINDS, REFUSED
-from mlx_lm_kvpersist.host.patching.patch import Patch
+from mlx_lm_kvpersist.host.patching.patches import Patch
 
 SERVER = "mlx_lm.server"
 BATCHES = {"BatchKVCache": "KVCache", "BatchRotatingKVCache": "RotatingKVCache"}

@@ -10,7 +10,6 @@ import pytest
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.store.encryption import PLAIN
 
@@ -204,29 +203,6 @@ def test_the_help_shows_what_many_need(capsys: pytest.CaptureFixture[str]) -> No
         assert f"--kvpersist-{name}" in shown["--help-all"]
         assert f"--kvpersist-{name}" not in shown["--help"]
     assert parsed("--kvpersist-attention", "packed").kvpersist_attention == "packed"
-
-
-@pytest.mark.parametrize("name", config.REMOVED)
-@pytest.mark.parametrize("value", [(), ("off",)], ids=["alone", "with a value"])
-def test_a_removed_option_says_what_to_do(
-    name: str, value: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        parsed(f"--kvpersist-{name}", *value)
-    assert end.value.code == 2
-    said = f"; --kvpersist-{name} was removed: {config.REMOVED[name]}\n"
-    assert capsys.readouterr().err.endswith(said)
-
-
-@pytest.mark.parametrize(
-    "command", ["spec --model M", "quality --model M", "bench --model M", "store stats"]
-)
-def test_a_command_knows_removed_options_too(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([*command.split(), "--kvpersist-kv-rotate=off"])
-    assert "always rotated" in capsys.readouterr().err
 
 
 def test_what_is_shared_can_be_plain(tmp_path: Path) -> None:

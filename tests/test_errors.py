@@ -1,10 +1,52 @@
-"""Whoever looks for an exception looks at the tree that opens errors.py."""
+"""Failures that repeat are counted, and each kind is logged once an hour."""
 
 from __future__ import annotations
 
-from mlx_lm_kvpersist import errors
+import logging
+import threading
+import time
+
+import pytest
+
+from mlx_lm_kvpersist.errors import LOG_AGAIN_S, Failures
 
 
-def test_the_tree_has_every_exception() -> None:
-    classes = [name for name, one in vars(errors).items() if isinstance(one, type)]
-    assert [name for name in classes if name not in (errors.__doc__ or "")] == []
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now_s = [5.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+def test_each_kind_is_logged_once_an_hour_with_the_number_of_those_that_were_not(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    failed = Failures(logging.getLogger("a test"))
+    for hour in range(3):
+        clock[0] = 5.0 + hour * LOG_AGAIN_S
+        for n in range(4):
+            failed.add("no room for %s: 100%%", f"turn {n}", kind="full", level=logging.ERROR)
+            failed.add("block %s", n)
+    assert failed.counts == {"full": 12, "block …": 12}
+    more = " (3 more like this since the last such line)"
+    said = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+    first = ["kvpersist: no room for turn 0: 100%", "kvpersist: block 0"]
+    assert said == [*first, *(f"{one}{more}" for one in first * 2)]
+    assert len(caplog.records) == 24
+    assert {record.name for record in caplog.records} == {"a test"}
+
+
+def test_no_failure_of_several_threads_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    failed = Failures(logging.getLogger("a test"))
+
+    def fail() -> None:
+        for _ in range(500):
+            failed.add("said")
+
+    threads = [threading.Thread(target=fail) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed.counts["said"] == 2000 and len(caplog.records) == 1

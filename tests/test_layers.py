@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "units",
     },
     "testing": {"errors", "host", "round_trip"},
+    "plugins": {"apis", "errors", "host", "testing"},
     "plugin": {
         "ranks",
         "api",
@@ -42,10 +43,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store",
         "units",
     },
-    "request_log": {"request"},
+    "request_log": {"errors", "request"},
     "round_trip": {"cache", "errors", "host", "request", "store"},
     "config": {"api", "cache", "errors", "store", "units"},
-    "host": {"apis", "errors", "failures", "image_ids", "ranks"},
+    "host": {"apis", "errors", "image_ids", "ranks"},
     "api": {"apis", "errors"},
     "request": {
         "ranks",
@@ -59,19 +60,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store",
         "units",
     },
-    "store": {"block", "config", "errors", "failures", "match", "units"},
+    "store": {"block", "config", "errors", "match", "units"},
     "cache": {"errors", "units"},
     "match": {"block", "image_ids"},
     "ranks": set(),
     "block": {"image_ids"},
     "image_ids": set(),
     "errors": set(),
-    "failures": set(),
     "apis": {"errors"},
     "units": set(),
 }
 NO_MLX = {
-    *("_startup", "apis", "block", "errors", "failures", "image_ids", "match", "units"),
+    *("_startup", "apis", "block", "errors", "image_ids", "match", "units"),
 }
 
 

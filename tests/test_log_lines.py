@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mlx_lm_kvpersist
-from mlx_lm_kvpersist.failures import Failures
+from mlx_lm_kvpersist.errors import Failures
 
 PACKAGE = Path(mlx_lm_kvpersist.__file__).parent
 _METHODS = {"debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log"}

@@ -16,8 +16,10 @@ import pytest
 from mlx_lm_kvpersist.api.session_keys import KEEP_HEADER
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.config import Config
+from mlx_lm_kvpersist.host.hooks import PrefillLimits
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
+from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.state import RequestState, Stage
 from mlx_lm_kvpersist.store.records import StoreLimits
 
@@ -25,7 +27,7 @@ from mlx_lm_kvpersist.store.records import StoreLimits
 def test_a_request_that_another_plugin_took_is_told_so() -> None:
     plugin = KVPersistPlugin()
     request: Any = SimpleNamespace(messages=[{"role": "user", "content": "hello"}])
-    first, again = plugin.response_headers(request), plugin.response_headers(request)
+    first, again = (plugin.response_headers(request, False) for _ in range(2))
     assert first == again
     headers = dict(first)
     assert headers["X-KVPersist"].startswith("outcome=STOCK; tier=cold; reused=0")
@@ -37,7 +39,7 @@ def test_a_request_that_another_plugin_took_is_told_so() -> None:
 def test_a_request_that_waits_is_named_before_its_outcome_is_known() -> None:
     plugin = KVPersistPlugin()
     request: Any = SimpleNamespace(messages=[{"role": "user", "content": "hello"}])
-    early, late = dict(plugin.early_headers(request)), dict(plugin.response_headers(request))
+    early, late = (dict(plugin.response_headers(request, is_early)) for is_early in (True, False))
     assert early["X-KVPersist"] == "outcome=PENDING"
     assert late["X-KVPersist"].startswith("outcome=STOCK")
     (record,) = plugin._log.records()
@@ -82,12 +84,21 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
         plugin.model_loaded(provider)
         assert args.kv_bits == 8
         assert "--kv-bits 8 holds there" in caplog.text
-        for name in ("load_model", "Memory", "described"):
-            monkeypatch.setattr(f"mlx_lm_kvpersist.plugin.{name}", mock.MagicMock())
+        make_all_load(monkeypatch)
         plugin.model_loaded(provider)
         assert args.kv_bits is None
     finally:
         plugin.shutdown()
+
+
+def make_all_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every model one whose conversations can be kept."""
+    model = mock.MagicMock(draft=None)
+    model.speed.limits.return_value = PrefillLimits(1.0, lambda position: 8)
+    made = {"load_model": model, "Memory": mock.MagicMock(spec=Memory), "described": ""}
+    for name, value in made.items():
+        replaced = mock.Mock(return_value=value)
+        monkeypatch.setattr(f"mlx_lm_kvpersist.plugin.{name}", replaced)
 
 
 def test_a_model_whose_files_are_gone_is_left_to_stock(
@@ -123,8 +134,7 @@ def test_nothing_is_drafted_if_calls_of_a_few_rows_wait_for_a_kernel(
     given = ["--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-draft", option]
     args = parser.parse_args(given, copy.copy(ARGS))
     plugin.configure(args)
-    for name in ("load_model", "Memory", "described"):
-        monkeypatch.setattr(f"mlx_lm_kvpersist.plugin.{name}", mock.MagicMock())
+    make_all_load(monkeypatch)
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.least_rows", lambda: rows)
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.most_taken_back", lambda caches: 9)
     provider = SimpleNamespace(

@@ -15,17 +15,16 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.errors import ConfigError, PluginFault, RequestRefused
-from mlx_lm_kvpersist.host.answers import (
+from mlx_lm_kvpersist.host.hooks import (
     ModelSupport,
     PrefillLimits,
     Prepared,
     Prompt,
     Route,
     TakenRequest,
+    hookimpl,
 )
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.testing import HOOKS, check_plugin, find_faults

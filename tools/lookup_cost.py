@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from mlx_lm_kvpersist.block import BLOCK_TOKENS, Block, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.machine import Pressure
 from mlx_lm_kvpersist.request.memory import Memory

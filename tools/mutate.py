@@ -106,9 +106,9 @@ TESTS = {
         "tests/host/scheduling/test_pace.py",
         "tests/host/scheduling/test_prefill.py",
     ],
-    "host/patching/patch": ["tests/host/patching/test_patches.py"],
+    "host/patching/patches": ["tests/host/patching/test_patches.py"],
     "host/patching/probes": ["tests/host/patching/test_patches.py"],
-    "host/answers": [
+    "host/hooks": [
         "tests/host/scheduling/test_response_generator.py",
         "tests/host/scheduling/test_prefill.py",
     ],

@@ -34,8 +34,7 @@ from unittest import mock
 
 import mlx_lm_kvpersist
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from tests.support import wait_until

@@ -26,6 +26,7 @@ PAGE_PATH = "/kvpersist"
 SESSIONS_PATH = "/v1/kvpersist/sessions"
 MAX_TITLE_CHARS = 200
 KEY_VARIABLE = "KVPERSIST_API_KEY"
+JSON_HEADERS = {"Content-Type": "application/json"}
 _PROXY_HEADERS = {
     *("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"),
     "tailscale-user-login",
@@ -34,6 +35,54 @@ _PROXY_HEADERS = {
 _PAGE = Path(__file__).with_name("page.html")
 _ROOT_TEXT = b"The API of this server is at /v1, such as POST /v1/chat/completions.\n"
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+class Parts(NamedTuple):
+    """Content that is sent part by part, `n_bytes` in all: it need not fit into memory."""
+
+    n_bytes: int
+    chunks: Iterable[bytes]
+
+
+class Answer(NamedTuple):
+    """An answer of a route. Its content is bytes, Parts, or an object for JSON."""
+
+    content: Any
+    status: int = 200
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+def answering(answer: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Return a route's handler that sends what `answer` returns or refuses.
+
+    answer: takes the handler; returns an Answer or its content, or None if it has sent an answer.
+    """
+
+    def handle(handler: Any) -> None:
+        try:
+            answered = answer(handler)
+        except RequestRefused as error:
+            answered = Answer(openai_error(error.status, str(error), error.code), error.status)
+        if answered is not None:
+            send(handler, answered if isinstance(answered, Answer) else Answer(answered))
+
+    return handle
+
+
+def send(handler: Any, answer: Answer) -> None:
+    content, status, headers = answer
+    if not isinstance(content, bytes | Parts):
+        content, headers = json.dumps(content).encode(), {**JSON_HEADERS, **headers}
+    if isinstance(content, bytes):
+        content = Parts(len(content), [content])
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    if status != 204:
+        handler.send_header("Content-Length", str(content.n_bytes))
+    handler.end_headers()
+    for chunk in content.chunks:
+        handler.wfile.write(chunk)
 
 
 def operator_view(
@@ -46,22 +95,20 @@ def operator_view(
     one, only programs of the server's own machine may ask.
     """
 
-    def checked(handler: Any) -> Any:
+    def checked(handler: Any) -> Answer:
         check_operator(handler, key)
-        return answer()
+        return Answer(answer(), headers={"Content-Type": content_type})
 
-    return answering(checked, {"Content-Type": content_type})
+    return answering(checked)
 
 
 def operator_change(
-    change: Callable[[dict[str, Any]], Any],
-    read: Callable[[Any], dict[str, Any]],
-    key: str | None = None,
+    change: Callable[[dict[str, Any]], Any], key: str | None = None
 ) -> Callable[[Any], None]:
     """Return the handler of a route that changes something: `operator_view`, with a JSON body.
 
-    read: returns the body of a handler's request; it may raise RequestRefused. A browser shows
-    pages of other sites, and of other servers on this machine: none of them may change anything.
+    A browser shows pages of other sites, and of other servers on this machine: none of them may
+    change anything.
     """
 
     def checked(handler: Any) -> Any:
@@ -70,52 +117,9 @@ def operator_change(
         kind = handler.headers.get_content_type() if "Content-Type" in handler.headers else None
         if kind != "application/json":
             raise RequestRefused(f"Content-Type is {kind}, expected application/json", 415)
-        return change(read(handler))
+        return change(handler.read_json())
 
     return answering(checked)
-
-
-def answering(
-    answer: Callable[[Any], Any], headers: Mapping[str, str] = MappingProxyType({})
-) -> Callable[[Any], None]:
-    """Return a route's handler that sends what `answer` returns or refuses.
-
-    answer: takes the handler; returns an object for JSON, or bytes or Parts with these `headers`.
-    """
-
-    def handle(handler: Any) -> None:
-        status = 200
-        try:
-            content = answer(handler)
-        except RequestRefused as error:
-            status, content = error.status, openai_error(error.status, str(error))
-        is_json = not isinstance(content, bytes | Parts)
-        sent = {"Content-Type": "application/json"} if is_json else headers
-        send(handler, status, content, sent)
-
-    return handle
-
-
-class Parts(NamedTuple):
-    """An answer that is sent part by part, `n_bytes` in all: it need not fit into memory."""
-
-    n_bytes: int
-    chunks: Iterable[bytes]
-
-
-def send(handler: Any, status: int, content: Any, headers: Mapping[str, str]) -> None:
-    """Answer a request with bytes, with Parts, or with an object as JSON."""
-    if not isinstance(content, Parts):
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        content = Parts(len(body), [body])
-    handler.send_response(status)
-    for name, value in headers.items():
-        handler.send_header(name, value)
-    if status != 204:
-        handler.send_header("Content-Length", str(content.n_bytes))
-    handler.end_headers()
-    for chunk in content.chunks:
-        handler.wfile.write(chunk)
 
 
 def check_operator(handler: Any, key: str | None) -> None:
@@ -195,27 +199,26 @@ def page_view(key: str | None) -> Callable[[Any], None]:
         "Cache-Control": "no-store",
     }
 
-    def answer(handler: Any) -> bytes:
+    def answer(handler: Any) -> Answer:
         if key is None:
             check_operator(handler, key)
-        return page
+        return Answer(page, headers=headers)
 
-    return answering(answer, headers)
+    return answering(answer)
 
 
 def root_view(key: str | None) -> Callable[[Any], None]:
     """Return the handler of `/`: it leads an operator to the page, and other clients to the API."""
 
-    def handle(handler: Any) -> None:
+    def answer(handler: Any) -> Answer:
         try:
             if key is None:  # else the page itself asks for the key
                 check_operator(handler, key)
         except RequestRefused:
-            send(handler, 200, _ROOT_TEXT, {"Content-Type": "text/plain; charset=utf-8"})
-        else:
-            send(handler, 303, b"", {"Location": PAGE_PATH})
+            return Answer(_ROOT_TEXT, headers={"Content-Type": "text/plain; charset=utf-8"})
+        return Answer(b"", 303, {"Location": PAGE_PATH})
 
-    return handle
+    return answering(answer)
 
 
 def sessions_view(describe: Callable[..., Any], key: str | None) -> Callable[[Any], None]:

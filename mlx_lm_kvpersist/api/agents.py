@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
-from ..apis import openai_error, require, require_objects, require_text
+from ..apis import openai_error, placed_objects, require, require_objects, require_text
 from ..errors import ConfigError, RequestRefused
-from .admin import answering, check_operator, check_site, send
+from .admin import JSON_HEADERS, Answer, answering, check_operator, check_site
 from .messages import MessagesAPI
 from .responses import ResponsesAPI
 from .session_keys import names_namespace, namespace
@@ -64,21 +64,18 @@ class Agent:
         return f"agent:{self.id}"
 
 
-Answer = tuple[int, Any]
-Call = Callable[[Any, Body], Answer | None]
+Call = Callable[[Any, Body], Any]
 
 
 @dataclass(frozen=True)
 class Service:
     """The services that agents and warming use, and the key by which they know a client.
 
-    chat: the host's module that answers requests (`host/http/apis.py`). sessions: returns the
-    store's `StoredSessions`. Both may raise RequestRefused. key: the operator's.
+    sessions: returns the store's `StoredSessions`, or raises RequestRefused. key: the operator's.
     by_key: whether API keys have namespaces of their own. refusal: says why nothing is kept of the
     loaded model, "" if it is kept.
     """
 
-    chat: Any
     sessions: Callable[[], Any]
     key: str | None
     by_key: bool
@@ -113,31 +110,21 @@ class AgentsAPI:
             f"{AGENT_PATH}/generate": {"POST": self._generate},
             f"{AGENT_PATH}/evict": {"POST": self._evict},
             f"{AGENT_PATH}/pin": {"POST": self._pin},
-            OPENAPI_PATH: {"GET": lambda handler, body: (200, _OPENAPI.read_bytes())},
+            OPENAPI_PATH: {"GET": self._document},
         }
         for path, calls in paths.items():
             for method in _METHODS:
-                yield method, path, partial(self._answer, calls=calls)
+                yield method, path, answering(partial(self._answer, calls=calls))
 
-    def _answer(self, handler: Any, calls: Mapping[str, Call]) -> None:
-        headers = {"Content-Type": "application/json"}
-        answered: Answer | None
-        try:
-            body = self._service.chat.read_body(handler)
-            call = calls.get(handler.command)
-            if call is None:
-                headers["Allow"] = ", ".join(calls)
-                raise RequestRefused(f"{handler.command} is not known here, try {[*calls]}", 405)
-            answered = call(handler, body)
-        except RequestRefused as error:
-            answered = error.status, openai_error(error.status, str(error), error.code)
-        if answered is not None:
-            status, content = answered
-            if status == 201:
-                headers["Location"] = f"{AGENTS_PATH}/{quote(content['id'])}"
-            send(handler, status, content, headers)
+    def _answer(self, handler: Any, calls: Mapping[str, Call]) -> Any:
+        body, method = handler.read_body(), handler.command
+        if method in calls:
+            return calls[method](handler, body)
+        why = f"{method} is not known here, try {[*calls]}"
+        return Answer(openai_error(405, why), 405, {"Allow": ", ".join(calls)})
 
-    # Agents.
+    def _document(self, handler: Any, body: Body) -> Answer:
+        return Answer(_OPENAPI.read_bytes(), headers=JSON_HEADERS)
 
     def _create(self, handler: Any, body: Body) -> Answer:
         check_site(handler.headers, self._service.key)
@@ -161,17 +148,18 @@ class AgentsAPI:
             prefilled = None
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
-                    n_prompt, n_cached = self._service.chat.prefill(handler, agent.beginning)
+                    n_prompt, n_cached = handler.prefill(agent.beginning)
                 with suppress(RequestRefused):  # a slow disk is no reason to have no agent
                     self._service.sessions().changed(lambda disk: None)  # it is on disk then
                 prefilled = {"tokens": n_prompt, "reused": n_cached}
-            return 201, {**self._describe(agent), "prefilled": prefilled}
+            described = {**self._describe(agent), "prefilled": prefilled}
+            return Answer(described, 201, {"Location": f"{AGENTS_PATH}/{quote(agent.id)}"})
         except BaseException:
             with self._lock:
                 self._agents.pop((agent.namespace, agent.id), None)
             raise
 
-    def _list(self, handler: Any, body: Body) -> Answer:
+    def _list(self, handler: Any, body: Body) -> Body:
         self._check_operator(handler)
         query = parse_qs(handler.path.partition("?")[2], keep_blank_values=True)
         limit_text = query.get("limit", [str(_PAGE)])[-1]
@@ -186,10 +174,10 @@ class AgentsAPI:
                 raise RequestRefused("after names no agent, expected the last id of a page", 404)
             agents = agents[ids.index(query["after"][-1]) + 1 :]
         page = [self._describe(agent) for agent in agents[:limit]]
-        return 200, {"object": "list", "data": page, "has_more": len(agents) > len(page)}
+        return {"object": "list", "data": page, "has_more": len(agents) > len(page)}
 
-    def _show(self, handler: Any, body: Body) -> Answer:
-        return 200, self._describe(self._find(handler))
+    def _show(self, handler: Any, body: Body) -> Body:
+        return self._describe(self._find(handler))
 
     def _generate(self, handler: Any, body: Body) -> None:
         agent = self._find(handler)
@@ -201,16 +189,16 @@ class AgentsAPI:
             body = {**body, "max_tokens": int(most)}
         messages = [*agent.beginning["messages"], *messages]
         with self._running(handler.headers, agent):
-            self._service.chat.answer(handler, {**agent.beginning, **body, "messages": messages})
+            handler.serve_chat({**agent.beginning, **body, "messages": messages})
 
-    def _evict(self, handler: Any, body: Body) -> Answer:
+    def _evict(self, handler: Any, body: Body) -> Body:
         self._check_operator(handler)
         agent = self._find(handler)
         sessions = self._service.sessions()
         sessions.each_named(agent.namespace, agent.session, sessions.evict)
-        return 200, self._describe(agent)
+        return self._describe(agent)
 
-    def _pin(self, handler: Any, body: Body) -> Answer:
+    def _pin(self, handler: Any, body: Body) -> Body:
         self._check_operator(handler, everywhere=True)
         agent = self._find(handler)
         pinned = body.get("pinned", True)
@@ -219,7 +207,7 @@ class AgentsAPI:
         pin = partial(sessions.pin, pinned=pinned)
         if not sessions.each_named(agent.namespace, agent.session, pin):
             raise RequestRefused(f"nothing of the agent {agent.id} is stored; generate first", 409)
-        return 200, self._describe(agent)
+        return self._describe(agent)
 
     def _delete(self, handler: Any, body: Body) -> Answer:
         self._check_operator(handler)
@@ -231,7 +219,7 @@ class AgentsAPI:
         sessions = self._service.sessions()
         sessions.each_named(agent.namespace, agent.session, sessions.delete)
         self._forget(agent.session)
-        return 204, b""
+        return Answer(b"", 204, JSON_HEADERS)
 
     def _find(self, handler: Any) -> Agent:
         name = unquote(handler.path.partition("?")[0].split("/")[3])
@@ -285,13 +273,12 @@ def _beginning(body: Body) -> Body:
 
 
 def _messages(messages: Any) -> list[Body]:
-    checked = require_objects("messages", messages)
-    for i, message in enumerate(checked):
-        name, content = f"messages[{i}]", message.get("content")
-        require_text(f"{name}.role", message.get("role"))
+    for place, message in placed_objects("messages", messages):
+        content = message.get("content")
+        require_text(f"{place}.role", message.get("role"))
         is_content = isinstance(content, str | list | None)
-        require(is_content, f"{name}.content", content, "text, a list of parts, or null")
-    return checked
+        require(is_content, f"{place}.content", content, "text, a list of parts, or null")
+    return list(messages)
 
 
 def warm_view(service: Service) -> Callable[[Any], None]:
@@ -300,7 +287,7 @@ def warm_view(service: Service) -> Callable[[Any], None]:
     def answer(handler: Any) -> Any:
         check_operator(handler, service.key)
         check_site(handler.headers, service.key)
-        body = service.chat.read_body(handler)
+        body = handler.read_body()
         name = body.get("name")
         require(isinstance(name, str) and bool(name), "name", name, "a session's name")
         return warm(service, handler, str(name), body.get("request"))
@@ -318,7 +305,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     name = _NOT_SENT.sub("-", name)
     name_session(handler.headers, name)
     since_s = time.time()
-    service.chat.prefill(handler, chat_body)
+    handler.prefill(chat_body)
     if why := service.refusal():
         raise RequestRefused(f"the prompt was computed, but the model is not kept: {why}", 503)
     tenant, deadline_s = service.namespace(handler.headers), time.time() + _SAVED_S
@@ -338,19 +325,18 @@ def warm_at_start(
     serve: see the hook `started`.
     """
 
+    def warm_file(file: Path, handler: Any) -> None:
+        done = warm(service, handler, session_name(file), read_prompt(file))
+        logger.info("kvpersist: %s is computed and pinned: %s", file, done)
+
     def run() -> None:
         for file in files:
             try:
-                serve(partial(_warm_file, service, file))
+                serve(partial(warm_file, file))
             except Exception as error:
                 logger.error("kvpersist: %s is not warmed: %s", file, error)
 
     threading.Thread(target=run, name="kvpersist-warm", daemon=True).start()
-
-
-def _warm_file(service: Service, file: Path, handler: Any) -> None:
-    done = warm(service, handler, session_name(file), read_prompt(file))
-    logger.info("kvpersist: %s is computed and pinned: %s", file, done)
 
 
 def chat_body_of(content: Any, headers: Headers) -> Body:

@@ -19,10 +19,10 @@ from ..apis import (
     Event,
     Request,
     anthropic_error,
+    placed_objects,
     refuse,
     require,
     require_object,
-    require_objects,
     require_text,
 )
 from . import chat
@@ -85,11 +85,11 @@ class MessagesAPI:
 
 def _tools(tools: Any) -> Iterator[tuple[str, tuple[dict[str, Any], bool]]]:
     """Yield each tool by its name, as a chat completion has it, and whether it is deferred."""
-    for i, tool in enumerate(require_objects("tools", tools) if tools is not None else ()):
+    for place, tool in placed_objects("tools", tools) if tools is not None else ():
         if "input_schema" not in tool and tool.get("type") not in (None, "custom"):
             continue  # the API's own servers would run it
-        name = require_text(f"tools[{i}].name", tool.get("name"))
-        function = chat.function(f"tools[{i}]", name, tool, "input_schema")
+        name = require_text(f"{place}.name", tool.get("name"))
+        function = chat.function(place, name, tool, "input_schema")
         yield name, (function, bool(tool.get("defer_loading")))
 
 
@@ -98,10 +98,10 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[s
     placed: list[tuple[str, Message]] = []
     if body.get("system"):
         placed.append(("system", {"role": "system", "content": _texts("system", body["system"])}))
-    messages = require_objects("messages", body.get("messages"))
+    messages = placed_objects("messages", body.get("messages"))
     require(bool(messages), "messages", messages, "at least one message")
-    for i, message in enumerate(messages):
-        name, role, content = f"messages[{i}]", message.get("role"), message.get("content")
+    for name, message in messages:
+        role, content = message.get("role"), message.get("content")
         if role == "system":
             placed.append((name, {"role": role, "content": _texts(f"{name}.content", content)}))
         elif role == "assistant":
@@ -114,26 +114,24 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[s
     return placed
 
 
-def _blocks(name: str, content: Any) -> list[dict[str, Any]]:
-    """Return content as a list of blocks: a string is one text."""
+def _blocks(name: str, content: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return content as a list of blocks with their places: a string is one text."""
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
+        return [(f"{name}[0]", {"type": "text", "text": content})]
     content = [] if content is None else content
     require(isinstance(content, list), name, content, "text, or a list of blocks")
-    return require_objects(name, content)
+    return placed_objects(name, content)
 
 
 def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
     """Return content that has texts only, in the form in which it came."""
     if isinstance(content, str):
         return content
-    blocks = _blocks(name, content)
-    for i, block in enumerate(blocks):
-        require(block.get("type") == "text", f"{name}[{i}].type", block.get("type"), '"text"')
-    return [
-        chat.text_part(f"{name}[{i}].text", block.get("text") or "")
-        for i, block in enumerate(blocks)
-    ]
+    texts = []
+    for place, block in _blocks(name, content):
+        require(block.get("type") == "text", f"{place}.type", block.get("type"), '"text"')
+        texts.append(chat.text_part(f"{place}.text", block.get("text") or ""))
+    return texts
 
 
 def _assistant(name: str, content: Any) -> Message:
@@ -141,8 +139,8 @@ def _assistant(name: str, content: Any) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for i, block in enumerate(_blocks(name, content)):
-        place, kind = f"{name}[{i}]", block.get("type")
+    for place, block in _blocks(name, content):
+        kind = block.get("type")
         if kind == "text":
             texts.append(require_text(f"{place}.text", block.get("text") or ""))
         elif kind == "thinking":
@@ -169,8 +167,7 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
         return
     read: list[Part] = []
     blocks = _blocks(name, content)
-    for i, block in enumerate(blocks):
-        place = f"{name}[{i}]"
+    for place, block in blocks:
         if block.get("type") != "tool_result":
             read += _parts(place, block)
             continue
@@ -187,14 +184,14 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
 def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
     """Return the parts of a tool's result; a reference to a tool is the tool itself."""
     read: list[Part] = []
-    for i, block in enumerate(_blocks(name, content)):
+    for place, block in _blocks(name, content):
         if block.get("type") == "tool_reference":
-            tool_name = require_text(f"{name}[{i}].tool_name", block.get("tool_name"))
+            tool_name = require_text(f"{place}.tool_name", block.get("tool_name"))
             if tool_name in tools:  # else it was taken away since
                 tool = json.dumps(tools[tool_name][0], ensure_ascii=False)
                 read.append({"type": "text", "text": f"<tool>{tool}</tool>\n"})
         else:
-            read += _parts(f"{name}[{i}]", block)
+            read += _parts(place, block)
     return read
 
 
@@ -227,14 +224,14 @@ def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) ->
         for head in ("title", "context")
         if block.get(head) is not None
     ]
-    form, place = source.get("type"), f"{name}.source.content"
+    form = source.get("type")
     if form == "text":
         return [*blocks, chat.text_part(f"{name}.source.data", source.get("data"))]
     if form != "content":
         return [*blocks, chat.unread_part("document", source.get("media_type"))]
-    for i, inner in enumerate(_blocks(place, source.get("content"))):
+    for place, inner in _blocks(f"{name}.source.content", source.get("content")):
         is_nested = inner.get("type") == "document"  # the API has no document in a document
-        blocks += [chat.unread_part("document")] if is_nested else _parts(f"{place}[{i}]", inner)
+        blocks += [chat.unread_part("document")] if is_nested else _parts(place, inner)
     return blocks
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from email.message import Message as Headers
 from typing import Any
 
-from ..apis import Event, Request, openai_error, require, require_objects, require_text
+from ..apis import Event, Request, openai_error, placed_objects, require, require_text
 from ..errors import RequestRefused
 from . import chat
 from .chat import Message, OpenPart, Part, ReplyParts
@@ -90,8 +90,7 @@ def _tools(
 
     names: gets, by the name that the model reads, namespace and name that the client knows.
     """
-    for i, tool in enumerate(require_objects(place, tools) if tools is not None else ()):
-        name = f"{place}[{i}]"
+    for name, tool in placed_objects(place, tools) if tools is not None else ():
         if tool.get("type") == "namespace" and not namespace:
             inner = require_text(f"{name}.name", tool.get("name"))
             yield from _tools(f"{name}.tools", tool.get("tools"), inner, names)
@@ -123,8 +122,8 @@ def _messages(body: Mapping[str, Any]) -> list[tuple[str, Message]]:
     if isinstance(items, str):
         return [*messages, ("input", {"role": "user", "content": items})]
     require(isinstance(items, list), "input", items, "text, or a list of items")
-    for i, item in enumerate(require_objects("input", items)):
-        place, kind = f"input[{i}]", item.get("type", "message")
+    for place, item in placed_objects("input", items):
+        kind = item.get("type", "message")
         is_call = isinstance(kind, str) and kind.endswith("_call") and "call_id" in item
         if kind == "message" and item.get("role") != "assistant":
             role = item.get("role")
@@ -147,8 +146,7 @@ def _content(place: str, content: Any) -> str | list[Part]:
     if isinstance(content, str | None):
         return content or ""
     require(isinstance(content, list), place, content, "text, or a list of parts")
-    numbered = enumerate(require_objects(place, content))
-    return [_part(f"{place}[{i}]", block) for i, block in numbered]
+    return [_part(name, block) for name, block in placed_objects(place, content)]
 
 
 def _part(name: str, block: Mapping[str, Any]) -> Part:
@@ -192,7 +190,7 @@ def _output(place: str, item: Mapping[str, Any]) -> Message:
     call_id = require_text(f"{place}.call_id", item.get("call_id"))
     output, name = item.get("output"), f"{place}.output"
     if isinstance(output, list) and all(isinstance(block, dict) for block in output):
-        content: Any = [_part(f"{name}[{i}]", block) for i, block in enumerate(output)]
+        content: Any = _content(name, output)
     else:
         text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
         content = require_text(name, text if output is not None else "")
@@ -227,8 +225,8 @@ def _reasoning(place: str, item: Mapping[str, Any]) -> str:
     content = item.get("content")
     if content:
         return "".join(
-            require_text(f"{place}.content[{i}].text", block.get("text"))
-            for i, block in enumerate(require_objects(f"{place}.content", content))
+            require_text(f"{name}.text", block.get("text"))
+            for name, block in placed_objects(f"{place}.content", content)
         )
     sealed = item.get("encrypted_content")
     if isinstance(sealed, str) and sealed.startswith(REASONING_PREFIX):

@@ -46,13 +46,35 @@ _SELF_TEST_S, _LONG_PROBE_S = 5.0, 0.5
 
 @dataclass
 class Side:
-    """One server's results: seconds of its last start to the first token, replies by state."""
+    """A server and its results: its replies by state, and its conversations."""
 
     name: str
     options: tuple[str, ...]
-    start_s: float = 0.0
+    server: StartedServer = field(init=False)
     replies: dict[str, list[Reply]] = field(default_factory=dict)
     messages: list[list[Message]] = field(default_factory=list)
+
+    def started(self, model: str, folder: Path) -> StartedServer:
+        """Start the server, which logs into `folder`."""
+        with ongoing(f"{self.name}: start"):
+            log_path = folder / f"{self.name}.log"
+            self.server = StartedServer(model, *self.options, log_path=log_path)
+        return self.server
+
+    def converse(self, openings: Sequence[str]) -> None:
+        for opening in openings:
+            messages: list[Message] = []
+            self.turn(messages, COLD, f"{opening}\n\n")
+            self.turn(messages, HOT)
+            self.messages.append(messages)
+
+    def turn(self, messages: list[Message], state: str, before: str = "") -> None:
+        """Ask the state's question; the reply becomes part of the conversation."""
+        messages.append(_user(before + _QUESTIONS[state]))
+        replies = self.replies.setdefault(state, [])
+        with ongoing(f"{self.name}: {state}, {len(replies) + 1}"):
+            replies.append(self.server.chat(messages, None, _REPLY_TOKENS[state]))
+        messages.append({"role": "assistant", "content": replies[-1].text})
 
 
 @dataclass(frozen=True)
@@ -82,37 +104,27 @@ class Bench:
 
     def run(self) -> None:
         """Measure all. Raises KVPersistError where a server fails, or the time is too short."""
-        with self._started(self.stock) as stock:
+        with self.stock.started(self._model, self._folder) as stock:
             speed = self._speed(stock)
             n_tokens, n_conversations = self.plan(speed)
             text = document(int((n_tokens - 32) * speed.chars_per_token))
             names = [f"Conversation {n} of {n_tokens}." for n in range(n_conversations)]
             openings = [f"{name}\n\n{text}" for name in names]
-            self._converse(stock, self.stock, openings)
+            self.stock.converse(openings)
             stock.kill9()
-            with self._started(self.ours) as ours:
+            with self.ours.started(self._model, self._folder) as ours:
                 self.spec = ask(ours.url, SPEC_PATH)
                 with ongoing("kvpersist: warm up"):
                     ours.chat([_user(f"Warm up.\n\n{text[:1000]}")], None, 1)
-                self._converse(ours, self.ours, openings)
+                self.ours.converse(openings)
                 ours.wait_until_written()
                 ours.kill9()
-                for server, side in ((stock, self.stock), (ours, self.ours)):
+                for side in (self.stock, self.ours):
                     with ongoing(f"{side.name}: started again after kill -9"):
-                        started_s = time.monotonic()
-                        server.start()
-                        side.start_s = time.monotonic() - started_s
+                        side.server.start()
                     for messages in side.messages:
-                        self._turn(server, side, messages, RESTARTED)
-                    server.kill9()
-
-    def _started(self, side: Side) -> StartedServer:
-        with ongoing(f"{side.name}: start"):
-            started_s = time.monotonic()
-            log_path = self._folder / f"{side.name}.log"
-            server = StartedServer(self._model, *side.options, log_path=log_path)
-            side.start_s = time.monotonic() - started_s
-        return server
+                        side.turn(messages, RESTARTED)
+                    side.server.kill9()
 
     def _speed(self, server: StartedServer) -> StockSpeed:
         with ongoing("stock: how fast is this machine"):
@@ -124,7 +136,7 @@ class Bench:
                     break
         n_computed = reply.prompt_tokens - reply.cached_tokens
         return StockSpeed(
-            load_s=self.stock.start_s,
+            load_s=server.start_s,
             prompt_tokens_per_s=n_computed / reply.ttft_s,
             reply_tokens_per_s=reply.tokens_per_s or 10.0,
             chars_per_token=n_chars / reply.prompt_tokens,
@@ -155,28 +167,6 @@ class Bench:
         # Prompts of some length first, then more conversations, then longer prompts.
         return max(fitting, key=lambda plan: (min(plan[0], _WORTH_REPEATING), plan[1], plan[0]))
 
-    def _converse(self, server: StartedServer, side: Side, openings: Sequence[str]) -> None:
-        for opening in openings:
-            messages: list[Message] = []
-            self._turn(server, side, messages, COLD, f"{opening}\n\n")
-            self._turn(server, side, messages, HOT)
-            side.messages.append(messages)
-
-    def _turn(
-        self,
-        server: StartedServer,
-        side: Side,
-        messages: list[Message],
-        state: str,
-        before: str = "",
-    ) -> None:
-        """Ask the state's question; the reply becomes part of the conversation."""
-        messages.append(_user(before + _QUESTIONS[state]))
-        replies = side.replies.setdefault(state, [])
-        with ongoing(f"{side.name}: {state}, {len(replies) + 1}"):
-            replies.append(server.chat(messages, None, _REPLY_TOKENS[state]))
-        messages.append({"role": "assistant", "content": replies[-1].text})
-
     def rows(self) -> list[dict[str, Any]]:
         """Return the table's rows; "times" above 1 is in our favour."""
         rows, sides = [], (self.stock, self.ours)
@@ -190,7 +180,7 @@ class Bench:
         rates = [[r for reply in side.replies[HOT] if (r := reply.tokens_per_s)] for side in sides]
         if all(rates):
             rows.append(row("reply", "tokens/s", *rates, more_is_better=True))
-        rows.append(row("start after kill -9", "s", *([side.start_s] for side in sides)))
+        rows.append(row("start after kill -9", "s", *([side.server.start_s] for side in sides)))
         return rows
 
 

@@ -94,20 +94,16 @@ def run(args: argparse.Namespace) -> int:
 def context_of(url: str) -> int | None:
     """Return how many tokens the model of a running server takes; print why if that is unknown."""
     try:
-        answer = ask(url, "/v1/models")
+        models = ask(url, "/v1/models")["data"]
+        return next(int(entry["max_model_len"]) for entry in models if "max_model_len" in entry)
     except KVPersistError:
         print(
             f"No server answers at {url}. Start it with `mlx_lm.server --plugin kvpersist "
             "--model ...`, and connect again: the client then knows the model's context length.\n"
         )
-        return None
-    try:
-        models = answer["data"]
-        return next(int(entry["max_model_len"]) for entry in models if "max_model_len" in entry)
-    except (KeyError, TypeError, ValueError, StopIteration):
-        # It may be the server of another program.
+    except (KeyError, TypeError, ValueError, StopIteration):  # of another program
         print(f"The server at {url} names no context length, so the client does not know it.\n")
-        return None
+    return None
 
 
 def undo(name: str) -> int:
@@ -124,8 +120,13 @@ def undo(name: str) -> int:
     if not records:
         print(f"connect has written no file of {name}'s.")
     for file, record in records:
+        path = file.resolve()
         try:
-            _restore(file.resolve(), json.loads(record.read_bytes()))
+            former = _undone(path, json.loads(record.read_bytes()))
+            if former is None:
+                path.unlink(missing_ok=True)
+            else:
+                _replace(path, former, path.stat().st_mode & 0o777)
         except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
             why = " ".join(str(error).split())
             raise ConfigError(
@@ -134,14 +135,6 @@ def undo(name: str) -> int:
         record.unlink()
         print(f"{file} is as it was.")
     return 0
-
-
-def _restore(path: Path, record: Mapping[str, Any]) -> None:
-    former = _undone(path, record)
-    if former is None:
-        path.unlink(missing_ok=True)
-    else:
-        _replace(path, former.encode(), path.stat().st_mode & 0o777)
 
 
 def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
@@ -168,18 +161,12 @@ def _without(
     """Return the current table without the change from `before` to `after`."""
     table = dict(current)
     for key, value in after.items():
-        if key not in table:
-            continue
-        former = before.get(key)
-        if isinstance(value, dict) and isinstance(table[key], dict):
-            inner = _without(table[key], former if isinstance(former, dict) else {}, value)
-            if inner or key in before:
-                table[key] = inner
-            else:
-                del table[key]
-        elif table[key] == value and key in before:
-            table[key] = former
-        elif table[key] == value:
+        if isinstance(value, dict) and isinstance(table.get(key), dict):
+            table[key] = _without(table[key], before.get(key, {}), value)
+            is_ours = not table[key] and key not in before
+        elif is_ours := key in table and table[key] == value:
+            table[key] = before.get(key)
+        if is_ours and key not in before:
             del table[key]
     return table
 
@@ -209,15 +196,15 @@ def _write(file: Path, settings: Settings) -> None:
     if record.exists():  # from a call before this one
         with suppress(ValueError):  # somebody has changed or removed the file
             before = _undone(path, json.loads(record.read_bytes()))
-    _replace(record, json.dumps({"before": before, "after": after}).encode(), 0o600)
-    _replace(path, after.encode(), mode)
+    _replace(record, json.dumps({"before": before, "after": after}), 0o600)
+    _replace(path, after, mode)
     print(f"\n{file} is written.\n")
 
 
-def _replace(path: Path, content: bytes, mode: int) -> None:
+def _replace(path: Path, text: str, mode: int) -> None:
     with whole_file(path, fsync=True) as out:
         os.fchmod(out.fileno(), mode)
-        out.write(content)
+        out.write(text.encode())
 
 
 def _text(file: Path, settings: Settings, before: str) -> str:
@@ -231,9 +218,7 @@ def _text(file: Path, settings: Settings, before: str) -> str:
         return "".join(f"{line}\n" for lines in tables for line in lines if line)
     current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
     merged = _merged(current, settings)
-    if merged == current:
-        return before
-    return _in_json(merged, before)
+    return before if merged == current else _in_json(merged, before)
 
 
 def _in_json(table: Mapping[str, Any], like: str) -> str:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from ..host.scheduling.model_provider import check_model_name
 from .output import console, ongoing, shown
-from .servers import Message, Reply, StartedServer, document
+from .servers import OWN_TEXT, Message, Reply, StartedServer, document
 
 _MAX_TOKENS = 32
 _QUESTIONS = ("Who was the keeper of the lock?", "What was Ruth Amsel sent to find out?")
+_END = "<|im_end|>"
+_TEMPLATE = (
+    "{%- for message in messages %}"
+    '{{ "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}'
+    "{%- endfor %}"
+    '{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{%- endif %}'
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,9 +34,6 @@ def run(args: argparse.Namespace) -> int:
     ):
         folder, model = Path(folder_name), args.model
         if model is None:
-            # Not at the top: importing mlx-lm takes seconds, in which nothing would be said.
-            from .demo_model import make_model
-
             model = str(make_model(folder / "model"))
         replies = converse(model, folder, args.chars, say)
     print_line = console().print
@@ -75,3 +80,51 @@ def converse(model: str, folder: Path, n_chars: int, say: Callable[[str], None])
     with StartedServer(model, log_path=folder / "stock.log") as server:
         say("5 of 5: it reads the same conversation")
         return [before, after, ask(server)]
+
+
+def make_model(folder: Path) -> Path:
+    """Write a small Llama, whose greedy replies are printable text without end; return `folder`."""
+    # Not at the top: importing mlx-lm takes seconds, in which nothing would be said.
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import llama
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder.mkdir()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=800,
+        special_tokens=["<|im_start|>", _END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([OWN_TEXT.read_text(encoding="utf-8")], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about_tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about_tokenizer))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    n_tokens = tokenizer.get_vocab_size()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": n_tokens,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.token_to_id(_END),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(llama.Model(llama.ModelArgs.from_dict(config)).parameters()))
+    # A token without weights has the logit 0; the highest is above it.
+    printable = [tokenizer.decode([i]).isascii() and i > 1 for i in range(n_tokens)]
+    weights["lm_head.weight"] *= mx.array(printable)[:, None]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder

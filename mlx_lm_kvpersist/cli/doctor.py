@@ -28,7 +28,7 @@ from ..host.patching import versions
 from ..units import show_bytes
 from . import servers
 from .machine import openblas_advice
-from .output import console, counted, print_json
+from .output import Report, counted
 
 PLUGIN = "kvpersist"
 INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
@@ -203,36 +203,29 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
     return done.returncode, done.stderr.strip().rpartition("\n")[2]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print what was found, and return the exit status: 0 if the plugin works here."""
+def run(args: argparse.Namespace) -> Report:
+    """Say what was found; the exit status is 0 if the plugin works here."""
     command, folder = f"{server_command()} --plugin {PLUGIN}", args.kvpersist_dir
     where = f" --kvpersist-dir {shlex.quote(str(folder))}" if folder else ""
     port, following = running(command + where)
     existing = (folder or default_folder()).absolute()
     findings = [*examine(), store(existing, args.kvpersist_encrypt), port]
-    return report(args, findings, command, following)
+    return report(findings, command, following)
 
 
-def report(
-    args: argparse.Namespace, findings: Sequence[Finding], command: str, following: str
-) -> int:
-    """Print each finding, and what to type next (`following` if all passed); return the status."""
-    broken = next((finding for finding in findings if not finding.passed), None)
-    status = 0 if broken is None else 1
-    if args.json:
-        print_json({"works": not status, "findings": [asdict(finding) for finding in findings]})
-        return status
-    say = console().print
+def report(findings: Sequence[Finding], command: str, following: str) -> Report:
+    """Return what to say: each finding, and what to type next (`following` if all passed)."""
+    lines = []
     for finding in findings:
         mark = "no" if not finding.passed else "slow" if finding.advice else "ok"
-        say(f"{mark:<6}{finding.name}: {finding.found}")
+        lines.append(f"{mark:<6}{finding.name}: {finding.found}")
+    broken = next((finding for finding in findings if not finding.passed), None)
     if broken is not None:
-        say(f"{command} does not work here: {broken.name}: {broken.found}")
-        say(f"Next: {broken.advice or 'mlx-lm-kvpersist doctor'}")
-        return status
-    say(f"{command} works here.")
-    for finding in findings:
-        if finding.advice:
-            say(f"Faster: {finding.advice}")
-    say(f"Next: {following}")
-    return status
+        lines.append(f"{command} does not work here: {broken.name}: {broken.found}")
+        lines.append(f"Next: {broken.advice or 'mlx-lm-kvpersist doctor'}")
+    else:
+        lines.append(f"{command} works here.")
+        lines += [f"Faster: {finding.advice}" for finding in findings if finding.advice]
+        lines.append(f"Next: {following}")
+    content = {"works": broken is None, "findings": [asdict(finding) for finding in findings]}
+    return Report(content, *lines, status=int(broken is not None))

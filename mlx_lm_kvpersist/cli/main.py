@@ -12,7 +12,6 @@ import json
 import sqlite3
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from .._startup import serve
-from ..config import add_options, with_remedies
+from ..config import add_options
 from ..errors import KVPersistError
 from ..host.stopping import requested_plugins
 from ..units import parse_days, parse_size
@@ -33,7 +32,7 @@ _WHICH = "a session's id, the beginning of an id, or a session's name or title"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors suggest a command, or say what to do about removed options.
+    """A parser whose errors suggest a command.
 
     `commands` has the parsers of a group's commands by name; it is empty for a command. The epilog
     is an example, which follows the help and each error.
@@ -44,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         is_bare = message.startswith("the following arguments are required")
         example = f"\n{self.epilog}" if self.epilog and is_bare else ""
-        super().error(with_remedies(message) + example)
+        super().error(message + example)
 
     def check_command(self, words: Sequence[str]) -> None:
         """End the process with the nearest command if `words` begin with no command of a group."""
@@ -52,37 +51,31 @@ class CommandParser(argparse.ArgumentParser):
         while parser.commands and depth < len(words) and not words[depth].startswith("-"):
             word = words[depth]
             if word not in parser.commands:
-                near = self._nearest(parser, words[depth:])
+                near = self._nearest(words, depth)
                 advice = f"did you mean `{near}`?" if near else f"type `{parser.prog} --help`"
                 self.exit(2, f"{parser.prog}: there is no command {word!r}; {advice}\n")
             parser, depth = parser.commands[word], depth + 1
 
-    def _nearest(self, group: CommandParser, words: Sequence[str]) -> str:
-        """Return the command that is most like `words`, with its group; "" if none is."""
-        word, *rest = words
-        by_last_word = {
-            name: f"{outer} {name}"
-            for outer, parser in self.commands.items()
-            for name in parser.commands
-        }
-        by_last_word |= {name: name for name in self.commands}
-        if word in by_last_word:
-            return by_last_word[word]
-        prefix = group.prog.removeprefix(self.prog).strip()
-        for near in get_close_matches(word, group.commands, 1):
-            commands = group.commands[near].commands
-            inner = get_close_matches(rest[0], commands, 1) if rest else []
-            return " ".join([*prefix.split(), near, *inner])
-        return next((by_last_word[name] for name in get_close_matches(word, by_last_word, 1)), "")
+    def _nearest(self, words: Sequence[str], depth: int) -> str:
+        """Return the command most like `words`, the first `depth` of which name a group; or ""."""
+        names = [*self.commands]
+        for outer, parser in self.commands.items():
+            names += [f"{outer} {name}" for name in parser.commands]
+        by_last_word = {name.split()[-1]: name for name in names}
+        if words[depth] in by_last_word:
+            return by_last_word[words[depth]]
+        group = "".join(f"{word} " for word in words[:depth])
+        in_group = {name.removeprefix(group): name for name in names if name.startswith(group)}
+        for near in get_close_matches(" ".join(words[depth:2]), in_group, 1):
+            return in_group[near]
+        return next((by_last_word[n] for n in get_close_matches(words[depth], by_last_word, 1)), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; an error of ours is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal of ASCII shows a name as far as it can
+            stream.reconfigure(errors="replace")  # ASCII shows a name as far as it can
     parser = make_parser()
     parser.check_command(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
@@ -92,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = args.run.partition(":")
     try:
         run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
-        return _of_each_rank(run, args) if args.command in _OF_RANKS else int(run(args))
+        if args.command in _OF_RANKS:
+            return _of_each_rank(run, args)
+        result = run(args)
+        return result if isinstance(result, int) else result.tell(args)
     except KVPersistError as error:
         message = str(error)
     except PermissionError as error:
@@ -107,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
-def _of_each_rank(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
     """Run a command for the store that the options name, or for the store of each rank.
 
     An error ends the command if all of the stores raise one. JSON is an object by folder.
@@ -118,31 +114,30 @@ def _of_each_rank(run: Callable[[argparse.Namespace], int], args: argparse.Names
     if args.command == "why":
         folders = folders[:1]  # clients ask rank 0
     if len(folders) == 1:
-        return run(argparse.Namespace(**{**vars(args), "kvpersist_dir": folders[0]}))
+        args.kvpersist_dir = folders[0]
+        return int(run(args).tell(args))
     if "file" in args:
         names = ", ".join(map(str, folders))
         raise KVPersistError(f"a file is of one store; name it with --kvpersist-dir: {names}")
     statuses: list[int] = []
-    results: dict[str, Any] = {}
-    errors: dict[Path, KVPersistError] = {}
+    contents: dict[str, Any] = {}
+    errors: dict[str, KVPersistError] = {}
     for folder in folders:
-        printed = io.StringIO()
+        if not args.json:
+            print(f"{folder.name}:")
         try:
-            with redirect_stdout(printed if args.json else sys.stdout):
-                if not args.json:
-                    print(f"{folder.name}:")
-                statuses.append(run(argparse.Namespace(**{**vars(args), "kvpersist_dir": folder})))
+            report = run(argparse.Namespace(**{**vars(args), "kvpersist_dir": folder}))
         except KVPersistError as error:
-            errors[folder] = error
-        else:
-            if args.json:
-                results[folder.name] = json.loads(printed.getvalue() or "null")
+            errors[folder.name] = error
+            continue
+        contents[folder.name] = report.content
+        statuses.append(report.status if args.json else report.tell(args))
     if not statuses:
         raise next(iter(errors.values()))
     if args.json:
-        print(json.dumps(results, indent=2))
-    for folder, missed in errors.items():
-        print(f"{PROG} {args.command}: {folder.name}: {missed}", file=sys.stderr)
+        print(json.dumps(contents, indent=2))
+    for name, missed in errors.items():
+        print(f"{PROG} {args.command}: {name}: {missed}", file=sys.stderr)
     return max(statuses)
 
 
@@ -360,7 +355,7 @@ def _add_store(commands: Any) -> None:
     add("stats", "store:stats", "say what the store holds and what it may use")
     add("gc", "store:gc", "remove the least recently used until the budgets are kept")
     add = _adder(commands, *_STORE)
-    add("map", "store_map:run", "draw what takes its bytes, by session, shared part and age")
+    add("map", "store:draw", "draw what takes its bytes, by session, shared part and age")
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")
     verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")
     add("rebuild", "store:rebuild", "make the index anew from the files")

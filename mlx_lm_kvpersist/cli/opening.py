@@ -21,16 +21,14 @@ from ..store.index_schema import is_damage
 from ..store.records import StoreLimits
 
 
-def folder_of(args: argparse.Namespace) -> Path:
-    """Return the folder that the options name. It need not exist."""
-    return args.kvpersist_dir or default_folder()
-
-
 def folders_of(args: argparse.Namespace) -> list[Path]:
-    """Return the folder that the options name, or those in it that several ranks have made."""
+    """Return the folder that the options name, or those in it that several ranks have made.
+
+    It need not exist. The other functions have `args` that name one folder.
+    """
     if "kvpersist_dir" not in args:
         return [Path()]  # of a command without a store
-    folder = folder_of(args)
+    folder = args.kvpersist_dir or default_folder()
     of_ranks = sorted(path for path in folder.glob("rank-*") if RANK_FOLDER.fullmatch(path.name))
     has_own = not of_ranks or (folder / "index.sqlite").exists()
     return [*([folder] if has_own else []), *of_ranks]
@@ -41,7 +39,7 @@ def existing(args: argparse.Namespace) -> OwnFiles:
 
     Raises StoreError unless it holds a store of this key, with an index or without.
     """
-    folder = folder_of(args)
+    folder: Path = args.kvpersist_dir
     files = OwnFiles(folder, encryption_of(args))
     if not folder.is_dir() or not any(folder.iterdir()):
         said = f"{folder} holds no store" if folder.is_dir() else f"there is no store at {folder}"

@@ -38,10 +38,29 @@ _PIPE_WIDTH = 200
 _GAP = 2
 """Blanks between the columns of a table."""
 _LEAST_WIDTH = 8
-_TSV_CHARS = 160
+_NAME_CHARS = 160
 _IS_ID = re.compile("[0-9a-f]{8}-?[0-9a-f]{4}|^digest-", re.IGNORECASE)
 """A session's name that is made for programs."""
 _UNITS_S = {"d": 86_400, "h": 3600, "min": 60}
+
+
+class Report:
+    """The output of a command, and its exit status.
+
+    content: printed as JSON if --json asks for it. texts: otherwise printed, for people.
+    """
+
+    def __init__(self, content: Any, *texts: str | Table, status: int = 0) -> None:
+        self.content, self.texts, self.status = content, texts, status
+
+    def tell(self, args: argparse.Namespace) -> int:
+        """Print what the options ask for; return the exit status."""
+        if args.json:
+            print_json(self.content)
+        else:
+            for text in self.texts:
+                console().print(text)
+        return self.status
 
 
 def shown(text: str, max_chars: int = 40) -> str:
@@ -84,10 +103,11 @@ def fitted_rows(
 def called(name: str | None, note: Mapping[str, str]) -> str:
     """Return what people call a session: its title, its name or its first words; "" if none.
 
-    The first words stand for a name that is an id.
+    The first words stand for a name that is an id. A longer text than 160 characters is shortened.
     """
     name, words = name or "", note.get("words", "")
-    return note.get("title") or (words if words and _IS_ID.search(name) else name or words)
+    text = note.get("title") or (words if words and _IS_ID.search(name) else name or words)
+    return shown(text, _NAME_CHARS)
 
 
 def age(seconds: float) -> str:
@@ -141,16 +161,7 @@ def print_tsv(sessions: Iterable[Mapping[str, Any]], *columns: str) -> None:
         fields = {**row, "precision": layout_in_words(row["precision"] or "")}
         values = ("" if fields[name] is None else fields[name] for name in columns)
         texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
-        print(*(shown(text, _TSV_CHARS) for text in texts), sep="\t")
-
-
-def tell(args: argparse.Namespace, content: Any, *texts: str | Table) -> None:
-    """Print `content` as JSON if --json asks for it, else the lines and tables for people."""
-    if args.json:
-        print_json(content)
-        return
-    for text in texts:
-        console().print(text)
+        print(*(shown(text, _NAME_CHARS) for text in texts), sep="\t")
 
 
 def terminal_width() -> int:

@@ -18,11 +18,11 @@ from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.measuring.divergence import Predictions, part_means
 from ..cache.measuring.texts import encode, placed
-from ..config import DEFAULT_BITS, KV_BITS, precision_of
+from ..config import DEFAULT_BITS, KV_BITS
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
 from . import quality_checks as checks
-from .output import progress, table, tell
+from .output import Report, progress, table
 from .servers import OWN_TEXT
 from .spec import load_named
 
@@ -42,8 +42,8 @@ _Said = tuple[list[list[int]], list[list[int]]]
 """The ids of the replies to questions, and to prompts for tool calls."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises KVPersistError if it fails."""
+def run(args: argparse.Namespace) -> Report:
+    """Run the command. Raises KVPersistError if it fails."""
     text_name, text = read_text(args.text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     about_text = {"name": text_name, "chars": len(text), "sha256": digest}
@@ -54,13 +54,12 @@ def run(args: argparse.Namespace) -> int:
             f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
     with checks.server_attention():
-        specs, left_out = _specs(args, model)
+        specs, left_out = _specs(model)
         if not specs:
             reasons = "; ".join(sorted(set(left_out.values())))
             why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
             content = {"model": args.model, "text": about_text, "rows": [], "left_out": left_out}
-            tell(args, {**content, "why": why}, why)
-            return 0
+            return Report({**content, "why": why}, why)
         windows = checks.windows_of(ids, begin, _WINDOW, _STRIDE)
         context = args.context if args.context > 0 else None
         questions: list[list[int]] = []
@@ -93,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
         f"own {dtype}. ±: standard error.\n"
     )
     reasons_left_out = (f"{name}: left out, {reason}" for name, reason in left_out.items())
-    tell(args, content, heading, _table(rows), *reasons_left_out)
-    return 0
+    return Report(content, heading, _table(rows), *reasons_left_out)
 
 
 def _judged(
@@ -193,16 +191,13 @@ def _measured(
     return rows
 
 
-def _specs(
-    args: argparse.Namespace, model: Any
-) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
+def _specs(model: Any) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
     """Return the spec of each precision that the model takes, and why it takes no other."""
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
     for name in (name for name in KV_BITS if name != REFERENCE):
-        args.kvpersist_kv_bits = name
         try:
-            spec = checks.served(model, precision_of(args))
+            spec = checks.served(model, KV_BITS[name])
         except ModelNotSupported as error:
             left_out[name] = str(error)
             continue
@@ -238,25 +233,21 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         return f"{counts[counted]} of {counts['tried']}" if counts else "-"
 
     cells = [
-        [
-            row["precision"] + " (default)" * (row["precision"] == DEFAULT_BITS),
-            f"{row['bits_per_number']:.2f}",
-            show_bytes(row["kv_bytes_per_token"]),
-            estimate(row, "perplexity", ".3f"),
-            estimate(row, "perplexity_rise", "+.2%"),
-            estimate(row, "agreement", ".1%"),
-            estimate(row, "divergence_nats", ".4f"),
-            f"{row['divergence_p99_nats']:.3f}",
-            f"{row['texts'][row['worst_text']]:.4f}, {row['worst_text']}",
-            share(row, "replies", "same"),
-            share(row, "needles", "found"),
-            share(row, "tool_calls", "found"),
-            share(row, "tool_calls", "same"),
-        ]
+        {
+            "bits": row["precision"] + " (default)" * (row["precision"] == DEFAULT_BITS),
+            "a number": f"{row['bits_per_number']:.2f}",
+            "a token": show_bytes(row["kv_bytes_per_token"]),
+            "perplexity": estimate(row, "perplexity", ".3f"),
+            "change": estimate(row, "perplexity_rise", "+.2%"),
+            "same next token": estimate(row, "agreement", ".1%"),
+            "KL nats": estimate(row, "divergence_nats", ".4f"),
+            "at 99%": f"{row['divergence_p99_nats']:.3f}",
+            "worst text": f"{row['texts'][row['worst_text']]:.4f}, {row['worst_text']}",
+            "same replies": share(row, "replies", "same"),
+            "facts found": share(row, "needles", "found"),
+            "right calls": share(row, "tool_calls", "found"),
+            "same calls": share(row, "tool_calls", "same"),
+        }
         for row in rows
     ]
-    columns = [
-        *("bits", "a number", "a token", "perplexity", "change", "same next token", "KL nats"),
-        *("at 99%", "worst text", "same replies", "facts found", "right calls", "same calls"),
-    ]
-    return table(columns, cells, right="perplexity change")
+    return table([*cells[0]], [[*row.values()] for row in cells], right="perplexity change")

@@ -20,8 +20,7 @@ from ..cache.live.packed import GRID
 from ..cache.measuring.attention_check import plan_attention
 from ..cache.measuring.divergence import AT_ONCE, Predictions, compared
 from ..cache.measuring.texts import encode
-from ..host.patching.patch import PatchSet
-from ..host.patching.patches import PATCHES
+from ..host.patching.patches import PATCHES, PatchSet
 
 MakeCache = Callable[[], list[Any]]
 """Returns an empty prompt cache."""

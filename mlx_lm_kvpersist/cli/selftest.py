@@ -17,20 +17,20 @@ from unittest import mock
 from ..config import add_options, precision_of
 from ..errors import KVPersistError, PatchNotEffective, SelfTestFailed
 from ..host import install, uninstall
-from ..host.patching.patch import Patch, PatchSet, look_up
-from ..host.patching.patches import PATCHES
+from ..host.patching.patches import PATCHES, Patch, PatchSet, look_up
 from ..host.stopping import requested_plugins
 from ..round_trip import check_round_trip
 from .doctor import PLUGIN, Finding, mlx_lm, report
+from .output import Report
 from .quality_checks import server_attention
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the self-test, print its findings, and return the exit status."""
+def run(args: argparse.Namespace) -> Report:
+    """Run the self-test, and say what it found."""
     plugins = requested_plugins(args.server_options) or [PLUGIN]
     command = " ".join(["mlx_lm.server", *(f"--plugin {name}" for name in plugins)])
     findings = run_selftest(args.server_options)
-    return report(args, findings, command, f"{command} --model mlx-community/Qwen3-8B-4bit")
+    return report(findings, command, f"{command} --model mlx-community/Qwen3-8B-4bit")
 
 
 def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:

@@ -149,7 +149,11 @@ class StartedServer:
         self._process.wait()
 
     def start(self) -> None:
-        """Run the command, on a free port, and wait until the server has generated a token."""
+        """Run the command, on a free port, and wait until the server has generated a token.
+
+        `start_s` is how long that took, in seconds.
+        """
+        started_s = time.monotonic()
         with socket.socket() as probe:
             probe.bind((_HOST, 0))
             self._port = probe.getsockname()[1]
@@ -167,6 +171,7 @@ class StartedServer:
         except BaseException:
             self.kill9()
             raise
+        self.start_s = time.monotonic() - started_s
 
     def _wait_for_model(self) -> None:
         deadline, is_ready = time.monotonic() + _START_S, False

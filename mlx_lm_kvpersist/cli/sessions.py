@@ -19,8 +19,9 @@ from ..store.index import Index
 from ..store.records import Session, Totals
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
-from .opening import changing, folder_of, reading
+from .opening import changing, reading
 from .output import (
+    Report,
     age,
     amount,
     called,
@@ -34,7 +35,6 @@ from .output import (
     records,
     shown,
     table,
-    tell,
     terminal_width,
     utc_time,
 )
@@ -42,7 +42,6 @@ from .servers import ask
 
 _EXCERPT_CHARS = 240
 _COMPUTED_S = 3600.0
-_NAME_CHARS = 160
 _TSV_COLUMNS = "id name title model precision namespace tokens bytes blocks pinned used".split()
 _ORDERS: dict[str, Callable[[tuple[Session, str, dict[str, Any]]], Any]] = {
     "used": lambda found: -found[0].used,
@@ -102,44 +101,41 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
     }
 
 
-def list_all(args: argparse.Namespace) -> int:
+def list_all(args: argparse.Namespace) -> Report:
     """List sessions: a line each that fits a terminal, tab-separated values in a pipe, or JSON."""
-    folder, now = folder_of(args), time.time()
+    folder, now = args.kvpersist_dir, time.time()
     found: list[tuple[Session, str, dict[str, Any]]] = []
     with reading(args) as index:
         for session in index.sessions():
             note = index.state.note(session.id)
             names = f"{session.name or ''}\n{note.get('title') or ''}".casefold()
             if args.text is None or args.text.casefold() in names:
-                name = shown(called(session.name, note), _NAME_CHARS)
-                found.append((session, name, describe(index, session)))
+                found.append((session, called(session.name, note), describe(index, session)))
     found.sort(key=_ORDERS[args.sort])
     listed = found[: args.limit]
     facts = [fields for *_, fields in listed]
-    if args.json:
-        tell(args, {"folder": str(folder), "sessions": facts})
-    elif not listed:
+    content = {"folder": str(folder), "sessions": facts}
+    if not listed:
         which = "" if args.text is None else f" with {shown(args.text)} in the name or the title"
-        tell(args, None, f"no sessions{which} in {folder}")
-    elif not sys.stdout.isatty():
+        return Report(content, f"no sessions{which} in {folder}")
+    if not args.json and not sys.stdout.isatty():
         print_tsv(facts, *_TSV_COLUMNS)
-    else:
-        rows = [
-            [
-                *(session.id, name or "-", f"{session.n_tokens:,}", show_bytes(fields["bytes"])),
-                *(age(now - session.used), "pinned" if session.pinned else ""),
-            ]
-            for session, name, fields in listed
+        return Report(content)
+    rows = [
+        [
+            *(session.id, name or "-", f"{session.n_tokens:,}", show_bytes(fields["bytes"])),
+            *(age(now - session.used), "pinned" if session.pinned else ""),
         ]
-        columns = ["id", "session", "tokens", "size", "used", ""]
-        rows = fitted_rows(rows, columns, "session", terminal_width())
-        n_more = len(found) - len(listed)
-        more = [f"… and {counted(n_more, 'more session')}"] if n_more else []
-        tell(args, None, table(columns, rows, "tokens size used"), *more)
-    return 0
+        for session, name, fields in listed
+    ]
+    columns = ["id", "session", "tokens", "size", "used", ""]
+    rows = fitted_rows(rows, columns, "session", terminal_width())
+    n_more = len(found) - len(listed)
+    more = [f"… and {counted(n_more, 'more session')}"] if n_more else []
+    return Report(content, table(columns, rows, "tokens size used"), *more)
 
 
-def rename(args: argparse.Namespace) -> int:
+def rename(args: argparse.Namespace) -> Report:
     """Give a session a title, or take it away with "". Requests keep the client's name."""
     title = args.title.strip()
     if len(title) > MAX_TITLE_CHARS:
@@ -149,11 +145,10 @@ def rename(args: argparse.Namespace) -> int:
         disk.index.state.add_note(session.id, title=title)
         facts = describe(disk.index, session)
     what = f"is called {shown(title)}" if title else "has no title any more"
-    tell(args, facts, f"{named(session)}  {what}")
-    return 0
+    return Report(facts, f"{named(session)}  {what}")
 
 
-def show(args: argparse.Namespace) -> int:
+def show(args: argparse.Namespace) -> Report:
     with reading(args) as index:
         session = choose(index, args.session)
         facts = describe(index, session)
@@ -181,14 +176,13 @@ def show(args: argparse.Namespace) -> int:
         for block in blocks
     ]
     columns = ("key", "start", "tokens", "bytes", "checkpoints")
-    tell(args, {**facts, "chain": blocks}, record(facts), "", records(rows, *columns))
-    return 0
+    return Report({**facts, "chain": blocks}, record(facts), "", records(rows, *columns))
 
 
-def rm(args: argparse.Namespace) -> int:
+def rm(args: argparse.Namespace) -> Report:
     if bool(args.sessions) == args.all:
         args.error("name the sessions to remove, or say --all")
-    folder = folder_of(args)
+    folder = args.kvpersist_dir
     if args.all and not args.yes:
         args.error(f"--all removes every session of {folder}; add --yes")
     with changing(args) as disk, disk.lock.held():
@@ -201,25 +195,22 @@ def rm(args: argparse.Namespace) -> int:
         disk.index.state.forget_requests(None if args.all else [one.name for one in chosen])
         freed = before - disk.index.totals()
     removed = [{"id": session.id, "name": session.name} for session in chosen]
-    tell(
-        args,
+    return Report(
         {"removed": removed, **counts(freed), "bytes": freed.n_bytes},
         *(f"removed {named(session)}" for session in chosen),
         f"freed {show_bytes(freed.n_bytes)}: {amount(freed)}",
     )
-    return 0
 
 
-def pin(args: argparse.Namespace) -> int:
+def pin(args: argparse.Namespace) -> Report:
     with changing(args) as disk, disk.lock.held():
         session = disk.set_pinned(choose(disk.index, args.session), args.pinned)
         facts = describe(disk.index, session)
     what = "pinned" if session.pinned else "no longer pinned"
-    tell(args, facts, f"{named(session)}  is {what}")
-    return 0
+    return Report(facts, f"{named(session)}  is {what}")
 
 
-def export(args: argparse.Namespace) -> int:
+def export(args: argparse.Namespace) -> Report:
     target = args.file
     with reading(args) as index, progress("export") as on_progress:
         session = choose(index, args.session)
@@ -228,12 +219,11 @@ def export(args: argparse.Namespace) -> int:
         n_bytes = export_session(index, session, target, on_progress)
         facts = describe(index, session)
     content = {**facts, "file": str(target), "file_bytes": n_bytes}
-    tell(args, content, f"{named(session)}  is now in {target}, {show_bytes(n_bytes)}")
-    return 0
+    return Report(content, f"{named(session)}  is now in {target}, {show_bytes(n_bytes)}")
 
 
-def load(args: argparse.Namespace) -> int:
-    folder = folder_of(args)
+def load(args: argparse.Namespace) -> Report:
+    folder = args.kvpersist_dir
     with progress("check") as on_progress:
         source = SessionFile(args.file, on_progress)
     limits, encryption = limits_of(args, folder), encryption_of(args)
@@ -245,15 +235,13 @@ def load(args: argparse.Namespace) -> int:
     what = "is added" if is_new else "was there"
     n_written = {f"{kind}_written": n for kind, n in counts(written).items()}
     line = f"{named(session)}  {what}; written: {amount(written)}"
-    tell(args, {**facts, "is_new": is_new, **n_written}, line)
-    return 0
+    return Report({**facts, "is_new": is_new, **n_written}, line)
 
 
-def warm(args: argparse.Namespace) -> int:
+def warm(args: argparse.Namespace) -> Report:
     """Let a running server compute and pin a beginning. Raises KVPersistError if it does not."""
     name = args.name or session_name(args.file)
     request = {"name": name, "request": read_prompt(args.file)}
     done = ask(args.url, WARM_PATH, request, timeout_s=_COMPUTED_S)
     line = f"{done['id']}  {shown(done['name'])}  is computed and pinned: {done['tokens']:,} tokens"
-    tell(args, done, line)
-    return 0
+    return Report(done, line)

@@ -17,7 +17,7 @@ from ..config import precision_of
 from ..errors import KVPersistError, ModelNotSupported
 from ..host.scheduling.model_provider import check_model_name
 from ..units import show_bytes
-from .output import records, tell
+from .output import Report, records
 
 
 def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
@@ -32,19 +32,18 @@ def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
     return loaded[0], loaded[1]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command; return 1 for a model that is not kept. Raises as `load_named`."""
+def run(args: argparse.Namespace) -> Report:
+    """Run the command; a model that is not kept gives status 1. Raises as `load_named`."""
     model, _ = load_named(args.model, args.adapter_path)
     try:
         spec = spec_of(model, precision_of(args), architecture_of(model))
     except ModelNotSupported as error:
         text = f"{args.model} is served as stock does, nothing is kept: {error}"
-        tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, text)
-        return 1
+        content = {"model": args.model, "kept": False, "why_not": str(error)}
+        return Report(content, text, status=1)
     words = layout_in_words(spec.layout)
     content = {"model": args.model, "kept": True, "precision": words, **spec.describe()}
-    tell(args, content, *_explained(spec), f"Precision: {words}.")
-    return 0
+    return Report(content, *_explained(spec), f"Precision: {words}.")
 
 
 def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:

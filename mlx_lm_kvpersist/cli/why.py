@@ -9,8 +9,8 @@ from typing import Any
 from ..api.admin import REQUESTS_PATH, STATS_PATH
 from ..errors import KVPersistError
 from ..units import show_bytes
-from .opening import folder_of, reading
-from .output import local_time, shown, table, tell
+from .opening import reading
+from .output import Report, local_time, shown, table
 from .servers import ask
 
 Record = dict[str, Any]
@@ -18,8 +18,8 @@ _NO_PARTS = ("total", "weights", "active", "waiting", "pressure")
 """Of the statistics' `memory`: these are no parts of its total."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises KVPersistError when nobody can say."""
+def run(args: argparse.Namespace) -> Report:
+    """Run the command. Raises KVPersistError when nobody can say."""
     records: list[Record]
     stats: Record = {}
     if args.url is not None:
@@ -35,16 +35,15 @@ def run(args: argparse.Namespace) -> int:
             raise KVPersistError(
                 f"no request {args.request!r} among the last ones; leave it out to list them"
             )
-        tell(args, records[0], *_explained(records[0]))
-        return 0
+        return Report(records[0], *_explained(records[0]))
     rows = [
         [local_time(record["received"]), record["id"], shown(record["sentence"], 400)]
         for record in records
     ]
     listed = table(["received", "id", "what was reused"], rows)
-    none = f"no request yet in {args.url or folder_of(args)}"
-    tell(args, records, listed if rows else none, "", *_sums(records, store, stats.get("memory")))
-    return 0
+    none = f"no request yet in {args.url or args.kvpersist_dir}"
+    sums = _sums(records, store, stats.get("memory"))
+    return Report(records, listed if rows else none, "", *sums)
 
 
 def _sums(records: list[Record], store: Record, memory: Record | None) -> Iterator[str]:

@@ -18,8 +18,7 @@ def install(names: Sequence[str]) -> None:
     """
     from . import manager
     from .patching import versions
-    from .patching.patch import PATCH_SET
-    from .patching.patches import PatchChecks, needed
+    from .patching.patches import PATCH_SET, PatchChecks, needed
 
     if PATCH_SET.is_applied:
         return
@@ -33,7 +32,7 @@ def install(names: Sequence[str]) -> None:
 def uninstall() -> None:
     """Give `mlx_lm.server` back its own functions and classes, and forget the plugins."""
     from . import manager
-    from .patching.patch import PATCH_SET
+    from .patching.patches import PATCH_SET
 
     PATCH_SET.undo()
     manager.set_current(manager.PluginManager())

@@ -24,21 +24,6 @@ Message = dict[str, Any]
 Part = dict[str, Any]
 
 
-def renders_images(tokenizer: Any, processor: Any) -> bool:
-    """Tell whether a chat template writes the token for which a model's processor puts an image."""
-    if processor is None:
-        return False
-    for kind in IMAGE_KINDS:
-        image = {"type": kind, kind: "data:,"}
-        try:
-            messages = [{"role": "user", "content": [image]}]
-            if processor.image_token in tokenizer.apply_chat_template(messages, tokenize=False):
-                return True
-        except Exception:  # no template, or one that expects a text
-            continue
-    return False
-
-
 def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message]:
     """Return messages with text only, and with images if the model reads them.
 

@@ -16,16 +16,15 @@ from typing import Any
 
 import pluggy
 
-from ..errors import ClientGone, ConfigError, PluginFault, PluginNotFound, RequestRefused
-from ..failures import Failures
-from . import hookspecs
-from .answers import (
-    CHECKS,
+from ..errors import ClientGone, ConfigError, Failures, PluginFault, PluginNotFound, RequestRefused
+from . import hooks
+from .hooks import (
     ClientRequest,
     Prepared,
     Prompt,
     Route,
     TakenRequest,
+    check_answer,
     check_draft_ids,
     check_prepared,
 )
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 RAISED: dict[str, type[Exception]] = {
-    **dict.fromkeys(("add_options", "configure", "self_test", "routes", "started"), Exception),
+    **dict.fromkeys(("add_options", "configure", "routes", "started"), Exception),
     "model_loaded": Exception,
     "prepare_messages": Exception,
     "request_received": RequestRefused,
@@ -51,8 +50,8 @@ class PluginManager(pluggy.PluginManager):
     """Calls the hooks of the server. A plugin that fails is passed over; see `RAISED`."""
 
     def __init__(self) -> None:
-        super().__init__(hookspecs.PROJECT)
-        self.add_hookspecs(hookspecs)
+        super().__init__(hooks.PROJECT)
+        self.add_hookspecs(hooks)
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
         registered = super().register(plugin, name)
@@ -61,7 +60,8 @@ class PluginManager(pluggy.PluginManager):
                 if implementation.plugin is plugin:
                     name, hook = str(registered), caller.name
                     call = partial(safely, name, hook, implementation.function)
-                    call = partial(call, check=CHECKS.get(hook), raised=RAISED.get(hook, ()))
+                    check = partial(check_answer, hook)
+                    call = partial(call, check=check, raised=RAISED.get(hook, ()))
                     call = partial(_named, name, call) if hook in NAMED else call
                     implementation.function = call  # type: ignore[misc]
         return registered
@@ -113,23 +113,36 @@ def installed_plugins() -> list[str]:
     return sorted({entry_point.name for entry_point in entry_points})
 
 
+class PluginFailures(Failures):
+    """Failures of plugins, which the server passes over."""
+
+    def report(self, plugin: str, hook: str, error: Exception) -> None:
+        """Log a failure; the first of a kind with its traceback."""
+        how: Any = {"kind": f"plugin {plugin} in {hook}: {type(error).__name__}"}
+        how["level"] = logging.ERROR
+        if isinstance(error, PluginFault):
+            self.add("plugin %s in hook %s %s; ignored", plugin, hook, error, **how)
+        else:
+            self.add("plugin %s failed in hook %s; ignored", plugin, hook, exc_info=error, **how)
+
+
 _current: pluggy.PluginManager = PluginManager()
 """The manager whose plugins the server asks."""
-failures = Failures(logger)
+failures = PluginFailures(logger)
 """Failures of its plugins."""
 
 
-def set_current(manager: pluggy.PluginManager) -> None:
-    """Make the server ask the plugins of `manager`."""
+def set_current(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -> None:
+    """Make the server ask the plugins of `manager`; `failed` gets their failures, or the log."""
     global _current, failures
-    _current, failures = manager, Failures(logger)
+    _current, failures = manager, failed or PluginFailures(logger)
 
 
 @contextmanager
-def using(manager: pluggy.PluginManager) -> Iterator[None]:
+def using(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -> Iterator[None]:
     """Ask the plugins of `manager` inside the block. Not for a server that serves."""
     previous = _current
-    set_current(manager)
+    set_current(manager, failed)
     try:
         yield
     finally:
@@ -151,7 +164,6 @@ def safely(
 ) -> Any:
     """Return what a plugin's function returns; None, and a line in the log, if it fails.
 
-    The first failure of a kind is logged with its traceback; see `Failures`.
     check: raises PluginFault for an answer that cannot be used. raised: what reaches the caller.
     """
     try:
@@ -164,13 +176,7 @@ def safely(
             raise PluginFault(f"plugin {plugin} in hook {hook} {error}") from error
         raise
     except Exception as error:
-        kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
-        how: Any = {"kind": kind, "level": logging.ERROR}
-        if isinstance(error, PluginFault):
-            failures.add("plugin %s in hook %s %s; ignored", plugin, hook, error, **how)
-        else:
-            message = "plugin %s failed in hook %s; ignored"
-            failures.add(message, plugin, hook, exc_info=True, **how)
+        failures.report(plugin, hook, error)
         return None
 
 
@@ -236,17 +242,17 @@ class Taken:
 
         Raises RequestRefused if the plugin does.
         """
-        ready = safely(self.plugin, "take_request", self.request.advance, raised=RequestRefused)
+        ready = self._safely(self.request.advance, raised=RequestRefused)
         return ready is None or bool(ready)
 
     def resume(self, prompt: Prompt) -> None:
         """Let the request enter once more, with another prompt."""
-        safely(self.plugin, "take_request", self.request.resume, prompt)
+        self._safely(self.request.resume, prompt)
 
     def enter(self) -> Prompt | None:
         """Return the prompt to feed; None where stock serves the request. Raises ClientGone."""
-        prepared: Prepared | None = safely(
-            self.plugin, "take_request", self.request.enter, check=check_prepared, raised=ClientGone
+        prepared: Prepared | None = self._safely(
+            self.request.enter, check=check_prepared, raised=ClientGone
         )
         if prepared is None:
             return None
@@ -256,14 +262,14 @@ class Taken:
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return up to `n` ids that may follow; a plugin that fails knows none."""
-        drafts = self.request.draft_ids
-        return (safely(self.plugin, "take_request", drafts, run, n, check=check_draft_ids) or ())[
-            :n
-        ]
+        drafts = self._safely(self.request.draft_ids, run, n, check=check_draft_ids)
+        return drafts[:n] if drafts else ()
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:
-        computed = tuple(tokens), list(caches), cache_type
-        safely(self.plugin, "take_request", self.request.insert, *computed)
+        self._safely(self.request.insert, tuple(tokens), list(caches), cache_type)
+
+    def _safely(self, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        return safely(self.plugin, "take_request", function, *args, **how)
 
 
 def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:

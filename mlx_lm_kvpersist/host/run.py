@@ -22,7 +22,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
-from ..ranks import alone, ranks
+from ..ranks import ranks
 from . import manager
 from .stopping import report, stop
 
@@ -105,8 +105,6 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
                     check_address(call["host"], call["port"])
                 try:
                     manager.ask("configure", args=provider.cli_args)
-                    with alone():
-                        manager.ask("self_test")
                     ranks().watch()
                 except Exception as reason:
                     stop(reason)

@@ -21,7 +21,7 @@ from ..block import Block, Checkpoint
 from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, copy_state, first_cached, split
 from ..cache.geometry.spec import as_computed, state_arrays, token_arrays
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
-from ..host.answers import PREFILL, REPLY
+from ..host.hooks import PREFILL, REPLY
 from ..host.scheduling.pace import Pace
 from ..match.tree import FEW
 from ..store.block_store import BlockStore, Commit

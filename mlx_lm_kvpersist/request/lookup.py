@@ -25,7 +25,7 @@ from ..cache.blocks.cut_join import Joiner, Piece
 from ..cache.geometry.spec import arrays_fit, forms_bytes
 from ..cache.live.packed import headroom
 from ..errors import ClientGone
-from ..host.answers import Prompt
+from ..host.hooks import Prompt
 from ..image_ids import before_image
 from ..match.tree import AHEAD, NO_MATCH, Match, common_prefix, match_prompt, splice
 from ..store.block_store import BlockStore, KVBlock, Prefetch

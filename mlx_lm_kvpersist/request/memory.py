@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..cache.measuring.sequence_memory import SequenceMemory
-from ..host.answers import BatchMemory
+from ..host.hooks import BatchMemory
 from ..store.block_store import BlockStore
 from ..units import show_bytes
 from .lookup import Lookup
@@ -224,9 +224,10 @@ class Memory(BatchMemory):
         return self._needed() + self.pool_bytes <= self._usable_bytes
 
     def idle(self) -> None:
-        """Follow the pressure while nothing runs."""
-        if self._level != self._pressure.level:
-            self.changed()
+        """Note that nothing runs, and follow the pressure."""
+        ran = self.live_bytes or self._replies or self._prompts or self._claims
+        if ran or self._level != self._pressure.level:
+            self.weigh((), (), 0)
 
     def parts(self) -> dict[str, int]:
         """Return the used bytes, and how many requests wait. Any thread.

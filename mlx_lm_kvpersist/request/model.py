@@ -15,7 +15,7 @@ from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.live.policy import least_rows
 from ..cache.measuring.prefill_memory import PrefillMemory
-from ..host.answers import PARKED, REPLY, PrefillLimits
+from ..host.hooks import PARKED, REPLY, PrefillLimits
 from ..host.scheduling.pace import Pace
 from ..match.text import TokenText
 from ..ranks import ALONE, Ranks

@@ -40,7 +40,7 @@ from typing import Any
 
 from ..apis import text_of
 from ..block import Root
-from ..host.answers import Prompt
+from ..host.hooks import Prompt
 from ..store.block_store import BlockStore
 from ..store.records import Commit
 from .model import LoadedModel

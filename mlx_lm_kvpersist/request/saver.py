@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ..block import Block, Checkpoint, Record, block_key, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, split
 from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes
-from ..host.answers import PREFILL, REPLY
+from ..host.hooks import PREFILL, REPLY
 from ..match.text import TokenText
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays

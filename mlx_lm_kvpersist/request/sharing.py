@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, pack_ids
 from ..cache.geometry.spec import forms_bytes
-from ..host.answers import Prompt
+from ..host.hooks import Prompt
 from ..match.tree import match_prompt
 from ..store.block_store import BlockStore, Commit
 from ..store.shared import Plan, Wanted

@@ -10,7 +10,7 @@ from threading import Event
 from typing import Any
 
 from ..block import Root
-from ..host.answers import Prompt
+from ..host.hooks import Prompt
 from .lookup import Lookup
 from .outcome import Outcome
 from .sequence import RunningSequence

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint, Record
-from ..errors import StoreError
-from ..failures import Failures
+from ..errors import Failures, StoreError
 from ..match.tree import AHEAD
 from ..units import show_bytes
 from .disk import DiskStore

@@ -11,8 +11,7 @@ from itertools import islice
 from threading import Thread
 
 from ..block import BLOCK_TOKENS, Block, Record, Root
-from ..errors import BlockCorrupt, PoolFull, StoreFormatError
-from ..failures import Failures
+from ..errors import BlockCorrupt, Failures, PoolFull, StoreFormatError
 from ..match.runs import Runs
 from .index import Index
 from .pool import BlockPool

@@ -19,8 +19,7 @@ from itertools import takewhile
 from typing import Any
 
 from ..block import KEY_BYTES, Block, Checkpoint, Root, block_key
-from ..errors import BlockCorrupt, NoAnswer, StoreError, StoreFormatError
-from ..failures import Failures
+from ..errors import BlockCorrupt, Failures, NoAnswer, StoreError, StoreFormatError
 from .encryption import Encryption
 from .files import MALFORMED, read_content
 from .folder import OBJECTS

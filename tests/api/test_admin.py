@@ -9,8 +9,7 @@ import pytest
 
 from mlx_lm_kvpersist.api.admin import check_operator, is_loopback, root_view
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host.answers import Route
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import Route, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import answer
 from tests.support.host import plugged
 

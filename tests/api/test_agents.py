@@ -25,16 +25,12 @@ class Chat:
         self.during: Callable[[], None] = lambda: None
         self.sessions: list[list[str] | None] = []
 
-    def read_body(self, handler: Any) -> dict[str, Any]:
-        body: dict[str, Any] = handler.body
-        return body
-
     def answer(self, handler: Any, chat_body: dict[str, Any]) -> None:
         headers = handler.headers
         self.sessions.append(headers.get_all("X-Session-ID"))
         handler.send_response(200)
 
-    def prefill(self, handler: Any, chat_body: dict[str, Any]) -> tuple[int, int]:
+    def prefill(self, chat_body: dict[str, Any]) -> tuple[int, int]:
         self.during()
         return 1, 0
 
@@ -60,7 +56,7 @@ class Sessions:
 class Service:
     def __init__(self) -> None:
         self.chat, self.sessions = Chat(), Sessions()
-        service = agents.Service(self.chat, lambda: self.sessions, None, False)
+        service = agents.Service(lambda: self.sessions, None, False)
         self.api = AgentsAPI(service, lambda name: None)
         self.handle = {(method, path): handle for method, path, handle in self.api.routes()}
 
@@ -72,11 +68,13 @@ class Service:
         headers["X-KVPersist-Namespace"] = namespace
         headers["Host"], headers["X-Session-ID"] = "localhost", "another's"
         sent: list[int] = []
-        handler = SimpleNamespace(
+        handler: Any = SimpleNamespace(
             headers=headers,
             command=method,
             path=path,
-            body=body or {},
+            read_body=lambda: body or {},
+            prefill=self.chat.prefill,
+            serve_chat=lambda chat_body: self.chat.answer(handler, chat_body),
             client_address=("127.0.0.1", 0),
             wfile=BytesIO(),
             send_response=sent.append,

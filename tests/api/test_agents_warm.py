@@ -50,21 +50,19 @@ def test_a_file_without_json(content: str | None, tmp_path: Path) -> None:
         read_prompt(file)
 
 
-def service(refusal: str) -> Service:
-    """Return a server that keeps what it computes, unless it says why not."""
-    done: list[str] = []
-    chat: Any = SimpleNamespace(prefill=lambda *_: done.append("computed"))
+def warmed(refusal: str) -> Any:
+    """Warm a session of a server that keeps what it computes, unless it says why not."""
+    done: list[Any] = []
+    handler = SimpleNamespace(headers=Message(), prefill=done.append)
     pin = SimpleNamespace(pin_newest=lambda *_: {"tokens": 7} if done else None)
-    return Service(chat, lambda: pin, None, False, lambda: refusal)
+    return warm(Service(lambda: pin, None, False, lambda: refusal), handler, "s", [ASK])
 
 
 def test_a_prompt_is_computed_and_pinned() -> None:
-    handler = SimpleNamespace(headers=Message())
-    assert warm(service(""), handler, "s", [ASK]) == {"tokens": 7}
+    assert warmed("") == {"tokens": 7}
 
 
 def test_a_model_that_is_not_kept_is_said_at_once() -> None:
-    handler = SimpleNamespace(headers=Message())
     with pytest.raises(RequestRefused, match="not kept: its caches are strange") as refused:
-        warm(service("its caches are strange"), handler, "s", [ASK])
+        warmed("its caches are strange")
     assert refused.value.status == 503

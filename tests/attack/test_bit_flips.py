@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.host.answers import Prompt
+from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.replies import retokenize

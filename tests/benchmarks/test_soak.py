@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.soak import Soak, memory_of
-from mlx_lm_kvpersist.cli.demo_model import make_model
+from mlx_lm_kvpersist.cli.demo import make_model
 from mlx_lm_kvpersist.cli.servers import StartedServer
 from mlx_lm_kvpersist.errors import KVPersistError
 

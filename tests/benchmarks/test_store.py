@@ -63,7 +63,7 @@ def test_a_restore_that_is_not_whole_ends_the_run(
 
 
 def _cut_prompt(ids: list[int]) -> object:
-    from mlx_lm_kvpersist.host.answers import Prompt
+    from mlx_lm_kvpersist.host.hooks import Prompt
 
     cut = [*ids[:256], *range(64)]
     return Prompt(cut, [cut], ["user"])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.cli import bench
-from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, StockSpeed, as_markdown, row
-from mlx_lm_kvpersist.cli.demo_model import make_model
+from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, Side, StockSpeed, as_markdown, row
+from mlx_lm_kvpersist.cli.demo import make_model
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.cli.servers import Reply
 from mlx_lm_kvpersist.errors import KVPersistError
@@ -62,13 +62,13 @@ def test_a_machine_that_is_too_slow_is_told_how_long_it_would_take(tmp_path: Pat
     assert planned(tmp_path, 1.0, minutes=needed) == (256, 1)
 
 
-def test_a_conversation_takes_turns(tmp_path: Path) -> None:
+def test_a_conversation_takes_turns() -> None:
     """Templates of many models refuse two questions in a row."""
-    made = Bench(str(tmp_path), tmp_path, 5)
     reply = Reply("It is old.", 0.1, 10, 0, "", 3, 0.1)
-    server: Any = SimpleNamespace(chat=lambda messages, session, max_tokens: reply)
-    made._converse(server, made.stock, ["A story."])
-    (messages,) = made.stock.messages
+    side, server = Side("stock", ()), SimpleNamespace(chat=lambda *asked: reply)
+    side.server = server  # type: ignore[assignment]
+    side.converse(["A story."])
+    (messages,) = side.messages
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert messages[0]["content"].startswith("A story.\n\nWho was")
 

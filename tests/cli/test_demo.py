@@ -13,7 +13,7 @@ from mlx_lm import load
 from mlx_lm.generate import generate_step
 
 from mlx_lm_kvpersist.cli import output
-from mlx_lm_kvpersist.cli.demo_model import make_model
+from mlx_lm_kvpersist.cli.demo import make_model
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.cli.servers import document
 

@@ -137,12 +137,12 @@ def test_people_read_the_first_cause_last(capsys: pytest.CaptureFixture[str]) ->
     broken = doctor.Finding("mlx", False, "does not compute", "install [cpu]")
     later = doctor.Finding("plugin", False, "none", "install it")
     args = argparse.Namespace(json=False)
-    assert doctor.report(args, [broken, later], "the server", "start it") == 1
+    assert doctor.report([broken, later], "the server", "start it").tell(args) == 1
     *_, cause, advice = capsys.readouterr().out.strip().splitlines()
     assert cause.endswith("does not work here: mlx: does not compute")
     assert advice == "Next: install [cpu]"
     fine = doctor.Finding("mlx", True, "computes")
-    assert doctor.report(args, [fine], "the server", "start it") == 0
+    assert doctor.report([fine], "the server", "start it").tell(args) == 0
     found, works, following = capsys.readouterr().out.splitlines()
     assert (found, works) == ("ok    mlx: computes", "the server works here.")
     assert following == "Next: start it"

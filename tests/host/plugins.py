@@ -17,8 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, Route, TakenRequest
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, Route, TakenRequest, hookimpl
 
 
 class EchoRequest(TakenRequest):
@@ -55,10 +54,6 @@ class Echo:
     def configure(self, args: Namespace) -> None:
         self.path = args.echo_file
         self.record("configure", args.plugin)
-
-    @hookimpl
-    def self_test(self) -> None:
-        self.record("self_test")
 
     @hookimpl
     def model_loaded(self, provider: Any) -> None:
@@ -175,10 +170,6 @@ class Failing:
         server._make_sampler = make
 
     @hookimpl
-    def self_test(self) -> None:
-        self.fail("self_test")
-
-    @hookimpl
     def routes(self) -> None:
         self.fail("routes")
 
@@ -237,5 +228,5 @@ class Editing:
         times_s.clear()
 
     @hookimpl
-    def serving_changed(self) -> None:
+    def idle(self) -> None:
         raise RuntimeError("a fault of the plugin")

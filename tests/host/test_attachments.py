@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host.attachments import fit_attachments, renders_images
+from mlx_lm_kvpersist.host.attachments import fit_attachments
+from mlx_lm_kvpersist.host.scheduling.model_provider import renders_images
 
 Message = dict[str, Any]
 

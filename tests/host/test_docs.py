@@ -1,16 +1,22 @@
-"""docs/plugins.md says what the code says: every hook, every patch, every pair of versions."""
+"""docs/plugins.md says what the code says: hooks, names, patches, pairs of versions."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
-from mlx_lm_kvpersist.host import hookspecs
+import pytest
+
+from mlx_lm_kvpersist import plugins
+from mlx_lm_kvpersist.host import hooks
 from mlx_lm_kvpersist.host.patching import versions
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from tests.support.host import REPOSITORY
 
+IMPL = f"{hooks.PROJECT}_impl"
 PAGE = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
 
 
@@ -23,7 +29,7 @@ def functions(source: str) -> dict[str, str]:
 
 
 def test_every_hook_stands_there_as_it_is() -> None:
-    in_code = functions(Path(hookspecs.__file__).read_text(encoding="utf-8"))
+    in_code = functions(Path(hooks.__file__).read_text(encoding="utf-8"))
     in_page: dict[str, str] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         in_page |= functions(block)
@@ -37,3 +43,51 @@ def test_every_patch_stands_there_as_it_is() -> None:
 
 def test_every_pair_stands_there() -> None:
     assert re.findall(r"^- (mlx-lm .*)$", PAGE, re.MULTILINE) == [str(p) for p in versions.PAIRS]
+
+
+def examples() -> list[str]:
+    """Return the page's blocks of Python but for the hooks themselves."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    return [block for block in blocks if not functions(block)]
+
+
+def test_one_module_has_all_that_the_page_shows() -> None:
+    """Each of its names is on the page, and each example imports from it alone."""
+    for name in plugins.__all__:
+        assert re.search(rf"\b{name}\b", PAGE), f"{name} is not on the page"
+        assert getattr(plugins, name) is not None
+    modules = {
+        node.module: {alias.name for alias in node.names}
+        for example in examples()
+        for node in ast.walk(ast.parse(example))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mlx_lm")
+    }
+    assert modules.keys() == {"mlx_lm_kvpersist.plugins"}
+    assert modules["mlx_lm_kvpersist.plugins"] <= set(plugins.__all__)
+    with pytest.raises(AttributeError):
+        plugins.no_such_name  # noqa: B018
+
+
+def test_the_types_of_the_hooks_are_in_that_module() -> None:
+    typed = vars(hooks)
+    annotations = "".join(
+        str(annotation)
+        for name in plugins.HOOKS
+        for annotation in inspect.get_annotations(typed[name]).values()
+    )
+    own = {name for name in re.findall(r"\w+", annotations) if name in typed}
+    of_others = {"ArgumentParser", "Any", "Callable", "Mapping", "Message", "Namespace", "Sequence"}
+    assert own - of_others and own - of_others <= set(plugins.__all__)
+
+
+@pytest.mark.parametrize("example", [e for e in examples() if "@hookimpl" in e])
+def test_the_plugins_on_the_page_conform(example: str) -> None:
+    defined: dict[str, Any] = {}
+    exec(example, defined)
+    made = [
+        value
+        for value in defined.values()
+        if isinstance(value, type) and any(hasattr(each, IMPL) for each in vars(value).values())
+    ]
+    assert len(made) == 1
+    plugins.check_plugin(made[0]())

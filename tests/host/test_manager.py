@@ -12,7 +12,7 @@ import pluggy
 import pytest
 
 from mlx_lm_kvpersist.errors import PluginFault, PluginNotFound
-from mlx_lm_kvpersist.host import hookspecs, manager
+from mlx_lm_kvpersist.host import hooks, manager
 from tests.support.host import plugged
 
 from . import plugins
@@ -60,15 +60,15 @@ def test_a_hook_that_the_server_lacks_fails(entry_points: dict[str, str], name: 
 
 def test_every_hook_is_asked() -> None:
     """A hook in the specification that nothing calls would be a promise that nobody keeps."""
-    host = Path(hookspecs.__file__).parent
+    host = Path(hooks.__file__).parent
     paths = [host.parent / "plugin.py", *(p for p in host.rglob("*.py") if p.name != "probes.py")]
     sources = "".join(path.read_text() for path in paths)
-    for name in (name for name, value in vars(hookspecs).items() if is_hook(value)):
+    for name in (name for name, value in vars(hooks).items() if is_hook(value)):
         assert re.search(rf'\bask\w*\(\s*"{name}"|hook\.{name}\.', sources), name
 
 
 def is_hook(value: Any) -> bool:
-    return hasattr(value, f"{hookspecs.PROJECT}_spec")
+    return hasattr(value, f"{hooks.PROJECT}_spec")
 
 
 HEADERS = [("X-A", "a")]
@@ -84,14 +84,14 @@ def answering(*answers: Any) -> list[Any]:
                 raise answer
             return answer
 
-        return SimpleNamespace(response_headers=hookspecs.hookimpl(response_headers))
+        return SimpleNamespace(response_headers=hooks.hookimpl(response_headers))
 
     return [plugin(answer) for answer in answers]
 
 
 def test_none_is_no_answer() -> None:
     with plugged(*answering(None, HEADERS, OTHERS)):
-        assert manager.ask("response_headers", request=None) == [HEADERS, OTHERS]
+        assert manager.ask("response_headers", request=None, is_early=False) == [HEADERS, OTHERS]
         assert manager.is_implemented("response_headers")
     assert not manager.is_implemented("response_headers")
 
@@ -101,13 +101,13 @@ def test_plugins_are_asked_in_the_order_of_the_command_line(entry_points: dict[s
     names = [name for name, _ in loaded.list_name_plugin()]
     assert names.index("module") < names.index("echo")
     with plugged(*answering(HEADERS, OTHERS)):
-        assert manager.ask("response_headers", request=None) == [HEADERS, OTHERS]
+        assert manager.ask("response_headers", request=None, is_early=False) == [HEADERS, OTHERS]
 
 
 def test_one_plugins_exception_silences_no_other(caplog: pytest.LogCaptureFixture) -> None:
     with plugged(*answering(ValueError("bug"), HEADERS)):
         for _ in range(3):
-            assert manager.ask("response_headers", request=None) == [HEADERS]
+            assert manager.ask("response_headers", request=None, is_early=False) == [HEADERS]
     failures = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(failures) == 1 and "failed in hook response_headers" in failures[0].message
     assert failures[0].exc_info, "the first failure of a kind has its traceback"
@@ -120,7 +120,7 @@ def test_what_failed_before_the_server_began_is_logged_again(
     failing = answering(ValueError("bug"))
     for n_failures in (1, 2):
         with plugged(*failing):
-            assert manager.ask("response_headers", request=None) == []
+            assert manager.ask("response_headers", request=None, is_early=False) == []
         failures = [record for record in caplog.records if record.levelname == "ERROR"]
         assert len(failures) == n_failures
 
@@ -131,9 +131,9 @@ def test_a_wrong_answer_names_its_plugin_and_hook_and_is_ignored(
     wrong = manager.PluginManager()
     wrong.register(answering(5)[0], name="five")
     with manager.using(wrong):
-        assert manager.ask("response_headers", request=None) == []
+        assert manager.ask("response_headers", request=None, is_early=False) == []
         said = "plugin five in hook response_headers answered 5, expected a list of pairs"
-        wrong.register(SimpleNamespace(routes=hookspecs.hookimpl(lambda: 5)), name="six")
+        wrong.register(SimpleNamespace(routes=hooks.hookimpl(lambda: 5)), name="six")
         with pytest.raises(PluginFault, match="plugin six in hook routes answered 5, expected a l"):
             manager.ask("routes")
     assert said in caplog.text

@@ -49,7 +49,7 @@ def test_stocks_own_end_is_an_ordinary_end(
     patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, ended: list[int]
 ) -> None:
     asked = serve(patched_server, monkeypatch, lambda *args: None)
-    assert asked == ["configure", "self_test", "shutdown"]
+    assert asked == ["configure", "shutdown"]
     assert ended == []
 
 
@@ -106,4 +106,4 @@ def test_what_stock_raises_is_raised_after_the_shutdown(
     monkeypatch.setattr(patched_server, "_run_http_server", listen)
     with plugged(Notes()), pytest.raises(OSError, match="already in use"):
         patched_server.run("127.0.0.1", 0, SimpleNamespace(cli_args=PROVIDER_ARGS))
-    assert asked == ["configure", "self_test", "shutdown"]
+    assert asked == ["configure", "shutdown"]

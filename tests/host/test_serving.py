@@ -153,7 +153,7 @@ def test_a_signal_ends_the_server_cleanly(
     assert (status, server.log.count("Traceback")) == (0, 0), server.log
     assert time.monotonic() - start < 20
     recorded = json.loads(record.read_text())
-    assert [call[0] for call in recorded[:2]] == ["configure", "self_test"]
+    assert recorded[0][0] == "configure"
     assert [call for call in recorded if call[0] == "shutdown"] == recorded[-1:]
 
 

@@ -13,9 +13,7 @@ from typing import Any
 
 from mlx_lm_kvpersist.api.admin import answering
 from mlx_lm_kvpersist.apis import Request
-from mlx_lm_kvpersist.host.answers import Route
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.http import apis
+from mlx_lm_kvpersist.host.hooks import Route, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from tests.support.host import plugged
 
@@ -68,17 +66,13 @@ class WordsPlugin:
     @hookimpl
     def routes(self) -> list[Route]:
         return [
-            Route("POST", "/words", lambda handler: apis.serve(handler, WordsAPI())),
-            Route("POST", "/read", answering(apis.read_body)),
+            Route("POST", "/words", lambda handler: handler.serve(WordsAPI())),
+            Route("POST", "/read", answering(lambda handler: handler.read_body())),
         ]
 
     @hookimpl
-    def early_headers(self, request: Any) -> list[tuple[str, str]]:
-        return [("X-Words", "soon")]
-
-    @hookimpl
-    def response_headers(self, request: Any) -> list[tuple[str, str]]:
-        return [("X-Words", "yes")]
+    def response_headers(self, request: Any, is_early: bool) -> list[tuple[str, str]]:
+        return [("X-Words", "soon" if is_early else "yes")]
 
     @hookimpl
     def reply_sent(self, request: Any, content: str, reasoning: str, tool_calls: Any) -> None:

@@ -18,8 +18,14 @@ from mlx_lm_kvpersist.cli.doctor import Finding
 from mlx_lm_kvpersist.cli.selftest import check_patch
 from mlx_lm_kvpersist.errors import KVPersistError, PatchNotEffective, SelfTestFailed
 from mlx_lm_kvpersist.host.patching import versions
-from mlx_lm_kvpersist.host.patching.patch import PATCH_SET, Patch, PatchSet, Uses, look_up
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.patching.patches import (
+    PATCH_SET,
+    PATCHES,
+    Patch,
+    PatchSet,
+    Uses,
+    look_up,
+)
 from patches_check import inventory
 from patches_check.__main__ import main
 from patches_check.conversation import Conversation

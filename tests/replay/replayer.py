@@ -25,8 +25,8 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.answers import ClientRequest
 from mlx_lm_kvpersist.host.history import Templates
+from mlx_lm_kvpersist.host.hooks import ClientRequest
 from mlx_lm_kvpersist.host.patching.probes import GENERATION_ARGS
 from mlx_lm_kvpersist.host.scheduling.caches import PluginPromptCache
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator

@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
-from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
+from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, ModelSupport, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Checkpoint
 from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
-from mlx_lm_kvpersist.host.answers import REPLY
+from mlx_lm_kvpersist.host.hooks import REPLY
 from mlx_lm_kvpersist.request import serving as module
 from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.request.serving import ServedRequest, Serving

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, Prompt
+from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.lookup import MAX_MATCHED_TOKENS, Lookup
 from mlx_lm_kvpersist.request.machine import Pressure

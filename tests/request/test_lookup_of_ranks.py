@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.host.answers import Prompt
+from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.ranks import Ranks
 from mlx_lm_kvpersist.request import lookup as lookup_module
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse

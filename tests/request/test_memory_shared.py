@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
+from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, ModelSupport, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue

@@ -18,9 +18,8 @@ import pytest
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import Joiner
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
-from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
+from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup

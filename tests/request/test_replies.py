@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.block import Root
-from mlx_lm_kvpersist.host.answers import Prompt
+from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request.replies import known_replies, retokenize
 from mlx_lm_kvpersist.request.serving import Serving
 from mlx_lm_kvpersist.request.state import RequestState

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cache.blocks.cut_join import split
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.host.answers import REPLY
+from mlx_lm_kvpersist.host.hooks import REPLY
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.request.sequence import RunningSequence
 from mlx_lm_kvpersist.store.block_store import Commit

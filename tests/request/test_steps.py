@@ -17,7 +17,7 @@ from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.errors import ClientGone
-from mlx_lm_kvpersist.host.answers import Prompt
+from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request import lookup as lookup_module
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.outcome import Reason

@@ -19,8 +19,7 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from tests.support import UNMEASURED, make_tiny_model, synthetic_text

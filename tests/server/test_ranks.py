@@ -387,7 +387,7 @@ FAULTS = (
     "mlx_lm_kvpersist.host.scheduling.batch_generator:PluginBatchGenerator._decode",
     "mlx_lm_kvpersist.plugin:KVPersistPlugin._record",
     "mlx_lm_kvpersist.plugin:KVPersistPlugin.take_request",
-    "mlx_lm_kvpersist.plugin:KVPersistPlugin.serving_changed",
+    "mlx_lm_kvpersist.plugin:KVPersistPlugin.idle",
 )
 
 

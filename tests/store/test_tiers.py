@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.api.metrics import Metrics
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import BlockCorrupt
+from mlx_lm_kvpersist.request_log import Metrics
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import Arrays
 from mlx_lm_kvpersist.store.records import KVBlock, Saved

@@ -19,10 +19,9 @@ from unittest.mock import Mock
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist import failures
 from mlx_lm_kvpersist.block import Record
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.errors import BlockCorrupt, StoreError
+from mlx_lm_kvpersist.errors import LOG_AGAIN_S, BlockCorrupt, StoreError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.files import read_file, write_block
@@ -270,7 +269,7 @@ def test_d_a_failure_that_comes_and_goes_is_logged_once_an_hour(
     now_s = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     for n_failures, n_lines in ((1, 1), (2, 1), (3, 2)):
-        now_s[0] += failures.LOG_AGAIN_S / 2
+        now_s[0] += LOG_AGAIN_S / 2
         with monkeypatch.context() as patch:
             patch.setattr(Saving, "save", fail)
             for number in range(3):

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_lm.server import process_message_content
 
 from mlx_lm_kvpersist.block import Root, pack_ids
-from mlx_lm_kvpersist.host.answers import Prompt
+from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_prompt, splice
 from mlx_lm_kvpersist.request.model import LoadedModel

@@ -19,8 +19,7 @@ import pytest
 
 import mlx_lm_kvpersist
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 
 REPOSITORY = Path(mlx_lm_kvpersist.__file__).parent.parent
 PTH = REPOSITORY / "mlx_lm_kvpersist.pth"

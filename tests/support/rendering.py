@@ -13,9 +13,8 @@ from mlx_lm.server import CompletionRequest, ResponseGenerator, process_message_
 from mlx_lm_kvpersist.api.messages import MessagesAPI
 from mlx_lm_kvpersist.api.responses import ResponsesAPI
 from mlx_lm_kvpersist.api.session_keys import normalise
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.history import Templates
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, hookimpl
 from mlx_lm_kvpersist.host.http import request_checks
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...errors import GenerationStopped
-from ..answers import ClientRequest
+from ..hooks import ClientRequest
 from ..run import uninterrupted
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ else:
 
 WATCH_S = 0.1
 """How often the connections of waiting clients are checked."""
+POLL_S = 0.01
+"""How often to look whether the last reply has ended, when the server ends."""
 PROBE_AGAIN_S = 1.0
 """The pause between the first two probes of a reply; each later pause is twice as long."""
 HEADERS_AFTER_S = 2.0
@@ -153,47 +155,44 @@ def _is_ready(connection: socket.socket, event: int) -> bool:
 
 
 class Clients:
-    """The clients that wait for replies. One thread watches them while there are any.
+    """The clients that wait for replies. One thread watches them until the server ends.
 
-    It sends keepalives, and marks the requests of clients that have left.
+    It sends keepalives, and marks the requests of clients that have left. Single operations of a
+    dict need no lock.
     """
+
+    is_closed = False
+    """Whether the thread is to end."""
 
     def __init__(self) -> None:
         self._waiting: dict[ClientConnection, ClientRequest] = {}
-        self._changed = threading.Condition()
-        self._is_watched = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def begin(self, client: ClientConnection, request: ClientRequest) -> None:
         """Watch a client from now on. Any number of times."""
-        with self._changed:
-            self._waiting[client] = request
-            if not self._is_watched:
-                self._is_watched = True
-                threading.Thread(target=self._watch, name="clients", daemon=True).start()
+        self._waiting[client] = request
 
     def end(self, client: ClientConnection) -> None:
         """The reply has ended. Any number of times."""
-        with self._changed:
-            self._waiting.pop(client, None)
-            self._changed.notify_all()
+        self._waiting.pop(client, None)
 
     def wait_for_none(self, timeout_s: float) -> bool:
         """Wait until all replies have ended; return False if that takes longer."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+        end_s = time.monotonic() + timeout_s
+        while self._waiting and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+        return not self._waiting
+
+    def watch(self) -> None:
+        """Begin to watch the clients."""
+        threading.Thread(target=self._watch, name="clients", daemon=True).start()
 
     def _watch(self) -> None:
-        while True:
+        while not self.is_closed:
             time.sleep(WATCH_S)
-            with self._changed:
-                if not self._waiting:
-                    self._is_watched = False
-                    return
-                waiting = list(self._waiting.items())
-            for client, request in waiting:
+            for client, request in self._waiting.copy().items():
                 if client.has_left():
                     request.client_gone = True
                     self.end(client)  # its thread may have ended without a word

@@ -11,11 +11,12 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from ...apis import API, Event, openai_error
 from .. import manager
-from ..answers import ClientRequest, frozen
+from ..hooks import ClientRequest, frozen
 
 
 class Completion:
@@ -176,9 +177,10 @@ class Completion:
         inner.log_request = lambda *args: None  # the request is logged with stock's own head
         inner._set_stream_headers(200)
         if self.request is not None:
-            for answer in manager.ask("early_headers", request=ClientRequest.of(self.request)):
-                for name, value in answer:
-                    inner.send_header(name, value)
+            request = ClientRequest.of(self.request)
+            answers = manager.ask("response_headers", request=request, is_early=True)
+            for name, value in chain.from_iterable(answers):
+                inner.send_header(name, value)
         inner.end_headers()
         return written.getvalue() + _encoded(self.reply.begin(0, 0))
 

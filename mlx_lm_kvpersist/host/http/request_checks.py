@@ -6,7 +6,6 @@ can serve are left to stock.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,27 +42,6 @@ def check_body_length(length: str | None) -> int:
     return n_bytes
 
 
-def read_json(handler: Any) -> dict[str, Any]:
-    """Read a JSON object from a request's body; raises RequestRefused for anything else."""
-    length = handler.headers.get("Content-Length")
-    if length is None:
-        raise RequestRefused("the header Content-Length is missing, expected the body's size", 411)
-    n_bytes = check_body_length(length)
-    try:
-        read = handler.rfile.read(n_bytes)
-    except TimeoutError:
-        raise late_body(handler.timeout) from None
-    if len(read) < n_bytes:
-        raise RequestRefused(f"the body ended after {len(read):,} of {n_bytes:,} bytes")
-    try:
-        body = json.loads(read.decode())
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestRefused("the body is no JSON object")
-    return body
-
-
 def tidy(body: Any) -> Any:
     """Return a body without null fields, which SDKs send, and with readable texts."""
     if not isinstance(body, dict):
@@ -89,6 +67,8 @@ def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
         return error
     if isinstance(error, TimeoutError):
         return late_body(timeout_s)
+    if isinstance(error, RecursionError):
+        return RequestRefused(f"the body is no JSON that can be read: {error}")
     status, code = getattr(error, "status", 500), getattr(error, "code", None)
     if status == 500:
         logger.exception("kvpersist: a reply failed", exc_info=error)

@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -29,8 +28,8 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from ...apis import API, Request, openai_error, require_text
 from ...errors import GenerationStopped, KVPersistError, RequestRefused
 from .. import manager
-from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
+from ..hooks import ClientRequest, FrozenHeaders, Route, frozen
 from ..scheduling.model_provider import loaded_name, own_names
 from ..scheduling.reply import ARRIVING
 from ..stopping import stop
@@ -67,8 +66,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     timeout = CLIENT_TIMEOUT_S
     plugin_routes: Mapping[tuple[str, str], Route]
-    pattern_routes: Mapping[str, Sequence[Route]]
-    """Routes with braces in their paths, by method."""
+    pattern_routes: Sequence[Route]
+    """Routes with braces in their paths."""
     clients: Clients
     stream_options: Any
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
@@ -143,7 +142,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def _route(self) -> Route | None:
         method, path = self.command, self.path.partition("?")[0]
         exact = self.plugin_routes.get((method, path))
-        routes = self.pattern_routes.get(method, ())
+        routes = (route for route in self.pattern_routes if route.method == method)
         return exact or next((route for route in routes if route.pattern.fullmatch(path)), None)
 
     def _answer(self, route: Route) -> None:
@@ -167,7 +166,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             request_checks.check_body_length(self.headers.get("Content-Length"))
             try:
                 super().do_POST()
-            except (RecursionError, ValueError) as error:
+            except ValueError as error:
                 # Stock catches only json's own error while it reads a body.
                 if self.body or isinstance(error, RequestRefused):
                     raise
@@ -198,6 +197,72 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.end_headers()
         self.wfile.write(body)
 
+    def read_body(self) -> dict[str, Any]:
+        """Return the request's JSON object, {} if it has no body; raises RequestRefused."""
+        if self.headers.get("Content-Length", "0") == "0":
+            return {}
+        return self.read_json()
+
+    def read_json(self) -> dict[str, Any]:
+        """Return the request's JSON object; raises RequestRefused for anything else."""
+        length = self.headers.get("Content-Length")
+        if length is None:
+            why = "the header Content-Length is missing, expected the body's size"
+            raise RequestRefused(why, 411)
+        n_bytes = request_checks.check_body_length(length)
+        try:
+            read = self.rfile.read(n_bytes)
+        except TimeoutError:
+            raise request_checks.late_body(self.timeout) from None
+        if len(read) < n_bytes:
+            raise RequestRefused(f"the body ended after {len(read):,} of {n_bytes:,} bytes")
+        try:
+            body = json.loads(read.decode())
+        except (ValueError, RecursionError) as error:
+            raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
+        if not isinstance(body, dict):
+            raise RequestRefused("the body is no JSON object")
+        return body
+
+    def serve(self, api: API) -> None:
+        """Answer a request to another API."""
+        with self.failures_told(api):
+            self.complete(self._parsed(api), api)
+
+    def serve_count(self, api: API) -> None:
+        """Answer how many tokens a request's prompt has, without the generation thread."""
+        with self.failures_told(api):
+            self._begin(self._parsed(api))
+            completion = self.handle_chat_completions()
+            self._show_plugins(completion)
+            model = SimpleNamespace(model=self.requested_model)
+            args = SimpleNamespace(model=model, chat_template_kwargs=self.chat_template_kwargs)
+            self.answer_json(200, {"input_tokens": self.generator.count_tokens(completion, args)})
+
+    def _parsed(self, api: API) -> Request:
+        return api.parse(request_checks.tidy(self.read_json()), self.headers)
+
+    def serve_chat(self, chat_body: dict[str, Any]) -> None:
+        """Answer with the reply to a chat completion's body, or with its error."""
+        with self.failures_told(None):
+            fields = request_checks.tidy(chat_body)
+            self.complete(Request(fields, fields.get("stream", False), ChatReply(self)), None)
+
+    def prefill(self, chat_body: dict[str, Any]) -> tuple[int, int]:
+        """Compute a prompt, and one token; return the prompt's tokens, and how many were cached.
+
+        Raises RequestRefused. Nothing is sent to the client.
+        """
+        reply = ChatReply(self)
+        request = Request({**request_checks.tidy(chat_body), "max_tokens": 1}, False, reply)
+        try:
+            self.complete(request, None, is_sent=False)
+        except Exception as error:
+            raise request_checks.refusal_of(error, self.timeout) from error
+        finally:
+            self.completion = None
+        return reply.n_prompt, reply.n_cached
+
     def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
         """Generate a reply to a parsed request, and send it. Raises what generating raises.
 
@@ -209,16 +274,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         stop_words = self.body.get("stop") or []
         stop_words = [stop_words] if isinstance(stop_words, str) else stop_words
         self.handle_completion(self.handle_chat_completions(), stop_words)
-
-    def count_tokens(self, request: Request) -> int:
-        """Return how many tokens the prompt of a request has, without the generation thread."""
-        self._begin(request)
-        completion = self.handle_chat_completions()
-        self._show_plugins(completion)
-        model = SimpleNamespace(model=self.requested_model)
-        args = SimpleNamespace(model=model, chat_template_kwargs=self.chat_template_kwargs)
-        n_tokens: int = self.generator.count_tokens(completion, args)
-        return n_tokens
 
     def _begin(self, request: Request) -> None:
         self._body, self.places = request.fields, request.places
@@ -386,7 +441,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             super().end_headers()
             return
         client_request = ClientRequest.of(completion.request)
-        answers = manager.ask("response_headers", request=client_request)
+        answers = manager.ask("response_headers", request=client_request, is_early=False)
         headers = list(chain.from_iterable(answers))
         if completion.streams:
             head, self._headers_buffer = b"".join(self._headers_buffer), []
@@ -442,12 +497,12 @@ def handler_with(
     stock: type[Any], routes: Mapping[tuple[str, str], Route], clients: Clients
 ) -> type[Any]:
     """Return the stock handler class with the methods of PluginAPIHandler before its own."""
-    patterns = defaultdict[str, list[Route]](list)
-    for route in routes.values():
-        if "{" in route.path:
-            patterns[route.method].append(route)
-    attributes = {"plugin_routes": dict(routes), "pattern_routes": patterns, "clients": clients}
-    attributes["stock_response"] = stock.generate_response
+    attributes = {
+        "plugin_routes": dict(routes),
+        "pattern_routes": [route for route in routes.values() if "{" in route.path],
+        "clients": clients,
+        "stock_response": stock.generate_response,
+    }
     return type(PluginAPIHandler.__name__, (PluginAPIHandler, stock), attributes)
 
 
@@ -481,6 +536,7 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
         clients = Clients()
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
+        clients.watch()
         try:
             generator = call.arguments["response_generator"]
             try:
@@ -501,5 +557,6 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
             raise
         finally:
             clients.wait_for_none(LAST_ANSWERS_S)  # those whose replies were cut off are told
+            clients.is_closed = True
 
     return run_http_server

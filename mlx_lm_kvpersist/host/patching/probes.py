@@ -16,7 +16,7 @@ import socket
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from email.message import Message
 from functools import cache
 from queue import Queue
@@ -27,9 +27,9 @@ import mlx.core as mx
 import pluggy
 
 from ...errors import PatchNotEffective
-from .. import answers, manager
-from ..hookspecs import hookimpl
-from ..manager import TakenTokens, take_request
+from .. import hooks, manager
+from ..hooks import hookimpl
+from ..manager import Taken, TakenTokens, take_request
 from ..scheduling import prompt_lookup
 from ..scheduling.model_provider import PluginCaches
 from ..scheduling.wired import WiredLimit
@@ -69,27 +69,17 @@ class ProbeCache:
     extract = filter = prepare = finalize = extend
 
 
-def remembered(hook: str) -> Callable[[ProbePlugin], None]:
-    """Return an implementation of a hook that only records its calls."""
-
-    @hookimpl
-    def implementation(self: ProbePlugin) -> None:
-        self.asked.append(hook)
-
-    return implementation
-
-
-class ProbeRequest(answers.TakenRequest):
+class ProbeRequest(hooks.TakenRequest):
     """Feeds one token more than the prompt has."""
 
-    def __init__(self, plugin: ProbePlugin, prompt: answers.Prompt) -> None:
+    def __init__(self, plugin: ProbePlugin, prompt: hooks.Prompt) -> None:
         super().__init__(prompt)
         self.plugin = plugin
 
-    def enter(self) -> answers.Prepared:
+    def enter(self) -> hooks.Prepared:
         ids = self.prompt.ids
-        longer = answers.Prompt([*ids, 0], [ids, [0]], ["user", "assistant"])
-        return answers.Prepared(longer, [ProbeCache()], len(ids))
+        longer = hooks.Prompt([*ids, 0], [ids, [0]], ["user", "assistant"])
+        return hooks.Prepared(longer, [ProbeCache()], len(ids))
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         self.plugin.asked.append(f"insert {list(tokens)} {cache_type}")
@@ -105,8 +95,13 @@ class ProbePlugin:
     def add_options(self, parser: ArgumentParser) -> None:
         parser.add_argument("--probe-option", type=int)
 
-    configure, self_test = remembered("configure"), remembered("self_test")
-    shutdown = remembered("shutdown")
+    @hookimpl
+    def configure(self) -> None:
+        self.asked.append("configure")
+
+    @hookimpl
+    def shutdown(self) -> None:
+        self.asked.append("shutdown")
 
     @hookimpl
     def wired_limit(self, asked_bytes: int) -> int:
@@ -114,12 +109,12 @@ class ProbePlugin:
         return asked_bytes - 1
 
     @hookimpl
-    def model_loaded(self) -> answers.ModelSupport:
+    def model_loaded(self) -> hooks.ModelSupport:
         self.asked.append("model_loaded")
-        return answers.ModelSupport(
+        return hooks.ModelSupport(
             lambda: [ProbeCache(), ProbeCache()],
             lambda caches: ProbeCache(f"{len(caches)} merged by the plugin"),
-            limits=answers.PrefillLimits(1.0, lambda position: 2),
+            limits=hooks.PrefillLimits(1.0, lambda position: 2),
         )
 
     @hookimpl
@@ -131,11 +126,7 @@ class ProbePlugin:
         messages[0]["content"] += "!"
 
     @hookimpl
-    def serving_changed(self, serving: bool) -> None:
-        self.asked.append(f"serving_changed {serving}")
-
-    @hookimpl
-    def take_request(self, request: answers.ClientRequest, prompt: answers.Prompt) -> ProbeRequest:
+    def take_request(self, request: hooks.ClientRequest, prompt: hooks.Prompt) -> ProbeRequest:
         self.asked.append(f"take_request {request.kind} {request.prompt}")
         return ProbeRequest(self, prompt)
 
@@ -148,8 +139,8 @@ class ProbePlugin:
         self.asked.append(f"reply_sent {content}")
 
     @hookimpl
-    def routes(self) -> list[answers.Route]:
-        return [answers.Route("GET", "/probe", lambda handler: handler.send_error(418))]
+    def routes(self) -> list[hooks.Route]:
+        return [hooks.Route("GET", "/probe", lambda handler: handler.send_error(418))]
 
 
 @contextlib.contextmanager
@@ -274,8 +265,15 @@ def requests_pass_plugins(server: ModuleType) -> None:
     expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
     expect("plugin that took the request", ids[:].taken.plugin, "probe")
     expect("requests that join", (joined and joined[1], none), (text_request, None))
-    hooks = ["serving_changed True", "take_request text p", "take_request chat "]
-    expect("hooks asked", plugin.asked, hooks)
+    expect("hooks asked", plugin.asked, ["take_request text p", "take_request chat "])
+
+
+def taken(prompt: hooks.Prompt) -> Taken:
+    """Return a request for a text as the probe's plugin takes it."""
+    request = SimpleNamespace(request_type="text", prompt="p", messages=[])
+    plugin_request = take_request(hooks.ClientRequest(request), prompt)
+    assert plugin_request is not None
+    return plugin_request
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:
@@ -286,10 +284,7 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
         replaced(server, "ResponseGenerator", lambda provider, cache: prompt_caches.append(cache)),
         replaced(server, "_run_http_server", lambda *args, **kwargs: None),
     ):
-        request = SimpleNamespace(request_type="text", prompt="p", messages=[])
-        prompt = answers.Prompt([1], [[1]], ["user"])
-        plugin_request = take_request(answers.ClientRequest(request), prompt)
-        assert plugin_request is not None
+        plugin_request = taken(hooks.Prompt([1], [[1]], ["user"]))
         plugin_request.enter()
         inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
         (cache,) = prompt_caches
@@ -306,10 +301,7 @@ def single_prompts_are_saved(server: ModuleType) -> None:
     with probing() as plugin:
         model: Any = ProbeModel()
         model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
-        request = SimpleNamespace(request_type="text", prompt="p", messages=[])
-        prompt = answers.Prompt([1, 2], [[1, 2]], ["user"])
-        plugin_request = take_request(answers.ClientRequest(request), prompt)
-        assert plugin_request is not None
+        plugin_request = taken(prompt := hooks.Prompt([1, 2], [[1, 2]], ["user"]))
         plugin_request.prompt = prompt
         plugin.asked.clear()
         replies = server.stream_generate(
@@ -475,7 +467,7 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
 
 
 def run_starts_and_stops_plugins(server: ModuleType) -> None:
-    """`run`, called as `main` calls it, asks configure, self_test and shutdown around stock's."""
+    """`run`, called as `main` calls it, asks configure and shutdown around stock's."""
     with probing() as plugin:
 
         def serve(*args: Any, **kwargs: Any) -> None:
@@ -486,7 +478,7 @@ def run_starts_and_stops_plugins(server: ModuleType) -> None:
             replaced(server, "_run_http_server", serve),
         ):
             server.run("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
-    expect("order", plugin.asked, ["configure", "self_test", "serve", "shutdown"])
+    expect("order", plugin.asked, ["configure", "serve", "shutdown"])
 
 
 def buffers_are_read_after_clearing(mlx: ModuleType) -> None:

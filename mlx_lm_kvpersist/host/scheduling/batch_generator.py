@@ -25,7 +25,7 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ClientGone
-from ..answers import PARKED, PREFILL, REPLY, Prompt
+from ..hooks import PARKED, PREFILL, REPLY, Prompt
 from ..manager import TakenTokens
 from .model_provider import PluginCaches
 from .prefill import Prefill, Prefills

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError
 from ...ranks import LOADING_S, PATIENCE_S, ranks
 from .. import manager
-from ..answers import ModelSupport, PrefillLimits, check_batch, check_caches
-from ..attachments import renders_images
+from ..attachments import IMAGE_KINDS
+from ..hooks import ModelSupport, PrefillLimits, check_batch, check_caches
 from .context_length import max_context
 from .step_failures import StepFailures
 from .wired import choose_wired_limit
@@ -127,6 +127,21 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
                 "); expected a folder with an MLX model, or a repository of Hugging Face"
             ) from error
         self.is_ready = True
+
+
+def renders_images(tokenizer: Any, processor: Any) -> bool:
+    """Tell whether a chat template writes the token for which a model's processor puts an image."""
+    if processor is None:
+        return False
+    for kind in IMAGE_KINDS:
+        image = {"type": kind, kind: "data:,"}
+        try:
+            messages = [{"role": "user", "content": [image]}]
+            if processor.image_token in tokenizer.apply_chat_template(messages, tokenize=False):
+                return True
+        except Exception:  # no template, or one that expects a text
+            continue
+    return False
 
 
 def check_model_name(name: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..answers import PrefillLimits
+from ..hooks import PrefillLimits
 from .model_provider import PluginCaches
 
 CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)

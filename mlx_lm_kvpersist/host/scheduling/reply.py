@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import ClientGone, DeviceFailed
-from ..answers import ClientRequest
+from ..hooks import ClientRequest
 
 WEIGH_EVERY = 32
 """Tokens of replies after which memory is weighed, although no reply came or went."""

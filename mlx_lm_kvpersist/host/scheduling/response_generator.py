@@ -23,9 +23,9 @@ from weakref import WeakSet
 from ...errors import ClientGone, DeviceFailed, GenerationStopped, RequestRefused
 from ...ranks import Ranks, ranks
 from .. import manager
-from ..answers import ClientRequest, Prompt, copied, frozen, has_text_only
 from ..attachments import fit_attachments
 from ..history import PLACE, Templates, without
+from ..hooks import ClientRequest, Prompt, copied, frozen, has_text_only
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
 from .batch_generator import LOOKS_FIRST
@@ -192,7 +192,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if serving != self._serving:
             self._serving, self._has_stepped = serving, False
             self._line.begin_batch()
-            manager.ask("serving_changed", serving=serving)
+            if not serving:
+                manager.ask("idle")
 
     def _wait_s(self) -> float | None:
         """Return how many seconds to wait for a request that arrived with the first of a batch.

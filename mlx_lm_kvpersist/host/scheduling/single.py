@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ClientGone
-from ..answers import PREFILL, PrefillLimits
+from ..hooks import PREFILL, PrefillLimits
 from ..manager import Taken
 from .model_provider import caches_of
 from .prefill import chunk_size, compute_chunk, most_tokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import RequestRefused
-from ..answers import ClientRequest, Prompt
+from ..hooks import ClientRequest, Prompt
 from ..manager import Taken, take_request
 from .reply import ReplyQueue
 

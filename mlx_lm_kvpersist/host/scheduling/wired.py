@@ -51,5 +51,5 @@ def choose_wired_limit(provider: Any) -> None:
     """Ask the plugins how much to keep wired for the model that `provider` has loaded."""
     limit: Any = mx.set_wired_limit
     if isinstance(limit, WiredLimit) and limit.asked_bytes:
-        answers = manager.ask("wired_limit", provider=provider, asked_bytes=limit.asked_bytes)
-        limit.choose(answers[0] if answers else None)
+        asked_bytes = limit.asked_bytes
+        limit.choose(manager.ask("wired_limit", provider=provider, asked_bytes=asked_bytes))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped, RequestRefused
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import hookimpl
 from mlx_lm_kvpersist.host.http import clients
 from mlx_lm_kvpersist.host.http import server as http_server
 from mlx_lm_kvpersist.host.http.request_checks import parameters

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.host.answers import ClientRequest
+from mlx_lm_kvpersist.host.hooks import ClientRequest
 from mlx_lm_kvpersist.host.http import clients
 from mlx_lm_kvpersist.host.http.clients import ClientConnection, Clients
 from tests.support import wait_until
@@ -193,16 +193,17 @@ def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
     waiting = Clients()
     assert waiting.wait_for_none(0)
     kept: list[int] = []
-    for _ in range(2):  # the thread that watches ends in between
+    before = set(threading.enumerate())
+    waiting.watch()
+    (watching,) = set(threading.enumerate()) - before
+    assert watching.daemon, "the process would not end before the reply"
+    for _ in range(2):
         left = threading.Event()
         requests = client_request(), client_request()
         stays: Any = Client(has_left=lambda: False, keep_alive=lambda: kept.append(1))
         leaves: Any = Client(has_left=left.is_set, keep_alive=lambda: None)
-        before = set(threading.enumerate())
         waiting.begin(stays, requests[0])
         waiting.begin(leaves, requests[1])
-        (watching,) = set(threading.enumerate()) - before
-        assert watching.daemon, "the process would not end before the reply"
         assert len(waiting) == 2 and not waiting.wait_for_none(0.25)
         assert not requests[1].client_gone and kept
         left.set()
@@ -211,7 +212,9 @@ def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
         waiting.end(stays)
         waiting.end(stays)
         assert waiting.wait_for_none(5)
-        wait_until(lambda: not waiting._is_watched, "the end of the thread", 5)
+    waiting.is_closed = True
+    watching.join(5)
+    assert not watching.is_alive()
 
 
 def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:

@@ -18,8 +18,7 @@ import pytest
 from huggingface_hub import scan_cache_dir
 
 from mlx_lm_kvpersist.errors import ConfigError, PluginFault, RequestRefused
-from mlx_lm_kvpersist.host.answers import Route, check_headers
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import Route, check_headers, hookimpl
 from mlx_lm_kvpersist.host.http import server as http_server
 from mlx_lm_kvpersist.host.http.clients import ClientConnection, Clients
 from mlx_lm_kvpersist.host.http.server import handler_with, is_alias
@@ -250,7 +249,7 @@ def test_the_pattern_of_a_route_is_made_once(
     )
     handler.command, handler.path = "GET", "/x/y"
     assert handler._route() is route
-    monkeypatch.setattr("mlx_lm_kvpersist.host.answers.re", None)
+    monkeypatch.setattr("mlx_lm_kvpersist.host.hooks.re", None)
     assert handler._route() is route
     handler.command = "POST"
     assert handler._route() is None

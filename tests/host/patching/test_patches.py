@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from argparse import Namespace
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -22,18 +23,16 @@ from mlx_lm_kvpersist.errors import (
 )
 from mlx_lm_kvpersist.host import install, manager, uninstall
 from mlx_lm_kvpersist.host.patching import versions
-from mlx_lm_kvpersist.host.patching.patch import (
-    PATCH_SET,
-    Overrides,
-    Patch,
-    PatchSet,
-    Uses,
-)
 from mlx_lm_kvpersist.host.patching.patches import (
+    PATCH_SET,
     PATCHES,
     PRIVATE_NAMES,
     SEVERAL_GPUS,
+    Overrides,
+    Patch,
     PatchChecks,
+    PatchSet,
+    Uses,
     needed,
 )
 from mlx_lm_kvpersist.host.patching.probes import drafts_are_checked, prompts_are_computed_in_turns
@@ -314,16 +313,16 @@ def test_install_twice_patches_once(server: ModuleType) -> None:
     assert server.run is not patched
 
 
-def test_patches_are_probed_before_plugins_test_themselves(patched_server: ModuleType) -> None:
-    echo = Echo()
-    with plugged(echo, PatchChecks()):
+def test_patches_are_probed_after_plugins_are_configured(patched_server: ModuleType) -> None:
+    echo, args = Echo(), Namespace(echo_file=None, plugin=[])
+    with plugged(PatchChecks(), echo):
+        manager.ask("configure", args=args)
+        assert echo.calls == [["configure", []]]
         PATCH_SET.undo()
         with pytest.raises(PatchNotEffective):
-            manager.ask("self_test")
-        assert echo.calls == []
+            manager.ask("configure", args=args)
+        assert len(echo.calls) == 2
         PATCH_SET.apply(PATCHES)
-        manager.ask("self_test")
-        assert echo.calls == [["self_test"]]
 
 
 def test_selftest_refuses_a_probe_that_cannot_fail(server: ModuleType) -> None:

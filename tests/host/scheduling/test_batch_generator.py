@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
-from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits
+from mlx_lm_kvpersist.host.hooks import ModelSupport, PrefillLimits
 from mlx_lm_kvpersist.host.patching.probes import ProbeModel
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 

@@ -14,8 +14,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.host.answers import ModelSupport
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import ModelSupport, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.host.scheduling.model_provider import own_names
 from tests.support.host import plugged

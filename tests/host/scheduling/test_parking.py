@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_kvpersist.host.answers import (
+from mlx_lm_kvpersist.host.hooks import (
     PARKED,
     BatchMemory,
     ModelSupport,

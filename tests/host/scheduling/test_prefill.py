@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
-from mlx_lm_kvpersist.host.answers import (
+from mlx_lm_kvpersist.host.hooks import (
     ClientRequest,
     ModelSupport,
     PrefillLimits,
@@ -191,7 +191,10 @@ def serve(patched_server: ModuleType) -> Iterator[Callable[..., Serving]]:
     def start(
         most: int = 64, max_stall_s: float = 1.0, *, joins: bool = False, **limits: Any
     ) -> Serving:
-        plugin = Plugin(PrefillLimits(max_stall_s, lambda position: most, **limits), joins=joins)
+        plugin = Plugin(
+            PrefillLimits(max_stall_s, lambda position: most if position else most or 1, **limits),
+            joins=joins,
+        )
         plugin.limit(model := Counting())
         stream = mx.default_stream(mx.default_device())
         generator = patched_server.BatchGenerator(model, stream=stream)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_kvpersist.host.answers import Prepared, Prompt, TakenRequest
+from mlx_lm_kvpersist.host.hooks import Prepared, Prompt, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from tests.support.host import plugged
 

@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoi
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache, batch_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
-from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits, TakenRequest
+from mlx_lm_kvpersist.host.hooks import ModelSupport, PrefillLimits, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.patching.probes import ProbeModel
 from mlx_lm_kvpersist.host.scheduling import prompt_lookup

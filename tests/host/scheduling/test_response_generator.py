@@ -10,8 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, RequestRefused
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prepared, Prompt, TakenRequest
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prepared, Prompt, TakenRequest, hookimpl
 from mlx_lm_kvpersist.host.manager import TakenTokens
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
@@ -52,6 +51,8 @@ class Enters(TakenRequest):
     def enter(self) -> Any:
         if isinstance(self.answer, ClientGone):
             raise self.answer
+        if isinstance(self.answer, tuple):
+            return Prepared(*self.answer)
         return Prepared(self.answer) if isinstance(self.answer, Prompt) else self.answer
 
 
@@ -147,9 +148,9 @@ def test_a_new_prompt_is_fed_and_stock_pops_from_copies(patched_server: ModuleTy
         Prompt([1, 2], [[1, 2], []], ["user", "assistant"]),
         Prompt([1, 2], [[1, 2]], []),
         Prompt([], [], []),
-        Prepared(Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 2),
-        Prepared(Prompt([1, 2], [[1, 2]], ["user"]), None, 1),
-        Prepared(Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 0),
+        (Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 2),
+        (Prompt([1, 2], [[1, 2]], ["user"]), None, 1),
+        (Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 0),
         "no Prepared",
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
-from mlx_lm_kvpersist.host.answers import PREFILL, BatchMemory, PrefillLimits, Prompt
+from mlx_lm_kvpersist.host.hooks import PREFILL, BatchMemory, PrefillLimits, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.reply import WEIGH_EVERY, ReplyQueue
 from mlx_lm_kvpersist.host.scheduling.single import MOST_DRAFTED, plugin_stream_generate

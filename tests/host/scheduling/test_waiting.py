@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, TakenRequest
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, TakenRequest, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.scheduling.reply import ARRIVING
 from mlx_lm_kvpersist.host.scheduling.waiting import GAP_S, LARGE_S, WORK_S, Line
@@ -47,14 +46,9 @@ class Fetches:
     def __init__(self) -> None:
         self.there: set[str] = set()
         self.begun: list[str] = []
-        self.serving: list[bool] = []
         self.n_idle = 0
         self.failing: BaseException | None = None
         self.n_prepared = 0
-
-    @hookimpl
-    def serving_changed(self, serving: bool) -> None:
-        self.serving.append(serving)
 
     @hookimpl
     def idle(self) -> None:
@@ -146,10 +140,10 @@ def test_plugins_may_work_while_no_request_is_there(generator: Any, fetches: Fet
     assert take(generator) == "served" and take(generator) is None
     assert fetches.n_idle == 0
     assert [take(generator, IDLE) for _ in range(3)] == [None] * 3
-    assert fetches.n_idle == 3
+    assert fetches.n_idle == 4  # the first of them when the reply had ended
     put(generator, "next")
-    assert take(generator, IDLE) == "next" and fetches.n_idle == 3
-    assert take(generator, IDLE) is None and fetches.n_idle == 4
+    assert take(generator, IDLE) == "next" and fetches.n_idle == 4
+    assert take(generator, IDLE) is None and fetches.n_idle == 6
 
 
 class Works:
@@ -643,14 +637,22 @@ def test_a_batch_that_no_request_can_join_makes_steps(generator: Any) -> None:
     assert [generator._looks_first() for _ in range(6)] == [False, True] * 3
 
 
-def test_plugins_know_when_requests_are_served(generator: Any, fetches: Fetches) -> None:
+def test_plugins_know_at_once_that_nothing_is_served_any_more(
+    generator: Any, fetches: Fetches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the server waits for a request, and also if one is there."""
+    n_idle: list[int] = []
+    stock = generator._take_queued
+
+    def take_queued(timeout_s: float | None) -> Any:
+        n_idle.append(fetches.n_idle)
+        return stock(timeout_s)
+
+    monkeypatch.setattr(generator, "_take_queued", take_queued)
     take(generator)
-    take(generator)
-    take(generator, IDLE)
-    take(generator, IDLE)
     put(generator, "a")
-    take(generator, IDLE)
-    assert fetches.serving == [True, False, True]
+    assert take(generator, IDLE) == "a"
+    assert n_idle[-1] == fetches.n_idle == 1
 
 
 def test_without_a_plugin_that_fetches_stocks_queue_is_all(

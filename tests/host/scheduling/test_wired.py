@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.hooks import hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, ProbeModel
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from tests.support.host import plugged

@@ -1,6 +1,7 @@
-"""Requests as plugins see them, the answers of plugins to hooks, and the checks of the answers.
+"""The hooks of the server, what plugins are given, and what they answer.
 
-Nothing in what they are given can be changed. Each answer is checked.
+Plugins import these names from `mlx_lm_kvpersist.plugins`. Nothing in what they are given can be
+changed. Each answer is checked: PluginFault says what was expected.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
@@ -15,8 +17,14 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NoReturn
 
+import pluggy
+
 from ..errors import PluginFault
 from .scheduling.pace import Pace
+
+PROJECT = "mlx_lm.server"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
 
 PREFILL = "prefill"
 """The cache type of a prompt that is still being computed; see `TakenRequest.insert`."""
@@ -173,6 +181,12 @@ class PrefillLimits:
     least_width: int = 1
     n_positions: float = math.inf
 
+    def __post_init__(self) -> None:
+        expect(self.max_stall_s > 0, self.max_stall_s, "max_stall_s to be seconds above 0")
+        most, unused = self.most_tokens(0), self.max_unused_bytes
+        expect(isinstance(most, int) and most > 0, most, "most_tokens(0) to be at least 1")
+        expect(isinstance(unused, int) and unused >= 0, unused, "max_unused_bytes to be 0 or more")
+
 
 class BatchMemory:
     """A plugin's account of what sequences take. To be inherited from. Generation thread."""
@@ -216,6 +230,11 @@ class ModelSupport:
     draft: ModelSupport | None = None
     most_taken_back: Callable[[Sequence[Any]], int] = lambda caches: 0
 
+    def __post_init__(self) -> None:
+        is_right = isinstance(self.limits, PrefillLimits | None)
+        expect(is_right, self.limits, "limits to be PrefillLimits or None")
+        expect(isinstance(self.memory, BatchMemory), self.memory, "memory to be a BatchMemory")
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -230,6 +249,19 @@ class Prepared:
     n_cached: int = 0
     draft: Prepared | None = None
 
+    def __post_init__(self) -> None:
+        prompt, n_cached = self.prompt, self.n_cached
+        expect(isinstance(prompt, Prompt), prompt, "a Prompt")
+        has_types = len(prompt.segments) == len(prompt.segment_types) and all(prompt.segments)
+        expect(bool(has_types and prompt.ids), prompt, "segments with a type and ids each")
+        is_cut = tuple(chain.from_iterable(prompt.segments)) == prompt.ids
+        expect(is_cut, prompt, "segments that are the prompt's ids cut up")
+        expect(set(map(type, prompt.ids)) == {int}, prompt, "ids to be integers")
+        found = f"{n_cached} cached of {len(prompt.ids)} tokens"
+        expect(0 <= n_cached < len(prompt.ids), found, "one left to compute")
+        is_right = (n_cached > 0) == bool(self.caches)
+        expect(is_right, found, "caches where tokens are cached, else None")
+
 
 @dataclass(frozen=True)
 class Route:
@@ -243,6 +275,10 @@ class Route:
     method: str
     path: str
     handle: Callable[[Any], None]
+
+    def __post_init__(self) -> None:
+        expect(self.method.isupper(), self, "a method in capital letters")
+        expect(self.path.startswith("/"), self, "a path that begins with /")
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -300,26 +336,6 @@ class TakenRequest:
         self.prompt = prompt
 
 
-def check_support(answer: Any) -> None:
-    expect(isinstance(answer, ModelSupport), answer, "a ModelSupport")
-    for name in ("make_caches", "merge", "together", "most_taken_back"):
-        function = getattr(answer, name)
-        expect(callable(function), function, f"{name} to be a function")
-    expect(isinstance(answer.memory, BatchMemory), answer.memory, "memory to be a BatchMemory")
-    if answer.draft is not None:
-        check_support(answer.draft)
-    limits = answer.limits
-    if limits is not None:
-        expect(isinstance(limits, PrefillLimits), limits, "limits to be PrefillLimits or None")
-        stall_s = limits.max_stall_s
-        is_time = isinstance(stall_s, int | float) and 0 < stall_s < math.inf
-        expect(is_time, stall_s, "max_stall_s to be seconds above 0")
-        most = limits.most_tokens(0)
-        expect(isinstance(most, int) and most > 0, most, "most_tokens(0) to be at least 1")
-        unused = limits.max_unused_bytes
-        expect(isinstance(unused, int) and unused >= 0, unused, "max_unused_bytes to be 0 or more")
-
-
 def check_caches(caches: Any, n_layers: int) -> None:
     expect(isinstance(caches, list | tuple), caches, "make_caches to return a list")
     expect(len(caches) == n_layers, f"{len(caches)} caches", f"one for each of {n_layers} layers")
@@ -330,26 +346,8 @@ def check_batch(merged: Any) -> None:
     expect(is_batch, merged, "merge to return a batch cache with extend, extract and filter")
 
 
-def check_taken(answer: Any) -> None:
-    expect(isinstance(answer, TakenRequest), answer, "a TakenRequest")
-    expect(isinstance(answer.prompt, Prompt), answer.prompt, "its prompt to be a Prompt")
-
-
 def check_prepared(answer: Any) -> None:
     expect(isinstance(answer, Prepared), answer, "enter to return a Prepared or None")
-    prompt = answer.prompt
-    expect(isinstance(prompt, Prompt), prompt, "a Prompt")
-    has_types = len(prompt.segments) == len(prompt.segment_types) and all(prompt.segments)
-    expect(bool(has_types and prompt.ids), prompt, "segments with a type and ids each")
-    joined = tuple(chain.from_iterable(prompt.segments))
-    expect(joined == prompt.ids, prompt, "segments that are the prompt's ids cut up")
-    expect(set(map(type, joined)) == {int}, prompt, "ids to be integers")
-    n_cached, n_ids = answer.n_cached, len(joined)
-    expect(0 <= n_cached < n_ids, f"{n_cached} cached of {n_ids} tokens", "one left to compute")
-    is_right = (n_cached > 0) == bool(answer.caches)
-    expect(is_right, f"{n_cached} cached tokens", "caches where tokens are cached, else None")
-    if answer.draft is not None:
-        check_prepared(answer.draft)
 
 
 def check_draft_ids(answer: Any) -> None:
@@ -367,30 +365,20 @@ def check_headers(answer: Any) -> None:
         expect(bool(is_right), header, "a name and a value in printable ASCII")
 
 
-def check_routes(answer: Any) -> None:
-    expect(isinstance(answer, list | tuple), answer, "a list of Route")
-    for route in answer:
-        expect(isinstance(route, Route), route, "a Route")
-        is_right = isinstance(route.method, str) and route.method.isupper()
-        expect(is_right, route, "a method in capital letters")
-        is_right = isinstance(route.path, str) and route.path.startswith("/")
-        expect(is_right, route, "a path that begins with /")
-        expect(callable(route.handle), route, "handle to be a function")
-
-
-def check_wired(answer: Any) -> None:
-    expect(isinstance(answer, int) and answer >= 0, answer, "a number of bytes, or None")
-
-
-CHECKS: dict[str, Callable[[Any], None]] = {
-    "wired_limit": check_wired,
-    "model_loaded": check_support,
-    "take_request": check_taken,
-    "early_headers": check_headers,
-    "response_headers": check_headers,
-    "routes": check_routes,
-}
-"""The check of each hook's answers: it raises PluginFault for an answer that cannot be used."""
+def check_answer(hook: str, answer: Any) -> None:
+    """Raise PluginFault for an answer to a hook that the server cannot use."""
+    if hook == "wired_limit":
+        expect(isinstance(answer, int) and answer >= 0, answer, "a number of bytes, or None")
+    elif hook == "model_loaded":
+        expect(isinstance(answer, ModelSupport), answer, "a ModelSupport")
+    elif hook == "take_request":
+        expect(isinstance(answer, TakenRequest), answer, "a TakenRequest")
+    elif hook == "routes":
+        is_list = isinstance(answer, list | tuple)
+        is_right = is_list and all(isinstance(route, Route) for route in answer)
+        expect(is_right, answer, "a list of Route")
+    elif hook == "response_headers":
+        check_headers(answer)
 
 
 def expect(is_right: bool, answer: Any, expected: str) -> None:
@@ -398,3 +386,111 @@ def expect(is_right: bool, answer: Any, expected: str) -> None:
     if not is_right:
         text = answer if isinstance(answer, str) else repr(answer)
         raise PluginFault(f"answered {text[:200]}, expected {expected}")
+
+
+# The hooks, in the order in which a request meets them. All are optional. Plugins are asked in the
+# order of the command line. The first answer to a hook marked `firstresult` counts; without an
+# answer the server does as stock does.
+
+
+@hookspec
+def add_options(parser: ArgumentParser) -> None:
+    """Add command line options, in an argument group of the plugin's own."""
+
+
+@hookspec
+def configure(args: Namespace) -> None:
+    """Read the parsed options, and prove that the plugin works. Main thread.
+
+    Raise ConfigError, or another KVPersistError, to stop the server with one line.
+    """
+
+
+@hookspec
+def routes() -> list[Route]:  # type: ignore[empty-body]
+    """Return HTTP routes to serve, in addition to the stock routes."""
+
+
+@hookspec
+def started(serve: Callable[[Callable[[Any], None]], None]) -> None:
+    """The server is about to listen. Main thread.
+
+    `serve` runs a function with a handler, as a route is run, for a request of the plugin's own:
+    no client waits for its answer. Any thread may call it.
+    """
+
+
+@hookspec(firstresult=True)
+def wired_limit(provider: Any, asked_bytes: int) -> int | None:
+    """A model was loaded: say how many bytes macOS may keep wired. Generation thread.
+
+    Stock asks for `asked_bytes`, all that the device recommends. Not called on devices without
+    wired memory.
+    """
+
+
+@hookspec
+def model_loaded(provider: Any) -> ModelSupport | None:
+    """A model was loaded: say how its sequences are computed. Generation thread.
+
+    All plugins are told; the first answer counts.
+    """
+
+
+@hookspec
+def request_received(request: ClientRequest, headers: Message, body: Mapping[str, Any]) -> None:
+    """A request is about to be queued; raise RequestRefused to refuse it. HTTP thread."""
+
+
+@hookspec
+def idle() -> None:
+    """Nothing is served: do very little work; a request would wait for it. Generation thread.
+
+    Called when the last reply has ended, and then some ten times a second.
+    """
+
+
+@hookspec
+def prepare_messages(messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+    """Change a request's messages and tools in place, before they are rendered. Any thread."""
+
+
+@hookspec
+def prompt_rendered(request: ClientRequest, prompt: Prompt) -> None:
+    """A prompt for the loaded model is about to be queued, and waits for this. HTTP thread."""
+
+
+@hookspec(firstresult=True)
+def take_request(request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
+    """Take a rendered prompt. Generation thread; HTTP thread to count tokens."""
+
+
+@hookspec
+def response_headers(  # type: ignore[empty-body]
+    request: ClientRequest, is_early: bool
+) -> list[tuple[str, str]]:
+    """Return headers to add to the reply. HTTP thread; any thread if `is_early`.
+
+    `is_early`: a stream begins while its request still waits. Then the hook is called again once
+    the reply begins, and the stream gets that answer as comments.
+    """
+
+
+@hookspec
+def reply_sent(
+    request: ClientRequest, content: str, reasoning: str, tool_calls: Sequence[dict[str, Any]]
+) -> None:
+    """The whole reply, as the client sees it, just before its last part is sent. HTTP thread."""
+
+
+@hookspec
+def reply_timed(request: ClientRequest, times_s: Sequence[float]) -> None:
+    """A request has ended: when each token came, in seconds since it was queued. HTTP thread.
+
+    The reply can have been cut off, or not have begun.
+    """
+
+
+@hookspec
+def shutdown() -> None:
+    """The server stops: finish what is pending and close files. Main thread."""

@@ -1,0 +1,59 @@
+"""The interface for plugins of the server: import all names from here. docs/plugins.md shows them.
+
+They are stable: a name is removed, or a hook changes its arguments, only in a release whose first
+or second number is new, and CHANGELOG.md says so. Hooks, and fields with a default, may be added in
+every release. Other modules of the package can change in every release.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .apis import API, Event, ReplyFormat, Request
+from .errors import ConfigError, KVPersistError, PluginFault, RequestRefused
+from .host.hooks import (
+    BatchMemory,
+    ClientRequest,
+    ModelSupport,
+    PrefillLimits,
+    Prepared,
+    Prompt,
+    Route,
+    TakenRequest,
+    hookimpl,
+)
+
+if TYPE_CHECKING:
+    from .testing import HOOKS, check_plugin, find_faults
+
+__all__ = [
+    "API",
+    "HOOKS",
+    "BatchMemory",
+    "ClientRequest",
+    "ConfigError",
+    "Event",
+    "KVPersistError",
+    "ModelSupport",
+    "PluginFault",
+    "PrefillLimits",
+    "Prepared",
+    "Prompt",
+    "ReplyFormat",
+    "Request",
+    "RequestRefused",
+    "Route",
+    "TakenRequest",
+    "check_plugin",
+    "find_faults",
+    "hookimpl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of the conformance test, which a server does not import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import testing
+
+    return getattr(testing, name)
