@@ -17,7 +17,8 @@ import platformdirs
 from .api.admin import KEY_VARIABLE
 from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionChoice
 from .errors import ConfigError
-from .store.encryption import PLAIN, Encryption, read_key, sqlcipher
+from .store.encryption import read_key, sqlcipher
+from .store.folder import PLAIN, Encryption
 from .store.objects import Objects
 from .store.records import StoreLimits
 from .units import parse_folder, parse_size, show_bytes

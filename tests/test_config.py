@@ -11,7 +11,7 @@ import pytest
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.store.encryption import PLAIN
+from mlx_lm_kvpersist.store.folder import PLAIN
 
 PLAIN_KEY = ("--kvpersist-shared-key", "plain")
 

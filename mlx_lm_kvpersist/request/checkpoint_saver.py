@@ -122,7 +122,7 @@ class CheckpointSaver(Saver):
         needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
         added, kept = tuple(new or chain[-1:]), tuple(needed.values())
         commit = Commit(sequence.root, added, leaf, {}, kept, tuple(superseded))
-        store.commit(commit, [*blocks, *checkpoints], loss_s)
+        store.commit(commit, [*blocks, *checkpoints], loss_s, chain)
 
     def _loss_s(
         self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str

@@ -5,6 +5,7 @@ It does as little as it can: hash the ids, copy the new tokens' KV, evaluate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,11 +135,11 @@ class Saver:
         if chain and cache_type == REPLY:
             leaf = sequence.leaf(chain, _replaced_tails(chain, sequence.n_reused, store))
             commit = Commit(sequence.root, tuple(new or chain[-1:]), leaf)
-            store.commit(commit, [*blocks, *unfinished])
+            store.commit(commit, [*blocks, *unfinished], math.inf, chain)
             return
         store.put(unfinished)
         if full:
-            store.commit(Commit(sequence.root, tuple(full)), blocks)
+            store.commit(Commit(sequence.root, tuple(full)), blocks, math.inf, chain)
 
     def _following(
         self, chain: Sequence[Block], ids: Sequence[int], sequence: RunningSequence

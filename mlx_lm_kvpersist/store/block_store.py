@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ from ..match.tree import AHEAD
 from ..units import show_bytes
 from .disk import DiskStore
 from .disk_tier import DiskTier
-from .encryption import PLAIN, Encryption
 from .files import Arrays
+from .folder import PLAIN, Encryption
 from .index import Index
 from .objects import Objects
 from .pool import BlockPool
@@ -185,19 +186,24 @@ class BlockStore:
         self.n_changes += 1
 
     def commit(
-        self, commit: Commit, new: Iterable[tuple[Record, Arrays]], loss_s: float = math.inf
+        self,
+        commit: Commit,
+        new: Iterable[tuple[Record, Arrays]],
+        loss_s: float = math.inf,
+        chain: Sequence[Block] = (),
     ) -> None:
         """Put a commit's new blocks and checkpoints into RAM, and have it saved in the background.
 
         They stay in RAM until then. Checkpoints that take no more than a limit to compute again,
-        `loss_s`, are postponed.
+        `loss_s`, are postponed. Earlier blocks of the `chain` that only a tier below the disk has
+        are saved, too.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
         keys = [block.key for block in commit.blocks]
         goes_on = [commit.parent, *keys] if commit.checkpoints else []
         later = commit.checkpoints if loss_s <= self.limits.max_loss_s else ()
         postponed = Commit(commit.root, (), checkpoints=later)
-        unwritten = self.pool.unwritten(commit.parent)
+        unwritten = self._lacking(commit, chain) or self.pool.unwritten(commit.parent)
         at_once = () if later else commit.checkpoints
         commit = replace(commit, blocks=(*unwritten, *commit.blocks), checkpoints=at_once)
         task, later_task = (self._task(part_commit, entries) for part_commit in (commit, postponed))
@@ -207,6 +213,13 @@ class BlockStore:
         self.turns_not_saved += self.writer.submit_commit(task)
         if later:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
+
+    def _lacking(self, commit: Commit, chain: Sequence[Block]) -> list[Block]:
+        """Return the last blocks before a commit that the disk lacks, if a tier below has more."""
+        if len(self.below) == 1 or not commit.blocks:
+            return []
+        before = (block for block in reversed(chain) if block.start < commit.blocks[0].start)
+        return [*takewhile(lambda block: block.key not in self.disk_tier, before)][::-1]
 
     def _task(self, commit: Commit, new: Mapping[bytes, KVBlock]) -> Task:
         keys = [record.key for record in commit.records]
@@ -222,7 +235,7 @@ class BlockStore:
         entry = self.pool.get(key)
         if entry is None or entry.is_stored:  # another process may have evicted it since
             return any(key in tier for tier in self.below)
-        return self.writer.will_write(key)
+        return key in self.writer.unwritten()
 
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
         """Return the keys of a chain's blocks in which sessions of other names end or will end."""
@@ -338,6 +351,8 @@ class BlockStore:
         commits = [task.commit for task in tasks if task.commit is not None]
         results: Sequence[Saved | Exception | None]
         try:
+            if len(self.below) > 1:
+                self._bring_to_disk(commits)
             results = self.disk_tier.store(commits, self.pool.get)
         except Exception as error:
             results = [error] * len(tasks)
@@ -353,6 +368,15 @@ class BlockStore:
         with self.index.database.transaction():
             for task in tasks:
                 task.run()
+
+    def _bring_to_disk(self, commits: Sequence[Commit]) -> None:
+        """Save the blocks that only a tier below the disk has, one by one: RAM may lack room."""
+        for commit in commits:
+            for block in commit.blocks:
+                if block.key in self.pool or block.key in self.disk_tier:
+                    continue
+                if (entry := self.reader.read(block, commit.root)) is not None:
+                    self.disk_tier.store([Commit(commit.root, (block,))], {block.key: entry}.get)
 
     def _set_saved(self, commit: Commit) -> None:
         if commit.records or commit.replies:

@@ -20,8 +20,6 @@ from .folder import OwnFiles
 _WAIT_S = 30.0
 _LAST_QUESTION_S = 1.0
 """How long closing waits for a thread that has a connection on loan."""
-INCREMENTAL = 2
-"""Free pages are given back on demand."""
 _MOST_AT_ONCE = 400
 """Rows in one statement: SQLite allows at least 999 variables."""
 
@@ -99,7 +97,7 @@ class Database:
         try:
             db.text_factory = _text
             if is_empty(self.path):  # else this would write
-                db.execute(f"PRAGMA auto_vacuum = {INCREMENTAL}")
+                db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             # A small log: it counts towards the disk budget like every other file.

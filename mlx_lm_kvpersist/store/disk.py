@@ -31,9 +31,8 @@ from ..block import Block, Checkpoint, Record, Root
 from ..errors import StoreError
 from ..units import show_bytes
 from .database import is_empty, is_locked
-from .encryption import PLAIN, Encryption
 from .files import FOLDERS, Arrays, file_bytes, metadata_of, write_block
-from .folder import INDEX_FILES, OwnFiles, StoreLock, staged_bytes, sweep_staged
+from .folder import INDEX_FILES, PLAIN, Encryption, OwnFiles, StoreLock, staged_bytes, sweep_staged
 from .index import Index
 from .index_schema import is_damage
 from .rebuild import rebuild_index

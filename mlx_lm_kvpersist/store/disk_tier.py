@@ -65,7 +65,6 @@ class Saving:
         self._keep, self._before_file, self._damaged = keep, before_file, damaged
         self._staging = Staging(disk.files)
         self._files: dict[bytes, NewFile] = {}
-        self._n_uncounted_bytes = 0
 
     def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
         """Write the missing files of commits, and commit each of them; return the results.
@@ -119,7 +118,6 @@ class Saving:
                         if db is None:
                             db = self._index.database.connection
                             transaction.enter_context(self._index.database.transaction())
-                            self._index.state.count_write(self._n_uncounted_bytes)
                         self._move_in(job)
                         done.append(job)
                     except Exception as error:
@@ -127,12 +125,12 @@ class Saving:
                         job.result = error
                         if db is not None and not db.in_transaction:  # SQLite has rolled it back
                             raise
+                written = [self._staging.sizes[key] for job in done for key in job.paths]
+                self._index.state.count_write(sum(written))
         except BaseException:
             for job in done:
                 self._move_out(job)
             raise
-        if db is not None:
-            self._n_uncounted_bytes = 0
         for job in done:
             self._disk.set_whole(job.commit.parent, *(block.key for block in job.commit.blocks))
             self._clean_up(job)
@@ -218,9 +216,7 @@ class Saving:
         try:
             for file in self._unwritten(job):
                 self._before_file()
-                n_bytes = self._staging.write(file.block.key, file.write)
-                self._disk.n_written_bytes += n_bytes
-                self._n_uncounted_bytes += n_bytes
+                self._disk.n_written_bytes += self._staging.write(file.block.key, file.write)
         except Exception as error:
             job.result = error
 

@@ -22,54 +22,13 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, DecryptionFailed, StoreFormatError
+from ..errors import ConfigError, DecryptionFailed
+from .folder import MAGIC, Plain
 
-MAGIC = b"kvp-seal\x01"
-"""A magic, and the version of what follows."""
-OPEN_S = 5.0
 _NO_WAIT = os.O_NONBLOCK  # or opening a pipe would wait for its writer
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _KEY_BYTES = 32
-
-
-class Plain:
-    """No encryption: objects and files are named by their keys."""
-
-    mark = ""
-    """A store's folder keeps this mark of its key. The key cannot be derived from it."""
-    n_added_bytes = 0
-
-    def encrypt(self, content: bytes, name: bytes) -> bytes:
-        return content
-
-    def decrypt(self, encrypted: bytes, name: bytes) -> bytes:
-        """Return the content. Raises StoreFormatError if it is encrypted."""
-        if encrypted.startswith(MAGIC):
-            raise StoreFormatError("it is encrypted; give its key with --kvpersist-encrypt KEYFILE")
-        return encrypted
-
-    def object_name(self, key: bytes) -> str:
-        return key.hex()
-
-    def file_name(self, key: bytes) -> str:
-        return key.hex()
-
-    def key_of(self, file_name: str) -> bytes:
-        return bytes.fromhex(file_name)
-
-    def connect(self, path: Path) -> sqlite3.Connection:
-        """Connect to a database that exists. Damage and locks are found by the first question."""
-        return _connect(sqlite3, path)
-
-    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
-        """Attach another database of the same key."""
-        db.execute(f"ATTACH ? AS {schema}", (str(path),))
-
-
-PLAIN = Plain()
-Encryption = Plain
-"""How objects and files are encrypted and named: `PLAIN`, or a `Cipher`."""
 
 
 class Cipher(Plain):
@@ -139,21 +98,16 @@ class Cipher(Plain):
         return bytes(self._file_names.decryptor().update(bytes.fromhex(file_name)))
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        db = _connect(sqlcipher(), path)
+        db = super().connect(path)
         db.execute("PRAGMA cipher_log_level = NONE")  # it would write to stderr
         db.execute(f'PRAGMA key = "{self._index_key}"')
         return db
 
+    def _driver(self) -> Any:
+        return sqlcipher()
+
     def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
         db.execute(f"ATTACH ? AS {schema} KEY ?", (str(path), self._index_key))
-
-
-def _connect(driver: Any, path: Path) -> sqlite3.Connection:
-    # A reader must not make the file again where somebody removed it.
-    uri = f"{path.absolute().as_uri()}?mode=rw"
-    # Another thread closes it only when nobody has it any more.
-    db: sqlite3.Connection = driver.connect(uri, uri=True, timeout=OPEN_S, check_same_thread=False)
-    return db
 
 
 def sqlcipher() -> Any:

@@ -22,6 +22,7 @@ import fcntl
 import logging
 import os
 import re
+import sqlite3
 import stat
 import sys
 import time
@@ -30,11 +31,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from io import BytesIO
 from itertools import takewhile
 from pathlib import Path
-from threading import RLock
-from typing import BinaryIO
+from threading import local
+from typing import Any, BinaryIO
 
-from ..errors import BlockCorrupt, StoreError
-from .encryption import MAGIC, PLAIN, Encryption
+from ..errors import BlockCorrupt, StoreError, StoreFormatError
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,60 @@ _LEFT_BEHIND = {"lock", "writing"}
 _WAIT_S = 2.0
 _LOOK_AGAIN_S = 0.005
 _STAGED = "writing"
+MAGIC = b"kvp-seal\x01"
+"""How encrypted content begins: a magic, and the version of what follows."""
+OPEN_S = 5.0
+
+
+# Without encryption. `encryption` has the same with a key.
+
+
+class Plain:
+    """No encryption: objects and files are named by their keys."""
+
+    mark = ""
+    """A store's folder keeps this mark of its key. The key cannot be derived from it."""
+    n_added_bytes = 0
+
+    def encrypt(self, content: bytes, name: bytes) -> bytes:
+        return content
+
+    def decrypt(self, encrypted: bytes, name: bytes) -> bytes:
+        """Return the content. Raises StoreFormatError if it is encrypted."""
+        if encrypted.startswith(MAGIC):
+            raise StoreFormatError("it is encrypted; give its key with --kvpersist-encrypt KEYFILE")
+        return encrypted
+
+    def object_name(self, key: bytes) -> str:
+        return key.hex()
+
+    def file_name(self, key: bytes) -> str:
+        return key.hex()
+
+    def key_of(self, file_name: str) -> bytes:
+        return bytes.fromhex(file_name)
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Connect to a database that exists. Damage and locks are found by the first question."""
+        # A reader must not make the file again where somebody removed it.
+        uri = f"{path.absolute().as_uri()}?mode=rw"
+        # Another thread closes it only when nobody has it any more.
+        db: sqlite3.Connection = self._driver().connect(
+            uri, uri=True, timeout=OPEN_S, check_same_thread=False
+        )
+        return db
+
+    def _driver(self) -> Any:
+        return sqlite3
+
+    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
+        """Attach another database of the same key."""
+        db.execute(f"ATTACH ? AS {schema}", (str(path),))
+
+
+PLAIN = Plain()
+Encryption = Plain
+"""How objects and files are encrypted and named: `PLAIN`, or a `Cipher`."""
 
 
 class OwnFiles:
@@ -334,8 +388,15 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
 # The lock, and files that are being written.
 
 
+class _Held(local):
+    """How often a thread holds a lock, and the descriptor of the lock's file."""
+
+    depth = 0
+    descriptor = -1
+
+
 class StoreLock:
-    """An exclusive lock between processes (flock) and threads; its file names the holder.
+    """An exclusive lock between processes and threads (flock); its file names the holder.
 
     Readers need none: block files are published whole, and SQLite guards the index.
     """
@@ -344,35 +405,37 @@ class StoreLock:
         self.is_patient = False
         """Whether to wait for another process without limit; otherwise at most 2 s."""
         self._path = path
-        self._threads = RLock()
-        self._depth = 0
-        self._descriptor = -1
+        self._own = _Held()
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Wait for the lock and hold it. May be nested. After 2 s the holder is named."""
-        with self._threads:
-            if self._depth == 0:
-                make_private(self._path.parent)
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-                try:
-                    self._wait(descriptor)
-                    name = _this_process().encode(errors="replace")
-                    os.pwrite(descriptor, name, 0)
-                    # Truncating takes most of a millisecond, and names are mostly of one length.
-                    if os.fstat(descriptor).st_size != len(name):
-                        os.ftruncate(descriptor, len(name))
-                except BaseException:
-                    os.close(descriptor)
-                    raise
-                self._descriptor = descriptor
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    os.close(self._descriptor)
+        own = self._own
+        if own.depth == 0:
+            own.descriptor = self._locked()
+        own.depth += 1
+        try:
+            yield
+        finally:
+            own.depth -= 1
+            if own.depth == 0:
+                os.close(own.descriptor)
+
+    def _locked(self) -> int:
+        """Lock the file for this thread; return its descriptor."""
+        make_private(self._path.parent)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            self._wait(descriptor)
+            name = _this_process().encode(errors="replace")
+            os.pwrite(descriptor, name, 0)
+            # Truncating takes most of a millisecond, and names are mostly of one length.
+            if os.fstat(descriptor).st_size != len(name):
+                os.ftruncate(descriptor, len(name))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def _wait(self, descriptor: int) -> None:
         deadline_s, folder = time.monotonic() + _WAIT_S, self._path.parent

@@ -68,8 +68,7 @@ class Index(Rows):
                     raise FileNotFoundError(self.path)
                 self.database.reopen()
                 db = self.database.connection
-            if prepare(db, self.path, check_all=check_all):
-                self.database.empty_log()
+            prepare(db, self.path, check_all=check_all)
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
             raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error
@@ -184,22 +183,21 @@ class Index(Rows):
         """Return a number that changes when another thread or process has changed the index."""
         return sum(version for (version,) in self.ask("PRAGMA data_version"))
 
-    def outline(self, leaves: Sequence[bytes]) -> list[tuple[bytes, bytes, int, int]]:
+    def outline(self, leaves: Iterable[bytes]) -> list[tuple[bytes, bytes, int, int]]:
         """Return all blocks on the way to these leaves, parents before children.
 
         A row has its key, its parent's key, its bytes with its checkpoints', and their number.
-        `leaves` are at most 500.
         """
-        values = ",".join(["(?)"] * len(leaves)) or "(NULL)"
-        return self.ask(
-            f"WITH RECURSIVE leaves(key) AS (VALUES {values}), up(key) AS (SELECT key FROM leaves "
+        rows = self.ask_in(
+            "WITH RECURSIVE leaves(key) AS (VALUES {}), up(key) AS (SELECT key FROM leaves "
             "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
             "SELECT b.key, parent, b.n_bytes + coalesce(sum(c.n_bytes), 0), count(c.key) "
             "FROM up JOIN blocks AS b USING (key) LEFT JOIN checkpoints AS c ON c.block = b.key "
             "GROUP BY b.key ORDER BY start",
-            *leaves,
+            zip(leaves),
             types=(bytes, bytes, int, int),
         )
+        return list({row[0]: row for row in rows}.values())
 
     def n_children(self, keys: Iterable[bytes]) -> dict[bytes, int]:
         """Return the number of children of those blocks that have any."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from ..errors import IndexDamaged, StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_sessions
 
-INDEX_FORMAT, _CONVERTED_FORMAT = 7, 6
-"""The format of the store, and the format that is converted to it. Others are refused."""
+INDEX_FORMAT = 7
+"""The format of the store. Others are refused."""
 APPLICATION_ID = 0x6B767000
 """Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
 
@@ -167,19 +167,17 @@ _MISCOUNTED = (
 )
 
 
-def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
-    """Check the index at `path`, make its tables if it is empty, and convert an older format.
+def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> None:
+    """Check the index at `path`, and make its tables if it is empty.
 
-    Return whether it was converted: then it has many free pages. Raises StoreFormatError when
-    another version wrote it and sqlite3.DatabaseError when it is damaged. `check_all` reads all
-    pages, which takes longer the more the index holds.
+    Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
+    damaged. `check_all` reads all pages, which takes longer the more the index holds.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (mark,) = db.execute("PRAGMA application_id").fetchone()
-    readable = (_CONVERTED_FORMAT, INDEX_FORMAT)
-    if version != (made_for := mark - APPLICATION_ID) and made_for in readable:
-        raise IndexDamaged(f"an index of format {made_for} that claims to be {version}")
-    if version not in (0, *readable):
+    if version != INDEX_FORMAT == mark - APPLICATION_ID:
+        raise IndexDamaged(f"an index of format {INDEX_FORMAT} that claims to be {version}")
+    if version not in (0, INDEX_FORMAT):
         age = "newer" if version > INDEX_FORMAT else "older"
         raise StoreFormatError(
             f"the store {path.parent} is {age} than this version of mlx-lm-kvpersist (format "
@@ -197,49 +195,10 @@ def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> bool:
                 for sql in _as_made().values():
                     db.execute(sql)
                 recount(db)
-            _mark(db)
-    elif version == _CONVERTED_FORMAT:
-        _convert(db)
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID + INDEX_FORMAT}")
+            db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
     if not _as_made().items() <= _statements(db).items():
         raise IndexDamaged("its tables are not as they were made")
-    return bool(version == _CONVERTED_FORMAT)
-
-
-def _convert(db: sqlite3.Connection) -> None:
-    """Convert an index of the format before in one transaction. Raises IndexDamaged."""
-    statements = _as_made()
-    with db:
-        db.execute("BEGIN IMMEDIATE")
-        for kind, name in statements:
-            if kind == "trigger":
-                db.execute(f"DROP TRIGGER IF EXISTS {name}")
-        for table in ("roots", "blocks", "checkpoints"):
-            if old_columns := _columns(db, table):
-                db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
-            db.execute(statements["table", table])
-            columns = _columns(db, table)
-            if not {*columns} <= {*old_columns}:
-                raise IndexDamaged(f"the table {table} is not as it was made")
-            try:
-                db.execute(f"INSERT INTO {table} SELECT {', '.join(columns)} FROM old_{table}")
-            except sqlite3.IntegrityError as error:
-                raise IndexDamaged(str(error)) from error
-            db.execute(f"DROP TABLE old_{table}")
-        existing = _statements(db)
-        for what, sql in statements.items():
-            if what not in existing:
-                db.execute(sql)
-        db.execute("DELETE FROM state WHERE key = 'eviction clock'")
-        _mark(db)
-
-
-def _columns(db: sqlite3.Connection, table: str) -> list[str]:
-    return [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
-
-
-def _mark(db: sqlite3.Connection) -> None:
-    db.execute(f"PRAGMA application_id = {APPLICATION_ID + INDEX_FORMAT}")
-    db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
 
 
 def recount(db: sqlite3.Connection) -> None:

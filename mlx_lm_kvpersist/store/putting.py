@@ -6,11 +6,13 @@ Waiting objects are on disk, not in RAM. One that cannot be put is skipped after
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 from ..block import BLOCK_TOKENS, Block, Record, Root
@@ -66,9 +68,9 @@ class Putting:
         self.waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
         """Objects to put, with their failed attempts. A key stands for the chain up to it."""
         self._since_s = 0.0
-        self._changed = threading.Condition()
+        self._changes = SimpleQueue[None]()
         self._is_closing = self._is_busy = False
-        self._thread = threading.Thread(target=self._run, name="kvpersist-put", daemon=True)
+        self._thread = Thread(target=self._run, name="kvpersist-put", daemon=True)
         self._thread.start()
 
     def write(self, commit: Commit) -> bool:
@@ -81,12 +83,11 @@ class Putting:
         unseen = [record for record in records if not self._store.is_seen(record.key)]
         before = [commit.parent] if commit.leaf and commit.parent != commit.root.key else []
         new: list[Record | _Turn | bytes] = [*before, *unseen, *self._new_of(commit)]
-        with self._changed:
-            if len(self.waiting) + len(new) > MAX_WAITING:
-                self._store.counts["not_written"] += len(new)
-                return False
-            self.waiting += ((item, 0) for item in new)
-            self._changed.notify_all()
+        if len(self.waiting) + len(new) > MAX_WAITING:
+            self._store.counts["not_written"] += len(new)
+            return False
+        self.waiting += ((item, 0) for item in new)
+        self._changes.put(None)
         return True
 
     def _new_of(self, commit: Commit) -> list[_Turn]:
@@ -107,20 +108,21 @@ class Putting:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._is_closing or not self._has_done_all(), PROBE_S
-                )
-                if self._has_done_all() and self._is_closing:
-                    return
-                self._is_busy = bool(self.waiting or self._store.failed_with)
-            if self._is_busy:
+            probe_s = time.monotonic() + PROBE_S
+            with suppress(Empty):
+                while self.has_done_all and not self._is_closing:
+                    self._changes.get(timeout=max(0.0, probe_s - time.monotonic()))
+            if self._is_closing and self.has_done_all:
+                return
+            self._is_busy = True
+            if self.waiting or self._store.failed_with:
                 self._work()
+            self._is_busy = False
 
-    def _has_done_all(self) -> bool:
-        return not self.waiting or bool(self._store.failed_with)
+    @property
+    def has_done_all(self) -> bool:
+        """Whether nothing waits, or nothing can be put now."""
+        return not self._is_busy and (not self.waiting or bool(self._store.failed_with))
 
     def _work(self) -> None:
         """Try a store that failed; put what waits as long as the store answers."""
@@ -197,18 +199,10 @@ class Putting:
                 "kvpersist: %d objects beyond the shared store's size were removed", len(old)
             )
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing waits, or nothing can be put; return False after a timeout."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._is_busy and self._has_done_all(), timeout_s
-            )
-
     def close(self, timeout_s: float) -> None:
         """Put the waiting objects, for at most `timeout_s` seconds, and stop."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
+        self._is_closing = True
+        self._changes.put(None)
         ends_s = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < ends_s:
             self._thread.join(0.02)

@@ -20,9 +20,8 @@ from typing import Any
 
 from ..block import KEY_BYTES, Block, Checkpoint, Root, block_key
 from ..errors import BlockCorrupt, Failures, NoAnswer, StoreError, StoreFormatError
-from .encryption import Encryption
 from .files import MALFORMED, read_content
-from .folder import OBJECTS
+from .folder import OBJECTS, Encryption
 from .objects import Objects, TimedObjects
 from .records import SHARED, KVBlock
 

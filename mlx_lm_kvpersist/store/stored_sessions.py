@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import RequestRefused, StoreError
@@ -15,9 +16,9 @@ from .disk import DiskStore
 from .index import Index
 from .records import Session
 from .session_file import export_parts, export_records
+from .threads import run_into
 
 SHOWN = 50
-_MOST_LEAVES = 500
 _TIMEOUT_S = 30.0
 
 Answer = TypeVar("Answer")
@@ -89,7 +90,7 @@ class StoredSessions:
     def _sums(self, index: Index, sessions: Sequence[Session]) -> dict[bytes, tuple[int, int, int]]:
         """Return by leaf the numbers of blocks and of blocks in RAM, and the bytes, of a chain."""
         sums: dict[bytes, tuple[int, int, int]] = {}
-        for key, parent, n_bytes, _ in _outline(index, sessions):
+        for key, parent, n_bytes, _ in index.outline({session.leaf for session in sessions}):
             n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
             n_in_ram = n_in_ram_above + (key in self._store.pool)
             sums[key] = n_above + 1, n_in_ram, bytes_above + n_bytes
@@ -168,7 +169,6 @@ class StoredSessions:
         return self.changed(change)
 
     def _write_postponed(self, session_id: str) -> None:
-
         chain = self.changed(lambda disk: disk.index.chain(_session(disk, session_id).leaf))
         self._store.writer.write_postponed(ends={block.key for block, _ in chain})
 
@@ -192,15 +192,7 @@ class StoredSessions:
     def changed(self, change: Callable[[DiskStore], Answer]) -> Answer:
         """Have the writer change the disk, at full speed; return what it returns."""
         future: Future[Answer] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(change(self._store.disk))
-                except BaseException as error:
-                    future.set_exception(error)
-
-        self._store.writer.submit(run)
+        self._store.writer.submit(partial(run_into, future, partial(change, self._store.disk)))
         self._store.writer.finish(future.done, _TIMEOUT_S)
         if not future.done() and future.cancel():
             why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing is changed; ask again"
@@ -217,7 +209,7 @@ class StoredSessions:
         """
         with _readable(), self._store.index.asked_once() as index:
             branches = _branches(index, namespace, name)
-            rows = index.outline([session.leaf for session in branches[:500]])
+            rows = index.outline({session.leaf for session in branches})
             root = index.root(branches[0].root) if branches else None
         pool = self._store.pool
         keys = [row[0] for row in rows]
@@ -293,16 +285,10 @@ def _matching(index: Index, sessions: list[Session], find: str, with_text: bool)
     return [one for one in sessions if wanted in texts(one).casefold()] if find else sessions
 
 
-def _outline(index: Index, sessions: Sequence[Session]) -> Iterator[tuple[bytes, bytes, int, int]]:
-    """Yield the rows of `Index.outline` for any number of sessions; a block may come again."""
-    leaves = list({session.leaf for session in sessions})
-    for start in range(0, len(leaves), _MOST_LEAVES):
-        yield from index.outline(leaves[start : start + _MOST_LEAVES])
-
-
 def _freed_bytes(index: Index, sessions: Sequence[Session]) -> int:
     """Return the bytes of the blocks and checkpoints that only these sessions need."""
-    rows = {key: (parent, n_bytes) for key, parent, n_bytes, _ in _outline(index, sessions)}
+    outline = index.outline({session.leaf for session in sessions})
+    rows = {key: (parent, n_bytes) for key, parent, n_bytes, _ in outline}
     # A block goes if all of its children go, and if all sessions that end in it go.
     n_kept: Counter[bytes] = Counter(index.n_children(rows))
     n_kept.update(session.leaf for session in index.sessions_at(*rows))

@@ -47,10 +47,15 @@ class Threads:
         for future, task in iter(self._tasks.get, None):
             if self._closed:
                 future.cancel()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(task())
-                except BaseException as error:
-                    future.set_exception(error)
+            run_into(future, task)
             # An idle thread must not hold the arrays that it read last.
             del future, task
+
+
+def run_into(future: Future[Result], task: Callable[[], Result]) -> None:
+    """Run a task for a future, unless that is cancelled."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)

@@ -112,11 +112,6 @@ class Writer:
             tasks = (*self._commit_tasks(), *self._postponed.values())
             return [task.commit for task in tasks if task.commit is not None]
 
-    def will_write(self, key: bytes) -> bool:
-        """Say whether a commit that waits or is being written has this in RAM. Any thread."""
-        with self._changed:
-            return any(key in task.sizes for task in self._commit_tasks())
-
     def unwritten(self) -> set[bytes]:
         """Return the keys of what is in RAM alone, and of ends of turns and replies, that wait."""
         with self._changed:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.store.block_store import BlockStore
-from mlx_lm_kvpersist.store.encryption import PLAIN, Cipher
+from mlx_lm_kvpersist.store.encryption import Cipher
+from mlx_lm_kvpersist.store.folder import PLAIN
 from mlx_lm_kvpersist.store.index import Index
 from tests.server.stored import block_files, wait_for_commit
 from tests.support import (

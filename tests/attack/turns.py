@@ -18,9 +18,9 @@ import numpy as np
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root, block_key, pack_ids
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
-from mlx_lm_kvpersist.store.encryption import PLAIN, Cipher, Encryption
+from mlx_lm_kvpersist.store.encryption import Cipher
 from mlx_lm_kvpersist.store.files import read_file
-from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.folder import PLAIN, Encryption, OwnFiles
 from mlx_lm_kvpersist.store.records import Leaf, StoreLimits
 
 ROOT = Root("written-by-turns", "4b32")

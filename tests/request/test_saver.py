@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.block import Block
+from mlx_lm_kvpersist.block import Block, Record
 from mlx_lm_kvpersist.cache.blocks.cut_join import split
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.hooks import REPLY
@@ -20,6 +21,7 @@ from mlx_lm_kvpersist.store.files import read_file, write_block
 from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.stored import StoredModel
+from tests.store.test_tiers import ReadOnly
 from tests.support.store_files import block_path
 
 IDS = random_ids(3, 600)
@@ -124,6 +126,31 @@ def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> No
         stored.restart()
         check(stored, n_tokens + 3, n_tokens, expected)
         n_before = n_tokens
+
+
+@pytest.mark.parametrize("stored", ["llama", "gemma3_text", "falcon_h1"], indirect=True)
+def test_a_turn_that_continues_blocks_of_a_read_only_tier_is_restored_without_it(
+    stored: StoredModel,
+) -> None:
+    expected, tier = computed(stored, 600)[0], ReadOnly()
+    keep(stored, 300)
+    blocks = blocks_of(stored)
+    checkpoints = stored.store.checkpoints([block.key for block in blocks]).values()
+    records: list[Record] = [*blocks, *chain.from_iterable(checkpoints)]
+    for record in records:
+        tier.held[record.key] = record, stored.store.disk_tier.load(record, stored.loaded.root)
+    stored.store.disk.remove_session(stored.store.index.sessions()[0])
+    stored.restart()
+    stored.store.add(tier)
+    row = stored.row([IDS[:580]], 1, None, "s")
+    assert row.n_cached == 300
+    for start, stop in ((300, 512), (512, 590)):
+        stored.model(mx.array([IDS[start:stop]]), cache=row.caches)
+    stored.store.pool.clear()
+    row.keeper(IDS[:590], row.caches)
+    stored.restart()
+    assert blocks_of(stored)[-1].stop == 590
+    check(stored, 593, 590, expected)
 
 
 def damaged(path: Path) -> None:

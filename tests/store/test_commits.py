@@ -18,6 +18,7 @@ from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import StoreLock
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf, Session
+from mlx_lm_kvpersist.store.small_state import SmallState
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 from .test_checkpoints import writer_held
@@ -249,6 +250,38 @@ def test_blocks_that_another_process_evicted_are_written_again(
     assert store.index.keys() == ({node.key for node in nodes} if is_in_ram else set())
     assert store.turns_not_saved == (not is_in_ram)
     assert ("which it needs" in caplog.text) == (not is_in_ram)
+
+
+def test_bytes_count_once_if_turns_that_wait_together_need_two_transactions(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first turn is committed while the file of the second turn's parent is written again."""
+    first, second = chain([1], [2]), chain([5], [6])
+    save_turn(store, second[:1], "second")
+    removed: list[bytes] = []
+
+    def remove_parent() -> None:
+        if not removed:
+            removed.append(second[0].key)
+            with closing(DiskStore(store.folder, store.limits)) as other:
+                other.forget(second[0].key)
+
+    monkeypatch.setattr(store.writer, "rest", remove_parent)
+    transactions: list[int] = []
+    count_write = SmallState.count_write
+
+    def counted(state: SmallState, n_bytes: int) -> None:
+        transactions.append(n_bytes)
+        count_write(state, n_bytes)
+
+    monkeypatch.setattr(SmallState, "count_write", counted)
+    with writer_held(store):
+        submit(store, first, "first")
+        submit(store, second[1:], "second")
+    assert removed and len(list(filter(None, transactions))) == 2
+    assert store.turns_saved == 3 and store.index.totals().n_blocks == 4
+    stats = store.stats()
+    assert stats["written_last_hour_bytes"] == stats["tiers"]["disk"]["written_bytes"]
 
 
 @pytest.mark.parametrize("is_in_ram", [True, False])

@@ -17,8 +17,8 @@ from mlx_lm_kvpersist.errors import IndexDamaged
 from mlx_lm_kvpersist.store import index_schema
 from mlx_lm_kvpersist.store.block_store import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.encryption import PLAIN, Cipher, Encryption, sqlcipher
-from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.encryption import Cipher, sqlcipher
+from mlx_lm_kvpersist.store.folder import PLAIN, Encryption, OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.index_schema import is_damage
 

@@ -19,12 +19,13 @@ from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.config import from_args
 from mlx_lm_kvpersist.errors import ConfigError, StoreError, StoreFormatError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.encryption import PLAIN, Encryption, read_key
+from mlx_lm_kvpersist.store.encryption import read_key
 from mlx_lm_kvpersist.store.files import read_content
-from mlx_lm_kvpersist.store.folder import OwnFiles, Staging
+from mlx_lm_kvpersist.store.folder import PLAIN, Encryption, OwnFiles, Staging
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.objects import Objects
 from mlx_lm_kvpersist.store.verify import find_problems
+from tests.support import wait_until
 from tests.test_config import parsed
 
 from .conftest import ROOT, chain, save_turn, state
@@ -391,9 +392,10 @@ def test_a_shared_store_gets_blocks_by_its_own_key(
     folder: Path, encryption: Encryption, store: BlockStore
 ) -> None:
     store.share(Objects(str(folder.parent / "bucket")), PLAIN)
-    assert store.shared is not None
+    shared = store.shared
+    assert shared is not None
     keep(store)
-    assert store.shared.putting.drain(10)
+    wait_until(lambda: shared.putting.has_done_all, "everything is put")
     node = conversation()[0]
-    content = (folder.parent / "bucket" / store.shared.objects.path(node.key)).read_bytes()
+    content = (folder.parent / "bucket" / shared.objects.path(node.key)).read_bytes()
     assert read_content(content, "object")[0] == node

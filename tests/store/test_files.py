@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.block import Block, pack_ids
 from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.store import files
 from mlx_lm_kvpersist.store.block_store import BlockStore
-from mlx_lm_kvpersist.store.encryption import PLAIN, Cipher, Encryption
+from mlx_lm_kvpersist.store.encryption import Cipher
 from mlx_lm_kvpersist.store.files import (
     checksum,
     metadata_of,
@@ -28,7 +28,7 @@ from mlx_lm_kvpersist.store.files import (
     read_record,
     write_block,
 )
-from mlx_lm_kvpersist.store.folder import OwnFiles, Staging, open_regular
+from mlx_lm_kvpersist.store.folder import PLAIN, Encryption, OwnFiles, Staging, open_regular
 from tests.support.store_files import block_path
 
 from .conftest import ROOT, arrays_of, chain, save_turn

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.errors import StoreError
-from mlx_lm_kvpersist.store import database, encryption
+from mlx_lm_kvpersist.store import database
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.folder import StoreLock
@@ -123,7 +123,7 @@ def test_an_index_that_another_program_has_locked(
     folder: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What to do is said, and it is not to choose another folder."""
-    monkeypatch.setattr(encryption, "OPEN_S", 0.1)
+    monkeypatch.setattr("mlx_lm_kvpersist.store.folder.OPEN_S", 0.1)
     monkeypatch.setattr(database, "_WAIT_S", 0.1)
     disk = DiskStore(folder, limits)
     advice = "index.sqlite is locked: another program has it open"

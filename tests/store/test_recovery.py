@@ -257,7 +257,7 @@ def test_a_format_that_is_not_what_it_was_heals(store: BlockStore, version: int)
 
 
 @pytest.mark.parametrize(
-    ("version", "age"), [(1, "older"), (INDEX_FORMAT - 2, "older"), (INDEX_FORMAT + 1, "newer")]
+    ("version", "age"), [(1, "older"), (INDEX_FORMAT - 1, "older"), (INDEX_FORMAT + 1, "newer")]
 )
 def test_a_store_of_another_version_is_refused_in_one_line(
     store: BlockStore, version: int, age: str

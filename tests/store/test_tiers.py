@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.request_log import Metrics
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import Arrays
-from mlx_lm_kvpersist.store.records import KVBlock, Saved
+from mlx_lm_kvpersist.store.records import KVBlock, Leaf, Saved
+from mlx_lm_kvpersist.store.verify import find_problems
 
 from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state
 
@@ -54,7 +56,7 @@ class Shared:
 
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
-    ) -> list[Saved]:
+    ) -> Sequence[Saved | None]:
         for commit in commits:
             for block in commit.records:
                 if (entry := entry_of(block.key)) is not None:
@@ -147,6 +149,53 @@ def test_a_block_that_does_not_fit_goes_from_all_tiers(store: BlockStore, shared
     store.drain()
     assert NODES[2].key not in store and NODES[1].key in store
     assert NODES[2].key not in store.index and NODES[2].key not in shared
+
+
+class ReadOnly(Shared):
+    """A tier that stores nothing."""
+
+    name = "read-only"
+
+    def store(
+        self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
+    ) -> Sequence[Saved | None]:
+        return [None for _ in commits]
+
+
+@pytest.mark.parametrize("n_on_disk", [0, 1])
+@pytest.mark.parametrize("n_in_ram", [0, 1, 2])
+def test_a_turn_after_blocks_of_a_read_only_tier_is_saved_with_them(
+    tmp_path: Path,
+    limits: StoreLimits,
+    n_in_ram: int,
+    n_on_disk: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A commit has its new blocks alone; RAM may have lost the blocks that were restored."""
+    tier = ReadOnly()
+    hold(tier, NODES[:2])
+    folder = tmp_path / "store"
+    with closing(BlockStore(folder, limits)) as store:
+        store.add(tier)
+        if n_on_disk:
+            save_turn(store, NODES[:n_on_disk], "s")
+            store.pool.clear()
+        for node in NODES[2 - n_in_ram : 2]:
+            assert store.reader.load(node, ROOT) is not None
+        leaf = Leaf("s", NODES[2].key, NODES[2].stop)
+        new = [(NODES[2], arrays_of(NODES[2]))]
+        store.commit(Commit(ROOT, (NODES[2],), leaf), new, chain=NODES)
+        store.drain()
+        assert store.turns_not_saved == 0 and "is not saved" not in caplog.text
+    with closing(BlockStore(folder, limits)) as again:  # without the tier
+        again.drain()
+        (session,) = again.index.sessions_named("s")
+        assert [block for block, _ in again.index.chain(session.leaf)] == NODES
+        for node, entry in zip(NODES, again.reader.load_all(NODES, ROOT), strict=True):
+            assert entry is not None
+            scales, expected = entry.arrays["0.k.scales"], arrays_of(node)["0.k.scales"]
+            assert mx.array_equal(scales, expected)
+        assert not find_problems(folder, again.index)
 
 
 def test_metrics_have_a_label_for_every_tier(store: BlockStore) -> None:
