@@ -125,7 +125,7 @@ class Saver:
             return
         if cache_type == PREFILL:
             new = full
-        elif new and not _is_full(new[-1]) and new[-1].key not in store:
+        elif new and not _is_full(new[-1]) and new[-1].key not in store.pool:
             if newest := copy_newest(self.spec.full, caches, new[-1].stop):
                 unfinished = [(new[-1], newest)]
             else:
@@ -173,12 +173,12 @@ def _is_full(block: Block) -> bool:
 def _replaced_tails(
     chain: list[Block], n_reused: int, store: BlockStore
 ) -> list[tuple[bytes, bytes]]:
-    """Return the stored partial blocks that the chain contains, with the longer blocks' keys."""
+    """Return the partial blocks that the chain contains, each with the longer block's key."""
     replaced = []
     for block in dropwhile(lambda block: block.stop <= n_reused, chain):
         for sibling in store.children(block.parent, block.packed_ids):
             is_beginning = sibling.key != block.key and sibling.is_genuine
             if is_beginning and block.packed_ids.startswith(sibling.packed_ids):
-                if not store.pool.drop_unpinned(sibling.key, written=False):
-                    replaced.append((sibling.key, block.key))
+                store.pool.drop_unpinned(sibling.key, written=False)
+                replaced.append((sibling.key, block.key))
     return replaced

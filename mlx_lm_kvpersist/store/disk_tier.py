@@ -248,6 +248,8 @@ class Saving:
             if was_evicted and isinstance(file.block, Block):
                 self._disk.asked_again_tokens += file.block.n_tokens
         for replaced, successor in job.commit.leaf.replaced if job.commit.leaf else ():
+            if not self._disk.files.path_of(replaced, Block.folder).exists():
+                continue  # it was in RAM alone
             self._disk.forget(replaced)
             for moved in self._index.sessions_at(successor):
                 write_sidecar(moved, self._disk.files)

@@ -190,8 +190,8 @@ class BlockPool:
                 if record_key in self._entries:
                     self._remove(record_key)
 
-    def drop_unpinned(self, key: bytes, *, written: bool = True) -> bool:
-        """Remove a record unless a commit waits with it; return whether it was in RAM alone.
+    def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
+        """Remove a record unless a commit waits with it.
 
         Without `written`, a record that a tier below has stays.
         """
@@ -199,7 +199,6 @@ class BlockPool:
             entry = self._entries.get(key)
             if entry is None or (not entry.pins and (written or not entry.is_stored)):
                 self.remove(key)
-            return entry is not None and not entry.pins and not entry.is_stored
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
         """Drop a chain's last blocks that are on disk and not in use; return the bytes."""
