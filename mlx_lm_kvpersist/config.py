@@ -1,6 +1,6 @@
 """The plugin's options, and defaults that depend on the device.
 
-Commands share some of these options, so MLX is imported only when it is needed.
+Some commands have the same options, so this module imports MLX only inside functions.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ _STORAGE = {
         parse_size,
     ),
     "memory": _option(
-        "Most memory for everything but the model: running conversations and those that are "
-        "not, prompts that are computed (default: what the device leaves, less a reserve)",
+        "Most memory for running conversations, stored blocks and prompts that are computed, "
+        "without the model's weights (default: what the device leaves, less a reserve)",
         parse_size,
     ),
     "memory-policy": _option(
-        "What a request does that does not fit into memory beside those that run: wait, or be "
-        "refused with status 503 (default: wait)",
+        "Whether a request that does not fit into memory now waits, or is refused with status "
+        "503 (default: wait)",
         choices=("wait", "refuse"),
         default="wait",
     ),
@@ -140,7 +140,7 @@ _STORAGE = {
 _SERVING = {
     "kv-bits": _option(
         "Bits of each key and value; k8v4: 8 for keys, 4 for values; k6v4: 6 for keys, 4 for "
-        "values; 16: the model's own precision (default: that of --kv-bits, or k8v4)",
+        "values; 16: the model's own precision (default: the value of --kv-bits, or k8v4)",
         choices=KV_BITS,
     ),
     "max-stall-ms": _option(

@@ -177,7 +177,7 @@ def make_parser() -> CommandParser:
     key = add("key", "store:key", "make the key file of an encrypted store")
     key.add_argument("file", type=Path, metavar="FILE", help="the file to make, for you alone")
     _add_bench(add)
-    demo = add("demo", "demo:run", "kill a server and see its conversation go on")
+    demo = add("demo", "demo:run", "kill a server, and see that the conversation continues")
     made = "a model to serve (default: a tiny one with random weights, made now)"
     demo.add_argument("--model", help=made)
     demo.add_argument(

@@ -27,7 +27,7 @@ from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.hooks import Prompt
 from ..image_ids import before_image
-from ..match.tree import AHEAD, NO_MATCH, Match, common_prefix, match_prompt, splice
+from ..match.tree import NO_MATCH, Match, match_prompt, splice
 from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.records import RAM, SHARED, Gone
 from .model import LoadedModel
@@ -207,20 +207,6 @@ class Lookup:
             known.pop()
         return self._find(stored.prompt, known)
 
-    def _is_outdated(self) -> bool:
-        """Whether RAM has more of the prompt than was found, or lacks a block of it. O(blocks)."""
-        if self._store.n_changes == self._n_changes:
-            return False
-        match, ids, pool = self.stored.match, self.stored.packed_ids, self._store.pool
-        whole = [block for block in match.path if block.stop <= match.n_tokens]
-        start = sum(len(block.packed_ids) for block in whole)
-        parent = whole[-1].key if whole else self.root.key
-        n_worth = len(match.packed_ids) - start + len(pack_ids(range(MIN_TOKENS)))
-        following = pool.children(parent, ids[start : start + AHEAD])
-        return any(block.key not in pool for block in match.path) or any(
-            common_prefix(block.packed_ids, ids, start) >= n_worth for block in following
-        )
-
     def agreed(self) -> tuple[Prompt, int]:
         """Return the prompt to feed, and how many of its tokens to restore."""
         if self._store.n_changes != self._n_changes:
@@ -359,7 +345,7 @@ class Lookup:
         most: int | None = None
         together, joined = self.model.ranks, None
         while joined is None:
-            is_changed = bool(lost) or self._is_outdated()
+            is_changed = bool(lost) or self._store.n_changes != self._n_changes
             if is_changed and n_matched < _MAX_MATCHED and not together.are_several:
                 n_matched += 1
                 self.stored = self._find_again(lost)

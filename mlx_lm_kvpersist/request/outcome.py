@@ -55,8 +55,8 @@ class Reason(Enum):
     EVICTED = "evicted", "evicted to keep to the budget"
     DAMAGED = "damaged", "a stored file failed its check and is in quarantine"
     NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"
-    NO_CHECKPOINT = "no-checkpoint", "the model can go on only from an earlier checkpoint"
-    OTHER_RANK = "other-rank", "another rank of the model has less of it"
+    NO_CHECKPOINT = "no-checkpoint", "the model can resume only at an earlier checkpoint"
+    OTHER_RANK = "other-rank", "another rank of the model has less of the prompt"
     STORE_FAILED = "store-failed", "the store could not be read, the log says why"
     NOT_KEPT = "not-kept", "this request is served as the stock server does"
 

@@ -78,11 +78,11 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
 ) -> None:
     started = time.monotonic()
     for argv, expected in (
-        (["--model", "/no/such"], "there is no model folder /no/such"),
+        (["--model", "/no/such"], "the model folder /no/such does not exist"),
         (["--model", "x", "--minutes", "0.5"], "--minutes 0.5 is too short; give 1 or more"),
         (["--model", "x", "--minutes", "nan"], "--minutes nan is too short; give 1 or more"),
         (["--model", "x", "--json", f"{tmp_path}/no/b.json"], "there is no folder for"),
-        (["--model", "not a name"], "there is no model folder not a name"),
+        (["--model", "not a name"], "the model folder not a name does not exist"),
     ):
         assert main(["bench", *argv]) == 1
         assert expected in capsys.readouterr().err

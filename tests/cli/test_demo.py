@@ -28,7 +28,7 @@ def test_demo_restores_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_demo_reports_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model", "/no/such/model", "--chars", "100"]) == 1
-    assert "no model folder /no/such/model" in capsys.readouterr().err
+    assert "the model folder /no/such/model does not exist" in capsys.readouterr().err
 
 
 def test_each_step_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

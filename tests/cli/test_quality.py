@@ -142,7 +142,7 @@ def test_bad_texts(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("--model", "/no/such/folder"), "there is no model folder /no/such/folder"),
+        (("--model", "/no/such/folder"), "the model folder /no/such/folder does not exist"),
         (("--model", "."), "the model . cannot be loaded: "),
     ],
 )

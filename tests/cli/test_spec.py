@@ -76,4 +76,5 @@ def test_a_folder_that_does_not_exist_is_named(
 ) -> None:
     assert cli.main(["spec", f"--model={name}"]) == 1
     err = capsys.readouterr().err
-    assert f"there is no model folder {name}; expected a folder" in err and err.count("\n") == 1
+    assert f"the model folder {name} does not exist; expected a folder" in err
+    assert err.count("\n") == 1

@@ -163,7 +163,7 @@ def test_what_is_installed_is_this_package() -> None:
     found = [line[2] for text in lines for line in installs.finditer(text)]
     assert len(found) >= 8
     address = r"git\+https://github\.com/mlx-lm-kvpersist/mlx-lm-kvpersist"
-    known = re.compile(rf"mlx-lm-kvpersist(\[cpu\])?|mlx-lm([<>=][0-9.,<>=]+)?|{address}")
+    known = re.compile(rf"mlx-lm-kvpersist(\[cpu\])?|mlx-lm([<>=][0-9.,<>=]+)?|{address}|\.\[cpu\]")
     for rest in found:
         words = re.sub(r"[\"'’‘]", "", rest).split("#")[0].split()
         packages = [word for word in words if not word.startswith("-")]

@@ -242,8 +242,8 @@ def test_a_port_in_use_ends_the_process_with_one_line(
         (("--host", "203.0.113.1"), "cannot listen at 203.0.113.1 port 8080: Cannot assign"),
         (("--host", "no.such.host.invalid"), "cannot listen at no.such.host.invalid port 8080: "),
         (("--port", "99999"), "cannot listen at 127.0.0.1 port 99999: "),
-        (("--model", "/no/such/model"), "there is no model folder /no/such/model; expected"),
-        (("--model", "a/b/typo"), "there is no model folder a/b/typo; expected"),
+        (("--model", "/no/such/model"), "the model folder /no/such/model does not exist; expected"),
+        (("--model", "a/b/typo"), "the model folder a/b/typo does not exist; expected"),
         (("--model", "no-such/repository"), "--model no-such/repository cannot be loaded ("),
     ],
 )

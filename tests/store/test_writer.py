@@ -21,6 +21,7 @@ from mlx_lm_kvpersist.store import writer as writer_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.folder import Staging, StoreLock
+from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import Task, Writer
@@ -95,6 +96,56 @@ def test_a_rest_that_was_cut_short_is_made_up_for(writer: Writer) -> None:
 
 def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
     assert resting(writer).wait(10)
+
+
+@pytest.fixture
+def gathering(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Writer, list[int]]]:
+    """A writer that waits for more turns without an end, and how many tasks it saved together."""
+    monkeypatch.setattr(writer_module, "GATHER_S", FOR_EVER_S)
+    sizes: list[int] = []
+    writer = Writer(100, lambda tasks: sizes.append(len(tasks)))
+    yield writer, sizes
+    writer.close(10)
+
+
+def test_turns_and_notes_are_saved_together(gathering: tuple[Writer, list[int]]) -> None:
+    writer, sizes = gathering
+    for n in range(3):
+        save(writer, chain([n]))
+        writer.submit(lambda: None, is_note=True)
+    assert not sizes
+    writer.drain()
+    assert sizes == [3, 3]
+
+
+def test_half_of_what_may_wait_waits_for_no_more(gathering: tuple[Writer, list[int]]) -> None:
+    writer, sizes = gathering
+    submit(writer, 50)
+    submit(writer, 1)
+    wait_until(lambda: sizes == [1], "the first is saved", 10)
+
+
+def test_other_tasks_wait_for_nothing(gathering: tuple[Writer, list[int]]) -> None:
+    writer, _ = gathering
+    done = threading.Event()
+    save(writer, chain([1]))
+    writer.submit(done.set)
+    assert done.wait(10)
+
+
+def test_a_note_that_fails_takes_no_other_note_with_it(tmp_path: Path) -> None:
+    with closing(BlockStore(tmp_path / "store", StoreLimits(1 << 20, 1 << 30))) as store:
+
+        def add(name: str, index: Index) -> None:
+            index.state.add_note(name, words="some")
+            if name == "second":
+                raise OSError("no")
+
+        for name in ("first", "second", "third"):
+            store.change_index(f"add {name}", partial(add, name))
+        store.drain()
+        notes = [store.index.state.note(name) for name in ("first", "second", "third")]
+    assert [bool(note) for note in notes] == [True, False, True]
 
 
 def test_nobody_waits_longer_than_asked_for_what_is_written(writer: Writer) -> None:

@@ -6,7 +6,6 @@ No other text of README.md or docs/ repeats these figures. After a measurement, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from textwrap import fill
 
 from benchmarks import decode as decoding
@@ -16,6 +15,9 @@ from benchmarks.chart import CONTEXTS, points
 from benchmarks.report import DeviceResults, kept_results, show_table, shown_number
 from benchmarks.runs import tokens
 from benchmarks.servers import OURS, OURS_16, STOCK
+
+Sides = tuple[float | None, float | None]
+"""The values of stock and of the plugin; None: not measured."""
 
 _STATES = {
     "after a restart": "the next turn, after a restart",
@@ -31,30 +33,61 @@ def shown_results() -> DeviceResults:
 
 
 def in_short() -> str:
-    """Return seconds to the first token of the longest prompt that was measured three times."""
+    """Return a few rows that users feel, with the better side in bold, and their conditions."""
     results = shown_results()
     n = longest(results)
-    rows = []
-    for state in ("after a restart", "new prompt", "next turn"):
-        stock, ours = first_token_s(results, state, n)
-        size = f"{n:,} tokens" + (", page cache dropped" if state == "after a restart" else "")
-        rows.append((_STATES[state], shown_number(stock), f"**{shown_number(ours)}**", size))
-    header = ("seconds to the first token", "stock", "with the plugin", "prompt")
-    return f"{show_table(header, rows)}\n\n{conditions()}"
+    rows = [
+        (f"the first token of {text}", *_compared(first_token_s(results, state, n), "s"))
+        for state, text in (
+            ("after a restart", "the next turn, after a restart"),
+            ("new prompt", "a new prompt"),
+            ("next turn", "the next turn, without a restart"),
+        )
+    ]
+    agents = medians(results, bursts.QUESTION, bursts.LAST)
+    rows.insert(
+        2, ("the last first token of six agents with a new system prompt", *_compared(agents, "s"))
+    )
+    if n_decoded := _shortest_decoded(results):
+        decoded = medians(results, decoding.QUESTION, f"1 of {tokens(n_decoded)}")
+        what = f"the rest of a reply, after a prompt of {n_decoded:,} tokens"
+        rows.append((what, *_compared(decoded, "tokens/s")))
+    table = show_table(("you wait for", "stock", "with the plugin"), rows)
+    return f"{table}\n\n{conditions(f'Turns and the new prompt have {n:,} tokens. ')}"
+
+
+def _compared(sides: Sides, unit: str) -> tuple[str, str]:
+    """Return the values of stock and the plugin with their unit, the better one in bold."""
+    stock, ours = sides
+    texts = [f"{shown_number(side)} {unit}" if side is not None else "-" for side in sides]
+    if stock is not None and ours is not None and stock != ours:
+        is_ours = ours < stock if unit == "s" else ours > stock
+        texts[is_ours] = f"**{texts[is_ours]}**"
+    return texts[0], texts[1]
+
+
+def _shortest_decoded(results: DeviceResults) -> int | None:
+    """Return the shortest prompt, in tokens, after which one reply was timed alone; or None."""
+    names = {row["what"] for row in results.rows if row["question"] == decoding.QUESTION}
+    return next((n for n in CONTEXTS if f"1 of {tokens(n)}" in names), None)
+
+
+def medians(results: DeviceResults, question: str, what: str) -> Sides:
+    """Return the medians of stock and the plugin; None if a side was not measured."""
+    return results.median(question, what, STOCK), results.median(question, what, OURS)
 
 
 def longest(results: DeviceResults) -> int:
-    """Return the longest prompt with the most repeats, in tokens."""
+    """Return the longest prompt with the most repeats of both sides, in tokens."""
 
     def n_repeats(n: int) -> int:
-        return len(results.values(ttft.QUESTION, f"new prompt, {tokens(n)}", OURS))
+        what = f"new prompt, {tokens(n)}"
+        return min(len(results.values(ttft.QUESTION, what, side)) for side in (STOCK, OURS))
 
     return max(CONTEXTS, key=lambda n: (n_repeats(n), n))
 
 
-def first_token_s(
-    results: DeviceResults, state: str, n_tokens: int
-) -> tuple[float | None, float | None]:
+def first_token_s(results: DeviceResults, state: str, n_tokens: int) -> Sides:
     """Return seconds of stock and the plugin; after a restart stock computes a new prompt."""
     stock_state = "new prompt" if state == "after a restart" else state
     return (
@@ -64,21 +97,29 @@ def first_token_s(
 
 
 def first_token() -> str:
-    """Return seconds to the first token, for all lengths of prompts."""
+    """Return seconds to the first token, for each length that both sides were measured with."""
     results = shown_results()
     rows = [
-        (text, f"{n:,}", *map(shown_number, first_token_s(results, state, n)))
+        (text, f"{n:,}", *map(shown_number, sides))
         for n, _ in points(results, "new prompt", OURS)
         for state, text in _STATES.items()
+        if None not in (sides := first_token_s(results, state, n))
     ]
     return show_table(("first token after, s", "tokens", "stock", "with the plugin"), rows)
 
 
 def decode() -> str:
     """Return tokens a second of replies at the same time."""
-    return _both_sides(
-        decoding.QUESTION, ("replies and prompts", "stock, tokens/s", "with the plugin")
-    )
+    results = shown_results()
+    names = [
+        row["what"]
+        for row in results.rows
+        if (row["question"], row["side"]) == (decoding.QUESTION, OURS)
+    ]
+    if not names:
+        return "Not measured at this commit."
+    rows = [(name, *map(shown_number, medians(results, decoding.QUESTION, name))) for name in names]
+    return show_table(("replies and prompts", "stock, tokens/s", "with the plugin"), rows)
 
 
 def together() -> str:
@@ -100,32 +141,22 @@ def together() -> str:
     return show_table(("seconds", "stock", "with the plugin"), rows)
 
 
-def _both_sides(question: str, header: Sequence[str]) -> str:
-    results = shown_results()
-    names = [
-        row["what"] for row in results.rows if (row["question"], row["side"]) == (question, OURS)
-    ]
-    sides = (STOCK, OURS)
-    return show_table(
-        header,
-        [
-            (name, *(shown_number(results.median(question, name, s)) for s in sides))
-            for name in names
-        ],
-    )
+def conditions(prompts: str = "") -> str:
+    """Return the device, the versions, the model, the day and the commit of the figures.
 
-
-def conditions() -> str:
-    """Return the device, the versions, the model, the day and the commit of the figures."""
+    prompts: a sentence about the lengths of the prompts, to begin with.
+    """
     results = shown_results()
     part = results.parts[0]
-    weights = " with random weights" if part["model"]["random_weights"] else ""
+    model = part["model"]["name"]
+    if part["model"]["random_weights"]:
+        model = f"random weights in the shape of {model.rpartition(':')[2]}"
     smoke = (
         "" if results.is_preset else " This tiny model shows no more than that the commands work."
     )
     text = (
-        f"{results.device.get('device_name', results.folder)} ({results.kind.upper()}), mlx-lm "
-        f"{part['versions']['mlx-lm']}, {part['model']['name']}{weights}, the default precision; "
+        f"{prompts}{results.device.get('device_name', results.folder)} ({results.kind.upper()}), "
+        f"mlx-lm {part['versions']['mlx-lm']}, {model}, the default precision; "
         f"measured on {part['date'][:10]} at `{'`, `'.join(results.commits)}`.{smoke}"
     )
     return fill(text, 100, break_long_words=False, break_on_hyphens=False)

@@ -148,8 +148,8 @@ def check_model_name(name: str) -> None:
     """Raise ConfigError unless the name is a folder, or has the form of a name on the hub."""
     if not (Path(name).is_dir() or _HUB_NAME.fullmatch(name)):
         raise ConfigError(
-            f"there is no model folder {name}; expected a folder, or a name on the hub such as "
-            "mlx-community/SmolLM2-135M-Instruct"
+            f"the model folder {name} does not exist; expected a folder, or a name on the hub "
+            "such as mlx-community/SmolLM2-135M-Instruct"
         )
 
 
