@@ -343,7 +343,7 @@ class BlockStore:
     def _save(self, tasks: Sequence[Task]) -> None:
         """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned.
 
-        Notes share a transaction, in which a note that fails changes nothing.
+        Notes share a transaction. A note that fails takes no other note with it.
         """
         if tasks[0].is_note:
             self.disk_tier.change("note what requests used", partial(self._note, tasks))
