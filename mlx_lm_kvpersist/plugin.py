@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from email.message import Message
 from functools import partial
 from operator import methodcaller
+from threading import Lock
 from typing import Any
 
 from . import config
@@ -34,15 +36,15 @@ from .request_log import CONTENT_TYPE, Metrics, RequestLog
 from .store.block_store import BlockStore
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions
-from .store.threads import Threads
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
-CHUNK_SHARE = 8
-"""A chunk of a prompt takes an eighth of the memory account at most."""
-
+LOOKUP_TURN_S = 5.0
+"""How long a lookup waits for another: several at once would slow the replies that run."""
 LAST_LOOKUP_S = 1.0
 """How long a shutdown waits for a running lookup."""
+CHUNK_SHARE = 8
+"""A chunk of a prompt takes an eighth of the memory account at most."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,6 @@ class KVPersistPlugin:
     """Gives the server's conversations a KV cache that outlives the server."""
 
     _config: config.Config
-    _lookups: Threads
     """Set by `configure`, before the server asks for anything else."""
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class KVPersistPlugin:
         self._sessions: StoredSessions | None = None
         self._serving: Serving | None = None
         """Requests of the loaded model, if its conversations are kept."""
+        self._looking_up = Lock()
         self._refused: set[str] = set()
         self._address = ""
         """Where the server listens."""
@@ -82,7 +84,6 @@ class KVPersistPlugin:
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
         self._sessions = StoredSessions(self._store)
-        self._lookups = Threads(1, "kvpersist-lookup")
         if host := getattr(args, "host", None):
             self._address = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
         if getattr(args, "model", None) is None:
@@ -93,8 +94,8 @@ class KVPersistPlugin:
         self._drop_model()
         self._sessions = None
         if self._store is not None:
-            self._lookups.close(LAST_LOOKUP_S)
-            self._store.close()
+            with self._lookup_turn(LAST_LOOKUP_S):
+                self._store.close()
             self._store = None
 
     # The model.
@@ -196,8 +197,19 @@ class KVPersistPlugin:
         if serving := self._serving:
             state = RequestState.of(request)
             serving.fetch(state, prompt)
-            # Each thread has a connection to the index, and HTTP threads are short-lived.
-            self._lookups.submit(partial(serving.look_up, state, prompt)).result()
+            with self._lookup_turn(LOOKUP_TURN_S), serving.store.index.asked_once():
+                if serving is self._serving:  # else another model was loaded, or the server ends
+                    serving.look_up(state, prompt)
+
+    @contextmanager
+    def _lookup_turn(self, most_s: float) -> Iterator[None]:
+        """Wait until no other thread looks a prompt up, or for `most_s` seconds."""
+        is_turn = self._looking_up.acquire(timeout=most_s)
+        try:
+            yield
+        finally:
+            if is_turn:
+                self._looking_up.release()
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
@@ -242,6 +254,8 @@ class KVPersistPlugin:
     def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:
         state = RequestState.of(request)
         state.move(Stage.DONE)
+        if request.client_gone and self._serving is not None:
+            self._serving.remember(state)  # no reply is sent that would remember it
         outcome = state.outcome
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class Database:
         self.path = path
         self.files = files
         self._local = threading.local()
+        self._idle = deque[_ThreadConnection](maxlen=1)
+        """The connection for the next thread that borrows one."""
         self._is_closed = False
         self._n_opened = 0
         self._inode = 0
@@ -78,7 +81,7 @@ class Database:
     @property
     def connection(self) -> sqlite3.Connection:
         if self._is_closed:
-            self.close()
+            self.disconnect()
             raise sqlite3.OperationalError(f"unable to open {self.path}: the index was closed")
         own: _ThreadConnection | None = getattr(self._local, "own", None)
         if own is None or own.n_opened != self._n_opened:
@@ -111,13 +114,33 @@ class Database:
         return db
 
     def close(self) -> None:
-        """Answer no more, and close this thread's connection."""
+        """Answer no more, and close this thread's connection and the idle one. Any thread.
+
+        A thread that has borrowed a connection closes it afterwards.
+        """
         self._is_closed = True
+        self._idle.clear()
         self.disconnect()
 
     def disconnect(self) -> None:
         """Close this thread's connection; if the thread asks again, it gets another."""
         self._local.__dict__.clear()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lend a connection to a thread that comes and goes, if it has none; wait for nobody."""
+        if hasattr(self._local, "own"):
+            yield
+            return
+        with suppress(IndexError):  # several threads at once: the others open connections
+            self._local.own = self._idle.pop()
+        try:
+            yield
+        finally:
+            if (own := self._local.__dict__.pop("own", None)) is not None:
+                self._idle.append(own)
+            if self._is_closed:
+                self._idle.clear()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -18,7 +18,13 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.memory import Memory
-from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving, Stage
+from mlx_lm_kvpersist.request.serving import (
+    SHORT_REPLY,
+    RequestState,
+    ServedRequest,
+    Serving,
+    Stage,
+)
 from mlx_lm_kvpersist.store.records import Gone
 from tests.support.store_files import block_path
 
@@ -239,5 +245,38 @@ def test_the_end_of_a_reply_reads_no_text_of_its_prompt(
     talk.forward([5, *reply], caches)
     with decoded_tokens() as counts:
         served.insert([*prompt.ids, *reply], caches, REPLY)
+        serving.remember(RequestState.of(request))
     assert RequestState.of(request).remembered
     assert 0 < counts[0] <= 4 * 256
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_the_generation_thread_remembers_a_reply_only_if_its_client_has_left(
+    talk: Conversations, serving: Serving, has_left: bool
+) -> None:
+    """Otherwise the HTTP thread remembers it, with the text that was sent."""
+    request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
+    served = ServedRequest(serving, request, prompt)
+    served.enter()
+    caches = talk.loaded.spec.make_cache()
+    talk.forward([*prompt.ids, 7, 8], caches)
+    request.client_gone = has_left
+    served.insert([*prompt.ids, 7, 8], caches, REPLY)
+    state = RequestState.of(request)
+    assert bool(state.remembered) == has_left
+    serving.finish(state)
+    assert state.remembered
+
+
+def test_stored_ids_are_read_for_a_reply_that_goes_on(
+    talk: Conversations, serving: Serving
+) -> None:
+    request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
+    served = ServedRequest(serving, request, prompt)
+    with mock.patch.object(talk.store.runs, "read", return_value=True) as read:
+        for _ in range(SHORT_REPLY - 1):
+            served.draft_ids([1, 2, 3], 4)
+        assert not read.called
+        for _ in range(5):
+            served.draft_ids([1, 2, 3], 4)
+    assert read.call_count == 1
