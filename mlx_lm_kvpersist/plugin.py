@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from email.message import Message
 from functools import partial
 from operator import methodcaller
-from threading import Lock
 from typing import Any
 
 from . import config
@@ -39,10 +37,6 @@ from .store.stored_sessions import StoredSessions
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
-LOOKUP_TURN_S = 5.0
-"""How long a lookup waits for another: several at once would slow the replies that run."""
-LAST_LOOKUP_S = 1.0
-"""How long a shutdown waits for a running lookup."""
 CHUNK_SHARE = 8
 """A chunk of a prompt takes an eighth of the memory account at most."""
 
@@ -61,7 +55,6 @@ class KVPersistPlugin:
         self._sessions: StoredSessions | None = None
         self._serving: Serving | None = None
         """Requests of the loaded model, if its conversations are kept."""
-        self._looking_up = Lock()
         self._refused: set[str] = set()
         self._address = ""
         """Where the server listens."""
@@ -94,8 +87,7 @@ class KVPersistPlugin:
         self._drop_model()
         self._sessions = None
         if self._store is not None:
-            with self._lookup_turn(LAST_LOOKUP_S):
-                self._store.close()
+            self._store.close()
             self._store = None
 
     # The model.
@@ -197,19 +189,9 @@ class KVPersistPlugin:
         if serving := self._serving:
             state = RequestState.of(request)
             serving.fetch(state, prompt)
-            with self._lookup_turn(LOOKUP_TURN_S), serving.store.index.asked_once():
+            with serving.store.index.database.lent():
                 if serving is self._serving:  # else another model was loaded, or the server ends
                     serving.look_up(state, prompt)
-
-    @contextmanager
-    def _lookup_turn(self, most_s: float) -> Iterator[None]:
-        """Wait until no other thread looks a prompt up, or for `most_s` seconds."""
-        is_turn = self._looking_up.acquire(timeout=most_s)
-        try:
-            yield
-        finally:
-            if is_turn:
-                self._looking_up.release()
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:

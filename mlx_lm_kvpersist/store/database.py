@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from .folder import OwnFiles
 
 _WAIT_S = 30.0
+_TURN_S = 5.0
+"""How long a thread waits for the connection that is lent, before it opens its own."""
+_LAST_TURN_S = 1.0
+"""How long closing waits for the thread that has this connection."""
 _MOST_AT_ONCE = 400
 """Rows in one statement: SQLite allows at least 999 variables."""
 
@@ -56,8 +60,9 @@ class Database:
         self.path = path
         self.files = files
         self._local = threading.local()
-        self._idle = deque[_ThreadConnection](maxlen=1)
-        """The connection for the next thread that borrows one."""
+        self._lent = SimpleQueue[_ThreadConnection | None]()
+        """The connection that threads borrow, if it is open; empty while a thread has it."""
+        self._lent.put(None)
         self._is_closed = False
         self._n_opened = 0
         self._inode = 0
@@ -114,13 +119,15 @@ class Database:
         return db
 
     def close(self) -> None:
-        """Answer no more, and close this thread's connection and the idle one. Any thread.
+        """Answer no more, and close this thread's connection and the lent one. Any thread.
 
-        A thread that has borrowed a connection closes it afterwards.
+        A thread that still has the lent one closes it afterwards.
         """
+        with suppress(Empty):
+            self._lent.get(timeout=_LAST_TURN_S)
         self._is_closed = True
-        self._idle.clear()
         self.disconnect()
+        self._lent.put(None)
 
     def disconnect(self) -> None:
         """Close this thread's connection; if the thread asks again, it gets another."""
@@ -128,19 +135,23 @@ class Database:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Lend a connection to a thread that comes and goes, if it has none; wait for nobody."""
-        if hasattr(self._local, "own"):
-            yield
-            return
-        with suppress(IndexError):  # several threads at once: the others open connections
-            self._local.own = self._idle.pop()
+        """Lend a connection to a thread that comes and goes. Such threads take turns.
+
+        A thread whose turn does not come opens its own: the other may wait for a disk.
+        """
+        has_turn, own = True, None
+        try:
+            own = self._lent.get(timeout=_TURN_S)
+        except Empty:
+            has_turn = False
+        if own is not None:
+            self._local.own = own
         try:
             yield
         finally:
-            if (own := self._local.__dict__.pop("own", None)) is not None:
-                self._idle.append(own)
-            if self._is_closed:
-                self._idle.clear()
+            own = self._local.__dict__.pop("own", None)
+            if has_turn:
+                self._lent.put(None if self._is_closed else own)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

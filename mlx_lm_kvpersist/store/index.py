@@ -86,9 +86,12 @@ class Index(Rows):
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
-        """Answer a thread that comes and goes, by a connection that it borrows."""
-        with self.database.lent():
-            yield self
+        """Answer a thread that comes and goes: one such thread at a time has a connection."""
+        with self.database.opening:
+            try:
+                yield self
+            finally:
+                self.database.disconnect()
 
     # Blocks.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 
 from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.memory import Memory
@@ -25,7 +27,7 @@ from mlx_lm_kvpersist.request.serving import (
     Serving,
     Stage,
 )
-from mlx_lm_kvpersist.store.records import Gone
+from mlx_lm_kvpersist.store.records import Commit, Gone
 from tests.support.store_files import block_path
 
 from .conftest import Conversations
@@ -250,22 +252,45 @@ def test_the_end_of_a_reply_reads_no_text_of_its_prompt(
     assert 0 < counts[0] <= 4 * 256
 
 
-@pytest.mark.parametrize("has_left", [False, True])
-def test_the_generation_thread_remembers_a_reply_only_if_its_client_has_left(
-    talk: Conversations, serving: Serving, has_left: bool
+@pytest.mark.parametrize(
+    ("has_left", "order"),
+    [(False, "insert timed sent"), (True, "insert timed"), (True, "timed insert")],
+)
+def test_a_reply_is_remembered_once_with_what_was_sent(
+    talk: Conversations, serving: Serving, has_left: bool, order: str
 ) -> None:
-    """Otherwise the HTTP thread remembers it, with the text that was sent."""
+    """The generation thread remembers the replies of clients that have left; nobody else does."""
     request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
+    plugin = KVPersistPlugin()
+    plugin._serving = serving
     served = ServedRequest(serving, request, prompt)
     served.enter()
     caches = talk.loaded.spec.make_cache()
     talk.forward([*prompt.ids, 7, 8], caches)
     request.client_gone = has_left
-    served.insert([*prompt.ids, 7, 8], caches, REPLY)
-    state = RequestState.of(request)
-    assert bool(state.remembered) == has_left
-    serving.finish(state)
-    assert state.remembered
+    steps = {
+        "insert": lambda: served.insert([*prompt.ids, 7, 8], caches, REPLY),
+        "timed": lambda: plugin.reply_timed(request, (0.1,)),
+        "sent": lambda: plugin.reply_sent(request, "a text", "", []),
+    }
+    replies: list[bytes] = []
+    commit = talk.store.commit
+
+    def noted(made: Commit, *args: Any) -> None:
+        replies.extend({*made.replies.values()})
+        commit(made, *args)
+
+    with mock.patch.object(talk.store, "commit", noted):
+        for step in order.split():
+            steps[step]()
+    assert RequestState.of(request).remembered
+    assert {*map(said, replies)} == ({""} if has_left else {"a text"})
+    assert len(replies) == 1 or has_left
+
+
+def said(reply: bytes) -> str:
+    content: str = json.loads(reply)["content"]
+    return content
 
 
 def test_stored_ids_are_read_for_a_reply_that_goes_on(

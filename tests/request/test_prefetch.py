@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist import plugin as plugin_module
 from mlx_lm_kvpersist.cache.blocks.cut_join import Joiner
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
@@ -29,6 +28,7 @@ from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.outcome import Kind, Outcome
 from mlx_lm_kvpersist.request.serving import RequestState
+from mlx_lm_kvpersist.store import database
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import synthetic_text, wait_until
 from tests.support.store_files import block_path
@@ -278,7 +278,7 @@ def test_a_lookup_that_waits_for_a_disk_delays_other_lookups_for_a_limited_time(
 ) -> None:
     """It has a connection to the index. Other threads open their own."""
     server.served(synthetic_text(40, seed=1))
-    monkeypatch.setattr(plugin_module, "LOOKUP_TURN_S", 0.05)
+    monkeypatch.setattr(database, "_TURN_S", 0.05)
     find, waits, may_go_on = Lookup._find, threading.Event(), threading.Event()
 
     def slowly(*args: Any) -> Any:

@@ -635,6 +635,8 @@ def test_an_idle_writer_writes_what_is_postponed_when_it_is_due(
     wait_for_rest(clock, writer_module.POSTPONE_S)
     assert not is_run.is_set()
     clock.advance(writer_module.POSTPONE_S)
+    wait_for_rest(clock, writer_module.GATHER_S)
+    clock.advance(writer_module.GATHER_S)
     assert is_run.wait(60)
 
 
