@@ -236,7 +236,7 @@ class KVPersistPlugin:
     def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:
         state = RequestState.of(request)
         state.move(Stage.DONE)
-        if request.client_gone and self._serving is not None:
+        if self._serving is not None and request.client_gone:
             self._serving.remember(state)  # no reply is sent that would remember it
         outcome = state.outcome
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
