@@ -208,7 +208,7 @@ class BlockStore:
         commit = replace(commit, blocks=(*unwritten, *commit.blocks), checkpoints=at_once)
         task, later_task = (self._task(part_commit, entries) for part_commit in (commit, postponed))
         self.pool.touch(keys)
-        self.n_changes += 1
+        self.n_changes += bool(keys)
         self.writer.withdraw([*goes_on, *(checkpoint.block for checkpoint in commit.superseded)])
         self.turns_not_saved += self.writer.submit_commit(task)
         if later:

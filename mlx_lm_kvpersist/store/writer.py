@@ -329,13 +329,13 @@ class Writer:
 
     def _next_tasks(self) -> list[Task]:
         tasks = [self._tasks.popleft()]
-        while self._tasks and _go_together([*tasks, self._tasks[0]]):
+        while self._tasks and _go_together(tasks, self._tasks[0]):
             tasks.append(self._tasks.popleft())
         return tasks
 
 
-def _go_together(tasks: Sequence[Task]) -> bool:
-    """Whether tasks are saved together: notes, or turns that have ended."""
-    if all(task.is_note for task in tasks):
-        return True
-    return all(task.is_urgent for task in tasks) and _bytes_of(tasks) <= MOST_TOGETHER_BYTES
+def _go_together(tasks: Sequence[Task], task: Task) -> bool:
+    """Whether a task is saved together with others: all are notes, or all are ended turns."""
+    if not (tasks[0].is_urgent and task.is_urgent):
+        return tasks[0].is_note and task.is_note
+    return _bytes_of([*tasks, task]) <= MOST_TOGETHER_BYTES

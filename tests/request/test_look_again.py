@@ -254,7 +254,12 @@ def test_the_end_of_a_reply_reads_no_text_of_its_prompt(
 
 @pytest.mark.parametrize(
     ("has_left", "order"),
-    [(False, "insert timed sent"), (True, "insert timed"), (True, "timed insert")],
+    [
+        (False, "insert timed sent"),
+        (True, "leaves insert timed"),
+        (True, "leaves timed insert"),
+        (True, "insert leaves timed"),
+    ],
 )
 def test_a_reply_is_remembered_once_with_what_was_sent(
     talk: Conversations, serving: Serving, has_left: bool, order: str
@@ -267,8 +272,8 @@ def test_a_reply_is_remembered_once_with_what_was_sent(
     served.enter()
     caches = talk.loaded.spec.make_cache()
     talk.forward([*prompt.ids, 7, 8], caches)
-    request.client_gone = has_left
     steps = {
+        "leaves": lambda: setattr(request, "client_gone", True),
         "insert": lambda: served.insert([*prompt.ids, 7, 8], caches, REPLY),
         "timed": lambda: plugin.reply_timed(request, (0.1,)),
         "sent": lambda: plugin.reply_sent(request, "a text", "", []),

@@ -163,7 +163,7 @@ def test_what_ends_the_wait_for_more_turns(
     save(writer, chain([1]))
     wait_for_rest(clock, writer_module.GATHER_S)
     end(writer)
-    wait_until(lambda: bool(sizes) and not writer.n_tasks, "the turn being saved")
+    wait_until(lambda: bool(sizes) and not writer.n_tasks, "the turn being saved", 20)
 
 
 def test_a_note_that_fails_takes_no_other_note_with_it(store: BlockStore) -> None:
