@@ -95,9 +95,6 @@ def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.Mo
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     assert main(["connect", "aider", "--write", "--port", server.url.rpartition(":")[2]]) == 0
-    assert {path.name for path in home.iterdir()} == {
-        *(".aider.kvpersist.json", ".aider.kvpersist.models.json")
-    }
     options = [
         "--config",
         str(home / ".aider.kvpersist.json"),

@@ -1,7 +1,7 @@
 """Claude Code and Codex, newest, without a screen: four turns, a tool, and kill -9 before the last.
 
-They are installed with npm, have a home of their own, and reach nothing but this server. The command
-`connect` configures them, and `--undo` restores every byte of the settings that their home had.
+They are installed with npm, have a home of their own, and reach nothing but this server. The
+command `connect` configures them, and `--undo` restores every byte of the settings in their home.
 """
 
 from __future__ import annotations
