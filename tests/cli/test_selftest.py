@@ -89,7 +89,7 @@ def test_nothing_of_the_table_is_cut_in_a_narrow_terminal(
 @pytest.mark.parametrize("hook", ["init", "add_options", "configure"])
 def test_what_fails_in_a_plugin_fails_the_start(environment: Environment, hook: str) -> None:
     selftest = ("python", "-m", "mlx_lm_kvpersist", "selftest", "--json")
-    done = environment.run(*selftest, "--", "--plugin", "failing", env={"FAIL_IN": hook})
+    done = environment.run_forked(*selftest, "--", "--plugin", "failing", env={"FAIL_IN": hook})
     assert done.returncode == 1
     finding = json.loads(done.stdout)["findings"][-1]
     assert finding["name"] == "startup"
@@ -98,7 +98,7 @@ def test_what_fails_in_a_plugin_fails_the_start(environment: Environment, hook: 
 
 def test_the_plugin_is_started_and_shut_down(environment: Environment) -> None:
     record = environment.folder / "selftest.json"
-    done = environment.run(
+    done = environment.run_forked(
         *("python", "-m", "mlx_lm_kvpersist", "selftest"),
         *("--", "--plugin", "echo", "--echo-file", record),
     )

@@ -181,7 +181,7 @@ def test_a_default_model_that_cannot_be_prepared_stops_the_server(
     environment: Environment, tiny_model: Path, log_level: str
 ) -> None:
     """It is loaded on the generation thread, while the server already listens."""
-    done = environment.run(
+    done = environment.run_forked(
         *("mlx_lm.server", "--plugin", "failing", "--model", tiny_model),
         *("--port", str(free_port()), "--log-level", log_level),
         env={"FAIL_IN": "model_loaded"},
@@ -224,7 +224,7 @@ def test_a_port_in_use_ends_the_process_with_one_line(
     """Stock raises and goes on for ever, since its generation thread does."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = environment.run(
+        done = environment.run_forked(
             "mlx_lm.server", "--plugin", "echo", "--model", tiny_model, "--port", str(port)
         )
     assert (done.returncode, done.stderr) == (
@@ -249,7 +249,7 @@ def test_a_bad_command_line_ends_the_process_with_one_line(
     environment: Environment, option: tuple[str, ...], says: str
 ) -> None:
     more = () if option[0] != "--model" else ("--port", str(free_port()))
-    done = environment.run("mlx_lm.server", "--plugin", "echo", *option, *more)
+    done = environment.run_forked("mlx_lm.server", "--plugin", "echo", *option, *more)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"mlx_lm.server --plugin echo: {says}")
     assert "Traceback" not in done.stderr
@@ -260,7 +260,7 @@ def test_a_folder_that_cannot_be_made_ends_the_process_with_one_line(
 ) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "store"
-    done = environment.run("mlx_lm.server", "--plugin", "kvpersist", "--kvpersist-dir", folder)
+    done = environment.run_forked("mlx_lm.server", "--plugin", "kvpersist", "--kvpersist-dir", folder)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert str(folder) in done.stderr and "Traceback" not in done.stderr
 

@@ -205,7 +205,7 @@ def test_without_the_pth_the_flag_is_refused_and_the_module_form_works(
 
 
 def test_an_unknown_plugin_is_named_with_those_installed(environment: Environment) -> None:
-    done = environment.run("mlx_lm.server", "--plugin", "nothing", "--model", "m")
+    done = environment.run_forked("mlx_lm.server", "--plugin", "nothing", "--model", "m")
     assert done.returncode == 1
     assert done.stderr == (
         "mlx_lm.server --plugin nothing: no plugin named 'nothing' is installed in this "
@@ -220,7 +220,7 @@ def test_an_unknown_plugin_is_named_with_those_installed(environment: Environmen
 def test_a_plugin_with_a_wrong_hook_stops_the_start(
     environment: Environment, plugin: str, says: str
 ) -> None:
-    done = environment.run("mlx_lm.server", "--plugin", plugin, "--model", "m")
+    done = environment.run_forked("mlx_lm.server", "--plugin", plugin, "--model", "m")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
@@ -231,7 +231,7 @@ def test_a_plugin_that_fails_stops_the_start_with_one_line(
     environment: Environment, hook: str
 ) -> None:
     command = ("mlx_lm.server", "--plugin", "failing", "--port", "0", "--log-level", "ERROR")
-    done = environment.run(*command, env={"FAIL_IN": hook})
+    done = environment.run_forked(*command, env={"FAIL_IN": hook})
     assert done.returncode == 1
     assert done.stderr == (
         "mlx_lm.server --plugin failing: stopped by an unexpected RuntimeError: a fault of the "
@@ -241,7 +241,7 @@ def test_a_plugin_that_fails_stops_the_start_with_one_line(
 
 def test_an_error_of_ours_is_told_as_it_is(environment: Environment) -> None:
     env = {"FAIL_IN": "configure", "FAIL_WITH": "config"}
-    done = environment.run("mlx_lm.server", "--plugin", "failing", env=env)
+    done = environment.run_forked("mlx_lm.server", "--plugin", "failing", env=env)
     assert done.returncode == 1
     assert done.stderr == (
         "mlx_lm.server --plugin failing: found a bad option, expected a good one\n"
@@ -250,7 +250,7 @@ def test_an_error_of_ours_is_told_as_it_is(environment: Environment) -> None:
 
 def test_debug_shows_the_traceback_before_the_line(environment: Environment) -> None:
     command = ("mlx_lm.server", "--plugin", "failing", "--log-level", "DEBUG")
-    done = environment.run(*command, env={"FAIL_IN": "configure"})
+    done = environment.run_forked(*command, env={"FAIL_IN": "configure"})
     assert "Traceback (most recent call last)" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("mlx_lm.server --plugin failing: stopped by")
 

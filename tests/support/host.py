@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +23,7 @@ from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 
 from .server_process import ServerProcess
-from .zygote import Zygote
+from .zygote import VARIABLES, Zygote
 
 REPOSITORY = Path(mlx_lm_kvpersist.__file__).parent.parent
 PTH = REPOSITORY / "mlx_lm_kvpersist.pth"
@@ -72,23 +73,55 @@ class Environment:
     ) -> subprocess.CompletedProcess[str]:
         """Run a program of this environment, as a user would: bare names are its scripts."""
         program, *arguments = map(str, command)
-        variables = {
-            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
-            "COLUMNS": "100",
-            "HF_HUB_OFFLINE": "1",
-            **({"PYTHONPATH": self.path} if self.path else {}),
-            **(env or {}),
-        }
+        path = {"PYTHONPATH": self.path} if self.path else {}
         return subprocess.run(
             [self.bin / program, *arguments],
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
-            env=variables,
+            env={**self._variables(), **path, **(env or {})},
             cwd=self.folder,
         )
+
+    def run_forked(
+        self, *command: str | Path, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Do the same in a fork that starts in a tenth of the time.
+
+        It executes the text of our .pth if the environment has the file: whether Python does so is
+        for `run` to show.
+        """
+        program, *arguments = map(str, command)
+        script = () if program == "python" else (str(self.bin / program),)
+        with TemporaryDirectory(dir=self.folder) as folder:
+            output, errors = (Path(folder) / name for name in ("stdout", "stderr"))
+            (zygote, *_) = ServerProcess.zygotes[str(self.python)]
+            forked = zygote.fork(
+                [str(self.python), *script, *arguments],
+                output,
+                {**self._variables(), **VARIABLES, **(env or {})},
+                errors_path=errors,
+                cwd=self.folder,
+                pth=(self.site_packages / PTH.name).exists(),
+            )
+            if forked is None:
+                return self.run(*command, env=env)
+            try:
+                status = forked.wait(120)
+            except subprocess.TimeoutExpired:
+                forked.kill()
+                raise
+            said = (path.read_text(encoding="utf-8") for path in (output, errors))
+            return subprocess.CompletedProcess(list(command), status, *said)
+
+    def _variables(self) -> dict[str, str]:
+        return {
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
+            "COLUMNS": "100",
+            "HF_HUB_OFFLINE": "1",
+        }
 
     def add_script(self, name: str, module: str) -> None:
         """Write a console script as installers do."""

@@ -85,20 +85,41 @@ class Zygote:
         self._process: subprocess.Popen[str] | None = None
         self._env = {**os.environ, **VARIABLES}
 
-    def fork(self, command: Sequence[str], log_path: Path, env: Mapping[str, str]) -> Forked | None:
+    def fork(
+        self,
+        command: Sequence[str],
+        log_path: Path,
+        env: Mapping[str, str],
+        *,
+        errors_path: Path | None = None,
+        cwd: Path | None = None,
+        pth: bool = True,
+    ) -> Forked | None:
         """Run a command of Python, with these variables alone; its output is appended to a file.
 
-        Returns None where that must be an ordinary process: outside Linux, or it has no handles
-        of processes; where the zygote has read other variables, or has ended, as without
-        transformers.
+        errors_path: where stderr goes; None for the same file. cwd: None for this process's. pth:
+        whether the environment has our .pth.
+
+        Returns None if the command needs an ordinary process: outside Linux, or on a kernel
+        without handles of processes; if the zygote has read other variables, or has ended, as
+        without transformers.
         """
         if sys.platform != "linux" or _read_at_import(env) != _read_at_import(self._env):
             return None
+        errors_path = errors_path or log_path
         log_path.touch()
-        order = {"command": list(command), "log": str(log_path), "env": dict(env)}
+        errors_path.touch()
+        order = {
+            "command": list(command),
+            "log": str(log_path),
+            "errors": str(errors_path),
+            "env": dict(env),
+            "cwd": str(cwd or Path.cwd()),
+            "pth": pth,
+        }
         try:
             os.close(os.pidfd_open(os.getpid()))  # an old kernel refuses before there is a fork
-            return Forked(self, self.ask({**order, "cwd": os.getcwd()}))
+            return Forked(self, self.ask(order))
         except (OSError, ValueError):
             return None
 
@@ -159,23 +180,23 @@ def _run(order: dict[str, Any]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no fork outlives the zygote
     if os.getppid() != order["parent"]:
         os._exit(1)
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for descriptor, name in ((1, "log"), (2, "errors")):
+        os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     sys.orig_argv[:] = order["command"]
     _, first, *arguments = order["command"]
+    pth = PTH.read_text(encoding="utf-8") if order["pth"] else ""
     if first == "-m":
         module, *arguments = arguments
         sys.path[0], sys.argv = order["cwd"], ["", *arguments]
-        exec(PTH.read_text(encoding="utf-8"))
+        exec(pth)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         sys.path[0], sys.argv = str(Path(first).parent), [first, *arguments]
-        exec(PTH.read_text(encoding="utf-8"))
+        exec(pth)
         runpy.run_path(first, run_name="__main__")
 
 
