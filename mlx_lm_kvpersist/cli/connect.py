@@ -156,7 +156,7 @@ def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
         raise ValueError("somebody has removed it")
     if path.suffix == ".toml":
         text = _without_lines(current, before or "", after)
-        return None if before is None and not text.strip() else text
+        return text if before is not None else text.lstrip() or None
     former = json.loads(before or "{}")
     table = _without(json.loads(current, object_pairs_hook=_table), former, json.loads(after))
     # A program that only wrote the same entries in another style has changed nothing.

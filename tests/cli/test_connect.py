@@ -304,6 +304,16 @@ def test_what_codex_writes_into_its_profile_stays(
     assert set(contents(home)) == {FILES["codex"]}
 
 
+def test_a_note_of_codex_is_all_that_stays(home: Path) -> None:
+    """Its screen writes this when it starts."""
+    file = home / FILES["codex"]
+    assert connect("codex", "--write") == 0
+    with file.open("a") as profile:
+        profile.write("\n[tui]\nhints = true\n")
+    assert connect("codex", "--undo") == 0
+    assert contents(home) == {FILES["codex"]: b"[tui]\nhints = true\n"}
+
+
 @pytest.mark.usefixtures("serving")
 def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The other files of the client are restored."""
