@@ -198,7 +198,7 @@ def _without_lines(current: str, before: str, after: str) -> str:
 
 
 def _content(path: Path) -> str | None:
-    """Return a file's text, None if there is no file. Raises ValueError if it is not UTF-8."""
+    """Return a file's text, None without a file. Raises ValueError for bytes that are not UTF-8."""
     return path.read_bytes().decode() if path.exists() else None
 
 
@@ -270,7 +270,7 @@ def _merged_toml(before: str, settings: str) -> str:
             keys = [_key(each) for each in lines]
             if _key(line) in keys:
                 lines[keys.index(_key(line))] = line
-            else:  # at the beginning of the table: no value of several lines is there
+            else:  # at the beginning of the table, before any value of several lines
                 lines.insert(place, line)
     return _in_toml(tables, before)
 

@@ -4,7 +4,7 @@ A client sends the whole conversation with each turn. So an attachment is refuse
 question that brings it. Everywhere else its line is the same on each turn, and so is the prompt.
 
 After a refusal Claude Code joins the next question to the refused message: the attachment, its
-text, the new text. The conversation could not go on if such a message was refused, too.
+text, the new text. If the server refused that message too, the conversation would end.
 """
 
 from __future__ import annotations
