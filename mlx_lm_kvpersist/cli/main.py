@@ -263,7 +263,8 @@ def _add_connect(add: Any) -> None:
         help="a running server behind the router, such as http://mac-2.local:8080; can be given "
         "more than once",
     )
-    connect.add_argument(
+    change = connect.add_mutually_exclusive_group()
+    change.add_argument(
         "--write",
         action="store_true",
         help="write the settings to a separate file or into the client's file, and show the "
@@ -275,7 +276,7 @@ def _add_connect(add: Any) -> None:
         action="store_true",
         help="claude: change its settings for all projects instead of writing a separate file",
     )
-    connect.add_argument(
+    change.add_argument(
         "--undo", action="store_true", help="restore the client's files as they were before --write"
     )
 
