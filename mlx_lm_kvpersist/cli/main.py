@@ -330,7 +330,8 @@ def _add_sessions(commands: Any) -> None:
         "List sessions, the most recently used first: a line each in a terminal, tab-separated "
         "values in a pipe. Sizes count shared blocks in full."
     )
-    listed.add_argument("text", metavar="TEXT", nargs="?", help="text in the name or the title")
+    matched = "text in the name, the title, the first words, the client or the id"
+    listed.add_argument("text", metavar="TEXT", nargs="?", help=matched)
     orders = ("used", "size", "tokens", "name")
     what = "what comes first: last used, largest, most tokens, or by name (default: %(default)s)"
     listed.add_argument("--sort", choices=orders, default="used", help=what)
