@@ -21,7 +21,7 @@ from .. import __version__
 from .._startup import serve
 from ..config import add_options
 from ..errors import KVPersistError
-from ..host.stopping import requested_plugins
+from ..host import requested_plugins
 from ..units import parse_days, parse_size
 
 PROG = "mlx-lm-kvpersist"
@@ -61,14 +61,13 @@ class CommandParser(argparse.ArgumentParser):
         names = [*self.commands]
         for outer, parser in self.commands.items():
             names += [f"{outer} {name}" for name in parser.commands]
-        by_last_word = {name.split()[-1]: name for name in names}
-        if words[depth] in by_last_word:
-            return by_last_word[words[depth]]
         group = "".join(f"{word} " for word in words[:depth])
         in_group = {name.removeprefix(group): name for name in names if name.startswith(group)}
-        for near in get_close_matches(" ".join(words[depth:2]), in_group, 1):
-            return in_group[near]
-        return next((by_last_word[n] for n in get_close_matches(words[depth], by_last_word, 1)), "")
+        by_last_word = {name.split()[-1]: name for name in names}
+        for typed, known in ((" ".join(words[depth:2]), in_group), (words[depth], by_last_word)):
+            for near in get_close_matches(typed, known, 1):
+                return known[near]
+        return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -342,9 +341,7 @@ def _add_sessions(commands: Any) -> None:
     rm.add_argument("--all", action="store_true", help="remove every session")
     rm.add_argument("--yes", action="store_true", help="confirm --all")
     pin = add("pin", "sessions:pin", "never remove a session to make room")
-    pin.set_defaults(pinned=True)
     unpin = add("unpin", "sessions:pin", "let a session be removed to make room again")
-    unpin.set_defaults(pinned=False)
     rename = add("rename", "sessions:rename", "give a session a title for the page and commands")
     export = add("export", "sessions:export", "write a session to one file")
     for command in (show, pin, unpin, rename, export):
