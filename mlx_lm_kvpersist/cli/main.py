@@ -77,7 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # ASCII shows a name as far as it can
     parser = make_parser()
     parser.check_command(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        fail = args.error if "error" in args else parser.error
+        blanks = "" if unknown[0].startswith("-") else "; a name with blanks needs quotes"
+        fail(f"unrecognized arguments: {' '.join(unknown)}{blanks}")
     if "run" not in args:
         args.print_help()
         return 0
