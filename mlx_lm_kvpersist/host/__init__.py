@@ -34,7 +34,7 @@ def install(names: Sequence[str]) -> None:
 
 
 def uninstall() -> None:
-    """Give `mlx_lm.server` back its own functions and classes, and forget the plugins."""
+    """Restore the functions and classes of `mlx_lm.server`, and forget the plugins."""
     from . import manager
     from .patching.patches import PATCH_SET
 
@@ -64,7 +64,7 @@ def stop(error: BaseException) -> NoReturn:
 
 
 def report(error: BaseException) -> None:
-    """Print what stops the server as one line on stderr.
+    """Print the error that stops the server as one line on stderr.
 
     With `--log-level DEBUG` a traceback comes before it.
     """

@@ -186,7 +186,7 @@ def test_a_truncation_anywhere_is_refused(exported: Path, other: CommandLine) ->
     bad = exported.with_name("bad.safetensors")
     for n_bytes in [*range(10), *spread(10, len(content))]:
         bad.write_bytes(content[:n_bytes])
-        assert "no whole exported session" in other.error("sessions", "import", bad)
+        assert "not a complete exported session" in other.error("sessions", "import", bad)
     bad.write_bytes(content + b"\0")
     other.error("sessions", "import", bad)
     assert not other.folder.exists()

@@ -738,7 +738,7 @@ def test_nothing_is_put_behind_a_link(
     (tmp_path / "bucket" / "kvpersist").symlink_to(tmp_path / "elsewhere")
     put(store)
     assert not list((tmp_path / "elsewhere").iterdir()) and not counts(store)["written"]
-    assert "is behind a link or is no file" in caplog.text
+    assert "is behind a link or is not a file" in caplog.text
 
 
 class Faulty(Hampered):
