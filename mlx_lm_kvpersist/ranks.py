@@ -168,7 +168,7 @@ class Ranks:
             threading.Thread(target=self._listen, args=(line,), daemon=True).start()
 
     def _lines(self) -> list[socket.socket]:
-        """Return a connection to rank 0, or of rank 0 to each other rank."""
+        """Return the connection to rank 0; on rank 0, the connections to all other ranks."""
         address, listener, lines = _address_of_rank_0(), None, list[socket.socket]()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         if self.decides and address:

@@ -80,7 +80,7 @@ class RequestLog:
         return None
 
     def forget(self, session: str | None) -> None:
-        """Remove a deleted session's records, and quotations of it in other records."""
+        """Remove a deleted session's records, and its quotations in other records."""
         for record in self._records.copy():
             record["divergence"] = _unquoted(record)["divergence"]
             if record["session"] == session:

@@ -41,7 +41,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessagesAPI:
     """Parses requests to Messages, and has the form of their errors.
 
-    Tools with `defer_loading` are not in the list of tools before all messages: a loaded tool is
+    Tools with `defer_loading` are not in the list of tools before all messages. A loaded tool is
     rendered at the place of its reference.
     """
 

@@ -191,7 +191,7 @@ def _measured(
 
 
 def _specs(model: Any) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
-    """Return the spec of each supported precision, and why others are not supported."""
+    """Return the spec of each supported precision, and why the rest is not supported."""
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
     for name in (name for name in KV_BITS if name != REFERENCE):

@@ -58,7 +58,7 @@ class Speed:
     The generation thread learns; any thread may ask. Only working time counts: chunks without the
     steps of replies between them, reads in their own threads, joins without the pauses between
     their steps. So other requests do not change whether a prompt is restored. Until a speed is
-    known, restoring counts as faster, as it is on most devices.
+    known, restoring counts as faster, which is true on most devices.
 
     `pace` learns from the chunks of prompts. `rates` has the bytes per second of each tier, as a
     running average: the rate of joining for RAM, which every restored byte needs, and the rate of

@@ -70,7 +70,7 @@ class _Reply:
     reasoning: str
 
     def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
-        """Whether a client sends back the reply or, unless `is_whole`, a beginning of it."""
+        """Whether a client sends back the reply or, unless `is_whole`, its beginning."""
         thoughts = (message.get(name) for name in ("reasoning", "reasoning_content", "thinking"))
         if any(thought and thought != self.reasoning for thought in thoughts):
             return False

@@ -121,7 +121,7 @@ class Saver:
         """Return what to restore of the first `n_tokens` of a chain, without keys in `lost`.
 
         If the last used tokens are in a quantized block, an unfinished block that has them in full
-        precision takes its place. Without such a block they are computed again. O(blocks).
+        precision takes its place. If there is no such block, they are computed again. O(blocks).
         """
         needed, end = [], 0
         for block in path:

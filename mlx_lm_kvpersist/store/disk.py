@@ -6,7 +6,8 @@ checkpoints/ab/   the same for checkpoints, which may be evicted before their bl
 sessions/         a JSON file for each session with a name or a pin
 quarantine/       files that failed a check, each with the reason
 writing/          files that are being written, before they are moved to blocks/ and checkpoints/
-kvpersist-store   says that the folder is a store lock held while any of these files change
+kvpersist-store   says that the folder is a store
+lock              held while any of these files change
 """
 
 from __future__ import annotations

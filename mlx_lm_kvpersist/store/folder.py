@@ -6,11 +6,11 @@ other files are neither moved, removed nor counted. The folder itself may be rea
 
 Files on their way into a store are written without the lock, and moved under it:
 
-    lock                                locked (flock) by the process that changes the store, and
-                                        names that process and the time writing/1a2b3c4d.lock locked
-                                        (flock) by its process; says how many bytes the process may
-                                        write writing/1a2b3c4d-KEY.safetensors    a block or
-                                        checkpoint of that turn
+    lock                                locked (flock) by the process that changes the store;
+                                        names that process and the time
+    writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes the
+                                        process may write
+    writing/1a2b3c4d-KEY.safetensors    a block or checkpoint of that turn
 
 Announced bytes count as used, so that no other process takes this space. A lock ends with its
 process in every case; then the next sweep removes the files.

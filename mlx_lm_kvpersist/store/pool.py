@@ -278,7 +278,7 @@ class BlockPool:
     def _place_of(self, entry: KVBlock) -> tuple[bool, int, bytes] | None:
         """Return an entry's place in the order of eviction; None if it must stay.
 
-        Leaves are evicted first, the least recently used leaf before the others. Last resorts
+        Leaves are evicted first, the least recently used first. Last resorts
         follow: checkpoints, then the blocks farthest from their root.
         """
         key = entry.block.key

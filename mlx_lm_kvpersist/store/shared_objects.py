@@ -35,7 +35,7 @@ RENEW_S = 3 * 86400.0
 """An object in use is written again after three days. So pruning removes only unused objects."""
 _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
-"""Most keys in a table; then it begins again."""
+"""The most keys in a table; a full table is cleared."""
 MAX_BYTES = 64 << 20
 """The most bytes of the object of a conversation, packed or not."""
 OPENING_TOKENS = 64

@@ -48,11 +48,10 @@ class ClientConnection(io.BufferedIOBase):
 
     A client that closes its connection sends a FIN, and so does a client that has nothing more to
     send and waits for its reply. Only a closed client answers later bytes with a reset. So after a
-    FIN, `has_left` writes bytes that do not change the reply.
+    FIN, `has_left` writes bytes that do not change the reply: before the head the first bytes of
+    the version, one at a time, and later comments, if the reply is a stream of events.
 
-    Before the head, these are the first bytes of the version, one at a time; later they are
-    comments, if the reply is a stream of events. version: the protocol version with which the head
-    of every reply begins, such as "HTTP/1.0".
+    version: the protocol version with which the head of every reply begins, such as "HTTP/1.0".
     """
 
     def __init__(self, connection: socket.socket, version: str) -> None:

@@ -92,7 +92,7 @@ class Prefill:
     row: Any = None
     """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False
-    """Whether it was parked, or failed with others: it is then computed in separate calls."""
+    """Whether it was parked, or failed with other prompts: then computed in separate calls."""
     batch: Any = None
     """A batch of stock's with this row."""
     n_done: int = 0

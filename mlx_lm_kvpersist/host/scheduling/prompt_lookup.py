@@ -2,7 +2,7 @@
 
 If the last four ids have occurred before in the conversation, or a few more in what the plugin has
 stored, the ids that followed are drafts: the model checks them in one call, together with the next
-token. Drafts are kept as far as the model samples them; the others are trimmed from the caches. A
+token. Drafts are kept as far as the model samples them; wrong drafts are trimmed from the caches. A
 greedy reply then equals the reply of one token a step, except for the rounding of other kernels,
 and every sampled token is drawn from the same distribution:
 https://github.com/apoorvumang/prompt-lookup-decoding

@@ -1,7 +1,7 @@
 """A request that is served alone: its prompt is computed in chunks, like prompts in a batch.
 
-Stock would compute the prompt in one call, and lose all of it if the client left. Here plugins save
-each chunk, and stock computes the last token. Generation thread.
+Stock would compute the prompt in one call, and lose the whole prompt if the client left. Here
+plugins save each chunk, and stock computes the last token. Generation thread.
 """
 
 from __future__ import annotations
