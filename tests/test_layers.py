@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.measures import import_cycles, imports_of, sources_of
+
 PACKAGE = Path(__file__).parent.parent / "mlx_lm_kvpersist"
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -147,3 +149,8 @@ def test_no_two_classes_share_a_name() -> None:
             if isinstance(node, ast.ClassDef):
                 other = found.setdefault(node.name, path)
                 assert other == path, f"{node.name} is in {other} and in {path}"
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = sources_of(PACKAGE.parent)
+    assert not import_cycles({module: imports_of(module, sources) for module in sources})

@@ -21,7 +21,7 @@ from .. import __version__
 from .._startup import serve
 from ..config import add_options
 from ..errors import KVPersistError
-from ..host import requested_plugins
+from ..host.stopping import requested_plugins
 from ..units import parse_days, parse_size
 
 PROG = "mlx-lm-kvpersist"

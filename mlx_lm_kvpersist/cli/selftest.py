@@ -27,8 +27,9 @@ from ..cache.live.attention import AttentionShape, backend, forced_plan
 from ..cache.measuring.attention_check import wrong_strategies
 from ..config import add_options, precision_of
 from ..errors import PatchNotEffective, SelfTestFailed
-from ..host import install, requested_plugins, uninstall
+from ..host import install, uninstall
 from ..host.patching.patches import PATCHES, Patch, PatchSet, look_up
+from ..host.stopping import requested_plugins
 from ..round_trip import check_round_trip
 from ..units import show_bytes
 from .doctor import PLUGIN, Finding, ask, mlx_lm, report, tried
