@@ -301,6 +301,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 self.requested_model = DEFAULT_MODEL if own else str(loaded)
             else:
                 request_checks.check_model(self.requested_model, own, loaded)
+        elif self.generator.cli_args.model is None:
+            message = "this server has no model; name one in the request, or start it with --model"
+            raise RequestRefused(message, 404, "model_not_found")
         draft, adapter = self.requested_draft_model, self.adapter
         request_checks.check_beside_model(draft, adapter, self.generator.cli_args)
 

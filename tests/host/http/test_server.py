@@ -191,6 +191,14 @@ def test_a_path_that_fails_is_a_500(
     assert "GET /echo/broken failed" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_server_without_a_model_asks_for_one(patched_server: ModuleType) -> None:
+    arguments = Namespace(**{**vars(ARGS), "model": None})
+    answered = answer(patched_server, completion(), cli_args=arguments)
+    assert answered.startswith("HTTP/1.0 404 ")
+    assert "this server has no model; name one in the request, or start it" in answered
+
+
 class Barred:
     @hookimpl
     def routes(self) -> list[Route]:
