@@ -384,9 +384,9 @@ def elsewhere() -> Block:
     ("change", "said"),
     [
         (lambda: [made(CHECKPOINTS[1])], ""),
-        (lambda: [made(CHECKPOINTS[1]), made(CHECKPOINTS[1])], "is at none"),
-        (lambda: [made(state(elsewhere()))], "is at none"),
-        (lambda: [made(CHECKPOINTS[1], root=chain_root("another"))], "is at none"),
+        (lambda: [made(CHECKPOINTS[1]), made(CHECKPOINTS[1])], "belongs to none"),
+        (lambda: [made(state(elsewhere()))], "belongs to none"),
+        (lambda: [made(CHECKPOINTS[1], root=chain_root("another"))], "belongs to none"),
         (lambda: [made(CHECKPOINTS[1], root=chain_root(5))], "wrong types"),
         (lambda: [made(CHECKPOINTS[1], kind="window-1")], "does not hash"),
         (lambda: [made(CHECKPOINTS[1], format="9")], "format 9"),

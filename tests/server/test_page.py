@@ -205,7 +205,7 @@ def test_sessions_are_those_on_disk(
         ("select", {"ids": ["x"]}, {"Origin": "http://evil.example"}, 403, "Origin"),
         ("select", {"ids": "x"}, {}, 400, "expected a list of ids"),
         ("select", {"ids": [1]}, {}, 400, "expected a list of ids"),
-        ("select", {"ids": [], "find": ""}, {}, 400, "and no find beside it"),
+        ("select", {"ids": [], "find": ""}, {}, 400, "without find"),
         ("select", {}, {}, 400, "find is null, expected text"),
     ],
 )
