@@ -418,7 +418,8 @@ class ServedRequest(TakenRequest):
             if serving.keeps(state):  # otherwise no other request would find it
                 serving.save(state, tokens, caches, cache_type)
                 state.ended = sequence if has_ended else None
-                if self._request.client_gone:  # else `finish` remembers what was sent
+                # Else `finish` remembers the reply when it knows what was sent.
+                if self._request.client_gone or state.sent is not None:
                     serving.remember(state)
         if has_ended and state.is_saved is not None:
             state.is_saved.set()

@@ -256,6 +256,7 @@ def test_the_end_of_a_reply_reads_no_text_of_its_prompt(
     ("has_left", "order"),
     [
         (False, "insert timed sent"),
+        (False, "sent insert timed"),
         (True, "leaves insert timed"),
         (True, "leaves timed insert"),
         (True, "insert leaves timed"),
