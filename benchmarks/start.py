@@ -29,7 +29,7 @@ def measure(run: Run, n_repeats: int) -> None:
     sides = run.sides()
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as name:
         for side in sides:  # reads the files of the model and the packages into the page cache
-            _start(run, side, Path(name) / f"warm-{side}", "Hello?")
+            _start(run, side, Path(name) / "warm", "Hello?")
         for repeat in range(n_repeats):
             for side in rotated(sides, repeat):
                 folder = Path(name) / f"{side}-{repeat}"

@@ -46,8 +46,7 @@ def measure(run: Run, contexts: Mapping[int, int]) -> None:
         run.report.note(
             QUESTION,
             f"Prompts have {N_SHORTER} tokens less than their names say, so they end in the middle "
-            "of a block of 256. If a reply fills this block, the plugin computes the block again "
-            "for the same prompt, which is not measured here. "
+            "of a block of 256. "
             f"The next turn adds {N_NEW} tokens and the reply. After a restart the store is read "
             f"from disk; the page cache {left}. The ratio of that row is to stock's new prompt.",
         )
