@@ -41,8 +41,18 @@ _LONG_MODULES = {
     *("tests.cli.test_quality", "tests.cache.measuring.test_prefill_memory"),
     *("tests.cli.test_servers", "tests.benchmarks.test_servers", "tests.store.test_lock"),
     *("tests.patches_check.test_installed", "tests.test_round_trip"),
+    *("tests.support_test.test_server_process", "tests.support_test.test_zygote"),
 }
-"""Modules that take four seconds or more."""
+"""Modules that take four seconds or more, or start processes."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module of which `make quick` runs no test: clients' packages take seconds."""
+    if "not full" not in config.option.markexpr:
+        return None
+    name = ".".join(collection_path.relative_to(config.rootpath).with_suffix("").parts)
+    folders = {f"tests.{folder}" for folder in _SERVER_FOLDERS}
+    return name in folders | _LONG_MODULES or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
