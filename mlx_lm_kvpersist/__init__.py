@@ -13,6 +13,6 @@ def install(*plugins: str) -> None:
     import sys
 
     from ._startup import prepare
-    from .host.stopping import requested_plugins
+    from .host import requested_plugins
 
     prepare(plugins or requested_plugins(sys.argv[1:]) or ["kvpersist"])

@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from .host.stopping import requested_plugins, stop
+from .host import requested_plugins, stop
 
 PACKAGE = "mlx_lm"
 TARGET = "mlx_lm.server"

@@ -89,23 +89,23 @@ def _option(meaning: str, parse: Any = None, **argument: Any) -> dict[str, Any]:
 _STORAGE = {
     "dir": _option("Where conversations are kept (default: the user's cache folder)", parse_folder),
     "ram": _option(
-        "Most memory for blocks of conversations that are not running, such as 8G "
+        "Maximum memory for blocks of conversations that are not running, such as 8G "
         "(default: an eighth of the device's memory, at most half of --kvpersist-memory)",
         parse_size,
     ),
     "memory": _option(
-        "Most memory for running conversations, stored blocks and prompts that are computed, "
+        "Maximum memory for running conversations, stored blocks and prompts that are computed, "
         "without the model's weights (default: what the device leaves, less a reserve)",
         parse_size,
     ),
     "memory-policy": _option(
-        "Whether a request that does not fit into memory now waits, or is refused with status "
+        "Whether a request that does not fit into memory waits, or is refused with status "
         "503 (default: wait)",
         choices=("wait", "refuse"),
         default="wait",
     ),
     "disk": _option(
-        "Most disk space for conversations, index and quarantine included (default: a tenth "
+        "Maximum disk space for conversations, index and quarantine included (default: a tenth "
         "of the volume, at most 64G)",
         parse_size,
     ),
@@ -115,23 +115,23 @@ _STORAGE = {
         default="10G",
     ),
     "shared": _option(
-        "A bucket (s3://, gs://, az://) or a folder in which servers share what they computed",
+        "A bucket (s3://, gs://, az://) or a folder in which servers share stored blocks",
         metavar="URL",
     ),
     "shared-key": _option(
-        "The key file that encrypts what is shared; mlx-lm-kvpersist key FILE makes one; plain: no "
+        "The key file that encrypts shared objects; mlx-lm-kvpersist key FILE makes one; plain: no "
         "encryption",
         Path,
         metavar="FILE|plain",
     ),
     "shared-size": _option(
-        "Most that all servers keep there: what was not used for the longest is removed "
+        "Maximum size of all shared objects; the least recently used are removed first "
         "(default: no limit)",
         parse_size,
     ),
     "warm": _option(
-        "Compute and pin a beginning at the start, as mlx-lm-kvpersist warm FILE "
-        "does; can be given more than once",
+        "Compute and pin the beginning of prompts when the server starts, as mlx-lm-kvpersist "
+        "warm FILE does; can be given more than once",
         Path,
         action="append",
         default=[],
@@ -144,8 +144,8 @@ _SERVING = {
         choices=KV_BITS,
     ),
     "max-stall-ms": _option(
-        "Longest that running replies wait for a token while a prompt is computed or "
-        "restored; less makes that prompt slower (default: 250)",
+        "Longest time that running replies wait for a token while a prompt is computed or "
+        "restored; less time makes that prompt slower (default: 250)",
         float,
         default=250,
         metavar="MS",
@@ -158,14 +158,14 @@ _SERVING = {
         default="auto",
     ),
     "draft": _option(
-        "Draft what a reply repeats of its conversation or of stored ones, and check several "
-        "tokens in one step, while no other request runs; pauses if that does not pay, and is off "
-        "on CUDA (default: auto)",
+        "Draft text that a reply repeats from its own or another stored conversation, and check "
+        "several tokens in one step, while no other request runs; drafting pauses if it saves no "
+        "time, and is off on CUDA (default: auto)",
         choices=("auto", "off"),
         default="auto",
     ),
     "served-name": _option(
-        "A further name of the model, the first in /v1/models: one for several servers behind a "
+        "Another name of the model, listed first in /v1/models; give it to all servers behind a "
         "router (default: none)",
         dest="served_name",
         metavar="NAME",
@@ -173,7 +173,7 @@ _SERVING = {
 }
 _ACCESS = {
     "encrypt": _option(
-        "The key file that encrypts what is kept in the folder, from the first start on; "
+        "The key file that encrypts the folder, from the first start on; "
         "mlx-lm-kvpersist key FILE makes one (default: not encrypted)",
         Path,
         metavar="KEYFILE",
@@ -184,7 +184,7 @@ _ACCESS = {
     ),
     "isolation": _option(
         "Whether equal beginnings are stored once for all sessions, or each session "
-        "finds only what it stored itself, and a request without a session finds nothing "
+        "finds only its own blocks, and a request without a session finds nothing "
         "(default: shared)",
         choices=("shared", "session"),
         default="shared",
@@ -194,7 +194,7 @@ _ACCESS = {
     ),
     "show-text": _option(
         "Let the page and /v1/kvpersist/requests quote prompts: the first words of sessions, and "
-        "where prompts differ from what is stored",
+        "where prompts differ from stored prompts",
         action="store_true",
     ),
 }

@@ -107,10 +107,6 @@ class StoreFormatError(StoreError):
     """The store was written by another version of this package."""
 
 
-class PoolFull(StoreError):
-    """The blocks that must stay in RAM for now leave no room for more."""
-
-
 class BlockCorrupt(StoreError):
     """The file of a block or checkpoint is not what its name and metadata promise."""
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from . import config
 from .api import admin
-from .api.admin import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sessions_view
 from .api.agents import WARM_PATH, AgentsAPI, Service, warm_at_start, warm_view
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI
 from .api.responses import RESPONSES_PATH, ResponsesAPI
@@ -30,7 +29,7 @@ from .request.model import ModelOptions, Speed, described, load_model, places
 from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.replies import known_replies
 from .request.serving import RequestState, ServedRequest, Serving, Stage
-from .request_log import CONTENT_TYPE, Metrics, RequestLog
+from .request_log import HEADERS, Metrics, RequestLog
 from .store.block_store import BlockStore
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions
@@ -127,7 +126,7 @@ class KVPersistPlugin:
             self._refuse(provider, str(error))
             return None
         step_s = options.max_stall_s * JOIN_SHARE
-        memory = Memory(n_bytes, n_weights, store, refuses=options.refuses)
+        memory = Memory(n_bytes, n_weights, store, model, refuses=options.refuses)
         isolated = options.isolate_sessions
         self._serving = Serving(store, model, self._record, isolated, step_s, memory)
         spec = model.spec
@@ -265,20 +264,20 @@ class KVPersistPlugin:
 
     @hookimpl
     def routes(self) -> list[Route]:
-        key = self._config.api_key
-        records = partial(self._log.records, with_text=self._config.show_text)
-        metrics = admin.operator_view(self._metrics.exposed, key, CONTENT_TYPE)
+        key, shows, exposed = self._config.api_key, self._shows_text, self._metrics.exposed
+        views: dict[str, Callable[[Any], Any]] = {
+            admin.REQUESTS_PATH: lambda handler: self._log.records(with_text=shows),
+            admin.STATS_PATH: lambda handler: self._stats(),
+            admin.SPEC_PATH: lambda handler: self._spec(),
+            admin.METRICS_PATH: lambda handler: admin.Answer(exposed(), headers=HEADERS),
+            admin.SESSIONS_PATH: admin.sessions_view(self._describe_sessions),
+        }
         agents = AgentsAPI(self._service(), self._log.forget)
-        shows = self._shows_text
-        changes = session_changes(self._stored_sessions, self._log.forget, with_text=shows)
+        changes = admin.session_changes(self._stored_sessions, self._log.forget, with_text=shows)
         return [
-            Route("GET", admin.REQUESTS_PATH, admin.operator_view(records, key)),
-            Route("GET", admin.STATS_PATH, admin.operator_view(self._stats, key)),
-            Route("GET", admin.SPEC_PATH, admin.operator_view(self._spec, key)),
-            Route("GET", admin.METRICS_PATH, metrics),
+            *(Route("GET", path, admin.operator_route(view, key)) for path, view in views.items()),
             Route("GET", "/", admin.root_view(key)),
-            Route("GET", PAGE_PATH, page_view(key)),
-            Route("GET", SESSIONS_PATH, sessions_view(self._describe_sessions, key)),
+            Route("GET", admin.PAGE_PATH, admin.page_view(key)),
             *(
                 Route("POST", path, admin.operator_change(change, key))
                 for path, change in changes.items()
@@ -296,7 +295,7 @@ class KVPersistPlugin:
         if self._address:
             logger.info(
                 "kvpersist: clients connect to %s/v1 (Anthropic's to %s), the page is %s%s",
-                *(self._address, self._address, self._address, PAGE_PATH),
+                *(self._address, self._address, self._address, admin.PAGE_PATH),
             )
         if self._config.warm:
             warm_at_start(self._service(), self._config.warm, serve)

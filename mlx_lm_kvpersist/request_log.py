@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KEPT = 200
 """Requests that a server remembers."""
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 _FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 

@@ -25,10 +25,9 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
     first_cached,
     split,
 )
-from mlx_lm_kvpersist.cache.geometry.architectures import Architecture
 from mlx_lm_kvpersist.cache.geometry.kinds import replaced, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.geometry.probe import Architecture, probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.attention import forced_plan
 from mlx_lm_kvpersist.cache.live.packed import GRID, headroom

@@ -117,7 +117,7 @@ def page(findings: Sequence[Finding]) -> str:
         "## Refused, or wrong\n",
         *(reasons or ["None."]),
         "\n## As in stock\n",
-        "Stock's own caches show these differences, too:\n",
+        "Stock's own caches show these differences, relative to the range, too:\n",
         *(excused or ["None."]),
         _TURNS.rstrip("\n"),
     ]

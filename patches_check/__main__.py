@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_lm_kvpersist.cli.output import print_json
-
 from .installed import examine, print_report
 
 
@@ -77,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     if args.matrix is None:
         report = examine(with_conversation=args.conversation)
         if args.json:
-            print_json(report.to_json())
+            print(json.dumps(report.to_json(), indent=2))
         else:
             print_report(report)
         return int(bool(report.failures))

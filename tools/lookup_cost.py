@@ -88,7 +88,7 @@ def main() -> None:
         store = BlockStore(Path(folder), StoreLimits(1 << 32, 1 << 34))
         with closing(store):
             stored_chain(store, model, ids)
-            memory = Memory(1 << 36, 0, store)
+            memory = Memory(1 << 36, 0, store, model)
             serving = Serving(store, model, lambda *_: None, False, 0.1, memory)
             for number in range(2 * asked.requests):
                 sent = SimpleNamespace(request_type="text", prompt="", messages=[])

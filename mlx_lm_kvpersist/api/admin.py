@@ -85,45 +85,39 @@ def send(handler: Any, answer: Answer) -> None:
         handler.wfile.write(chunk)
 
 
-def operator_view(
-    answer: Callable[[], Any], key: str | None = None, content_type: str = "application/json"
-) -> Callable[[Any], None]:
-    """Return a route's handler that sends what `answer` returns, to operators only.
+def operator_route(answer: Callable[[Any], Any], key: str | None) -> Callable[[Any], None]:
+    """Return a route's handler that sends what `answer` returns or refuses, to operators only.
 
-    answer: returns an object for JSON, or bytes of the `content_type`; it may raise
-    RequestRefused. With a `key`, every request must carry it, and may come from anywhere. Without
-    one, only programs of the server's own machine may ask.
+    answer: as `answering` takes it. With a `key`, every request must carry it, and may come from
+    anywhere. Without a key, only programs of the server's own machine may ask. Its browsers show
+    pages of other sites and of other servers: none of these pages may change anything by a POST.
     """
 
-    def checked(handler: Any) -> Answer:
+    def checked(handler: Any) -> Any:
         check_operator(handler, key)
-        return Answer(answer(), headers={"Content-Type": content_type})
+        if handler.command == "POST":
+            check_site(handler.headers, key)
+        return answer(handler)
 
     return answering(checked)
 
 
 def operator_change(
-    change: Callable[[dict[str, Any]], Any], key: str | None = None
+    change: Callable[[dict[str, Any]], Any], key: str | None
 ) -> Callable[[Any], None]:
-    """Return the handler of a route that changes something: `operator_view`, with a JSON body.
+    """Return the handler of a route that changes something: `operator_route`, with a JSON body."""
 
-    A browser shows pages of other sites, and of other servers on this machine: none of them may
-    change anything.
-    """
-
-    def checked(handler: Any) -> Any:
-        check_operator(handler, key)
-        check_site(handler.headers, key)
+    def answer(handler: Any) -> Any:
         kind = handler.headers.get_content_type() if "Content-Type" in handler.headers else None
         if kind != "application/json":
             raise RequestRefused(f"Content-Type is {kind}, expected application/json", 415)
         return change(handler.read_json())
 
-    return answering(checked)
+    return operator_route(answer, key)
 
 
 def check_operator(handler: Any, key: str | None) -> None:
-    """Refuse a request that is not the operator's; see `operator_view`.
+    """Refuse a request that is not the operator's; see `operator_route`.
 
     A proxy on this machine has this machine's address. So has a browser on this machine that shows
     a hostile page whose name was made to resolve to this machine. The headers reveal both.
@@ -198,13 +192,10 @@ def page_view(key: str | None) -> Callable[[Any], None]:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-store",
     }
-
-    def answer(handler: Any) -> Answer:
-        if key is None:
-            check_operator(handler, key)
-        return Answer(page, headers=headers)
-
-    return answering(answer)
+    answer = Answer(page, headers=headers)
+    if key is not None:
+        return answering(lambda handler: answer)
+    return operator_route(lambda handler: answer, key)
 
 
 def root_view(key: str | None) -> Callable[[Any], None]:
@@ -221,14 +212,13 @@ def root_view(key: str | None) -> Callable[[Any], None]:
     return answering(answer)
 
 
-def sessions_view(describe: Callable[..., Any], key: str | None) -> Callable[[Any], None]:
-    """Return the handler that lists sessions.
+def sessions_view(describe: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return what answers a handler with a list of sessions.
 
     describe: takes the query's `find` and `skip`, and `by_size` if the largest are to come first.
     """
 
     def answer(handler: Any) -> Any:
-        check_operator(handler, key)
         query = dict(parse_qsl(handler.path.partition("?")[2]))
         skip = query.get("skip", "0")
         require(bool(re.fullmatch("[0-9]{1,9}", skip)), "skip", skip, "a number of sessions")
@@ -236,7 +226,7 @@ def sessions_view(describe: Callable[..., Any], key: str | None) -> Callable[[An
         require(sort in ("used", "size"), "sort", sort, "used or size")
         return describe(find=query.get("find", ""), skip=int(skip), by_size=sort == "size")
 
-    return answering(answer)
+    return answer
 
 
 def session_changes(

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, quote, unquote
 
 from ..apis import openai_error, placed_objects, require, require_objects, require_text
 from ..errors import ConfigError, RequestRefused
-from .admin import JSON_HEADERS, Answer, answering, check_operator, check_site
+from .admin import JSON_HEADERS, Answer, answering, check_operator, check_site, operator_route
 from .messages import MessagesAPI
 from .responses import ResponsesAPI
 from .session_keys import names_namespace, namespace
@@ -285,14 +285,12 @@ def warm_view(service: Service) -> Callable[[Any], None]:
     """Return the handler of the route: a body `{"name": …, "request": …}`."""
 
     def answer(handler: Any) -> Any:
-        check_operator(handler, service.key)
-        check_site(handler.headers, service.key)
         body = handler.read_body()
         name = body.get("name")
         require(isinstance(name, str) and bool(name), "name", name, "a session's name")
         return warm(service, handler, str(name), body.get("request"))
 
-    return answering(answer)
+    return operator_route(answer, service.key)
 
 
 def warm(service: Service, handler: Any, name: str, content: Any) -> Any:

@@ -32,6 +32,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 REASONING_PREFIX = "kvpersist:"
 """Begins `encrypted_content`; base64 of the reasoning follows."""
 _ENCRYPTED = "reasoning.encrypted_content"
+_TEXTS = {"thinking": "reasoning_text", "text": "output_text"}
 _ECHOED: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -313,11 +314,13 @@ class ResponsesReply(ReplyParts):
         yield self._of_part("content_part.added", block, part=_content_of(block.kind, ""))
 
     def add_text(self, block: OpenPart, text: str) -> Iterator[Event]:
-        yield self._of_part(f"{_name(block)}.delta", block, delta=text, **_logprobs(block))
+        yield self._of_part(f"{_TEXTS[block.kind]}.delta", block, delta=text, **_logprobs(block))
 
     def end_part(self, block: OpenPart) -> Iterator[Event]:
         content = _content_of(block.kind, block.text)
-        yield self._of_part(f"{_name(block)}.done", block, text=block.text, **_logprobs(block))
+        yield self._of_part(
+            f"{_TEXTS[block.kind]}.done", block, text=block.text, **_logprobs(block)
+        )
         yield self._of_part("content_part.done", block, part=content)
         item = self._output[block.index]
         item |= {"status": "completed", "content": [content]}
@@ -361,15 +364,10 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _name(block: OpenPart) -> str:
-    return "reasoning_text" if block.kind == "thinking" else "output_text"
-
-
 def _logprobs(block: OpenPart) -> dict[str, Any]:
     return {} if block.kind == "thinking" else {"logprobs": []}
 
 
 def _content_of(kind: str, text: str) -> dict[str, Any]:
-    if kind == "thinking":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": []}
+    annotations: dict[str, Any] = {} if kind == "thinking" else {"annotations": []}
+    return {"type": _TEXTS[kind], "text": text, **annotations}

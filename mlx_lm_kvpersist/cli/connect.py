@@ -23,7 +23,8 @@ from ..errors import ConfigError, KVPersistError
 from ..store.folder import whole_file
 from .servers import ask
 
-Settings = Mapping[str, Any]
+Settings = Mapping[str, Any] | str
+"""Merged into a JSON file, or the text that replaces a TOML file."""
 
 _NAME = "kvpersist"
 _TITLE = "mlx-lm-kvpersist"
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if args.server:
         raise ConfigError("--server names the servers of a router; other clients have --port")
     if args.undo:
-        return undo(args.client)
+        undo(args.client)
+        return 0
     client = CLIENTS[args.client](url, context_of(url))
     if args.for_all and not client.for_all:
         raise ConfigError(
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         files, start = client.for_all, args.client
         print(f"With --global every project of {args.client} uses this server.\n")
     for file, settings in files.items():
-        ours = _text(file, settings, "")
+        ours = _text(settings, "")
         if not args.write:
             print(f"What --write adds to {file}:\n\n{ours}")
             continue
@@ -106,11 +108,8 @@ def context_of(url: str) -> int | None:
     return None
 
 
-def undo(name: str) -> int:
-    """Restore what a client's files were before `--write`; return the exit status.
-
-    Raises ConfigError if a file cannot be restored.
-    """
+def undo(name: str) -> None:
+    """Undo the changes of `--write` to the files of a client. Raises ConfigError if it fails."""
     client = CLIENTS[name]("", 1)
     records = [
         (file, record)
@@ -134,7 +133,6 @@ def undo(name: str) -> int:
             ) from error
         record.unlink()
         print(f"{file} is as it was.")
-    return 0
 
 
 def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
@@ -184,7 +182,7 @@ def _write(file: Path, settings: Settings) -> None:
     if path.exists() and not path.is_file():
         raise ValueError("it is no regular file")
     before = path.read_bytes().decode() if path.exists() else None
-    after = _text(file, settings, before or "")
+    after = _text(settings, before or "")
     if before == after:
         print(f"{file} says all of it already.\n")
         return
@@ -207,15 +205,10 @@ def _replace(path: Path, text: str, mode: int) -> None:
         out.write(text.encode())
 
 
-def _text(file: Path, settings: Settings, before: str) -> str:
+def _text(settings: Settings, before: str) -> str:
     """Return a file's text with the settings in it. Raises ValueError if it cannot be merged."""
-    if file.suffix == ".toml":
-        # A table's own line, "" for the top, and its entries.
-        tables = [
-            [table, *(f"{key} = {json.dumps(value)}" for key, value in entries.items())]
-            for table, entries in settings.items()
-        ]
-        return "".join(f"{line}\n" for lines in tables for line in lines if line)
+    if isinstance(settings, str):
+        return settings
     current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
     merged = _merged(current, settings)
     return before if merged == current else _in_json(merged, before)
@@ -237,7 +230,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _merged(current: Any, settings: Settings) -> dict[str, Any]:
+def _merged(current: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current table with the settings in it. Raises ValueError if it is not a table."""
     if not isinstance(current, dict):
         raise ValueError(f"found {json.dumps(current)[:40]} where keys and values were expected")
@@ -274,12 +267,13 @@ def claude(url: str, n_context: int | None) -> Client:
 
 def codex(url: str, n_context: int | None) -> Client:
     """Codex lays a profile's file over its own configuration, since 0.162."""
-    provider = {"name": _TITLE, "base_url": f"{url}/v1", "wire_api": "responses"}
-    own: dict[str, Any] = {"model": _MODEL, "model_provider": _NAME}
-    if n_context:
-        own["model_context_window"] = n_context
+    window = f"model_context_window = {n_context}\n" if n_context else ""
+    settings = (
+        f'model = "{_MODEL}"\nmodel_provider = "{_NAME}"\n{window}'
+        f'[model_providers.{_NAME}]\nname = "{_TITLE}"\nbase_url = "{url}/v1"\n'
+        'wire_api = "responses"\n'
+    )
     file = _folder("CODEX_HOME", ".codex") / f"{_NAME}.config.toml"
-    settings = {"": own, f"[model_providers.{_NAME}]": provider}
     return Client(f"codex --profile {_NAME}", {file: settings})
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..api.admin import SPEC_PATH
 from ..config import default_folder
-from ..errors import KVPersistError, PluginNotFound, UnsupportedVersion
+from ..errors import KVPersistError, UnsupportedVersion
 from ..host import manager
 from ..host.patching import versions
 from ..units import show_bytes
@@ -49,14 +49,14 @@ class Finding:
     advice: str = ""
 
 
-def tried(name: str, check: Callable[[], str | None]) -> Finding:
-    """Run a check. It returns what it found, None for "works"; an error becomes what was found."""
+def tried(name: str, check: Callable[[], str | None], advice: str = "") -> Finding:
+    """Run a check. It returns its result, None for "works"; an error is a fault with `advice`."""
     try:
         result = check() or "works"
     except KVPersistError as error:
-        return Finding(name, False, str(error))
+        return Finding(name, False, str(error), advice)
     except Exception as error:
-        return Finding(name, False, f"{type(error).__name__}: {error}")
+        return Finding(name, False, f"{type(error).__name__}: {error}", advice)
     return Finding(name, True, result)
 
 
@@ -114,11 +114,8 @@ def mlx() -> Finding:
 
 
 def plugin() -> Finding:
-    try:
-        entry_point = manager.find_entry_point(PLUGIN)
-    except PluginNotFound as error:
-        return Finding("plugin", False, str(error), AGAIN)
-    return Finding("plugin", True, f"{PLUGIN} is {entry_point.value}")
+    find = manager.find_entry_point
+    return tried("plugin", lambda: f"{PLUGIN} is {find(PLUGIN).value}", AGAIN)
 
 
 def pth_file(folders: Sequence[Path]) -> Finding:

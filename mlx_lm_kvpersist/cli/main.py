@@ -21,7 +21,7 @@ from .. import __version__
 from .._startup import serve
 from ..config import add_options
 from ..errors import KVPersistError
-from ..host.stopping import requested_plugins
+from ..host import requested_plugins
 from ..units import parse_days, parse_size
 
 PROG = "mlx-lm-kvpersist"
@@ -61,14 +61,13 @@ class CommandParser(argparse.ArgumentParser):
         names = [*self.commands]
         for outer, parser in self.commands.items():
             names += [f"{outer} {name}" for name in parser.commands]
-        by_last_word = {name.split()[-1]: name for name in names}
-        if words[depth] in by_last_word:
-            return by_last_word[words[depth]]
         group = "".join(f"{word} " for word in words[:depth])
         in_group = {name.removeprefix(group): name for name in names if name.startswith(group)}
-        for near in get_close_matches(" ".join(words[depth:2]), in_group, 1):
-            return in_group[near]
-        return next((by_last_word[n] for n in get_close_matches(words[depth], by_last_word, 1)), "")
+        by_last_word = {name.split()[-1]: name for name in names}
+        for typed, known in ((" ".join(words[depth:2]), in_group), (words[depth], by_last_word)):
+            for near in get_close_matches(typed, known, 1):
+                return known[near]
+        return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,21 +169,23 @@ def make_parser() -> CommandParser:
     server.add_argument("options", nargs=argparse.REMAINDER)
     _add_connect(add)
     _add_why(commands)
-    summary = "look after the sessions of a store"
+    summary = "list, pin, export and remove the sessions of a store"
     _add_sessions(_group(commands, "sessions", summary, "sessions list --sort size"))
     _add_warm(add)
     _add_store(_group(commands, "store", "check, repair and shrink a store", "store map"))
     key = add("key", "store:key", "make the key file of an encrypted store")
-    key.add_argument("file", type=Path, metavar="FILE", help="the file to make, for you alone")
+    key.add_argument(
+        "file", type=Path, metavar="FILE", help="the file to make; only you can read it"
+    )
     _add_bench(add)
     demo = add("demo", "demo:run", "kill a server, and see that the conversation continues")
-    made = "a model to serve (default: a tiny one with random weights, made now)"
+    made = "a model to serve (default: a tiny model with random weights, made now)"
     demo.add_argument("--model", help=made)
     demo.add_argument(
         "--chars",
         type=int,
         default=12_000,
-        help="characters of the text that it asks about (default: %(default)s, 4,000 tokens)",
+        help="characters of the text in the prompt (default: %(default)s, 4,000 tokens)",
     )
     _add_quality(add)
     add_spec = _adder(commands, "kv-bits")
@@ -234,15 +235,15 @@ def _adder(commands: Any, *names: str) -> Any:
 
 
 def _add_bench(add: Any) -> None:
-    bench = add("bench", "bench:run", "compare first tokens and replies with stock's")
+    bench = add("bench", "bench:run", "compare the speed with the stock server's")
     bench.add_argument("--model", required=True, help="a folder, or a name on the hub")
     bench.add_argument(
         "--minutes",
         type=float,
         default=5.0,
-        help="most time; more allows longer prompts, up to 16,384 tokens (default: %(default)g)",
+        help="maximum time; more allows longer prompts, up to 16,384 tokens (default: %(default)g)",
     )
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, too")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write all samples to FILE")
 
 
 def _add_connect(add: Any) -> None:
@@ -251,7 +252,7 @@ def _add_connect(add: Any) -> None:
     connect.add_argument(
         "client",
         choices=("claude", "codex", "opencode", "aider", "openwebui", "router"),
-        help="the program to configure; router: what stands in front of several servers",
+        help="the program to configure; router: a router in front of several servers",
     )
     port = "the server's port (default: %(default)s)"
     connect.add_argument("--port", type=int, default=8080, help=port)
@@ -265,13 +266,14 @@ def _add_connect(add: Any) -> None:
     connect.add_argument(
         "--write",
         action="store_true",
-        help="write it into a file of its own, or merge it into the client's: show the difference",
+        help="write the settings to a separate file or into the client's file, and show the "
+        "difference",
     )
     connect.add_argument(
         "--global",
         dest="for_all",
         action="store_true",
-        help="claude: change its settings for all projects, and write no file of its own",
+        help="claude: change its settings for all projects instead of writing a separate file",
     )
     connect.add_argument(
         "--undo", action="store_true", help="restore the client's files as they were before --write"
@@ -282,8 +284,8 @@ def _add_quality(add: Any) -> None:
     quality = add("quality", "quality:run", "measure what every KV precision costs", json=True)
     quality.description = (
         "Measure what every KV precision changes in a model's output: the next tokens of a text "
-        "and of short ones in many languages and formats, replies to questions about a long "
-        "context, facts hidden in it, a chain of tool calls."
+        "and of short texts in many languages and formats, replies to questions about a long "
+        "context, facts hidden in the context, and a chain of tool calls."
     )
     quality.add_argument("--model", required=True, help="a folder, or a name on the hub")
     quality.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)")
@@ -292,21 +294,23 @@ def _add_quality(add: Any) -> None:
         type=int,
         default=4096,
         metavar="TOKENS",
-        help="length of the context in which facts are hidden, which is slowest; 0 asks nothing "
-        "about one (default: %(default)s)",
+        help="length of the context in which facts are hidden, the slowest step; 0 leaves out this "
+        "step (default: %(default)s)",
     )
 
 
 def _add_selftest(add: Any) -> None:
-    summary = "prove every patch, start the plugin, check its numbers"
+    summary = "test every patch, start the plugin, and check its results"
     selftest = add("selftest", "selftest:run", summary, json=True)
-    page = "also check and measure what MLX does here: a page for an issue, in minutes"
+    page = (
+        "also check and measure MLX on this machine, and print a report for an issue; takes minutes"
+    )
     selftest.add_argument("--machine", action="store_true", help=page)
     selftest.add_argument(
         "server_options",
         nargs="*",
         metavar="SERVER OPTION",
-        help="after --, options for the server; --plugin NAME starts others than kvpersist",
+        help="after --, options for the server; --plugin NAME starts other plugins than kvpersist",
     )
 
 
@@ -334,16 +338,14 @@ def _add_sessions(commands: Any) -> None:
     rm = add("rm", "sessions:rm", "remove sessions and the blocks that no other session needs")
     rm.add_argument("sessions", metavar="ID|NAME", nargs="*", help=_WHICH)
     rm.add_argument("--all", action="store_true", help="remove every session")
-    rm.add_argument("--yes", action="store_true", help="really, with --all")
+    rm.add_argument("--yes", action="store_true", help="confirm --all")
     pin = add("pin", "sessions:pin", "never remove a session to make room")
-    pin.set_defaults(pinned=True)
     unpin = add("unpin", "sessions:pin", "let a session be removed to make room again")
-    unpin.set_defaults(pinned=False)
     rename = add("rename", "sessions:rename", "give a session a title for the page and commands")
-    export = add("export", "sessions:export", "write a session to a file of its own")
+    export = add("export", "sessions:export", "write a session to one file")
     for command in (show, pin, unpin, rename, export):
         command.add_argument("session", metavar="ID|NAME", help=_WHICH)
-    new = "the title; '' takes it away. Requests go on with the name that the client sends"
+    new = "the title; '' removes it. Requests keep the name that the client sends"
     rename.add_argument("title", metavar="NEW", help=new)
     export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
@@ -355,18 +357,20 @@ def _add_sessions(commands: Any) -> None:
 def _add_store(commands: Any) -> None:
     add = _adder(commands, *_BUDGETS)
     add("stats", "store:stats", "say what the store holds and what it may use")
-    add("gc", "store:gc", "remove the least recently used until the budgets are kept")
+    add("gc", "store:gc", "remove the least recently used blocks until the budgets hold")
     add = _adder(commands, *_STORE)
-    add("map", "store:draw", "draw what takes its bytes, by session, shared part and age")
+    add("map", "store:draw", "draw the bytes of a store by session, shared part and age")
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")
-    verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")
-    add("rebuild", "store:rebuild", "make the index anew from the files")
-    summary = "remove the objects of a shared store that were put first"
+    verify.add_argument(
+        "--fix", action="store_true", help="move bad files to quarantine, and remove unknown files"
+    )
+    add("rebuild", "store:rebuild", "rebuild the index from the files")
+    summary = "remove the oldest objects of a shared store"
     prune = _adder(commands)("prune", "store:prune", summary, json=True)
-    prune.add_argument("url", metavar="URL", help="as --kvpersist-shared has it")
-    older = "remove what was put before, such as 14d"
+    prune.add_argument("url", metavar="URL", help="the URL that --kvpersist-shared has")
+    older = "remove objects that are older, such as 14d"
     prune.add_argument("--older", type=parse_days, metavar="AGE", help=older)
-    size = "remove what was put first, until so much is left: 200G"
+    size = "remove the oldest objects until this size is left, such as 200G"
     prune.add_argument("--size", type=parse_size, help=size)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 

@@ -56,7 +56,7 @@ class Report:
     def tell(self, args: argparse.Namespace) -> int:
         """Print what the options ask for; return the exit status."""
         if args.json:
-            print_json(self.content)
+            print(json.dumps(self.content, indent=2))
         else:
             for text in self.texts:
                 console().print(text)
@@ -84,20 +84,6 @@ def fitted(text: str, width: int) -> str:
     n_end = (width - 1) // 2
     end = set_cell_size(text[::-1], n_end)[::-1]
     return f"{set_cell_size(text, width - 1 - n_end)}…{end}"
-
-
-def fitted_rows(
-    rows: Sequence[Sequence[str]], columns: Sequence[str], column: str, width: int
-) -> list[list[str]]:
-    """Return the rows of a table of at most `width` columns: the cells of `column` are shortened.
-
-    A cell keeps at least 8 columns.
-    """
-    place = columns.index(column)
-    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
-    rest = sum(widths) - widths[place] + _GAP * (len(columns) - 1)
-    left = max(_LEAST_WIDTH, width - rest)
-    return [[*row[:place], fitted(row[place], left), *row[place + 1 :]] for row in rows]
 
 
 def called(name: str | None, note: Mapping[str, str]) -> str:
@@ -147,10 +133,6 @@ def utc_time(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, timezone.utc).isoformat(timespec="seconds")
 
 
-def print_json(content: Any) -> None:
-    print(json.dumps(content, indent=2))
-
-
 def print_tsv(sessions: Iterable[Mapping[str, Any]], *columns: str) -> None:
     """Print fields of sessions as tab-separated values, after a line with their names.
 
@@ -175,8 +157,21 @@ def console() -> Console:
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> Table:
-    """Return a table; `right` names the columns of numbers, separated by blanks."""
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], right: str = "", shortened: str = ""
+) -> Table:
+    """Return a table; `right` names the columns of numbers, separated by blanks.
+
+    shortened: the column whose cells are shortened so that the table fits the terminal, to at least
+    8 columns of the terminal.
+    """
+    rows = list(rows)
+    if shortened:
+        place = columns.index(shortened)
+        widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+        rest = sum(widths) - widths[place] + _GAP * (len(columns) - 1)
+        left = max(_LEAST_WIDTH, terminal_width() - rest)
+        rows = [[*row[:place], fitted(row[place], left), *row[place + 1 :]] for row in rows]
     grid = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for column in columns:
         align: Any = "right" if column in right.split() else "left"

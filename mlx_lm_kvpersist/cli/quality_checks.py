@@ -6,14 +6,16 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from typing import Any, Literal
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.geometry.architectures import architecture_of, spec_of
 from ..cache.geometry.precision import PrecisionChoice
+from ..cache.geometry.probe import architecture_of, spec_of
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.live.packed import GRID
@@ -118,35 +120,22 @@ def replies_to(
     max_tokens: int,
     ends: set[int],
 ) -> list[list[int]]:
-    """Return the greedy reply to each prompt, up to one of `ends`, without it."""
-    if not prompts:
-        return []
+    """Return the greedy reply to each prompt, up to one of `ends`, without it.
+
+    The beginning of all prompts is computed once, up to the end of a block of the grid.
+    """
+    step = partial(generate_step, model=model, prefill_step_size=GRID)
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*(p[:-1] for p in prompts), strict=False))
-    n_shared = len(list(alike))
+    n_shared = len(list(alike)) // GRID * GRID
     shared = make_cache()
-    _feed(model, prompts[0][:n_shared], shared, 0)
+    if n_shared:
+        list(step(mx.array(list(prompts[0][:n_shared])), prompt_cache=shared, max_tokens=0))
     replies = []
     for prompt in prompts:
-        caches = copy.deepcopy(shared)
-        _feed(model, prompt[:-1], caches, n_shared)
-        last = prompt[-1]
-        reply: list[int] = []
-        while len(reply) < max_tokens:
-            last = int(model(mx.array([[last]]), cache=caches)[0, -1].argmax().item())
-            if last in ends:
-                break
-            reply.append(last)
-        replies.append(reply)
+        rest, caches = mx.array(list(prompt[n_shared:])), copy.deepcopy(shared)
+        tokens = step(rest, prompt_cache=caches, max_tokens=max_tokens)
+        replies.append([*takewhile(lambda id: id not in ends, (int(token) for token, _ in tokens))])
     return replies
-
-
-def _feed(model: Any, ids: Sequence[int], caches: list[Any], start: int) -> None:
-    """Compute ids from `start` on, up to the end of a block of the grid at a time."""
-    while start < len(ids):
-        stop = min(start - start % GRID + GRID, len(ids))
-        model(mx.array([list(ids[start:stop])]), cache=caches)
-        mx.eval([cache.state for cache in caches])
-        start = stop
 
 
 def document_with_facts(tokenizer: Any, text: str, n_tokens: int) -> str:

@@ -1,4 +1,7 @@
-"""`mlx-lm-kvpersist selftest`: check the patches, the plugins and the numbers."""
+"""`mlx-lm-kvpersist selftest`: check the patches, the plugins and the numbers.
+
+With --machine it also says what MLX computes on this machine, and how fast.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,39 @@ import argparse
 import contextlib
 import importlib
 import io
+import resource
 import sys
 import tempfile
+import timeit
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
+import mlx.core as mx
+
+from ..cache.geometry.precision import KVPrecision
+from ..cache.live.attention import AttentionShape, backend, forced_plan
+from ..cache.measuring.attention_check import wrong_strategies
 from ..config import add_options, precision_of
 from ..errors import PatchNotEffective, SelfTestFailed
-from ..host import install, uninstall
+from ..host import install, requested_plugins, uninstall
 from ..host.patching.patches import PATCHES, Patch, PatchSet, look_up
-from ..host.stopping import requested_plugins
 from ..round_trip import check_round_trip
-from .doctor import PLUGIN, Finding, mlx_lm, report, tried
-from .machine_check import machine_findings
+from ..units import show_bytes
+from .doctor import PLUGIN, Finding, ask, mlx_lm, report, tried
+from .machine import device, versions
 from .output import Report
 from .quality_checks import server_attention
+
+HEADS = {64: 64, 72: 32, 80: 32, 96: 32, 128: 64, 192: 64, 256: 128}
+"""The group size by the numbers of a head."""
+BITS = (4, 5, 6, 8)
+N_KEYS = 32_768
+ATTENTION = mx.fast.scaled_dot_product_attention
+_ASK_MACOS = "sysctl hw.model iogpu.wired_limit_mb kern.memorystatus_vm_pressure_level; pmset -g"
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -130,3 +148,92 @@ def _end_instead(server: Any, poll_interval: float = 0.5) -> None:
     """Replace `serve_forever`: close the server and raise _Listening."""
     server.server_close()
     raise _Listening
+
+
+def machine_findings() -> list[Finding]:
+    """Run every check, in minutes, and return the results."""
+    checks = {"machine": conditions_of_machine, "out of memory": out_of_memory}
+    checks |= {f"attention, heads of {dim}": partial(attention, dim) for dim in HEADS}
+    checks |= {f"decoding, {bits} bits": partial(decoding, bits) for bits in BITS}
+    checks |= {"a write": partial(writes, 1, 0), "a write after a read": partial(writes, 1, 1)}
+    checks |= {"eight writes, each after a read": partial(writes, 8, 1)}
+    return [tried(name, check) for name, check in checks.items()]
+
+
+def conditions_of_machine() -> str:
+    """Return the device, its limits and the versions; on macOS also what may slow it down."""
+    about = {**device(), "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], **versions()}
+    words = [f"{name} {value}" for name, value in about.items()]
+    if sys.platform == "darwin":
+        words += ask(["sh", "-c", _ASK_MACOS])[1].splitlines()
+    return ", ".join(" ".join(word.split()) for word in words)
+
+
+def out_of_memory() -> str:
+    """Ask for 256 TiB in a process of its own, and compute afterwards."""
+    too_much = "mx.eval(mx.contiguous(mx.broadcast_to(mx.ones(1), (1 << 23, 1 << 23))))"
+    code = f"import mlx.core as mx\ntry: {too_much}\nexcept Exception as e: print(e, mx.ones(1))"
+    status, last_line = ask([sys.executable, "-c", code])
+    return last_line or f"MLX ends the process with status {status}"
+
+
+def attention(dim: int) -> str:
+    """Compare attention over quantized keys with plain arithmetic; measure fused attention.
+
+    The scores of 256 queries over 8,192 keys take 16 MiB if MLX does not fuse them.
+    """
+    # On CUDA no packed kernel is used, and MLX compiles each for half a minute.
+    plan = forced_plan("dequantize" if backend() == "cuda" else "packed")
+    dtype = mx.float32 if backend() == "cpu" else mx.bfloat16
+    wrong = []
+    for bits, n_q_heads in product(BITS, (2, 8)):
+        precision = KVPrecision.of(bits, HEADS[dim], rotated=True).fitted(dim, dim)
+        shape = AttentionShape(n_q_heads, 2, dim, dim)
+        strategies = wrong_strategies(plan, shape, precision, dtype)
+        wrong += [f"{name}, {bits} bits, {n_q_heads} heads" for name in sorted(strategies)]
+    if wrong:
+        raise SelfTestFailed(f"wrong: {'; '.join(wrong)}; a server does not use these kernels")
+    queries, keys = (mx.ones((1, 4, n, dim), mx.bfloat16) for n in (256, N_KEYS // 4))
+    call = partial(ATTENTION, queries, keys, keys, scale=0.1, mask="causal")
+    return f"right with {BITS} bits; a prompt's 256 tokens {measured(call)}"
+
+
+def decoding(bits: int) -> str:
+    """Measure the parts of a step over 32,768 keys: 32 query heads, 8 key heads of 128 numbers."""
+    queries, weights = (mx.random.normal((1, 8, 4, n)).astype(mx.bfloat16) for n in (128, N_KEYS))
+    keys = mx.random.normal((1, 8, N_KEYS, 128)).astype(mx.bfloat16)
+    packed = mx.quantize(keys, 64, bits)
+    folded, scales, biases = (x.reshape(1, 8, 32, N_KEYS // 32, -1) for x in packed)
+    parts = weights.reshape(1, 8, 4, 32, N_KEYS // 32).swapaxes(2, 3)
+    multiply = partial(mx.quantized_matmul, group_size=64, bits=bits)
+    calls: dict[str, Callable[[], object]] = {
+        "nothing": lambda: queries + 1,
+        "keys": lambda: multiply(queries, *packed, transpose=True),
+        "values": lambda: multiply(weights, *packed, transpose=False),
+        "values folded": lambda: multiply(parts, folded, scales, biases, transpose=False).sum(2),
+        "dequantize": lambda: mx.dequantize(*packed, group_size=64, bits=bits),
+        "slice": lambda: mx.contiguous(packed[0][:, :, :-8]),
+        "16 bits": lambda: ATTENTION(queries.reshape(1, 32, 1, 128), keys, keys, scale=0.1),
+    }
+    return ", ".join(f"{name} {measured(call)}" for name, call in calls.items())
+
+
+def writes(n_writes: int, n_reads: int) -> str:
+    """Measure writes to a new cache of 64 MiB, each after `n_reads` sums over the cache."""
+
+    def write() -> list[mx.array]:
+        cache, sums = mx.zeros((1, 4, N_KEYS, 128)), list[mx.array]()
+        for n in range(n_writes):
+            sums += [cache.sum()] * n_reads
+            cache[:, :, 256 * n : 256 * (n + 1)] = mx.ones((1, 4, 256, 128))
+        return [cache, *sums]
+
+    return measured(write)
+
+
+def measured(compute: Callable[[], object]) -> str:
+    """Return the least time of four calls, the first of which may compile, and the memory."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    times_s = timeit.repeat(lambda: mx.eval(compute()), number=1, repeat=4)
+    return f"{min(times_s) * 1000:,.2f} ms {show_bytes(mx.get_peak_memory() - before)}"

@@ -27,7 +27,6 @@ from .output import (
     called,
     counted,
     counts,
-    fitted_rows,
     named,
     print_tsv,
     progress,
@@ -35,7 +34,6 @@ from .output import (
     records,
     shown,
     table,
-    terminal_width,
     utc_time,
 )
 from .servers import ask
@@ -129,10 +127,9 @@ def list_all(args: argparse.Namespace) -> Report:
         for session, name, fields in listed
     ]
     columns = ["id", "session", "tokens", "size", "used", ""]
-    rows = fitted_rows(rows, columns, "session", terminal_width())
     n_more = len(found) - len(listed)
     more = [f"… and {counted(n_more, 'more session')}"] if n_more else []
-    return Report(content, table(columns, rows, "tokens size used"), *more)
+    return Report(content, table(columns, rows, "tokens size used", "session"), *more)
 
 
 def rename(args: argparse.Namespace) -> Report:
@@ -204,7 +201,7 @@ def rm(args: argparse.Namespace) -> Report:
 
 def pin(args: argparse.Namespace) -> Report:
     with changing(args) as disk, disk.lock.held():
-        session = disk.set_pinned(choose(disk.index, args.session), args.pinned)
+        session = disk.set_pinned(choose(disk.index, args.session), args.subcommand == "pin")
         facts = describe(disk.index, session)
     what = "pinned" if session.pinned else "no longer pinned"
     return Report(facts, f"{named(session)}  is {what}")

@@ -9,8 +9,8 @@ from typing import Any
 from mlx_lm.utils import load
 from rich.table import Table
 
-from ..cache.geometry.architectures import architecture_of, spec_of
 from ..cache.geometry.precision import FULL_BITS, layout_in_words
+from ..cache.geometry.probe import architecture_of, spec_of
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.packed import GRID
 from ..config import precision_of

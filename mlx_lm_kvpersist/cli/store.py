@@ -36,7 +36,6 @@ from .output import (
     counted,
     counts,
     fitted,
-    fitted_rows,
     named,
     progress,
     record,
@@ -348,14 +347,13 @@ def _drawn(
             used = age(now - max(segment.used for segment in rest))
             yield [show_bytes(n_bytes), "", used, f"{indent}{last}… and {more}"]
 
-    width, columns = terminal_width(), ["size", "", "used", "session"]
+    columns = ["size", "", "used", "session"]
     sizes = {key: sum(segment.tree_bytes for segment in tops) for key, tops in models.items()}
     for model, layout in sorted(models, key=sizes.__getitem__, reverse=True):
         yield ""
         facts = f", {layout_in_words(layout)}: {show_bytes(sizes[model, layout])}"
-        yield fitted(shown(model, 200), width - len(facts)) + facts
-        rows = fitted_rows([*tree(models[model, layout], "", "", "")], columns, "session", width)
-        yield table(columns, rows, "size used")
+        yield fitted(shown(model, 200), terminal_width() - len(facts)) + facts
+        yield table(columns, tree(models[model, layout], "", "", ""), "size used", "session")
 
 
 def _label(index: Index, segment: Segment) -> str:

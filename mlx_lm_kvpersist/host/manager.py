@@ -58,19 +58,16 @@ class PluginManager(pluggy.PluginManager):
         for caller in self.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin:
-                    name, hook = str(registered), caller.name
-                    call = partial(safely, name, hook, implementation.function)
-                    check = partial(check_answer, hook)
-                    call = partial(call, check=check, raised=RAISED.get(hook, ()))
-                    call = partial(_named, name, call) if hook in NAMED else call
+                    call = partial(_answer, str(registered), caller.name, implementation.function)
                     implementation.function = call  # type: ignore[misc]
         return registered
 
 
-def _named(plugin: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Return an answer of a plugin with the plugin's name, or None."""
-    answer = call(*args)
-    return None if answer is None else (plugin, answer)
+def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Return a plugin's answer to a hook, with the plugin's name if it is asked more later."""
+    check, raised = partial(check_answer, hook), RAISED.get(hook, ())
+    answer = safely(plugin, hook, function, *args, check=check, raised=raised)
+    return (plugin, answer) if hook in NAMED and answer is not None else answer
 
 
 def load_plugins(names: Sequence[str]) -> PluginManager:

@@ -24,8 +24,7 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError
 from ..ranks import ranks
-from . import manager
-from .stopping import report, stop
+from . import manager, report, stop
 
 GRACE_S = 30.0
 """How long a signalled server may take to end."""

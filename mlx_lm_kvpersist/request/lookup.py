@@ -60,14 +60,13 @@ _MAX_MATCHED = 3
 class StoredPrefix:
     """A prompt whose first ids are stored. The first `n_tokens` of them are to be restored.
 
-    The model reads `prompt`, whose ids are `packed_ids`. If the prompt `diverges` from the stored
-    text at `divergence`, or is not stored, `reason` and `detail` say why no more is used.
+    The model reads `prompt`, whose ids are `packed_ids`. If the prompt differs from the stored text
+    at `divergence`, or is not stored, `reason` and `detail` say why no more is used.
     """
 
     prompt: Prompt
     packed_ids: bytes
     match: Match = NO_MATCH
-    diverges: bool = True
     n_tokens: int = 0
     reason: Reason | None = None
     detail: str = ""
@@ -186,7 +185,7 @@ class Lookup:
             if refusal and reason is Reason.DIVERGED:
                 reason = refusal
         divergence = divergence_at(text or "", nearest, self.prompt.messages)
-        return StoredPrefix(prompt, packed, match, diverges, n_tokens, reason, detail, divergence)
+        return StoredPrefix(prompt, packed, match, n_tokens, reason, detail, divergence)
 
     def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
         """Match the prompt again, because blocks came or went; keys in `lost` cannot be used.

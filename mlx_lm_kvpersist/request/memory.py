@@ -80,12 +80,18 @@ class Memory:
         total_bytes: int,
         weights_bytes: int,
         store: BlockStore,
+        model: LoadedModel,
         *,
         refuses: bool = False,
     ) -> None:
         self.total_bytes, self.weights_bytes, self._store = total_bytes, weights_bytes, store
         self.refuses = refuses
-        self._takes = SequenceMemory()
+        self._takes = SequenceMemory.of(model.spec, model.speed.memory)
+        if model.draft is not None:
+            self._takes = self._takes.with_draft(SequenceMemory.of(model.draft.spec, None))
+        # Metal ends a process that holds more buffers than this.
+        most_buffers = int(mx.device_info().get("resource_limit") or 1 << 62)
+        self._most_blocks = most_buffers * 3 // 4 // self._takes.n_arrays
         self.live_bytes = 0
         """Bytes of the caches of replies and of prompts, when last weighed."""
         self._replies: tuple[int, ...] = ()
@@ -96,18 +102,8 @@ class Memory:
         """The oldest first."""
         self._n_changes = 0
         self._pressure_level, self._level = pressure_level, NORMAL
-        self._most_blocks = 1 << 62
         self._limit_bytes = weights_bytes + total_bytes
         self._stock_limit_bytes = mx.set_memory_limit(self._limit_bytes)
-
-    def serve(self, model: LoadedModel) -> None:
-        """Count with the sizes of a model's caches from now on. No sequence runs."""
-        self._takes = SequenceMemory.of(model.spec, model.speed.memory)
-        if model.draft is not None:
-            self._takes = self._takes.with_draft(SequenceMemory.of(model.draft.spec, None))
-        # Metal ends a process that holds more buffers than this.
-        most_buffers = int(mx.device_info().get("resource_limit") or 1 << 62)
-        self._most_blocks = most_buffers * 3 // 4 // self._takes.n_arrays
         self.changed()
 
     def close(self) -> None:
@@ -138,8 +134,12 @@ class Memory:
         """The share that sequences leave to the pool."""
         return min(self._whole_bytes // POOL_SHARE, self._store.limits.max_ram_bytes)
 
-    def _settle(self) -> None:
-        """Give the pool the memory that is left, and set MLX's memory limit."""
+    def changed(self) -> None:
+        """Give the pool the memory that is left, and set MLX's memory limit.
+
+        Requests that wait ask again.
+        """
+        self._n_changes += 1
         level, self._level = self._level, self._pressure_level()
         if self._level != level or level != NORMAL:
             mx.clear_cache()
@@ -208,11 +208,6 @@ class Memory:
         self.changed()
         if lookup is not None and pool.n_bytes > pool.max_bytes:
             lookup.let_go()  # the caches need the room of the blocks, which are then read singly
-
-    def changed(self) -> None:
-        """Give the pool the memory that is left; requests that wait ask again."""
-        self._n_changes += 1
-        self._settle()
 
     # What runs.
 

@@ -151,9 +151,6 @@ class Serving:
     memory: Memory
     computing: list[RequestState] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.memory.serve(self.model)
-
     def root_of(self, state: RequestState, model: LoadedModel | None = None) -> Root:
         """Return the root of a model's tree (default: the main model) for a request's tenant."""
         session = (state.session or "") if self.isolated else ""

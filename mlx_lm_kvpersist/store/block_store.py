@@ -25,7 +25,7 @@ from .index import Index
 from .objects import Objects
 from .pool import BlockPool
 from .reading import Prefetch, Reader, StoredRuns
-from .records import Commit, Gone, KVBlock, LowerTier, ReadTier, Saved, SearchedTier, StoreLimits
+from .records import Commit, Gone, KVBlock, LowerTier, ReadTier, Saved, StoreLimits
 from .writer import Task, Writer
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class BlockStore:
         self.writer.submit(self.disk_tier.sweep)
 
     @property
-    def tiers(self) -> tuple[SearchedTier, ...]:
+    def tiers(self) -> tuple[BlockPool | ReadTier, ...]:
         """The tiers that lookups ask, the quickest first."""
         return self.pool, *self.below
 

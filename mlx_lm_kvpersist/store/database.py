@@ -121,22 +121,10 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Change the file, all or nothing.
-
-        An inner transaction is a savepoint: if it fails, only its own changes are rolled back, and
-        the caller may continue. Some errors of SQLite end both.
-        """
+        """Change the file, all or nothing. An inner transaction is a part of the outer."""
         db = self.connection
         if db.in_transaction:
-            db.execute("SAVEPOINT inner")
-            try:
-                yield db
-            except BaseException:
-                if db.in_transaction:
-                    db.execute("ROLLBACK TO inner")
-                    db.execute("RELEASE inner")
-                raise
-            db.execute("RELEASE inner")
+            yield db
             return
         try:
             with db:
@@ -176,7 +164,9 @@ class Rows:
         try:
             rows = self.database.connection.execute(sql, values).fetchall()
         except (OSError, sqlite3.Error) as error:
-            self.report("read the index", error)
+            if self._failed is None:
+                raise
+            self._failed("read the index", error)
             return []
         return [row for row in rows if all(map(isinstance, row, types))]
 
@@ -190,9 +180,3 @@ class Rows:
             rows = ", ".join(f"({', '.join('?' * len(row))})" for row in some)
             answers += self.ask(sql.format(rows), *values, *chain.from_iterable(some), types=types)
         return answers
-
-    def report(self, action: str, error: Exception) -> None:
-        """Raise an error, or report which action failed."""
-        if self._failed is None:
-            raise error
-        self._failed(action, error)

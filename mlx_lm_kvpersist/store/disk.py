@@ -244,19 +244,16 @@ class DiskStore:
 
     # Room.
 
-    def used_bytes(self, staged: tuple[int, int] | None = None) -> int:
-        """Return the size of the store's files, announced files included.
-
-        `staged` is an answer of `staged_bytes`, by default a new one.
-        """
+    def used_bytes(self) -> int:
+        """Return the size of the store's files, announced files included."""
         totals = self.index.totals()
         other_bytes = self.files.n_bytes(*INDEX_FILES, "quarantine")
-        announced, _ = staged or staged_bytes(self.files)
+        announced, _ = staged_bytes(self.files)
         return totals.n_bytes + totals.sidecar_bytes + other_bytes + announced
 
-    def free_bytes(self, staged: tuple[int, int] | None = None) -> int:
+    def free_bytes(self) -> int:
         """Return the free space of the volume, less what is announced and not yet written."""
-        announced, written = staged or staged_bytes(self.files)
+        announced, written = staged_bytes(self.files)
         return shutil.disk_usage(self.folder).free - (announced - written)
 
     def __str__(self) -> str:
@@ -337,11 +334,10 @@ class DiskStore:
 
     def _excess(self, n_bytes: int) -> int:
         """Return how many bytes must go before `n_bytes` more may come."""
-        staged = staged_bytes(self.files)
-        over_budget = self.used_bytes(staged) + n_bytes - self.limits.max_disk_bytes
+        over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
         if not self.limits.min_free_bytes:
             return over_budget
-        return max(over_budget, self.limits.min_free_bytes + n_bytes - self.free_bytes(staged))
+        return max(over_budget, self.limits.min_free_bytes + n_bytes - self.free_bytes())
 
     # Sessions.
 

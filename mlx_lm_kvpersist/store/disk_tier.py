@@ -100,38 +100,37 @@ class Saving:
     def _commit_written(self, jobs: Sequence[_Job]) -> list[_Job]:
         """Plan commits, and commit up to the first that lacks files; return the jobs that are left.
 
-        The transaction begins with the first commit that lacks no file. Raises an exception, and
-        changes nothing, if the transaction fails as a whole.
+        The transaction begins with the first commit that lacks no file. If a commit fails, it is
+        rolled back, and the other jobs are left. Raises an exception, and changes nothing, if the
+        transaction fails as a whole.
         """
-        left, done = list[_Job](), list[_Job]()
-        db: sqlite3.Connection | None = None
+        left, begun = list[_Job](), list[_Job]()
         try:
             with ExitStack() as transaction:
                 for job in jobs:
-                    job.paths.clear()
                     try:
                         if not self._plan(job):
                             continue
                         if left or self._unwritten(job):  # in order: a turn may replace blocks
                             left.append(job)
                             continue
-                        if db is None:
-                            db = self._index.database.connection
+                        if not begun:
                             transaction.enter_context(self._index.database.transaction())
+                        begun.append(job)
                         self._move_in(job)
-                        done.append(job)
                     except Exception as error:
-                        self._move_out(job)
                         job.result = error
-                        if db is not None and not db.in_transaction:  # SQLite has rolled it back
-                            raise
-                written = [self._staging.sizes[key] for job in done for key in job.paths]
+                        raise
+                written = [self._staging.sizes[key] for job in begun for key in job.paths]
                 self._index.state.count_write(sum(written))
         except BaseException:
-            for job in done:
+            for job in begun:
                 self._move_out(job)
-            raise
-        for job in done:
+            left = [job for job in jobs if job.result is None]
+            if len(left) == len(jobs):
+                raise
+            return left
+        for job in begun:
             self._disk.set_whole(job.commit.parent, *(block.key for block in job.commit.blocks))
             self._clean_up(job)
             self._staging.announce(-job.reserved_bytes)
@@ -214,7 +213,9 @@ class Saving:
         try:
             for file in self._unwritten(job):
                 self._before_file()
-                self._disk.n_written_bytes += self._staging.write(file.block.key, file.write)
+                size = file.write(self._staging.path(file.block.key))
+                self._staging.sizes[file.block.key] = size
+                self._disk.n_written_bytes += size
         except Exception as error:
             job.result = error
 
@@ -232,6 +233,7 @@ class Saving:
         for key, path in job.paths.items():
             self._disk.files.remove(path)
             del self._staging.sizes[key]
+        job.paths.clear()
         if (session := job.session) is not None:
             if before := self._index.session(session.id):
                 write_sidecar(before, self._disk.files)

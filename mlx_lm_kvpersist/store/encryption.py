@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DecryptionFailed
-from .flushing import flush_to_device
-from .folder import MAGIC, Plain
+from .folder import MAGIC, Plain, flush_to_device
 
 _NO_WAIT = os.O_NONBLOCK  # or opening a pipe would wait for its writer
 _NONCE_BYTES = 12
@@ -98,17 +97,11 @@ class Cipher(Plain):
         """Return the key that `file_name` made a name of."""
         return bytes(self._file_names.decryptor().update(bytes.fromhex(file_name)))
 
-    def connect(self, path: Path) -> sqlite3.Connection:
-        db = super().connect(path)
+    def connect(self, path: Path, driver: Any = None) -> sqlite3.Connection:
+        db = super().connect(path, driver or sqlcipher())
         db.execute("PRAGMA cipher_log_level = NONE")  # it would write to stderr
         db.execute(f'PRAGMA key = "{self._index_key}"')
         return db
-
-    def _driver(self) -> Any:
-        return sqlcipher()
-
-    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
-        db.execute(f"ATTACH ? AS {schema} KEY ?", (str(path), self._index_key))
 
 
 def sqlcipher() -> Any:

@@ -26,7 +26,7 @@ import sqlite3
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from io import BytesIO
 from itertools import takewhile
@@ -35,7 +35,6 @@ from threading import local
 from typing import Any, BinaryIO
 
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
-from .flushing import flush_to_device
 
 logger = logging.getLogger(__name__)
 
@@ -104,22 +103,15 @@ class Plain:
     def key_of(self, file_name: str) -> bytes:
         return bytes.fromhex(file_name)
 
-    def connect(self, path: Path) -> sqlite3.Connection:
+    def connect(self, path: Path, driver: Any = sqlite3) -> sqlite3.Connection:
         """Connect to a database that exists. Damage and locks are found by the first question."""
         # A reader must not make the file again where somebody removed it.
         uri = f"{path.absolute().as_uri()}?mode=rw"
         # Another thread closes it only when nobody has it any more.
-        db: sqlite3.Connection = self._driver().connect(
+        db: sqlite3.Connection = driver.connect(
             uri, uri=True, timeout=OPEN_S, check_same_thread=False
         )
         return db
-
-    def _driver(self) -> Any:
-        return sqlite3
-
-    def attach(self, db: sqlite3.Connection, path: Path, schema: str) -> None:
-        """Attach another database of the same key."""
-        db.execute(f"ATTACH ? AS {schema}", (str(path),))
 
 
 PLAIN = Plain()
@@ -370,6 +362,21 @@ def _created(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "r+b")
 
 
+def flush_to_device(descriptor: int) -> None:
+    """Return when a file's content outlives a loss of power, as far as its volume can say.
+
+    It is for key files and exports; a store's files are not flushed. On macOS `fsync` leaves the
+    content in the cache of the drive; F_FULLFSYNC writes it out, and volumes of other systems
+    refuse that.
+    """
+    full_fsync = getattr(fcntl, "F_FULLFSYNC", None)
+    if full_fsync is not None:
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, full_fsync)
+            return
+    os.fsync(descriptor)
+
+
 @contextmanager
 def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
     """Open a file that appears at `path` when it is complete; else nothing is left."""
@@ -481,6 +488,7 @@ class Staging:
         self._lock: BinaryIO | None = None
         self._n_bytes = 0
         self.sizes: dict[bytes, int] = {}
+        """Bytes of the files that have been written, by key."""
 
     def close(self) -> None:
         """Remove files that were not moved, and the announcement. Any number of times."""
@@ -490,11 +498,6 @@ class Staging:
                 for path in self._files.paths(_STAGED):
                     if path.name.startswith(self._name):
                         self._files.remove(path)
-
-    def write(self, key: bytes, write: Callable[[Path], int]) -> int:
-        """Have the file of a block or checkpoint written; return its size in bytes."""
-        self.sizes[key] = write(self.path(key))
-        return self.sizes[key]
 
     def path(self, key: bytes) -> Path:
         """Return the path of the file of a block or checkpoint until it is committed."""

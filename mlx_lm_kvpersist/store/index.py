@@ -52,7 +52,7 @@ class Index(Rows):
         self.files = files or OwnFiles(path.parent)
         super().__init__(Database(path, self.files))
         self._hidden: Collection[bytes] = ()
-        self.state = SmallState(self)
+        self.state = SmallState(self.database)
         try:
             self.reopen(create=create, check_all=check_all)
         except BaseException:
@@ -82,7 +82,7 @@ class Index(Rows):
         """Return the index without `hidden` records. If a question fails, `failed` is called."""
         view = copy(self)
         view._failed, view._hidden = failed, hidden
-        view.state = SmallState(view)
+        view.state = SmallState(self.database, failed)
         return view
 
     @contextmanager

@@ -194,7 +194,7 @@ class TimedObjects:
         self._threads = Threads(_N_THREADS, "kvpersist-objects")
         self._late: Future[Any] | None = None
         with suppress(NoAnswer):
-            self._ask(objects.open)
+            self.ask(objects.open)
 
     @property
     def is_hanging(self) -> bool:
@@ -207,7 +207,8 @@ class TimedObjects:
     def close(self) -> None:
         self._threads.close(0)
 
-    def _ask(self, operation: Callable[..., Result], *args: object) -> Result:
+    def ask(self, operation: Callable[..., Result], *args: object) -> Result:
+        """Return what an operation of the objects returns."""
         late = NoAnswer(f"it has not answered for {ANSWER_S} s")
         if self.is_hanging:
             raise late
@@ -221,20 +222,11 @@ class TimedObjects:
             self._late = future
             raise late from None
 
-    def get(self, name: str, max_bytes: int) -> bytes:
-        return self._ask(self._objects.get, name, max_bytes)
-
-    def age_s(self, name: str) -> float | None:
-        return self._ask(self._objects.age_s, name)
-
-    def put(self, name: str, content: bytes) -> None:
-        self._ask(self._objects.put, name, content)
-
     def list(self) -> Iterator[ListedObject]:
-        objects = iter(self._ask(self._objects.list))
-        while some := self._ask(lambda: [*islice(objects, _AT_ONCE)]):
+        objects = iter(self.ask(self._objects.list))
+        while some := self.ask(lambda: [*islice(objects, _AT_ONCE)]):
             yield from some
 
     def delete(self, names: Sequence[str]) -> None:
         for first in range(0, len(names), _AT_ONCE):
-            self._ask(self._objects.delete, names[first : first + _AT_ONCE])
+            self.ask(self._objects.delete, names[first : first + _AT_ONCE])

@@ -13,9 +13,7 @@ from threading import RLock
 from sortedcontainers import SortedList
 
 from ..block import Block, Checkpoint
-from ..errors import PoolFull
 from ..match.tree import FEW, MAX_ALIKE, beginnings, nearest
-from ..units import show_bytes
 from .records import RAM, KVBlock
 
 _MAX_GONE = 20_000
@@ -38,17 +36,18 @@ class BlockPool:
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
         self.lock = RLock()
-        self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
+        self.n_bytes = self.held_bytes = 0
         self.n_evicted = 0
         self.asked_again_tokens = 0
 
     def stats(self) -> dict[str, int]:
         with self.lock:
+            keys = [key for of_block in self._checkpoints.values() for key in of_block]
             return {
-                "blocks": len(self) - self.n_checkpoints,
-                "checkpoints": self.n_checkpoints,
+                "blocks": len(self) - len(keys),
+                "checkpoints": len(keys),
                 "bytes": self.n_bytes,
-                "checkpoint_bytes": self.checkpoint_bytes,
+                "checkpoint_bytes": sum(self._entries[key].n_bytes for key in keys),
                 "held_bytes": self.held_bytes,
                 "evicted": self.n_evicted,
                 "asked_again_tokens": self.asked_again_tokens,
@@ -105,7 +104,8 @@ class BlockPool:
             if entry.n_bytes > self.max_bytes and not entry.is_held:
                 return entry
             self._entries[block.key] = entry
-            self._count(entry, 1)
+            self.n_bytes += entry.n_bytes
+            self.held_bytes += entry.n_bytes * entry.is_held
             if isinstance(block, Checkpoint):
                 self._checkpoints.setdefault(block.block, {})[block.key] = block
             else:
@@ -121,22 +121,18 @@ class BlockPool:
             self._evict()
             return entry
 
-    def admit(self, entry: KVBlock) -> KVBlock:
-        """Add an entry, pin it for a prefetch, and return what `put` does. Raises PoolFull."""
+    def admit(self, entry: KVBlock) -> KVBlock | None:
+        """Add an entry, pin it for a prefetch, and return what `put` does; None without room."""
         with self.lock:
-            key, free = entry.block.key, self.max_bytes - self.n_bytes
-            reclaimable = self.n_bytes - self.held_bytes
+            key = entry.block.key
             entry.prefetched += 1
-            if key in self._entries or entry.n_bytes <= free + reclaimable:
-                present = self.put(entry)
-                if present is not entry or self.n_bytes <= self.max_bytes:
-                    return present
+            if key not in self._entries and self.held_bytes + entry.n_bytes > self.max_bytes:
+                return None
+            present = self.put(entry)
+            if present is entry and self.n_bytes > self.max_bytes:
                 self._remove(key)
-            raise PoolFull(
-                f"{entry.block} needs {show_bytes(entry.n_bytes)} of RAM: "
-                f"{show_bytes(max(0, free))} of {show_bytes(self.max_bytes)} are free and "
-                f"{show_bytes(reclaimable)} reclaimable; give a larger --kvpersist-ram"
-            )
+                return None
+            return present
 
     def unwritten(self, key: bytes) -> list[Block]:
         """Return the blocks in RAM alone up to the one with this key, in order."""
@@ -237,14 +233,7 @@ class BlockPool:
                 by_key.clear()
             self._places.clear()
             self._gone.clear()
-            self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
-
-    def _count(self, entry: KVBlock, n: int) -> None:
-        is_checkpoint = isinstance(entry.block, Checkpoint)
-        self.n_checkpoints += n * is_checkpoint
-        self.n_bytes += n * entry.n_bytes
-        self.checkpoint_bytes += n * entry.n_bytes * is_checkpoint
-        self.held_bytes += n * entry.n_bytes * entry.is_held
+            self.n_bytes = self.held_bytes = 0
 
     def _hold(self, entries: Iterable[KVBlock], pins: int, prefetched: int) -> None:
         for entry in entries:
@@ -262,7 +251,8 @@ class BlockPool:
         entry = self._entries.pop(key)
         self._move(entry, None)
         block = entry.block
-        self._count(entry, -1)
+        self.n_bytes -= entry.n_bytes
+        self.held_bytes -= entry.n_bytes * entry.is_held
         if isinstance(block, Checkpoint):
             of_block = self._checkpoints[block.block]
             del of_block[key]

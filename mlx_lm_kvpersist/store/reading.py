@@ -16,7 +16,7 @@ from threading import Thread
 import numpy as np
 
 from ..block import BLOCK_TOKENS, Block, Record, Root
-from ..errors import BlockCorrupt, Failures, PoolFull, StoreFormatError
+from ..errors import BlockCorrupt, Failures, StoreFormatError
 from .index import Index
 from .pool import BlockPool
 from .records import KVBlock, ReadTier
@@ -152,13 +152,10 @@ class Reader:
                 if n_bytes + sum(sizes.values()) > self.pool.max_bytes // 2:
                     return
                 read = self.read(block, root)
-                if read is None:
+                admitted = self.pool.admit(read) if read is not None else None
+                if admitted is None:
                     return
-                try:
-                    come = [self.pool.admit(read)]
-                except PoolFull as error:
-                    logger.debug("kvpersist: prefetching ends: %s", error)
-                    return
+                come = [admitted]
             prefetch.sizes[block.key] = come[0].n_bytes
             prefetch.add(come)
 

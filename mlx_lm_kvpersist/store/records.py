@@ -207,13 +207,6 @@ class Tier(Protocol):
         """
 
 
-class SearchedTier(Tier, BlockSource, Protocol):
-    """A tier that lookups ask."""
-
-    def checkpoints(self, blocks: Sequence[bytes]) -> Iterable[Checkpoint]:
-        """Return the checkpoints that belong to blocks of these keys."""
-
-
 class LowerTier(Tier, Protocol):
     """A tier below RAM, which stores commits."""
 
@@ -229,8 +222,11 @@ class LowerTier(Tier, Protocol):
         """Hide a record that is missing or, for a reason, must not be used; remove it soon."""
 
 
-class ReadTier(SearchedTier, LowerTier, Protocol):
+class ReadTier(LowerTier, BlockSource, Protocol):
     """A tier below RAM that lookups ask, and whose records are read into RAM."""
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> Iterable[Checkpoint]:
+        """Return the checkpoints that belong to blocks of these keys."""
 
     def branches(self, path: Mapping[bytes, bytes]) -> Collection[bytes]:
         """Return the parents that have another child than the child that `path` names."""

@@ -128,7 +128,7 @@ class SharedObjects:
     """
 
     def __init__(self, objects: Objects, encryption: Encryption, failures: Failures) -> None:
-        self.objects = TimedObjects(objects)
+        self._objects, self.objects = objects, TimedObjects(objects)
         self._encryption, self.failures = encryption, failures
         self.counts = dict.fromkeys(
             ("written", "written_bytes", "fetched", "fetched_bytes", "refused", "not_written"), 0
@@ -147,12 +147,15 @@ class SharedObjects:
         """Ask for a missing object; return whether the store answers."""
         self.objects.try_again()
         try:
-            self.objects.age_s(self.path(bytes(KEY_BYTES)))
+            self._age_s(bytes(KEY_BYTES))
         except Exception as error:
             self.reads.failed(error)
             return False
         self.reads.worked()
         return True
+
+    def _age_s(self, key: bytes) -> float | None:
+        return self.objects.ask(self._objects.age_s, self.path(key))
 
     @property
     def failed_with(self) -> str:
@@ -205,7 +208,7 @@ class SharedObjects:
 
     def _get(self, key: bytes, max_bytes: int) -> bytes | None:
         try:
-            content = self.objects.get(self.path(key), max_bytes)
+            content = self.objects.ask(self._objects.get, self.path(key), max_bytes)
             return self._encryption.decrypt(content, key)
         except (FileNotFoundError, StoreFormatError):
             return None
@@ -245,14 +248,15 @@ class SharedObjects:
         """Ask whether an object should be put: it is missing, damaged or was put long ago."""
         if self.is_seen(key):
             return False
-        age_s = None if key in self._bad else self.objects.age_s(self.path(key))
+        age_s = None if key in self._bad else self._age_s(key)
         if age_s is None or age_s > RENEW_S:
             return True
         self.saw(key)
         return False
 
     def put(self, key: bytes, content: bytes) -> None:
-        self.objects.put(self.path(key), self._encryption.encrypt(content, key))
+        encrypted = self._encryption.encrypt(content, key)
+        self.objects.ask(self._objects.put, self.path(key), encrypted)
         self.counts["written"] += 1
         self.counts["written_bytes"] += len(content)
         self._bad.discard(key)

@@ -28,18 +28,13 @@ _SAVED = "saved"
 _HOUR = 60
 
 
-class SmallState:
+class SmallState(Rows):
     """Rows of the index that no block needs. Any thread may read; changes need the store's lock."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self._ask, self._ask_in = rows.ask, rows.ask_in
-        self._transaction = rows.database.transaction
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of remembered replies, by digest, whose checksum is right."""
         query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
-        rows = self._ask_in(query, zip(digests), root, types=(bytes, bytes))
+        rows = self.ask_in(query, zip(digests), root, types=(bytes, bytes))
         return {
             digest: value[:-_CHECKSUM_BYTES]
             for digest, value in rows
@@ -49,7 +44,7 @@ class SmallState:
     def add_replies(self, root: bytes, replies: Mapping[bytes, bytes], used: float) -> None:
         if not replies:
             return
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
                 [
@@ -65,19 +60,16 @@ class SmallState:
 
     def _get(self, key: str) -> Any:
         """Return a JSON value; None if it is missing or damaged."""
-        for (value,) in self._ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
+        for (value,) in self.ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
             text = value[2 * _CHECKSUM_BYTES :]
             return json.loads(text) if value == _checked(key, text) else None
         return None
 
     def _put(self, key: str, content: Any) -> None:
-        """Persist a JSON value, in place of any before. This needs no lock of the store."""
-        try:
-            with self._transaction() as db:
-                row = key, _checked(key, json.dumps(content))
-                db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
-        except (OSError, sqlite3.Error) as error:
-            self._rows.report("keep a note", error)
+        """Persist a JSON value, in place of any before."""
+        with self.database.transaction() as db:
+            row = key, _checked(key, json.dumps(content))
+            db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
 
     def note(self, session_id: str) -> dict[str, str]:
         """Return a session's `title`, `client` and first `words`, each if any."""
@@ -91,12 +83,12 @@ class SmallState:
             self._put(f"{_NOTE}{session_id}", after)
 
     def forget_note(self, session_id: str) -> None:
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             db.execute("DELETE FROM state WHERE key = ?", (f"{_NOTE}{session_id}",))
 
     def forget_lost_notes(self) -> None:
         """Remove the notes of sessions that are gone."""
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             db.execute(
                 "DELETE FROM state WHERE key GLOB ?1 || '*' "
                 "AND substr(key, length(?1) + 1) NOT IN (SELECT id FROM sessions)",
@@ -111,10 +103,10 @@ class SmallState:
         """Add the persisted values of another index, as far as they can be read."""
         with (
             suppress(sqlite3.Error, UnicodeDecodeError),
-            closing(self._rows.database.files.encryption.connect(path)) as damaged,
+            closing(self.database.files.encryption.connect(path)) as damaged,
         ):
             for row in damaged.execute("SELECT key, value FROM state"):
-                with self._transaction() as db:
+                with self.database.transaction() as db:
                     db.execute("INSERT OR IGNORE INTO state VALUES (?, ?)", row)
 
     def written_last_hour(self) -> int:
@@ -122,14 +114,14 @@ class SmallState:
         now = _minute()
         # A clock that was set back leaves minutes of the future behind.
         total = "SELECT CAST(total(n_bytes) AS INTEGER) FROM writes WHERE minute BETWEEN ? AND ?"
-        return sum(n_bytes for (n_bytes,) in self._ask(total, now - _HOUR, now + 1))
+        return sum(n_bytes for (n_bytes,) in self.ask(total, now - _HOUR, now + 1))
 
     def count_write(self, n_bytes: int) -> None:
         """Count what is written now. The caller holds the store's lock."""
         if not n_bytes:
             return
         now = _minute()
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             db.execute(
                 "DELETE FROM writes WHERE minute NOT BETWEEN ? AND ?", (now - _HOUR, now + 1)
             )
@@ -142,7 +134,7 @@ class SmallState:
     def requests(self) -> list[dict[str, Any]]:
         """Return the records of requests, the newest first, without unreadable ones."""
         records = []
-        for (record_json,) in self._ask("SELECT about FROM requests ORDER BY number DESC"):
+        for (record_json,) in self.ask("SELECT about FROM requests ORDER BY number DESC"):
             try:
                 record = json.loads(record_json)
             except (TypeError, ValueError):
@@ -160,7 +152,7 @@ class SmallState:
         record_json = json.dumps(record)
         if len(record_json) > _MAX_RECORD_CHARS:
             return
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             db.execute("INSERT INTO requests (about) VALUES (?)", (record_json,))
             db.execute(
                 "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?",
@@ -169,7 +161,7 @@ class SmallState:
 
     def forget_requests(self, sessions: Collection[str | None] | None = None) -> None:
         """Remove records by the names of sessions, None for all, and quotations in the others."""
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             for number, record_json in db.execute("SELECT number, about FROM requests").fetchall():
                 try:
                     record = json.loads(record_json)

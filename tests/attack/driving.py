@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import load
 
-from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.host.hooks import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText

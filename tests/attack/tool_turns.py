@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.store.block_store import StoreLimits
 from models_check.build import build

@@ -73,7 +73,7 @@ def test_fewer_bits_are_further_away(
         assert row["texts"][row["worst_text"]] == max(row["texts"].values())
         assert row["divergence_p99_nats"] >= row["divergence_nats"]["value"]
     assert abs(eight["perplexity_rise"]["value"]) < 0.05
-    assert own["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
+    assert own["kv_bytes_per_token"] == 2 * 2 * 64 * 4  # keys and values of two layers
     assert eight["kv_bytes_per_token"] / own["kv_bytes_per_token"] == pytest.approx(8.5 / 32)
     assert (eight["bits_per_number"], own["bits_per_number"]) == (8.5, 32)
     assert eight["layout"] == "8rb64,c256"

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
-from mlx_lm_kvpersist.cli import machine_check, selftest
+from mlx_lm_kvpersist.cli import selftest
 from mlx_lm_kvpersist.cli.doctor import Finding, tried
 from mlx_lm_kvpersist.cli.main import main as command
 from mlx_lm_kvpersist.errors import SelfTestFailed
@@ -113,9 +113,9 @@ def test_the_page_of_a_machine_has_every_kernel(
 ) -> None:
     """Real arithmetic at small sizes: attention is right, and each call has a time and a size."""
     monkeypatch.setattr(selftest, "run_selftest", lambda options: [])
-    monkeypatch.setattr(machine_check, "HEADS", {80: 32})
-    monkeypatch.setattr(machine_check, "BITS", (4, 6))
-    monkeypatch.setattr(machine_check, "N_KEYS", 2048)
+    monkeypatch.setattr(selftest, "HEADS", {80: 32})
+    monkeypatch.setattr(selftest, "BITS", (4, 6))
+    monkeypatch.setattr(selftest, "N_KEYS", 2048)
     assert command(["selftest", "--machine"]) == 0
     page = capsys.readouterr().out
     assert f"mlx {versions.installed('mlx')}" in page and "out of memory: " in page
@@ -132,6 +132,6 @@ def test_a_wrong_kernel_is_named_and_fails_the_check(monkeypatch: pytest.MonkeyP
         return product(*args, **options) * (1.5 if options["bits"] == 6 else 1)
 
     monkeypatch.setattr(mx, "quantized_matmul", wrong_for_six_bits)
-    finding = tried("attention", lambda: machine_check.attention(64))
+    finding = tried("attention", lambda: selftest.attention(64))
     assert not finding.passed
     assert finding.found.startswith("wrong: packed, 6 bits, 2 heads; packed, 6 bits, 8 heads")

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from mlx_lm_kvpersist import _startup
-from mlx_lm_kvpersist.host.stopping import requested_plugins
+from mlx_lm_kvpersist.host import requested_plugins
 from tests.support.host import PTH, Environment
 
 STOCK_FORMS = {

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache
 
-from mlx_lm_kvpersist.cache.geometry.architectures import Architecture, known
+from mlx_lm_kvpersist.cache.geometry.probe import Architecture, known
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.live.rows import ArrayRows, PackedRows

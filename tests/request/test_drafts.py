@@ -78,7 +78,7 @@ class Server:
             replace(KV_BITS[bits], rotated=False), "dequantize", 1 << 30, with_text=False
         )
         self.loaded = loaded = load_model(self.provider, asked)
-        memory = Memory(1 << 30, 0, store)
+        memory = Memory(1 << 30, 0, store, loaded)
         self.serving = Serving(store, loaded, lambda *_: None, False, 0.1, memory)
         parts = (self.provider.model, loaded), (self.provider.draft_model, loaded.draft)
         for model, about in parts:

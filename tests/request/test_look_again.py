@@ -63,7 +63,7 @@ def decoded_tokens() -> Iterator[list[int]]:
 
 @pytest.fixture
 def serving(talk: Conversations) -> Iterator[Serving]:
-    memory = Memory(1 << 34, 0, talk.store)
+    memory = Memory(1 << 34, 0, talk.store, talk.loaded)
     yield Serving(talk.store, talk.loaded, lambda *_: None, False, 0.1, memory)
     memory.close()
 

@@ -96,8 +96,7 @@ class Restores:
 
 def account(loaded: Any, store: BlockStore, **more: Any) -> Memory:
     """Return an account with room for five sequences of 4,000 tokens."""
-    memory = Memory(1, 0, store, **more)
-    memory.serve(loaded)
+    memory = Memory(1, 0, store, loaded, **more)
     lengths = [4000] * 5
     takes, room = memory._takes, ROOM + GROWTH
     needed = takes.caches_bytes((), lengths, room) + takes.step_bytes((), lengths, room)
@@ -229,8 +228,7 @@ def test_mlx_keeps_freed_buffers_of_what_nobody_uses(loaded: Any, store: BlockSt
         return found
 
     for _ in range(2):
-        memory = Memory(200 * MIB, 1000 * MIB, store)
-        memory.serve(loaded)
+        memory = Memory(200 * MIB, 1000 * MIB, store, loaded)
         assert limit() == 1200 * MIB
         memory._pressure_level = lambda: CRITICAL
         memory.idle()

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
@@ -59,7 +59,7 @@ class Server:
         speed = Speed(replace(PrefillMemory.of(model, spec, MIB), most_factor=1.0))
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))
         loaded = LoadedModel(model, None, spec, "fingerprint", None, speed=speed)
-        self.memory = Memory(1 << 40, 0, self.store)
+        self.memory = Memory(1 << 40, 0, self.store, loaded)
         self.serving = Serving(self.store, loaded, lambda *_: None, False, 10.0, self.memory)
         if n_fit:
             lengths, room = [N_PROMPT] * n_fit, accounts.ROOM + accounts.GROWTH

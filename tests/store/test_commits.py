@@ -207,7 +207,25 @@ def of_second(real: Callable[..., object]) -> object:
 def test_a_transaction_that_fails_as_a_whole_leaves_no_files(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite ends the transaction of all if the disk fails within it."""
+    store.drain()
+
+    def fail(state: SmallState, n_bytes: int) -> None:
+        assert n_bytes
+        refuse()
+
+    with monkeypatch.context() as patch, writer_held(store):
+        patch.setattr(SmallState, "count_write", of_nth(2, SmallState.count_write, fail))
+        for number in range(3):
+            submit(store, chain([number]), f"s{number}")
+    assert store.turns_not_saved == 3 and store.index.keys() == set()
+    assert store.disk.sweep() == 0 and store.index.n_sessions() == 0
+    assert not list((store.folder / "sessions").iterdir())
+
+
+def test_turns_are_saved_although_sqlite_ends_their_transaction_with_another_turn(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite ends a whole transaction if the disk fails within it."""
     store.drain()
 
     def fail(index: Index, *args: object) -> None:
@@ -218,9 +236,9 @@ def test_a_transaction_that_fails_as_a_whole_leaves_no_files(
         patch.setattr(Index, "put_session", of_nth(3, Index.put_session, fail))
         for number in range(3):
             submit(store, chain([number]), f"s{number}")
-    assert store.turns_not_saved == 3 and store.index.keys() == set()
-    assert store.disk.sweep() == 0 and store.index.n_sessions() == 0
-    assert not list((store.folder / "sessions").iterdir())
+    assert store.turns_not_saved == 1 and store.disk.sweep() == 0
+    assert {session.name for session in store.index.sessions()} == {"s0", "s1"}
+    assert len(list((store.folder / "sessions").iterdir())) == 2 and not store.index.faults()
 
 
 def of_nth(n: int, real: Callable[..., None], fail: Callable[..., None]) -> object:
@@ -351,15 +369,15 @@ def test_a_turn_continues_the_session_that_ends_before_its_prompt(
     assert store.index.n_sessions() == 3
 
 
-def test_an_inner_transaction_that_fails_leaves_the_outer_one(tmp_path: Path) -> None:
+def test_an_inner_transaction_fails_with_the_outer_one(tmp_path: Path) -> None:
     with closing(Index(tmp_path / "index.sqlite")) as index:
         first, second = chain([1], [2])
-        with index.database.transaction():
+        with pytest.raises(OSError), index.database.transaction():
             index.add_blocks(ROOT, [(first, 7)])
-            with pytest.raises(OSError), index.database.transaction():
+            with index.database.transaction():
                 index.add_blocks(ROOT, [(second, 7)])
-                refuse()
-        assert index.keys() == {first.key} and index.faults() == []
+            refuse()
+        assert index.keys() == set() and index.faults() == []
 
 
 def test_a_turn_given_up_is_written_with_the_next(store: BlockStore) -> None:

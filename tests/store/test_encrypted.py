@@ -114,7 +114,7 @@ def test_the_folder_tells_nothing_of_a_conversation(
         staging = Staging(store.disk.files)  # as a process leaves it that is killed
         node = conversation()[0]
         new = store.disk.new_file(ROOT, node, content[node.key])
-        staging.write(node.key, new.write)
+        new.write(staging.path(node.key))
         assert list((folder / "quarantine").glob("*.safetensors"))
         found |= traces(folder, content)
     with (folder / "index.sqlite").open("r+b") as file:

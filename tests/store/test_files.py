@@ -191,7 +191,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="no space"), closing(Staging(OwnFiles(tmp_path))) as staging:
         staging.announce(100)
-        staging.write(NODE.key, write)
+        write(staging.path(NODE.key))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

@@ -11,6 +11,7 @@ import threading
 from contextlib import closing
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
+from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.index_schema import APPLICATION_ID, INDEX_FORMAT
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from tests.support.store_files import checkpoint_path
@@ -63,6 +65,7 @@ def test_a_rebuild_that_is_killed_loses_nothing(store: BlockStore) -> None:
     program = f"""
 import os
 from pathlib import Path
+from typing import Any
 from mlx_lm_kvpersist.store.records import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Index
@@ -280,3 +283,25 @@ def set_format(folder: Path, version: int, made_for: int) -> None:
     with closing(sqlite3.connect(folder / "index.sqlite")) as db:
         db.execute(f"PRAGMA user_version = {version}")
         db.execute(f"PRAGMA application_id = {APPLICATION_ID + made_for}")
+
+
+def test_a_rebuild_that_breaks_off_leaves_the_rows_as_they_were(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others read the old rows until it ends."""
+    save_turn(store, chain([1], [2]), "a name")
+    before, add, seen = store.index.keys(), Index.add_blocks, list[set[bytes]]()
+    sessions = store.index.sessions()
+
+    def breaking(index: Index, *args: Any) -> None:
+        add(index, *args)
+        seen.append(store.index.keys())
+        if len(seen) == 2:
+            raise OSError("a file cannot be read now")
+
+    with monkeypatch.context() as patch, StoreLock(store.folder / "lock").held():
+        patch.setattr(Index, "add_blocks", breaking)
+        with pytest.raises(OSError, match="now"):
+            rebuild_index(OwnFiles(store.folder))
+    assert seen == [before, before] and store.index.keys() == before
+    assert store.index.sessions() == sessions and store.index.faults() == []

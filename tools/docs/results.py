@@ -46,7 +46,7 @@ def in_short() -> str:
     ]
     agents = medians(results, bursts.QUESTION, bursts.LAST)
     rows.insert(
-        2, ("the last first token of six agents with a new system prompt", *_compared(agents, "s"))
+        2, ("the first tokens of all six agents with a new system prompt", *_compared(agents, "s"))
     )
     if n_decoded := _shortest_decoded(results):
         decoded = medians(results, decoding.QUESTION, f"1 of {tokens(n_decoded)}")

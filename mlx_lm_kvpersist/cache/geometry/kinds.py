@@ -1,7 +1,8 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
 This module alone knows the internals of mlx-lm's caches. A CacheList is taken apart: its leaves, in
-order, are the slots. Generation thread.
+order, are the slots. `end_on_grid` cuts prompts for caches that give attention arrays. Generation
+thread.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -24,11 +27,15 @@ from mlx_lm.models.cache import (
 )
 
 from ..live import packed as pk
+from ..live.attention import least_rows
 from ..live.batch import FullPrecisionBatchKVCache
-from ..live.quantized import BatchQuantizedKVCache, SequenceQuantizedKVCache
+from ..live.quantized import BatchQuantizedKVCache, PackedCache, SequenceQuantizedKVCache
 
 Fields = tuple[mx.array, ...]
 """Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""
+
+
+_MARK = "ends_on_grid"
 
 
 class GroupKind(Enum):
@@ -150,12 +157,11 @@ def most_taken_back(caches: Sequence[Any]) -> int:
     The caches are as before that call: a window is trimmable right before the call that fills it,
     and not after. At most `pk.GRID`; 0 for states, full windows and unknown classes.
     """
-    return max(0, min(map(_most_taken_back, slots_of(caches)), default=0))
-
-
-def _most_taken_back(slot: Any) -> int:
-    kinds = (kind for cls, kind in KINDS.items() if type(slot) in (cls, *kind.batches))
-    return next((kind.most_taken_back(slot) for kind in kinds), 0)
+    counts = []
+    for slot in slots_of(caches):
+        kinds = (kind for cls, kind in KINDS.items() if type(slot) in (cls, *kind.batches))
+        counts.append(next((kind.most_taken_back(slot) for kind in kinds), 0))
+    return max(0, min(counts, default=0))
 
 
 def kind_of(cache: Any) -> CacheKind:
@@ -184,3 +190,45 @@ def _replaced(cache: Any, rest: Iterator[Any]) -> Any:
     again = copy.copy(cache)
     again.caches = tuple(_replaced(inner, rest) for inner in cache.caches)
     return again
+
+
+def end_on_grid(model: Any) -> None:
+    """Make `model` compute a prompt of one row in calls that end with a block of the grid.
+
+    All queries of a call see the same arrays, and a query must see its own block in full precision
+    and older blocks quantized. Caches whose fetches are packed, or in full precision, change
+    nothing.
+    """
+    own: Any = model.__class__  # the class behind a proxy
+    if _MARK in vars(own):
+        return
+
+    @wraps(own.__call__)  # mlx-lm reads its parameters
+    def call(self: Any, inputs: mx.array, cache: Any = None, **embedded: Any) -> Any:
+        n_rows, n_tokens = inputs.shape[:2]
+        is_cut = n_tokens > 1 and n_rows == 1 and cache is not None
+        slots = slots_of(cache) if is_cut else ()
+        packed = (slot for slot in slots if isinstance(slot, PackedCache))
+        of_arrays = next((slot for slot in packed if not hasattr(slot, "bits")), None)
+        if of_arrays is None:
+            return own.__call__(self, inputs, cache=cache, **embedded)
+        logits = []
+        for piece in _pieces(of_arrays.lengths[0] % pk.GRID, n_tokens):
+            # For images: the embedding of each token.
+            cut = {name: x if x is None else x[:, piece] for name, x in embedded.items()}
+            logits.append(own.__call__(self, inputs[:, piece], cache=cache, **cut))
+        return mx.concatenate(logits, axis=1) if logits[1:] else logits[0]
+
+    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, _MARK: True}
+    model.__class__ = type(own.__name__, (own,), {"__call__": call, **named})
+
+
+def _pieces(n_own: int, n_tokens: int) -> Iterator[slice]:
+    """Cut the next tokens at the ends of blocks; the first block has `n_own` tokens already.
+
+    MLX may compile kernels for a call of a few rows, so a short piece becomes calls of one token.
+    """
+    for start, stop in pairwise([0, *range(pk.GRID - n_own, n_tokens, pk.GRID), n_tokens]):
+        is_short = stop - start < min(n_tokens, least_rows())
+        step = 1 if is_short else stop - start
+        yield from (slice(first, first + step) for first in range(start, stop, step))

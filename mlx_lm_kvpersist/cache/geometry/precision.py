@@ -12,8 +12,6 @@ GROUP_SIZES = (64, 32, 128)
 FULL_BITS = 16
 """Asks for full precision: the dtype that the model computes in."""
 
-_BITS = (2, 3, 4, 5, 6, 8)
-
 _NAME = re.compile(r"full|(?:k(\d)r?(?:p\d+)?v)?(\d)(r?)(?:p\d+)?b\d+")
 """The name of a precision, with the bits of keys, if they differ, of values, and the rotation."""
 
@@ -24,22 +22,13 @@ class Quantization:
 
     `group_size` numbers share a scale and a bias. With `rotated`, the numbers are multiplied by
     `rotation` before, because an outlier channel leaves few steps to all other channels. A head of
-    80 numbers becomes a head of 96, so that groups are whole: `padding` is 16. Raises ValueError if
-    MLX has no kernel for the bits or the group size.
+    80 numbers becomes a head of 96, so that groups are whole: `padding` is 16.
     """
 
     bits: int = 4
     group_size: int = 64
     rotated: bool = False
     padding: int = 0
-
-    def __post_init__(self) -> None:
-        if self.bits not in _BITS:
-            raise ValueError(f"bits is {self.bits}; MLX quantizes to {_BITS}")
-        if self.group_size not in GROUP_SIZES:
-            raise ValueError(
-                f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
-            )
 
     def __str__(self) -> str:
         padding = f"p{self.padding}" if self.padding else ""
@@ -58,17 +47,11 @@ class Quantization:
 class KVPrecision:
     """How the keys and the values of a layer are quantized; a layer in full precision has none.
 
-    Raises ValueError where keys and values differ in more than bits and padding.
+    Keys and values differ in bits and padding alone.
     """
 
     keys: Quantization = Quantization()
     values: Quantization = Quantization()
-
-    def __post_init__(self) -> None:
-        if self.keys.group_size != self.values.group_size:
-            raise ValueError("keys and values have different group sizes")
-        if self.keys.rotated != self.values.rotated:
-            raise ValueError("keys and values are rotated together, or not at all")
 
     @classmethod
     def of(

@@ -3,22 +3,33 @@
 Nothing is decided by a model's name, and nothing is evaluated. The caches that the model makes are
 filled first, to learn their geometry. Then ours take their place, and a forward pass shows whether
 the model's code accepts them.
+
+Facts that shapes do not show ship as data. `python -m models_check --facts write` evaluates a tiny
+model of every architecture of mlx-lm and writes `architectures.json`. CI does so again, and fails
+if the file says anything else.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import distribution
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from ...errors import ModelNotSupported
+from ...errors import KVPersistError, ModelNotSupported
 from ..live.quantized import SequenceQuantizedKVCache
 from .kinds import KINDS, REFUSED, GroupKind, replaced, slots_of
 from .precision import KVPrecision, PrecisionChoice
 from .spec import LayerGroup, ModelCacheSpec, TensorShape, dtype_name
+
+FILE = Path(__file__).with_name("architectures.json")
+_MODELS = "mlx_lm.models."
 
 _PROBE_IDS = tuple(range(1, 17))
 """Longer than the context of any convolution or n-gram, so that states have their final shape."""
@@ -34,14 +45,12 @@ def probe_model(model: Any, choice: PrecisionChoice | None = None) -> ModelCache
 
     Full groups get the precision whose group size needs the least padding, if it saves memory and
     the model's code accepts it; all other groups stay in full precision. `batches` and `joins` have
-    their defaults (`architectures.py` has the facts).
+    their defaults (`spec_of` applies the facts).
 
     Raises ModelNotSupported if a layer's cache is of a class that is not supported, or has an
-    unexpected form, or the model fails on a few tokens; ValueError if MLX cannot
-    quantize to these bits, or in groups of this size.
+    unexpected form, or the model fails on a few tokens.
     """
     choice = choice or PrecisionChoice()
-    choice.candidates()  # its ValueError concerns the choice, not the model
     try:
         return _probed(model, choice)
     except ModelNotSupported:
@@ -61,8 +70,13 @@ def _probed(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
     working = [replace(group, precision=None) for group in groups]
     for place, group in enumerate(groups):
         if group.precision is not None:
-            why = _why_not(model, spec_with(model, [*working[:place], group]))
-            working[place] = replace(working[place], why=why) if why else group
+            spec = spec_with(model, [*working[:place], group])
+            try:
+                _forward(model, spec.make_cache())
+                working[place] = group
+            except Exception as error:
+                why = f"the model's attention does not take it: {type(error).__name__}: {error}"
+                working[place] = replace(working[place], why=why)
     return spec_with(model, working)
 
 
@@ -179,9 +193,71 @@ def _fitting(
     return min(fitted, key=lambda fit: fit.keys.padding + fit.values.padding), ""
 
 
-def _why_not(model: Any, spec: ModelCacheSpec) -> str | None:
+@dataclass(frozen=True)
+class Architecture:
+    """The facts of one module of `mlx_lm.models`; they hold for every model of the module.
+
+    `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: their
+    prompts may be computed in one call, too. `packed`: a layer that calls attention over its
+    packed keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why
+    its conversations cannot be kept, "" if they can; classes of caches are `probe_model`'s matter.
+    """
+
+    batches: bool
+    joins: bool
+    packed: bool
+    refused: str = ""
+
+    def applied_to(self, spec: ModelCacheSpec) -> ModelCacheSpec:
+        """Return the spec of a model of this architecture, with `batches` and `joins`.
+
+        Raises ModelNotSupported if the architecture is refused.
+        """
+        if self.refused:
+            raise ModelNotSupported(f"its architecture cannot be kept: {self.refused}")
+        return replace(spec, batches=self.batches, joins=self.joins)
+
+
+def architecture_of(model: Any) -> Architecture | None:
+    """Return the facts of a model's architecture, or None if nothing is proven about it.
+
+    Nothing is proven about a class from outside `mlx_lm.models`, and about a module or a release of
+    mlx-lm that the file does not name. Raises KVPersistError if the file is missing or damaged.
+    """
+    module = str(model.__class__.__module__)  # a proxy answers for its model
+    if not module.startswith(_MODELS):
+        return None
+    installed = distribution("mlx-lm")
+    source = json.loads(installed.read_text("direct_url.json") or "{}")
+    if "vcs_info" in source or source.get("dir_info", {}).get("editable"):
+        return None  # a snapshot, which has the number of a release
+    return known().get(installed.version, {}).get(module.removeprefix(_MODELS))
+
+
+@lru_cache
+def known() -> dict[str, dict[str, Architecture]]:
+    """Return the facts by version of mlx-lm, and by module; see `architecture_of`."""
     try:
-        _forward(model, spec.make_cache())
-    except Exception as error:
-        return f"the model's attention does not take it: {type(error).__name__}: {error}"
-    return None
+        content = json.loads(FILE.read_text(encoding="utf-8"))
+        newest = _read(content["architectures"])
+        older = {version: newest | _read(facts) for version, facts in content["older"].items()}
+        return {content["newest"]: newest, **older}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KVPersistError(
+            f"{FILE} cannot be used ({type(error).__name__}: {error}); "
+            "install the package again: pip install --force-reinstall mlx-lm-kvpersist"
+        ) from error
+
+
+def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
+    return {module: Architecture(**fields) for module, fields in facts.items()}
+
+
+def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
+    """Return how a model's caches are kept in a precision, and what is computed together.
+
+    If `facts` is None, replies are batched as in stock, and prompts are never computed together.
+    Raises ModelNotSupported if the caches cannot be kept.
+    """
+    spec = probe_model(model, choice)
+    return spec if facts is None else facts.applied_to(spec)

@@ -463,14 +463,14 @@ def rules_for(
 class AttentionPlan:
     """How the layers of one group attend: by the first rule that applies, else dequantized.
 
-    Rules are for models that take packed keys. Such a model dequantizes at most
-    `max_dequantized_bytes` together: beyond that `dequantize` becomes `tiled`, unless the limit is
-    None. A tile has `tile_bytes` of dequantized keys and values.
+    Rules are for models that take packed keys. If no rule applies, such a model dequantizes at most
+    `max_dequantized_bytes` together: beyond that `dequantize` becomes `tiled`. A tile has
+    `tile_bytes` of dequantized keys and values.
     """
 
     rules: Sequence[Rule] = ()
     can_take_packed: bool = False
-    max_dequantized_bytes: int | None = MAX_DEQUANTIZED_BYTES
+    max_dequantized_bytes: int = MAX_DEQUANTIZED_BYTES
     tile_bytes: int = MAX_DEQUANTIZED_BYTES
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionPlan:
@@ -484,9 +484,8 @@ class AttentionPlan:
         for rule in self.rules:
             if n_queries <= rule.most_queries and n_rows >= rule.least_rows:
                 return rule.strategy
-        limit = self.max_dequantized_bytes if self.can_take_packed else None
-        is_tiled = limit is not None and n_rows * n_keys * token_bytes > limit
-        return "tiled" if is_tiled else "dequantize"
+        is_large = n_rows * n_keys * token_bytes > self.max_dequantized_bytes
+        return "tiled" if is_large and self.can_take_packed else "dequantize"
 
     def __str__(self) -> str:
         sizes = _PHASES.items()
@@ -495,6 +494,4 @@ class AttentionPlan:
 
 def forced_plan(strategy: Strategy) -> AttentionPlan:
     """Return the plan of a model that takes packed keys, which always takes `strategy`."""
-    if strategy == "dequantize":
-        return AttentionPlan(can_take_packed=True, max_dequantized_bytes=None)
     return AttentionPlan((Rule(strategy),), can_take_packed=True)

@@ -27,12 +27,11 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from ...apis import API, Request, openai_error, require_text
 from ...errors import GenerationStopped, KVPersistError, RequestRefused
-from .. import manager
+from .. import manager, stop
 from ..attachments import fit_attachments
 from ..hooks import ClientRequest, FrozenHeaders, Route, frozen
 from ..scheduling.model_provider import loaded_name, own_names
 from ..scheduling.waiting import ARRIVING
-from ..stopping import stop
 from . import request_checks
 from .clients import ClientConnection, Clients, PluginHTTPServer
 from .completion import ChatReply, Completion, ObservedGenerator, StopWords

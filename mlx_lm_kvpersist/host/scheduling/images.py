@@ -27,15 +27,11 @@ def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
     keys = zip(prompt, vision.cache_key, strict=True)
     ids = [GOES_ON if key < 0 else token for token, key in keys]
     for start, pixels in zip(vision.starts, vision.pixel_values, strict=True):
-        ids[start] = _image_id(pixels)
+        floats = np.ascontiguousarray(pixels.astype(mx.float32))
+        digest = hashlib.sha256(repr(floats.shape).encode())
+        digest.update(floats.data)
+        ids[start] = first_id(digest.digest())
     return ids
-
-
-def _image_id(pixels: mx.array) -> int:
-    floats = np.ascontiguousarray(pixels.astype(mx.float32))
-    digest = hashlib.sha256(repr(floats.shape).encode())
-    digest.update(floats.data)
-    return first_id(digest.digest())
 
 
 def named(messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> list[Mapping[str, Any]]:

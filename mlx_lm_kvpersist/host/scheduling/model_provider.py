@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from huggingface_hub import try_to_load_from_cache
 
-from ...errors import ConfigError, RequestRefused
+from ...errors import ConfigError
 from ...ranks import LOADING_S, PATIENCE_S, ranks
 from .. import manager
 from ..attachments import IMAGE_KINDS
@@ -81,7 +81,10 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             self.max_context = max_context(model_path, self.tokenizer)
             # 0.31.3 has no processors.
             self.reads_images = renders_images(self.tokenizer, getattr(self, "processor", None))
-            choose_wired_limit(self)
+            limit: Any = mx.set_wired_limit
+            if isinstance(limit, WiredLimit) and limit.asked_bytes:
+                asked_bytes = limit.asked_bytes
+                limit.choose(manager.ask("wired_limit", provider=self, asked_bytes=asked_bytes))
             self._tell_plugins()
         finally:
             self.is_loading = False
@@ -235,17 +238,6 @@ def _is_length(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _UNSTATED
 
 
-def check_length(n_tokens: int, most: int | None) -> None:
-    """Refuse a prompt that is longer than its model's context.
-
-    The message is Anthropic's, the code is OpenAI's: clients recognise them and shorten the
-    conversation.
-    """
-    if most is not None and n_tokens > most:
-        message = f"prompt is too long: {n_tokens} tokens > {most} maximum"
-        raise RequestRefused(message, code="context_length_exceeded")
-
-
 class WiredLimit:
     """Takes the place of `mx.set_wired_limit`: the host sets a limit, plugins choose what is true.
 
@@ -278,11 +270,3 @@ class WiredLimit:
         if limit != self._set_bytes:
             self._stock(limit)
             self._set_bytes = limit
-
-
-def choose_wired_limit(provider: Any) -> None:
-    """Ask the plugins how much to keep wired for the model that `provider` has loaded."""
-    limit: Any = mx.set_wired_limit
-    if isinstance(limit, WiredLimit) and limit.asked_bytes:
-        asked_bytes = limit.asked_bytes
-        limit.choose(manager.ask("wired_limit", provider=provider, asked_bytes=asked_bytes))

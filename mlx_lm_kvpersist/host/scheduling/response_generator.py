@@ -27,10 +27,10 @@ from ..attachments import fit_attachments
 from ..history import PLACE, Templates, without
 from ..hooks import ClientRequest, Prompt, copied, frozen, has_text_only
 from ..http.request_checks import check_ids, check_prompt_ids
-from ..manager import TakenTokens
+from ..manager import TakenTokens, take_request
 from .batch_generator import LOOKS_FIRST
 from .images import fed_images, named, with_images
-from .model_provider import check_length, loaded_name
+from .model_provider import loaded_name
 from .waiting import ARRIVING, ASK_EVERY, QUIET_GAP_S, Line, Rendered, ReplyQueue, Waiting
 
 if TYPE_CHECKING:
@@ -131,7 +131,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         find = partial(self._look, timeout, entering)
         look, are_told = self._ranks.first_and_all(find, self._is_told_to_stop, "a request")
         if self._ranks.are_several and any(are_told):
-            self._stop_all()
+            # One rank was told to end, so all ranks end now.
+            self._stops = self._ranks.is_ending = True
+            if self._ranks.decides and not self._is_told_to_stop:
+                _thread.interrupt_main(signal.SIGTERM)
             return None
         if not self._ranks.decides:
             for request, args, attributes in look.arrived:
@@ -237,12 +240,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         self._replies = [reply for reply in replies if not (reply.is_over or reply.is_stopped)]
         return is_asked or n_stopped > 0
 
-    def _stop_all(self) -> None:
-        """End this rank's thread: one rank was told to end, so all ranks end now."""
-        self._stops = self._ranks.is_ending = True
-        if self._ranks.decides and not self._is_told_to_stop:
-            _thread.interrupt_main(signal.SIGTERM)
-
     @property
     def _stop(self) -> bool:
         """Whether the thread ends. Several ranks end between the same two requests."""
@@ -281,7 +278,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         except Exception as error:
             waiting.error = error
         else:
-            waiting.taken = waiting.rendered.take()
+            waiting.taken = take_request(waiting.rendered.request, waiting.rendered.prompt)
 
     def generate(
         self, request: Any, generation_args: Any, *args: Any, **kwargs: Any
@@ -345,7 +342,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if waiting is not None and waiting.rendered is rendered:
             plugin_request = waiting.taken
         else:
-            plugin_request = rendered.take()
+            plugin_request = take_request(rendered.request, rendered.prompt)
         prompt, n_cached = None, -1
         if plugin_request is not None and (prompt := plugin_request.enter()) is not None:
             n_cached = plugin_request.n_cached
@@ -412,7 +409,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if not has_text_only(request.messages):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")
         rendered = self._render(provider.tokenizer, request, args)
-        taken = rendered.take()
+        taken = take_request(rendered.request, rendered.prompt)
         return len(rendered.stock[0] if taken is None else taken.request.prompt.ids)
 
     def _rendered(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
@@ -427,7 +424,12 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         rendered: Rendered | None = getattr(request, "rendered", None)
         if rendered is None or rendered.tokenizer is not tokenizer:
             rendered = self._render(tokenizer, request, args)
-        check_length(len(rendered.stock[0]), self.model_provider.max_context)
+        n_tokens, most = len(rendered.stock[0]), self.model_provider.max_context
+        if most is not None and n_tokens > most:
+            # The message is Anthropic's, the code is OpenAI's: clients recognise them and shorten
+            # the conversation.
+            message = f"prompt is too long: {n_tokens} tokens > {most} maximum"
+            raise RequestRefused(message, code="context_length_exceeded")
         return rendered
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import ClientGone, DeviceFailed, RequestRefused
 from ..hooks import ClientRequest, Prompt
-from ..manager import Taken, take_request
+from ..manager import Taken
 
 GAP_S = 0.05
 """How long requests may begin and enter between two steps of the replies."""
@@ -99,10 +99,6 @@ class Rendered:
     stock: tuple[Any, ...]
     prompt: Prompt
 
-    def take(self) -> Taken | None:
-        """Ask the plugins who takes the request; None leaves it to stock."""
-        return take_request(self.request, self.prompt)
-
 
 @dataclass(eq=False)
 class Waiting:
@@ -176,21 +172,7 @@ class Line(deque[Waiting]):
         A request that cannot join the batch blocks those behind it. `begin` is called once for each
         request that joins; without it, requests enter at once. quiet: whether no reply has begun.
         """
-        gap_s = QUIET_GAP_S if quiet else GAP_S
-        ready = self._ready(joins, begin, gap_s)
-        if ready is None and quiet:
-            ready = self._finished(gap_s)
-        if ready is None:
-            self._gap_began_s = None
-        return ready
-
-    def _ready(
-        self,
-        joins: Callable[[Waiting], bool],
-        begin: Callable[[Waiting], None] | None,
-        gap_s: float,
-    ) -> Waiting | None:
-        self._is_behind = False
+        gap_s, self._is_behind = QUIET_GAP_S if quiet else GAP_S, False
         for waiting in list(self):
             if self.left_s(gap_s) <= 0 and self._has_moved:
                 self._is_behind = True
@@ -206,7 +188,10 @@ class Line(deque[Waiting]):
                 self._has_moved = True
                 self.remove(waiting)
                 return waiting
-        return None
+        ready = self._finished(gap_s) if quiet else None
+        if ready is None:
+            self._gap_began_s = None
+        return ready
 
     def _finished(self, gap_s: float) -> Waiting | None:
         """Let each request work until it waits for something; remove the first that is ready."""

@@ -12,9 +12,8 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
-from mlx_lm_kvpersist.cache.geometry import on_grid
-from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
-from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry import kinds
+from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
@@ -66,7 +65,7 @@ def test_a_short_piece_is_computed_token_by_token_if_kernels_are_compiled_for_fe
     n_before: int, n_tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that is not cut has the rows that it has in stock."""
-    monkeypatch.setattr(on_grid, "least_rows", lambda: 33)
+    monkeypatch.setattr(kinds, "least_rows", lambda: 33)
     calls: list[int] = []
 
     class Model:

@@ -78,29 +78,11 @@ def test_a_head_is_padded_to_whole_groups() -> None:
     assert str(KVPrecision.of(4, 32).fitted(80, 80)) == "4p16b32"
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(7, 64), (4, 16), (4, 0)])
-def test_what_mlx_cannot_do_is_refused(bits: int, group_size: int) -> None:
-    with pytest.raises(ValueError, match="MLX quantizes"):
-        KVPrecision.of(bits, group_size)
-    with pytest.raises(ValueError, match="group sizes"):
-        KVPrecision(Quantization(4, 32), Quantization(4, 64))
-
-
 def test_values_may_take_other_bits() -> None:
     precision = KVPrecision.of(8, 64, 4)
     assert str(precision) == "k8v4b64"
     assert (precision.keys, precision.values) == (Quantization(8, 64), Quantization(4, 64))
     assert KVPrecision.of(8, 64, 8) == KVPrecision.of(8, 64)
-    with pytest.raises(ValueError, match="bits is 7"):
-        KVPrecision.of(8, 64, 7)
-
-
-def test_keys_and_values_are_quantized_alike_or_not_at_all() -> None:
-    for key_bits, value_bits in ((FULL_BITS, 4), (6, FULL_BITS)):
-        with pytest.raises(ValueError, match="bits is 16"):
-            KVPrecision.of(key_bits, 64, value_bits)
-    with pytest.raises(ValueError, match="together"):
-        KVPrecision(Quantization(6, 64, rotated=True), Quantization(4, 64))
 
 
 @pytest.mark.parametrize(

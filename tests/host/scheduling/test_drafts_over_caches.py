@@ -15,8 +15,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import CacheList, KVCache
 
-from mlx_lm_kvpersist.cache.geometry.kinds import kind_of, most_taken_back, slots_of
-from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid, kind_of, most_taken_back, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache

@@ -13,8 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_kvpersist.cache.geometry.kinds import most_taken_back
-from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid, most_taken_back
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache, batch_of
