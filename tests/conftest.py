@@ -14,7 +14,12 @@ from hypothesis import settings
 
 from tests.support import ServerProcess, StartServer, make_tiny_model
 from tests.support.clock import Clock
-from tests.support.host import environment, patched_server, server, stock_environment  # noqa: F401
+from tests.support.host import (  # noqa: F401
+    environment,
+    patched_server,
+    server,
+    stock_environment,
+)
 from tests.support.synthetic.smollm2 import NOT_FETCHED, is_fetched, make_smollm2
 from tests.support.zygote import Zygote
 
@@ -76,7 +81,15 @@ def _module_of(item: pytest.Item) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def zygotes() -> Iterator[None]:
+def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers find no model that somebody downloaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zygotes(hub_cache: None) -> Iterator[None]:
     """On Linux servers are forked from processes that have imported transformers."""
     ServerProcess.zygotes[sys.executable] = made = (Zygote(), Zygote())
     yield

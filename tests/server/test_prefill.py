@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tests.support import (
 )
 from tests.support.openblas import openblas_env
 from tests.support.waiting import wait_until
+from tests.support.zygote import Zygote
 
 from .stored import wait_for_reply, wait_for_writer
 
@@ -29,8 +32,19 @@ LONG = 10_000
 """Characters of a prompt that takes seconds."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def zygote() -> Iterator[None]:
+    """These servers compute with OpenBLAS; they are forked from a process that has it."""
+    before = ServerProcess.zygotes[sys.executable]
+    made = Zygote(env=openblas_env())
+    ServerProcess.zygotes[sys.executable] = (*before, made)
+    yield
+    ServerProcess.zygotes[sys.executable] = before
+    made.close()
+
+
 @pytest.fixture(scope="module")
-def server(started: StartServer, tiny_model: Path) -> ServerProcess:
+def server(started: StartServer, tiny_model: Path, zygote: None) -> ServerProcess:
     return started.with_plugin(tiny_model, env=openblas_env())
 
 
