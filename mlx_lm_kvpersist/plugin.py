@@ -33,15 +33,11 @@ from .request_log import HEADERS, Metrics, RequestLog
 from .store.block_store import BlockStore
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions
-from .store.threads import Threads
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
 CHUNK_SHARE = 8
 """A chunk of a prompt takes an eighth of the memory account at most."""
-
-LAST_LOOKUP_S = 1.0
-"""How long a shutdown waits for a running lookup."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +46,6 @@ class KVPersistPlugin:
     """Gives the server's conversations a KV cache that outlives the server."""
 
     _config: config.Config
-    _lookups: Threads
     """Set by `configure`, before the server asks for anything else."""
 
     def __init__(self) -> None:
@@ -81,7 +76,6 @@ class KVPersistPlugin:
         if (shared := self._config.shared) is not None:
             self._store.share(*shared, partial(known_replies, self._store))
         self._sessions = StoredSessions(self._store)
-        self._lookups = Threads(1, "kvpersist-lookup")
         if host := getattr(args, "host", None):
             self._address = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
         if getattr(args, "model", None) is None:
@@ -92,7 +86,6 @@ class KVPersistPlugin:
         self._drop_model()
         self._sessions = None
         if self._store is not None:
-            self._lookups.close(LAST_LOOKUP_S)
             self._store.close()
             self._store = None
 
@@ -195,8 +188,9 @@ class KVPersistPlugin:
         if serving := self._serving:
             state = RequestState.of(request)
             serving.fetch(state, prompt)
-            # Each thread has a connection to the index, and HTTP threads are short-lived.
-            self._lookups.submit(partial(serving.look_up, state, prompt)).result()
+            with serving.store.index.database.lent():
+                if serving is self._serving:  # else another model was loaded, or the server ends
+                    serving.look_up(state, prompt)
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
@@ -241,6 +235,8 @@ class KVPersistPlugin:
     def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:
         state = RequestState.of(request)
         state.move(Stage.DONE)
+        if self._serving is not None and request.client_gone:
+            self._serving.remember(state)  # no reply is sent that would remember it
         outcome = state.outcome
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)

@@ -163,8 +163,8 @@ def traced(folder: Path) -> dict[str, Functions]:
     with trace.journey((manager.Taken, "insert"), threads=("kvpersist-writer",)) as save:
         server.complete(prompt)
         server.settle(forget=True)
-    waiting = importlib.import_module("mlx_lm_kvpersist.host.scheduling.waiting")
-    with trace.journey((waiting, "take_request"), (manager.Taken, "enter")) as restore:
+    generator = importlib.import_module("mlx_lm_kvpersist.host.scheduling.response_generator")
+    with trace.journey((generator, "take_request"), (manager.Taken, "enter")) as restore:
         n_restored = server.complete(prompt)
     assert n_restored > 0, "nothing was restored"
     messages = [

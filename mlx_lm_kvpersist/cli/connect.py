@@ -1,8 +1,7 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
-A JSON file that exists is merged, so its other settings stay. A TOML file belongs to this command
-and is replaced. Next to each file that it writes, the command keeps a record of the former content,
-and `--undo` restores that.
+A file that exists is merged, so its other settings stay. Next to each file that it writes, the
+command keeps a record of the former content, and `--undo` restores that.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..store.folder import whole_file
 from .servers import ask
 
 Settings = Mapping[str, Any] | str
-"""Merged into a JSON file, or the text that replaces a TOML file."""
+"""A table for a JSON file, or the text of tables for a TOML file."""
 
 _NAME = "kvpersist"
 _TITLE = "mlx-lm-kvpersist"
@@ -118,21 +117,28 @@ def undo(name: str) -> None:
     ]
     if not records:
         print(f"connect has written no file of {name}'s.")
+    failures = []
     for file, record in records:
         path = file.resolve()
         try:
-            former = _undone(path, json.loads(record.read_bytes()))
+            written = json.loads(record.read_bytes())
+            former = _undone(path, written)
             if former is None:
                 path.unlink(missing_ok=True)
             else:
                 _replace(path, former, path.stat().st_mode & 0o777)
         except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
             why = " ".join(str(error).split())
-            raise ConfigError(
-                f"{file} cannot be restored ({why}); its former content is in {record}"
-            ) from error
+            failures.append(f"{file} cannot be restored ({why}); its former content is in {record}")
+            continue
         record.unlink()
-        print(f"{file} is as it was.")
+        for folder in written.get("folders", ()):
+            with suppress(OSError):  # it holds other files, or is gone
+                Path(folder).rmdir()
+        kept = "" if former == written["before"] else ", but for what was changed since"
+        print(f"{file} is as it was{kept}.")
+    if failures:
+        raise ConfigError("; ".join(failures))
 
 
 def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
@@ -142,15 +148,19 @@ def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
     if the former content is not known.
     """
     before: str | None = record["before"]
-    current = path.read_bytes().decode() if path.exists() else None
-    if current in (record["after"], before):
+    after: str = record["after"]
+    current = _content(path)
+    if current in (after, before):
         return before
     if current is None:
         raise ValueError("somebody has removed it")
     if path.suffix == ".toml":
-        raise ValueError("somebody has changed it")
-    tables = [json.loads(text or "{}") for text in (current, before, record["after"])]
-    return _in_json(_without(*tables), current)
+        text = _without_lines(current, before or "", after)
+        return text if before is not None else text.lstrip() or None
+    former = json.loads(before or "{}")
+    table = _without(json.loads(current, object_pairs_hook=_table), former, json.loads(after))
+    # A program that only wrote the same entries in another style has changed nothing.
+    return before if json.dumps(table) == json.dumps(former) else _in_json(table, current)
 
 
 def _without(
@@ -169,6 +179,29 @@ def _without(
     return table
 
 
+def _without_lines(current: str, before: str, after: str) -> str:
+    """Return the current TOML text without the lines that differ from `before` to `after`."""
+    tables, former = _tables(current), dict(_tables(before))
+    written = dict(_tables(after))
+    for header, lines in tables:
+        old = former.get(header, [])
+        for line in written.get(header, []):
+            if line in lines and line not in old:
+                place = lines.index(line)
+                lines[place : place + 1] = [each for each in old if _key(each) == _key(line)]
+    left = [
+        (header, lines)
+        for header, lines in tables
+        if header in former or header not in written or any(line.strip() for line in lines)
+    ]
+    return _in_toml(left, current)
+
+
+def _content(path: Path) -> str | None:
+    """Return a file's text, None without a file. Raises ValueError for bytes that are not UTF-8."""
+    return path.read_bytes().decode() if path.exists() else None
+
+
 def _record_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{_NAME}-undo")
 
@@ -181,20 +214,24 @@ def _write(file: Path, settings: Settings) -> None:
     path = file.resolve()  # a link stays one
     if path.exists() and not path.is_file():
         raise ValueError("it is no regular file")
-    before = path.read_bytes().decode() if path.exists() else None
+    before = _content(path)
     after = _text(settings, before or "")
+    after.encode()  # raises ValueError now, and not between the record and the file
     if before == after:
         print(f"{file} says all of it already.\n")
         return
     old, new = (before or "").splitlines(), after.splitlines()
     print("\n".join(difflib.unified_diff(old, new, str(file), str(file), lineterm="")))
+    folders = [str(folder) for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = 0o600 if before is None else path.stat().st_mode & 0o777
     record = _record_of(path)
     if record.exists():  # from a call before this one
-        with suppress(ValueError):  # somebody has changed or removed the file
-            before = _undone(path, json.loads(record.read_bytes()))
-    _replace(record, json.dumps({"before": before, "after": after}), 0o600)
+        with suppress(ValueError):  # somebody has removed the file
+            written = json.loads(record.read_bytes())
+            folders = written.get("folders", [])
+            before = _undone(path, written)
+    _replace(record, json.dumps({"before": before, "after": after, "folders": folders}), 0o600)
     _replace(path, after, mode)
     print(f"\n{file} is written.\n")
 
@@ -208,17 +245,63 @@ def _replace(path: Path, text: str, mode: int) -> None:
 def _text(settings: Settings, before: str) -> str:
     """Return a file's text with the settings in it. Raises ValueError if it cannot be merged."""
     if isinstance(settings, str):
-        return settings
+        return _merged_toml(before, settings)
     current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
     merged = _merged(current, settings)
     return before if merged == current else _in_json(merged, before)
 
 
 def _in_json(table: Mapping[str, Any], like: str) -> str:
-    """Return a table as JSON, indented as a text is."""
+    """Return a table as JSON, in the style of a text."""
     indented = re.search(r"^([ \t]+)\S", like, re.MULTILINE)
     indent = indented[1] if indented else 2
-    return json.dumps(table, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(table, indent=indent, ensure_ascii=False, allow_nan=False)
+    return _with_line_ends([text, ""], like)
+
+
+def _merged_toml(before: str, settings: str) -> str:
+    """Return a TOML text with the entries of another one in it."""
+    tables = _tables(before)
+    for header, entries in _tables(settings):
+        if header not in dict(tables):
+            tables.append((header, []))
+        lines = dict(tables)[header]
+        for place, line in enumerate(entries):
+            keys = [_key(each) for each in lines]
+            if _key(line) in keys:
+                lines[keys.index(_key(line))] = line
+            else:  # at the beginning of the table, before any value of several lines
+                lines.insert(place, line)
+    return _in_toml(tables, before)
+
+
+def _tables(toml: str) -> list[tuple[str, list[str]]]:
+    """Return the line of each table in a TOML text, "" for the top, and the lines after it."""
+    tables: list[tuple[str, list[str]]] = [("", [])]
+    for line in toml.replace("\r\n", "\n").removesuffix("\n").split("\n") if toml else ():
+        if re.fullmatch(r"\[.*\]\s*(#.*)?", line):
+            tables.append((line, []))
+        else:
+            tables[-1][1].append(line)
+    return tables
+
+
+def _key(line: str) -> str:
+    return line.partition("=")[0].strip()
+
+
+def _in_toml(tables: list[tuple[str, list[str]]], like: str) -> str:
+    """Return a TOML text of tables, with the line ends of another text."""
+    lines = [line for header, entries in tables for line in (header, *entries)][1:]
+    return _with_line_ends([*lines, ""], like) if lines else ""
+
+
+def _with_line_ends(lines: Sequence[str], like: str) -> str:
+    """Return a text of lines, the last one empty, with the line ends of another text."""
+    text = "\n".join(lines)
+    if like.strip() and not like.endswith("\n"):
+        text = text.removesuffix("\n")
+    return text.replace("\n", "\r\n") if "\r\n" in like else text
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -77,7 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # ASCII shows a name as far as it can
     parser = make_parser()
     parser.check_command(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        fail = args.error if "error" in args else parser.error
+        blanks = "" if unknown[0].startswith("-") else "; a name with blanks needs quotes"
+        fail(f"unrecognized arguments: {' '.join(unknown)}{blanks}")
     if "run" not in args:
         args.print_help()
         return 0
@@ -263,7 +267,8 @@ def _add_connect(add: Any) -> None:
         help="a running server behind the router, such as http://mac-2.local:8080; can be given "
         "more than once",
     )
-    connect.add_argument(
+    change = connect.add_mutually_exclusive_group()
+    change.add_argument(
         "--write",
         action="store_true",
         help="write the settings to a separate file or into the client's file, and show the "
@@ -275,7 +280,7 @@ def _add_connect(add: Any) -> None:
         action="store_true",
         help="claude: change its settings for all projects instead of writing a separate file",
     )
-    connect.add_argument(
+    change.add_argument(
         "--undo", action="store_true", help="restore the client's files as they were before --write"
     )
 
@@ -329,7 +334,8 @@ def _add_sessions(commands: Any) -> None:
         "List sessions, the most recently used first: a line each in a terminal, tab-separated "
         "values in a pipe. Sizes count shared blocks in full."
     )
-    listed.add_argument("text", metavar="TEXT", nargs="?", help="text in the name or the title")
+    matched = "text in the name, the title, the first words, the client or the id"
+    listed.add_argument("text", metavar="TEXT", nargs="?", help=matched)
     orders = ("used", "size", "tokens", "name")
     what = "what comes first: last used, largest, most tokens, or by name (default: %(default)s)"
     listed.add_argument("--sort", choices=orders, default="used", help=what)

@@ -119,8 +119,9 @@ def amount(totals: Totals) -> str:
     return ", ".join(counted(number, kind[:-1]) for kind, number in counts(totals).items())
 
 
-def named(session: Session) -> str:
-    return f"{session.id}  {'-' if session.name is None else shown(session.name)}"
+def named(session: Session, note: Mapping[str, str]) -> str:
+    """Return a session's id and what people call it."""
+    return f"{session.id}  {called(session.name, note) or '-'}"
 
 
 def local_time(time_s: float) -> str:

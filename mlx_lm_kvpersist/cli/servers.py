@@ -73,8 +73,9 @@ def ask(url: str, path: str, body: Any = None, timeout_s: float = 10.0) -> Any:
 
 
 def _no_answer(url: str, error: Exception) -> KVPersistError:
+    reason = getattr(error, "reason", error)  # a URLError encloses it
     return KVPersistError(
-        f"no answer from {url} ({error}); name a running server with --url, "
+        f"no answer from {url} ({reason}); name a running server with --url, "
         "or its store with --kvpersist-dir"
     )
 

@@ -64,7 +64,10 @@ def choose(index: Index, wanted: str) -> Session:
     by_id = [session for session in begun if session.id == wanted]
     matches = by_id or named or begun
     if not matches:
-        raise StoreError(f"no session has the id or the name {shown(wanted)}")
+        raise StoreError(
+            f"no session has the id, the name or the title {shown(wanted)}; "
+            "`mlx-lm-kvpersist sessions list` shows all"
+        )
     if len(matches) > 1:
         what = "branches have the name" if named else "ids begin with"
         ids = ", ".join(session.id for session in matches)
@@ -104,17 +107,16 @@ def list_all(args: argparse.Namespace) -> Report:
     folder, now = args.kvpersist_dir, time.time()
     found: list[tuple[Session, str, dict[str, Any]]] = []
     with reading(args) as index:
-        for session in index.sessions():
-            note = index.state.note(session.id)
-            names = f"{session.name or ''}\n{note.get('title') or ''}".casefold()
-            if args.text is None or args.text.casefold() in names:
-                found.append((session, called(session.name, note), describe(index, session)))
+        for session in index.state.matching(index.sessions(), args.text or ""):
+            name = called(session.name, index.state.note(session.id))
+            found.append((session, name, describe(index, session)))
     found.sort(key=_ORDERS[args.sort])
     listed = found[: args.limit]
     facts = [fields for *_, fields in listed]
     content = {"folder": str(folder), "sessions": facts}
     if not listed:
-        which = "" if args.text is None else f" with {shown(args.text)} in the name or the title"
+        where = "the name, the title, the first words, the client or the id"
+        which = f" with {shown(args.text)} in {where}" if args.text else ""
         return Report(content, f"no sessions{which} in {folder}")
     if not args.json and not sys.stdout.isatty():
         print_tsv(facts, *_TSV_COLUMNS)
@@ -142,7 +144,7 @@ def rename(args: argparse.Namespace) -> Report:
         disk.index.state.add_note(session.id, title=title)
         facts = describe(disk.index, session)
     what = f"is called {shown(title)}" if title else "has no title any more"
-    return Report(facts, f"{named(session)}  {what}")
+    return Report(facts, f"{named(session, {})}  {what}")
 
 
 def show(args: argparse.Namespace) -> Report:
@@ -186,6 +188,7 @@ def rm(args: argparse.Namespace) -> Report:
         index = disk.index
         chosen = index.sessions() if args.all else [choose(index, name) for name in args.sessions]
         chosen = list(dict.fromkeys(chosen))
+        names = [named(session, index.state.note(session.id)) for session in chosen]
         before = disk.index.totals()
         for session in chosen:
             disk.remove_session(session)
@@ -194,7 +197,7 @@ def rm(args: argparse.Namespace) -> Report:
     removed = [{"id": session.id, "name": session.name} for session in chosen]
     return Report(
         {"removed": removed, **counts(freed), "bytes": freed.n_bytes},
-        *(f"removed {named(session)}" for session in chosen),
+        *(f"removed {name}" for name in names),
         f"freed {show_bytes(freed.n_bytes)}: {amount(freed)}",
     )
 
@@ -203,8 +206,9 @@ def pin(args: argparse.Namespace) -> Report:
     with changing(args) as disk, disk.lock.held():
         session = disk.set_pinned(choose(disk.index, args.session), args.subcommand == "pin")
         facts = describe(disk.index, session)
+        name = named(session, disk.index.state.note(session.id))
     what = "pinned" if session.pinned else "no longer pinned"
-    return Report(facts, f"{named(session)}  is {what}")
+    return Report(facts, f"{name}  is {what}")
 
 
 def export(args: argparse.Namespace) -> Report:
@@ -215,8 +219,9 @@ def export(args: argparse.Namespace) -> Report:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
         n_bytes = export_session(index, session, target, on_progress)
         facts = describe(index, session)
+        name = named(session, index.state.note(session.id))
     content = {**facts, "file": str(target), "file_bytes": n_bytes}
-    return Report(content, f"{named(session)}  is now in {target}, {show_bytes(n_bytes)}")
+    return Report(content, f"{name}  is now in {target}, {show_bytes(n_bytes)}")
 
 
 def load(args: argparse.Namespace) -> Report:
@@ -227,11 +232,12 @@ def load(args: argparse.Namespace) -> Report:
     with closing(source), closing(DiskStore(folder, limits, encryption=encryption)) as disk:
         session, new, is_new = import_session(disk, source)
         facts = describe(disk.index, session)
+        name = named(session, disk.index.state.note(session.id))
     n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)
     written = Totals(len(new) - n_checkpoints, 0, n_checkpoints)
     what = "is added" if is_new else "was there"
     n_written = {f"{kind}_written": n for kind, n in counts(written).items()}
-    line = f"{named(session)}  {what}; written: {amount(written)}"
+    line = f"{name}  {what}; written: {amount(written)}"
     return Report({**facts, "is_new": is_new, **n_written}, line)
 
 

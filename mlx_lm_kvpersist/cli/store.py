@@ -155,6 +155,7 @@ def gc(args: argparse.Namespace) -> Report:
     limits = limits_of(args, folder)
     with changing(args, limits) as disk, disk.lock.held():
         sessions = disk.index.sessions()
+        names = {one.id: named(one, disk.index.state.note(one.id)) for one in sessions}
         before, n_bytes = disk.index.totals(), disk.used_bytes()
         fits = disk.make_room(0)
         went, used_bytes = before - disk.index.totals(), disk.used_bytes()
@@ -171,8 +172,8 @@ def gc(args: argparse.Namespace) -> Report:
     }
     report = Report(
         content,
-        *(f"removed {named(session)}" for session in removed),
-        f"{amount(went)}, {show_bytes(n_bytes - used_bytes)}, removed",
+        *(f"removed {names[session.id]}" for session in removed),
+        f"freed {show_bytes(n_bytes - used_bytes)}: {amount(went)}",
         status=0 if fits else 1,
     )
     if not fits and not args.json:

@@ -2,6 +2,9 @@
 
 A client sends the whole conversation with each turn. So an attachment is refused only in the
 question that brings it. Everywhere else its line is the same on each turn, and so is the prompt.
+
+After a refusal Claude Code joins the next question to the refused message: the attachment, its
+text, the new text. If the server refused that message too, the conversation would end.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ PART_KINDS = (
     *("audio", "audio_url", "input_audio", "video", "video_url", "input_video"),
 )
 """The types of a message's parts that clients send. Only text and images can be read."""
+_CLOSING_TAG = re.compile(r"\s*</[\w-]+>\s*")
+"""Codex writes a tag on each side of an image, before the question."""
 _MEDIA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)")
 
 Message = dict[str, Any]
@@ -36,7 +41,11 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
         content = message.get("content")
         if isinstance(content, list):
             content = [_told(block) for block in content]
-            unread = [block for block in content if not _is_read(block, reads_images)]
+            unread = [
+                block
+                for j, block in enumerate(content)
+                if not _is_read(block, reads_images) and not _is_followed_up(content, j)
+            ]
             if unread and i == question:
                 if (kind := unread[0]["type"]) not in PART_KINDS:
                     name = f"the newest message's content[{content.index(unread[0])}].type"
@@ -96,6 +105,12 @@ def _question(messages: list[Message]) -> int | None:
         elif role not in ("user", "system", "developer"):
             return None
     return question
+
+
+def _is_followed_up(content: list[Part], i: int) -> bool:
+    """Tell whether a question was added behind a part and its text."""
+    texts = [str(block["text"]) for block in content[i + 1 :] if block["type"] == "text"]
+    return len([text for text in texts if not _CLOSING_TAG.fullmatch(text)]) > 1
 
 
 def _is_read(block: Part, reads_images: bool) -> bool:

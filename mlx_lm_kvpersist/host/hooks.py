@@ -99,7 +99,8 @@ class ClientRequest:
     """A request as plugins see it, from its arrival to its end; the server's own is out of reach.
 
     `kind` is "chat" or "text". `messages` are the messages that the client sent, `prompt` is the
-    text of a "text" request. Plugins may keep what they know of a request in its attributes.
+    text of a "text" request. `client_gone`: whether its client has left. Plugins may keep what they
+    know of a request in its attributes.
     """
 
     client_gone = False

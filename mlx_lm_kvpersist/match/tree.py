@@ -259,8 +259,8 @@ MAX_ALIKE = 64
 
 _MAX_STEPS = 64
 
-Find = Callable[[Literal[">", "<=", "="], "str | bytes"], list[Block]]
-"""Finds the first block whose text or ids are greater; the last that are not; all equal ones."""
+Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
+"""Finds the first block whose text or ids are greater; all equal ones of the last that are not."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
@@ -277,7 +277,7 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
         if not before:
             break
         content = before[0].text if isinstance(ahead, str) else before[0].packed_ids
-        nodes += find("=", content)
+        nodes += before
         if not content:
             break
         n_common = common_prefix(content, ahead, 0)

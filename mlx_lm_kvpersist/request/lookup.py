@@ -1,6 +1,6 @@
 """A prompt's way to restored caches: match it, read the stored blocks, join and check them.
 
-A lookup is made before its request is queued, on the lookup thread. It matches the prompt with the
+A lookup is made before its request is queued, on its HTTP thread. It matches the prompt with the
 stored text, splices stored ids into it, and finds the reason why no more is stored. The generation
 thread restores. The work there grows with the number of blocks, and with the tokens after the last
 stored block, but not with the length of the prompt.

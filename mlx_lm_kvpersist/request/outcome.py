@@ -193,7 +193,10 @@ def why_not_stored(
     if before is not None:
         return before
     if text:
-        own = [tree for tree, _ in store.view.roots(_MAX_ROOTS, root) if tree.with_text]
+        largest = store.view.roots(_MAX_ROOTS)
+        of_tenant = largest if len(largest) < _MAX_ROOTS else store.view.roots(_MAX_ROOTS, root)
+        trees = (tree for tree, _ in of_tenant if tree.shares_tenant(root))
+        own = [tree for tree in trees if tree.with_text]
         for tree in sorted(own, key=lambda tree: tree.fingerprint != root.fingerprint):
             if tree.key == root.key or not _begins_alike(tree, text, store):
                 continue
@@ -203,7 +206,7 @@ def why_not_stored(
             stored += ", in an older form or other groups" if stored == live else ""
             reason = Reason.OTHER_PRECISION
             return reason, f"{reason.text}: {stored}; now {live}"
-        for tree, _ in store.view.roots(_MAX_ROOTS):
+        for tree, _ in largest:
             if not tree.shares_tenant(root) and _begins_alike(tree, text, store):
                 return Reason.OTHER_NAMESPACE, ""
     return Reason.NOTHING_ALIKE, ""

@@ -34,7 +34,7 @@ import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -116,7 +116,7 @@ def remember(
     keys += [] if has_ended else [key_begun]
     digest = digest or digest_of(model.text.decode(prompt))
     packed = _Reply(ids, has_ended, *digest, sent is not None, content, reasoning)
-    replies = dict.fromkeys(keys, json.dumps(asdict(packed)).encode())
+    replies = dict.fromkeys(keys, json.dumps(vars(packed)).encode())
     store.commit(Commit(root, (), replies=replies, messages=messages), [])
     return keys
 

@@ -167,7 +167,7 @@ class Saver:
             return
         if cache_type == PREFILL:
             new = full
-        elif new and not _is_full(new[-1]) and new[-1].key not in store:
+        elif new and not _is_full(new[-1]) and new[-1].key not in store.pool:
             if newest := copy_newest(self.spec.full, caches, new[-1].stop):
                 unfinished = [(new[-1], newest)]
             else:

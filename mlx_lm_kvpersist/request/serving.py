@@ -36,6 +36,8 @@ LAST_PART_S = 2.0
 """How long the last part of a reply waits at most until its beginning is on disk."""
 MIN_SHARED = 2 * BLOCK_TOKENS
 """Fewer common tokens are computed twice: waiting for them would take as long."""
+SHORT_REPLY = 16
+"""Fewer tokens are computed without drafts from stored ids: reading these would take longer."""
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +210,6 @@ class Serving:
             n_prompt = sequence.n_prompt
             if cache_type == REPLY and n_saved > n_prompt and chain is sequence:
                 state.produced = tokens[:n_prompt], tokens[n_prompt:n_saved]
-        self.remember(state)
 
     def finish(self, state: RequestState) -> None:
         """Wait until enough of a turn is on disk, before the last part of its reply. HTTP thread.
@@ -247,7 +248,7 @@ class Serving:
         return n_prompt - start > BLOCK_TOKENS or end.stop - start >= n_most
 
     def remember(self, state: RequestState) -> None:
-        """Remember a reply when its ids are known, and again after it was sent. Any thread."""
+        """Remember a reply: once it is complete, or when its client has left. Any thread."""
         produced, sent, root = state.produced, state.sent, state.root
         # Another model may have been loaded since.
         if not produced or root is None or root.fingerprint != self.model.fingerprint:
@@ -268,6 +269,7 @@ class ServedRequest(TakenRequest):
         self._serving, self._request = serving, request
         self._state = state = RequestState.of(request)
         self._order = next(_ORDER)
+        self._n_drafted = 0
         self._has_asked_runs = False
         self._n_shared: dict[RequestState, int] = {}
         is_other_model = state.lookup is not None and state.lookup.model is not serving.model
@@ -415,13 +417,17 @@ class ServedRequest(TakenRequest):
             if serving.keeps(state):  # otherwise no other request finds it
                 serving.save(state, tokens, caches, cache_type)
                 state.ended = sequence if has_ended else None
+                if self._request.client_gone:  # else `finish` remembers what was sent
+                    serving.remember(state)
         if has_ended and state.is_saved is not None:
             state.is_saved.set()
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return the ids that followed a run in stored text; the first call starts the reading."""
+        """Return the ids that followed a run in stored text; a reply that goes on has them read."""
         root, runs = self._root, self._serving.store.runs
-        self._has_asked_runs = self._has_asked_runs or runs.read(root)
+        self._n_drafted += 1
+        if self._n_drafted >= SHORT_REPLY and not self._has_asked_runs:
+            self._has_asked_runs = runs.read(root)
         return runs.after(root, run, n)
 
     def resume(self, prompt: Prompt) -> None:

@@ -49,7 +49,7 @@ def fetch_ahead(prompt: Prompt, root: Root, store: BlockStore, model: LoadedMode
 
 def _wanted(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Wanted:
     spec = model.spec
-    with store.index.asked_once():  # HTTP threads are short-lived
+    with store.index.database.lent():
         stored = Lookup(retokenize(prompt, root, store, model), root, store, model).stored
         point = model.saver.find(stored.match.path, stored.n_tokens, store)
     n_here = point.n_tokens if point else 0

@@ -208,7 +208,7 @@ class BlockStore:
         commit = replace(commit, blocks=(*unwritten, *commit.blocks), checkpoints=at_once)
         task, later_task = (self._task(part_commit, entries) for part_commit in (commit, postponed))
         self.pool.touch(keys)
-        self.n_changes += 1
+        self.n_changes += bool(keys)
         self.writer.withdraw([*goes_on, *(checkpoint.block for checkpoint in commit.superseded)])
         self.turns_not_saved += self.writer.submit_commit(task)
         if later:
@@ -341,7 +341,13 @@ class BlockStore:
     # Writer thread.
 
     def _save(self, tasks: Sequence[Task]) -> None:
-        """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned."""
+        """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned.
+
+        Notes share a transaction. A note that fails takes no other note with it.
+        """
+        if tasks[0].is_note:
+            self.disk_tier.change("note what requests reused", partial(self._note, tasks))
+            return
         commits = [task.commit for task in tasks if task.commit is not None]
         results: Sequence[Saved | Exception | None]
         try:
@@ -357,6 +363,11 @@ class BlockStore:
                 self._failed("save a turn", result)
             task.let_go()
             self.turns_not_saved += task.is_turn and not isinstance(result, Saved)
+
+    def _note(self, tasks: Sequence[Task]) -> None:
+        with self.index.database.transaction():
+            for task in tasks:
+                task.run()
 
     def _bring_to_disk(self, commits: Sequence[Commit]) -> None:
         """Save the blocks that only a tier below the disk has, one by one: RAM may lack room."""

@@ -9,14 +9,19 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from .folder import OwnFiles
 
 _WAIT_S = 30.0
+_TURN_S = 5.0
+"""How long a thread waits for the connection that is lent, before it opens its own."""
+_LAST_TURN_S = 1.0
+"""How long closing waits for the thread that has this connection."""
 _MOST_AT_ONCE = 400
 """Rows in one statement: SQLite allows at least 999 variables."""
 
@@ -55,6 +60,9 @@ class Database:
         self.path = path
         self.files = files
         self._local = threading.local()
+        self._lent = SimpleQueue[_ThreadConnection | None]()
+        """The connection that threads borrow, if it is open; empty while a thread has it."""
+        self._lent.put(None)
         self._is_closed = False
         self._n_opened = 0
         self._inode = 0
@@ -78,7 +86,7 @@ class Database:
     @property
     def connection(self) -> sqlite3.Connection:
         if self._is_closed:
-            self.close()
+            self.disconnect()
             raise sqlite3.OperationalError(f"unable to open {self.path}: the index was closed")
         own: _ThreadConnection | None = getattr(self._local, "own", None)
         if own is None or own.n_opened != self._n_opened:
@@ -111,13 +119,39 @@ class Database:
         return db
 
     def close(self) -> None:
-        """Answer no more, and close this thread's connection."""
+        """Answer no more, and close this thread's connection and the lent one. Any thread.
+
+        A thread that still has the lent one closes it afterwards.
+        """
+        with suppress(Empty):
+            self._lent.get(timeout=_LAST_TURN_S)
         self._is_closed = True
         self.disconnect()
+        self._lent.put(None)
 
     def disconnect(self) -> None:
         """Close this thread's connection; if the thread asks again, it gets another."""
         self._local.__dict__.clear()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lend a connection to a thread that comes and goes. Such threads take turns.
+
+        A thread whose turn does not come opens its own: the other may wait for a disk.
+        """
+        has_turn, own = True, None
+        try:
+            own = self._lent.get(timeout=_TURN_S)
+        except Empty:
+            has_turn = False
+        if own is not None:
+            self._local.own = own
+        try:
+            yield
+        finally:
+            own = self._local.__dict__.pop("own", None)
+            if has_turn:
+                self._lent.put(None if self._is_closed else own)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -193,6 +193,8 @@ class Saving:
         for job in jobs:
             # A block that several of the commits need is written once.
             files = [file for file in self._unwritten(job) if file.block.key not in counted]
+            if not files:
+                continue
             counted.update(file.block.key for file in files)
             # The rows of a long commit take more than what is reserved for them.
             rows = max(0, sum(_row_bytes(file.block) for file in files) - disk.reserve_bytes)
@@ -248,6 +250,8 @@ class Saving:
             if was_evicted and isinstance(file.block, Block):
                 self._disk.asked_again_tokens += file.block.n_tokens
         for replaced, successor in job.commit.leaf.replaced if job.commit.leaf else ():
+            if not self._disk.files.path_of(replaced, Block.folder).exists():
+                continue  # it was in RAM alone
             self._disk.forget(replaced)
             for moved in self._index.sessions_at(successor):
                 write_sidecar(moved, self._disk.files)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
-import numpy as np
 import xxhash
 
 from ..block import Block, Checkpoint, Record, Root
@@ -31,17 +30,12 @@ FORMAT = 1
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library (huggingface/safetensors, MAX_HEADER_SIZE)."""
-_NUMPY = {
-    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
-    "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
-    "C64": "<c8",
-}  # fmt: skip
 _DTYPES = {
-    mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16",
-    mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.int32: "I32", mx.float32: "F32",
-    mx.uint64: "U64", mx.int64: "I64", mx.float64: "F64", mx.complex64: "C64",
+    "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16,
+    "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "I32": mx.int32, "F32": mx.float32,
+    "U64": mx.uint64, "I64": mx.int64, "F64": mx.float64, "C64": mx.complex64,
 }  # fmt: skip
-_DTYPE_BYTES = {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors that a malformed header raises when it is read."""
 Arrays = Mapping[str, mx.array]
@@ -75,7 +69,7 @@ def write_block(
     end = 0
     for name, array in written.items():
         start, end = end, end + array.nbytes
-        described_array = {"dtype": _DTYPES[array.dtype], "shape": array.shape}
+        described_array = {"dtype": _NAMES[array.dtype], "shape": array.shape}
         header[name] = {**described_array, "data_offsets": [start, end]}
     header_json = json.dumps(header).encode()
     header_json += b" " * (-len(header_json) % LENGTH_BYTES)
@@ -152,17 +146,15 @@ def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
     """Return what `read_file` does of a file's bytes. Raises BlockCorrupt and StoreFormatError."""
     record, root, metadata = record_in(BytesIO(content), name)
     first = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
+    arrays_bytes: Any = memoryview(content)[first:]
     arrays: dict[str, mx.array] = {}
     try:
         for array, entry in json.loads(content[LENGTH_BYTES:first]).items():
             if array == "__metadata__":
                 continue
-            dtype, start = entry["dtype"], first + entry["data_offsets"][0]
-            n_numbers = math.prod(entry["shape"])
-            plain = np.frombuffer(content, _NUMPY[dtype], n_numbers, start).reshape(entry["shape"])
-            arrays[array] = mx.array(plain)
-            if dtype == "BF16":
-                arrays[array] = arrays[array].view(mx.bfloat16)
+            start, end = entry["data_offsets"]
+            plain = mx.array(arrays_bytes[start:end])
+            arrays[array] = plain.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         mx.eval(arrays)
     except MALFORMED as error:
         raise BlockCorrupt(f"{name}: its arrays cannot be read: {error!r}") from error
@@ -274,7 +266,7 @@ def read_header(source: BinaryIO) -> Mapping[str, str]:
         shape = tuple(entry["shape"])
         if any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"{name} has the shape {shape}")
-        n_array_bytes = math.prod(shape) * _DTYPE_BYTES[entry["dtype"]]
+        n_array_bytes = math.prod(shape) * _DTYPES[entry["dtype"]].size
         placed.append((entry["data_offsets"], n_array_bytes, name))
     end = 0
     for offsets, n_array_bytes, name in sorted(placed):

@@ -27,7 +27,6 @@ from .small_state import SmallState
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
-_ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 _END = float(1 << 33)
 """The year 2242. A later time of use is damage."""
 
@@ -107,8 +106,12 @@ class Index(Rows):
             column = "text" if isinstance(ahead, str) else "ids"
 
             def find(how: str, content: str | bytes) -> list[Block]:
-                where = f"parent = ? AND {column} {_ORDERED[how].format(column)} LIMIT ?"
-                return self._nodes(where, parent, content, MAX_ALIKE if how == "=" else 1)
+                if how == ">":
+                    where = f"parent = ? AND {column} > ? ORDER BY {column} LIMIT 1"
+                    return self._nodes(where, parent, content)
+                last = f"SELECT max({column}) FROM blocks WHERE parent = ?1 AND {column} <= ?2"
+                where = f"parent = ?1 AND {column} = ({last}) LIMIT {MAX_ALIKE}"
+                return self._nodes(where, parent, content)
 
             nodes = nearest(ahead, find)
         return [node for node in nodes if node.key not in hidden]

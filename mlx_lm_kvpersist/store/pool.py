@@ -79,9 +79,8 @@ class BlockPool:
                 end = bisect_right(nodes, content, key=by)
                 if how == ">":
                     return nodes[end : end + 1]
-                if how == "<=":
-                    return nodes[max(end - 1, 0) : end]
-                return nodes[max(bisect_left(nodes, content, key=by), end - MAX_ALIKE) : end]
+                first = bisect_left(nodes, by(nodes[end - 1]), key=by) if end else 0
+                return nodes[max(first, end - MAX_ALIKE) : end]
 
             return nearest(ahead, find)
 

@@ -29,7 +29,7 @@ from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from .disk import DiskStore
 from .disk_tier import Saving
-from .files import MALFORMED, MAX_HEADER_BYTES, read_file, record_in
+from .files import MALFORMED, MAX_HEADER_BYTES, read_content, record_in
 from .folder import open_regular, whole_file
 from .index import Index
 from .records import Commit, Leaf, NewFile, Session
@@ -195,9 +195,10 @@ def export_parts(
     for number, item in enumerate(records):
         path = files.path_of(item.key, item.folder)
         try:
-            if read_file(path, files)[0] != item:
+            content = files.read(path)
+            if read_content(content, path.name)[0] != item:
                 raise BlockCorrupt(f"{path.name}: file and index disagree")
-            exported[path] = Listed.of(files.read(path))
+            exported[path] = Listed.of(content)
         except FileNotFoundError as error:
             if isinstance(item, Block):
                 raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error

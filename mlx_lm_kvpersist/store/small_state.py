@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from .database import Rows
+from .records import Session
 
 _MAX_REPLIES = 10_000
 KEPT = 100
@@ -71,10 +72,22 @@ class SmallState(Rows):
             row = key, _checked(key, json.dumps(content))
             db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
 
-    def note(self, session_id: str) -> dict[str, str]:
-        """Return a session's `title`, `client` and first `words`, each if any."""
+    def note(self, session_id: str, *, with_text: bool = True) -> dict[str, str]:
+        """Return a session's `title`, `client` and, `with_text`, first `words`, each if any."""
         note: dict[str, str] = self._get(f"{_NOTE}{session_id}") or {}
-        return note
+        return note if with_text else {**note, "words": ""}
+
+    def matching(
+        self, sessions: list[Session], find: str, *, with_text: bool = True
+    ) -> list[Session]:
+        """Return the sessions whose id, name or note contains `find`."""
+
+        def texts(session: Session) -> str:
+            note = self.note(session.id, with_text=with_text)
+            return "\n".join((session.id, session.name or "", *note.values()))
+
+        wanted = find.casefold()
+        return [one for one in sessions if wanted in texts(one).casefold()] if find else sessions
 
     def add_note(self, session_id: str, **fields: str) -> None:
         """Add to the note of a session."""

@@ -50,9 +50,9 @@ class StoredSessions:
             sessions, total = index.sessions(SHOWN, skip), index.n_sessions()
             if find or by_size:
                 everything = self._sorted_by_size(index) if by_size else index.sessions()
-                matching = _matching(index, everything, find, with_text)
+                matching = index.state.matching(everything, find, with_text=with_text)
                 sessions, total = matching[skip : skip + SHOWN], len(matching)
-            notes = [_note(index, session, with_text) for session in sessions]
+            notes = [index.state.note(session.id, with_text=with_text) for session in sessions]
             saved = index.state.saved()
             # Pages ask every few seconds, and long conversations have thousands of blocks.
             state = sessions, notes, total, saved, index.totals(), pool.n_bytes, pool.n_evicted
@@ -122,7 +122,7 @@ class StoredSessions:
                 wanted = set(ids)
                 sessions = [session for session in sessions if session.id in wanted]
             else:
-                sessions = _matching(index, sessions, find, with_text)
+                sessions = index.state.matching(sessions, find, with_text=with_text)
             n_bytes = _freed_bytes(index, sessions)
         return {"ids": [session.id for session in sessions], "disk_bytes": n_bytes}
 
@@ -266,23 +266,6 @@ def _readable() -> Iterator[None]:
         yield
     except (OSError, sqlite3.Error, StoreError) as error:
         raise RequestRefused(f"the store cannot be used: {error}", 503) from error
-
-
-def _note(index: Index, session: Session, with_text: bool) -> dict[str, str]:
-    note = index.state.note(session.id)
-    return note if with_text else {**note, "words": ""}
-
-
-def _matching(index: Index, sessions: list[Session], find: str, with_text: bool) -> list[Session]:
-    """Return the sessions whose id, name or note contains `find`."""
-
-    def texts(session: Session) -> str:
-        return "\n".join(
-            (session.id, session.name or "", *_note(index, session, with_text).values())
-        )
-
-    wanted = find.casefold()
-    return [one for one in sessions if wanted in texts(one).casefold()] if find else sessions
 
 
 def _freed_bytes(index: Index, sessions: Sequence[Session]) -> int:

@@ -29,6 +29,8 @@ ABANDON_S = 300.0
 """A prompt without a reply for so long was given up: what is postponed there is written."""
 MOST_TOGETHER_BYTES = 64 << 20
 """Turns that wait are saved together, up to this size."""
+GATHER_S = 0.25
+"""How long turns and notes wait for more of them: they share a lock and a transaction."""
 
 
 @dataclass(eq=False)
@@ -42,11 +44,13 @@ class Task:
     commit: Commit | None = None
     let_go: Callable[[], None] = lambda: None
     sizes: Mapping[bytes, int] = field(default_factory=dict)
-    since_s: float = field(default_factory=time.monotonic)
+    since_s: float = field(default_factory=lambda: time.monotonic())
     due_s: float = math.inf
     """When it is written if it is postponed, by the writer's clock."""
     is_urgent: bool = False
     """Whether it saves a turn that has ended: a client may wait for it."""
+    is_note: bool = False
+    """Whether `run` changes rows of the index only."""
 
     @property
     def is_turn(self) -> bool:
@@ -61,7 +65,8 @@ def _bytes_of(tasks: Iterable[Task]) -> int:
 class Writer:
     """Runs tasks on one long-lived thread, in order, but what saves a turn that has ended first.
 
-    `save` is called with turns that wait at the same time.
+    `save` is called with turns, or with notes, that wait at the same time. They wait for `GATHER_S`
+    for more of them, unless somebody waits for the writer or half of `max_bytes` waits.
 
     At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest commit that a
     later one contains is left out, and if there is none, the oldest: no request waits. The newest
@@ -125,8 +130,9 @@ class Writer:
         """Have something done. A note is left out if too many tasks wait."""
         with self._changed:
             if not is_note or len(self._tasks) < MOST_TASKS:
-                self._tasks.append(Task(run))
-            self._changed.notify_all()
+                self._tasks.append(Task(run, is_note=is_note))
+            if not is_note or len(self._tasks) == 1:  # else it waits for more
+                self._changed.notify_all()
 
     def submit_commit(self, newest: Task) -> int:
         """Have a commit saved; return how many turns, this one included, are given up for it."""
@@ -142,7 +148,8 @@ class Writer:
                     break
                 self._tasks.remove(victim)
                 victims.append(victim)
-            self._changed.notify_all()
+            if len(self._tasks) == 1 or self._is_half_full():  # else it waits for more
+                self._changed.notify_all()
         for victim in victims:
             victim.let_go()
         return sum(task.is_turn for task in victims)
@@ -240,7 +247,8 @@ class Writer:
         if n_replies != self._n_replies:
             with self._changed:
                 self._n_replies = n_replies
-                self._changed.notify_all()
+                if n_replies == 0:  # else nobody waits for it
+                    self._changed.notify_all()
 
     def rest(self) -> None:
         """Rest for as long as the work so far asks for, while replies run. Writer thread.
@@ -265,7 +273,7 @@ class Writer:
 
     def _may_rest(self) -> bool:
         is_waited_for = self._closing or self._n_waiting > 0
-        return self._n_replies > 0 and not is_waited_for and self.n_bytes <= self.max_bytes // 2
+        return self._n_replies > 0 and not is_waited_for and not self._is_half_full()
 
     def close(self, timeout_s: float) -> tuple[int, int]:
         """Run what waits and stop; return the commits that `timeout_s` left, and their bytes."""
@@ -286,16 +294,17 @@ class Writer:
         while True:
             with self._changed:
                 self.write_postponed(self.now())
-                while not self._tasks and not self._closing:
+                while not self._closing and (not self._tasks or self._gathers_s() > 0):
                     due_s = min((task.due_s for task in self._postponed.values()), default=math.inf)
-                    self._changed.wait(min(due_s - self.now(), threading.TIMEOUT_MAX))
+                    wait_s = min(due_s - self.now(), self._gathers_s() if self._tasks else math.inf)
+                    self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
                     self.write_postponed(self.now())
                 if not self._tasks:
                     return
                 tasks = self._running = self._next_tasks()
             self._since_s = time.perf_counter()
             try:
-                self._save(tasks) if tasks[0].commit else tasks[0].run()
+                self._save(tasks) if tasks[0].commit or tasks[0].is_note else tasks[0].run()
             except Exception:
                 logger.exception(
                     "kvpersist: the store could not be changed; serving goes on from memory"
@@ -308,10 +317,25 @@ class Writer:
             # An idle writer must not hold the arrays of the last commit.
             del tasks
 
+    def _gathers_s(self) -> float:
+        """Return how long to wait for more turns and notes, if nobody waits. O(tasks)."""
+        has_other = any(not (task.commit or task.is_note) for task in self._tasks)
+        if has_other or self._n_waiting or self._is_half_full():
+            return 0.0
+        return min(task.since_s for task in self._tasks) + GATHER_S - time.monotonic()
+
+    def _is_half_full(self) -> bool:
+        return self.n_bytes > self.max_bytes // 2
+
     def _next_tasks(self) -> list[Task]:
         tasks = [self._tasks.popleft()]
-        while tasks[0].is_urgent and self._tasks and self._tasks[0].is_urgent:
-            if _bytes_of([*tasks, self._tasks[0]]) > MOST_TOGETHER_BYTES:
-                break
+        while self._tasks and _go_together(tasks, self._tasks[0]):
             tasks.append(self._tasks.popleft())
         return tasks
+
+
+def _go_together(tasks: Sequence[Task], task: Task) -> bool:
+    """Whether a task is saved together with others: all are notes, or all are ended turns."""
+    if not (tasks[0].is_urgent and task.is_urgent):
+        return tasks[0].is_note and task.is_note
+    return _bytes_of([*tasks, task]) <= MOST_TOGETHER_BYTES

@@ -57,6 +57,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def state(folder: Path) -> dict[str, tuple[int, bytes | None]]:
+    """Return the mode of each file and folder in a folder, and the bytes of each file."""
+    return {
+        str(path.relative_to(folder)): (
+            path.stat().st_mode,
+            path.read_bytes() if path.is_file() else None,
+        )
+        for path in folder.rglob("*")
+    }
+
+
 def read(file: Path) -> Any:
     text = file.read_text()
     if file.suffix == ".toml":
@@ -174,16 +185,34 @@ def test_undo_restores_the_files(client: str, there: bytes | None, home: Path) -
     """Also after several calls, and byte for byte."""
     name, *flags = client.split()
     file = home / (GLOBAL if flags else FILES[name])
-    file.parent.mkdir(parents=True, exist_ok=True)
     if there is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(there)
-    before = contents(home)
+        file.chmod(0o640)
+    before = state(home)
     assert connect(name, "--write", *flags) == 0
     assert connect(name, "--write", *flags, "--port", "8124") == 0
-    assert contents(home).keys() > before.keys() and file.read_bytes() != there
+    assert state(home).keys() > before.keys() and file.read_bytes() != there
     assert connect(name, "--undo") == 0
-    assert contents(home) == before
+    assert state(home) == before
     assert connect(name, "--undo") == 0
+
+
+def test_undo_leaves_the_folders_that_hold_other_files(home: Path) -> None:
+    """And folders that were there, even if they are empty."""
+    (home / ".config").mkdir()
+    for client in ("codex", "opencode"):
+        assert connect(client, "--write") == 0
+    (home / ".codex" / "auth.json").write_text("{}")
+    for client in ("codex", "opencode"):
+        assert connect(client, "--undo") == 0
+    assert set(state(home)) == {".config", ".codex", ".codex/auth.json"}
+
+
+def test_write_and_undo_exclude_each_other(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        connect("claude", "--write", "--undo")
+    assert "not allowed with argument --write" in capsys.readouterr().err and not contents(home)
 
 
 @pytest.mark.parametrize("is_written_again", [False, True])
@@ -208,19 +237,101 @@ def test_undo_keeps_what_was_changed_since(is_written_again: bool, home: Path) -
     assert contents(home).keys() == {GLOBAL}
 
 
-def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = home / FILES["codex"]
+def test_a_program_that_formats_the_settings_changes_nothing(home: Path) -> None:
+    file = home / GLOBAL
     file.parent.mkdir()
-    file.write_text("before\n")
+    file.write_text(SETTINGS)
+    before = state(home)
+    assert everywhere() == 0
+    file.write_text(json.dumps(read(file), separators=(",", ":")))
+    assert connect("claude", "--undo") == 0
+    assert state(home) == before
+
+
+def test_changed_settings_keep_their_line_ends(home: Path) -> None:
+    file = home / GLOBAL
+    file.parent.mkdir()
+    file.write_bytes(b'{\r\n\t"theme": "dark"\r\n}')
+    assert everywhere() == 0
+    written = file.read_bytes()
+    assert written.count(b"\n") == written.count(b"\r\n") > 2 and written.endswith(b"}")
+    file.write_bytes(written.replace(b'"dark"', b'"light"'))
+    assert connect("claude", "--undo") == 0
+    assert file.read_bytes() == b'{\r\n\t"theme": "light"\r\n}'
+
+
+PROFILE = """# mine
+model_reasoning_effort = "high"
+model = "gpt-5"  # why
+notify = [
+  "model",
+]
+
+[model_providers.mine]
+name = "mine"
+"""
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("there", [None, "", PROFILE, PROFILE.removesuffix("\n")])
+@pytest.mark.parametrize("is_written_again", [False, True])
+def test_what_codex_writes_into_its_profile_stays(
+    is_written_again: bool, there: str | None, line_end: str, home: Path
+) -> None:
+    """Codex notes there which hints it has shown, and the effort that the user chose."""
+    file = home / FILES["codex"]
+    if there is not None:
+        file.parent.mkdir()
+        file.write_bytes(there.replace("\n", line_end).encode())
     assert connect("codex", "--write") == 0
-    file.write_text(mine := file.read_text() + "[tui]\nnotifications = true\n")
-    assert connect("codex", "--undo") == 1
-    assert "somebody has changed it" in (error := capsys.readouterr().err) and "undo" in error
-    assert file.read_text() == mine
-    assert connect("codex", "--write") == 0  # replaces it, and remembers it
-    assert "-notifications = true" in capsys.readouterr().out
+    own = file.read_bytes().decode().replace("\r\n", "\n")
+    effort, hints = 'model_verbosity = "low"\n', "[tui]\nhints = true\n"
+    head, table, provider = own.partition("[model_providers.kvpersist]\n")
+    assert table and 'model = "default_model"\n' in head
+    changed = f"{head}{effort}{table}{provider}retries = 3\n{hints}"
+    if there and not there.endswith("\n"):
+        changed = f"{head}{effort}{table}{provider}\nretries = 3\n{hints}"
+    file.write_bytes(changed.replace("\n", line_end).encode())
+    if is_written_again:
+        assert connect("codex", "--write", "--port", "8124") == 0
+        written = file.read_bytes().decode()
+        assert "8124" in written and "8123" not in written and "hints = true" in written
     assert connect("codex", "--undo") == 0
-    assert file.read_text() == mine
+    wanted = f"{effort}{table}retries = 3\n{hints}"
+    if there:
+        wanted = f"{PROFILE}{wanted}"
+    assert file.read_bytes().decode().replace("\r\n", "\n") == wanted
+    assert set(contents(home)) == {FILES["codex"]}
+
+
+def test_a_note_of_codex_is_all_that_stays(home: Path) -> None:
+    """Its screen writes this when it starts."""
+    file = home / FILES["codex"]
+    assert connect("codex", "--write") == 0
+    with file.open("a") as profile:
+        profile.write("\n[tui]\nhints = true\n")
+    assert connect("codex", "--undo") == 0
+    assert contents(home) == {FILES["codex"]: b"[tui]\nhints = true\n"}
+
+
+@pytest.mark.usefixtures("serving")
+def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other files of the client are restored."""
+    file, facts = home / FILES["aider"], home / ".aider.kvpersist.models.json"
+    for path in (file, facts):
+        path.write_text(SETTINGS)
+    assert connect("aider", "--write") == 0
+    file.write_text(mine := file.read_text() + "// mine\n")
+    assert connect("aider", "--undo") == 1
+    error = capsys.readouterr().err
+    assert f"{file} cannot be restored (" in error
+    record = home / "..aider.kvpersist.json.kvpersist-undo"
+    assert error.endswith(f"its former content is in {record}\n")
+    assert file.read_text() == mine and json.loads(record.read_text())["before"] == SETTINGS
+    assert facts.read_text() == SETTINGS
+    file.write_text(mine.removesuffix("// mine\n"))
+    assert connect("aider", "--undo") == 0
+    assert contents(home).keys() == {FILES["aider"], facts.name}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +343,7 @@ def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture
         ("claude", '{"a": 1e400}', "not JSON compliant"),
         ("claude", '{"b": {"a": 1, "a": 2}}', 'a key is there twice in "a", "a"'),
         ("claude", '{"a": Infinity}', "not JSON compliant"),
+        ("claude", '{"a": "\\ud800"}', "surrogates not allowed"),
         ("claude", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
     ],
 )

@@ -44,6 +44,23 @@ def test_all_commands_stand_in_one_tree() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["show", "Cakes", "for", "Anna"], "for Anna; a name with blanks needs quotes\n"),
+        (["show", "Cakes", "--color"], "--color\n"),
+    ],
+)
+def test_what_a_command_does_not_know_is_named_with_its_usage(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["sessions", *argv])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and told.startswith("usage: mlx-lm-kvpersist sessions show ")
+    assert told.endswith(f"error: unrecognized arguments: {said}")
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "server"])
 def test_every_command_has_help_and_a_function(
     name: str, capsys: pytest.CaptureFixture[str]

@@ -130,11 +130,24 @@ def test_a_limit_is_a_number(
     assert "is not a number of sessions; write for example 20" in run.err
 
 
-def test_the_list_is_filtered_by_name_and_title(varied: CommandLine) -> None:
-    for text, n_found in (("PARSER", 2), ("first", 1), ("tuesday", 1), ("words of it", 0)):
+def test_the_list_finds_what_it_shows(varied: CommandLine) -> None:
+    for text, n_found in (("PARSER", 2), ("first", 1), ("tuesday", 1), ("words of it", 7)):
         assert len(varied.json("sessions", "list", text)["sessions"]) == n_found
+    session_id = varied.ids()["last"]
+    (found,) = varied.json("sessions", "list", session_id[2:])["sessions"]
+    assert found["id"] == session_id
     assert varied("sessions", "list", "nowhere") == 0
-    assert "no sessions with nowhere in the name or the title" in varied.out
+    assert "no sessions with nowhere in the name, the title, the first words" in varied.out
+
+
+def test_a_change_names_the_session_as_the_list_does(varied: CommandLine) -> None:
+    titled, unnamed = varied.ids()["first"], varied.ids()[None]
+    assert varied("sessions", "pin", titled) == 0
+    assert f"{titled}  The parser  is pinned" in varied.out
+    assert varied("sessions", "unpin", titled) == varied("sessions", "rm", titled) == 0
+    assert f"removed {titled}  The parser\n" in varied.out
+    assert varied("store", "gc", "--kvpersist-disk", "1K") == 1  # the index is larger
+    assert f"removed {unnamed}  words of it\n" in varied.out
 
 
 def test_rename_gives_a_title(run: CommandLine) -> None:

@@ -26,7 +26,8 @@ from .blocks import Block, blocks, commands, inline
 LANGUAGES = {"", "ini", "json", "python", "sh", "toml", "xml", "yaml"}
 OTHER_PROGRAMS = {
     *("claude", "codex", "opencode", "aider", "open-webui"),
-    *("apt-get", "export", "mlx.launch", "journalctl", "launchctl", "systemctl"),
+    *("apt-get", "export", "mlx.launch", "journalctl", "launchctl", "loginctl"),
+    "systemctl",
 }
 """Programs that are not ours: nothing of theirs is checked."""
 

@@ -78,6 +78,10 @@ def test_one_line_stands_for_what_a_model_does_not_read(name: str, part: Message
         [GO_ON, {"role": "assistant", "content": "A."}, user(text("Look."), PNG)],
         [user(PNG), {"role": "system", "content": "Be brief."}],
         [GO_ON, user(PNG)],
+        [user(PNG, text("Look."))],
+        [user(text("Look."), PNG, text("source: ship.png"))],
+        [user(PNG, text("Look."), PNG, text("And that?"))],
+        [user(text('<image name="[Image #1]">'), PNG, text("</image>"), text("Look."))],
     ],
 )
 def test_an_image_in_a_question_is_refused_by_a_model_of_text(messages: list[Message]) -> None:
@@ -97,6 +101,9 @@ def test_an_image_in_a_question_is_refused_by_a_model_of_text(messages: list[Mes
         [GO_ON, CALL, result(text("Read.")), user(PNG), user(text("And?"), PNG)],
         [GO_ON, CALL, result(text("Read.")), {"role": "system", "content": "S."}, user(PNG)],
         [user(PNG), {"role": "assistant", "content": "The picture shows"}],
+        # As Claude Code joins questions after a refusal.
+        [user(PNG, text("Look."), text("Sure?"))],
+        [user(text("Look."), PNG, text("source: ship.png"), text("Sure?"), text("And now?"))],
     ],
 )
 def test_an_image_that_comes_again_with_each_turn_is_not_refused(messages: list[Message]) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Checkpoint
 from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
-from mlx_lm_kvpersist.host.hooks import REPLY
+from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest
 from mlx_lm_kvpersist.request import serving as module
 from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving
@@ -190,6 +190,7 @@ def test_what_is_not_kept_waits_for_nothing(slow: Slow, kept: bool) -> None:
     serving, state = serving_of(slow.store), slow.saved(0, 600, 610)
     request = object.__new__(ServedRequest)
     request._state, request._serving, state.sequence = state, serving, state.ended
+    request._request = ClientRequest(SimpleNamespace(request_type="text", prompt="", messages=[]))
     state.is_kept, state.ended, state.is_saved = kept, None, threading.Event()
     with mock.patch.object(serving, "save"):
         request.insert([], [], REPLY)

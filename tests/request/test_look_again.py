@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +16,18 @@ import pytest
 
 from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.memory import Memory
-from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving, Stage
-from mlx_lm_kvpersist.store.records import Gone
+from mlx_lm_kvpersist.request.serving import (
+    SHORT_REPLY,
+    RequestState,
+    ServedRequest,
+    Serving,
+    Stage,
+)
+from mlx_lm_kvpersist.store.records import Commit, Gone
 from tests.support.store_files import block_path
 
 from .conftest import Conversations
@@ -239,5 +247,66 @@ def test_the_end_of_a_reply_reads_no_text_of_its_prompt(
     talk.forward([5, *reply], caches)
     with decoded_tokens() as counts:
         served.insert([*prompt.ids, *reply], caches, REPLY)
+        serving.remember(RequestState.of(request))
     assert RequestState.of(request).remembered
     assert 0 < counts[0] <= 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("has_left", "order"),
+    [
+        (False, "insert timed sent"),
+        (True, "leaves insert timed"),
+        (True, "leaves timed insert"),
+        (True, "insert leaves timed"),
+    ],
+)
+def test_a_reply_is_remembered_once_with_what_was_sent(
+    talk: Conversations, serving: Serving, has_left: bool, order: str
+) -> None:
+    """The generation thread remembers the replies of clients that have left; nobody else does."""
+    request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
+    plugin = KVPersistPlugin()
+    plugin._serving = serving
+    served = ServedRequest(serving, request, prompt)
+    served.enter()
+    caches = talk.loaded.spec.make_cache()
+    talk.forward([*prompt.ids, 7, 8], caches)
+    steps = {
+        "leaves": lambda: setattr(request, "client_gone", True),
+        "insert": lambda: served.insert([*prompt.ids, 7, 8], caches, REPLY),
+        "timed": lambda: plugin.reply_timed(request, (0.1,)),
+        "sent": lambda: plugin.reply_sent(request, "a text", "", []),
+    }
+    replies: list[bytes] = []
+    commit = talk.store.commit
+
+    def noted(made: Commit, *args: Any) -> None:
+        replies.extend({*made.replies.values()})
+        commit(made, *args)
+
+    with mock.patch.object(talk.store, "commit", noted):
+        for step in order.split():
+            steps[step]()
+    assert RequestState.of(request).remembered
+    assert {*map(said, replies)} == ({""} if has_left else {"a text"})
+    assert len(replies) == 1 or has_left
+
+
+def said(reply: bytes) -> str:
+    content: str = json.loads(reply)["content"]
+    return content
+
+
+def test_stored_ids_are_read_for_a_reply_that_goes_on(
+    talk: Conversations, serving: Serving
+) -> None:
+    request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
+    served = ServedRequest(serving, request, prompt)
+    with mock.patch.object(talk.store.runs, "read", return_value=True) as read:
+        for _ in range(SHORT_REPLY - 1):
+            served.draft_ids([1, 2, 3], 4)
+        assert not read.called
+        for _ in range(5):
+            served.draft_ids([1, 2, 3], 4)
+    assert read.call_count == 1

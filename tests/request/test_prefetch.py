@@ -26,8 +26,9 @@ from mlx_lm_kvpersist.host.scheduling.waiting import ReplyQueue
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup
-from mlx_lm_kvpersist.request.outcome import Outcome
+from mlx_lm_kvpersist.request.outcome import Kind, Outcome
 from mlx_lm_kvpersist.request.serving import RequestState
+from mlx_lm_kvpersist.store import database
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import synthetic_text, wait_until
 from tests.support.store_files import block_path
@@ -254,21 +255,46 @@ def test_replies_go_on_while_a_prompt_is_tokenized(
     assert threads == [asked.thread]
 
 
-def test_a_prompt_is_looked_up_once_and_not_on_the_generation_thread(
+def test_a_prompt_is_looked_up_once_on_the_thread_of_its_client(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find, threads = Lookup._find, []
+    find, threads = Lookup._find, list[threading.Thread]()
 
     def noted(*args: Any) -> Any:
-        threads.append(threading.current_thread().name)
+        threads.append(threading.current_thread())
         return find(*args)
 
     monkeypatch.setattr(Lookup, "_find", noted)
     prompt = synthetic_text(400, seed=3)
+    asked = []
     for _ in range(2):
-        server.served(prompt)
+        asked.append(server.served(prompt))
         server.forget_hot_blocks()  # a commit after the lookup would make it look again
-    assert [name.partition("_")[0] for name in threads] == ["kvpersist-lookup"] * 2
+    assert threads == [one.thread for one in asked]
+
+
+def test_a_lookup_that_waits_for_a_disk_delays_other_lookups_for_a_limited_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a connection to the index. Other threads open their own."""
+    server.served(synthetic_text(40, seed=1))
+    monkeypatch.setattr(database, "_TURN_S", 0.05)
+    find, waits, may_go_on = Lookup._find, threading.Event(), threading.Event()
+
+    def slowly(*args: Any) -> Any:
+        if not waits.is_set():
+            waits.set()
+            may_go_on.wait(60)
+        return find(*args)
+
+    monkeypatch.setattr(Lookup, "_find", slowly)
+    blocked = server.ask(synthetic_text(40, seed=2))
+    assert waits.wait(60)
+    assert server.served(synthetic_text(40, seed=3)).n_tokens and not blocked.n_tokens
+    may_go_on.set()
+    assert blocked.thread is not None
+    blocked.thread.join(60)
+    assert blocked.n_tokens and blocked.outcome.kind is Kind.MISS
 
 
 def test_only_the_loaded_model_has_its_prompts_tokenized_ahead(server: Server) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cli.connect import CLIENTS
 from mlx_lm_kvpersist.cli.main import main
 from tests.support import StartServer
 from tests.support.bucket import install
@@ -31,9 +30,13 @@ PAGE = REPOSITORY / "docs" / "clients.md"
 
 
 class OpenCode(Agent):
-    """Configured as `connect opencode` says, with a variable in place of its file."""
-
     package = "opencode-ai"
+    client = "opencode"
+    settings = (
+        ".config/opencode/opencode.json",
+        '{\r\n\t"provider" : {"other": {"npm": "@ai-sdk/openai-compatible", "options": '
+        '{"baseURL": "http://127.0.0.1:9/v1"}, "models": {"m": {}}}},\r\n\r\n "username":"ü"}',
+    )
 
     def __init__(self, folder: Path, server: ScriptedServer) -> None:
         super().__init__(folder, server)
@@ -41,12 +44,10 @@ class OpenCode(Agent):
         subprocess.run(["node", script], check=True, cwd=script.parent, timeout=300)
 
     def ask(self, question: str, *, again: bool) -> str:
-        (settings,) = CLIENTS["opencode"](self.url, 200_000).files.values()
         more = ("--continue",) if again else ()
         printed = self.run(
             *("opencode", "run", "--model", "kvpersist/default_model", "--format", "json"),
             *(*more, question),
-            OPENCODE_CONFIG_CONTENT=json.dumps(settings),
             OPENCODE_DISABLE_AUTOUPDATE="1",
         )
         events = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
@@ -80,6 +81,7 @@ def test_opencode(start_server: StartServer, tmp_path: Path) -> None:
     assert len({each["session"] for each in (title, first, *others)}) == 1
     for each in others:
         assert each["reused_tokens"] >= 0.95 * each["prompt_tokens"], each["sentence"]
+    agent.disconnect()
 
 
 def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +95,6 @@ def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.Mo
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     assert main(["connect", "aider", "--write", "--port", server.url.rpartition(":")[2]]) == 0
-    assert {path.name for path in home.iterdir()} == {
-        *(".aider.kvpersist.json", ".aider.kvpersist.models.json")
-    }
     options = [
         "--config",
         str(home / ".aider.kvpersist.json"),
@@ -121,6 +120,8 @@ def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.Mo
     for each in others:
         assert each["reused_tokens"] + 255 >= 0.5 * each["prompt_tokens"], each["sentence"]
     assert "from disk" in others[-1]["sentence"]
+    assert main(["connect", "aider", "--undo"]) == 0
+    assert not [path.name for path in home.iterdir() if "kvpersist" in path.name]
 
 
 def test_langchain(start_server: StartServer, tmp_path: Path) -> None:

@@ -357,6 +357,10 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     opened.keyboard.press("Enter")
     expect(status).to_contain_text("is not pinned")
     assert not session(server, name)["pinned"]
+    opened.keyboard.press("Enter")
+    expect(opened.locator(".menu[open]")).to_have_count(1)
+    opened.keyboard.press("Shift+Tab")  # a menu that the focus leaves covers other rows no more
+    expect(opened.locator(".menu[open]")).to_have_count(0)
     action(opened, name, "Evict from RAM")
     expect(status).to_contain_text("of RAM freed")
     assert session(server, name)["tier"] == "disk"

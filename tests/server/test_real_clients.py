@@ -1,6 +1,7 @@
 """Claude Code and Codex, newest, without a screen: four turns, a tool, and kill -9 before the last.
 
-They are installed with npm, have a home of their own, and reach nothing but this server.
+They are installed with npm, have a home of their own, and reach nothing but this server. The
+command `connect` configures them, and `--undo` restores every byte of the settings in their home.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -30,23 +32,56 @@ NOTE = "The password is swordfish.\n"
 
 
 class Agent(ABC):
-    """A client of the command line, with a home and a working folder of its own."""
+    """A client of the command line, with a home and a working folder of its own.
+
+    package: its name in npm. client: its name for `connect`. settings: the file in its home that
+    says where other servers are, and its content before `connect`.
+    """
 
     package: str
+    client: str
+    settings: tuple[str, str]
 
     def __init__(self, folder: Path, server: ScriptedServer) -> None:
         self.bin = folder / "node_modules" / ".bin"
         self.home, self.work = folder / "home", folder / "work"
-        for each in (self.home, self.work):
-            each.mkdir(parents=True)
+        self.work.mkdir(parents=True)
         (self.work / "note.txt").write_text(NOTE, encoding="utf-8")
-        self.url = server.url
+        name, content = self.settings
+        self._settings = self.home / name
+        self._settings.parent.mkdir(parents=True)
+        self._settings.write_bytes(content.encode())
+        self._settings.chmod(0o640)
         self.env: dict[str, str] = {}
-        install = ("npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder))
-        subprocess.run([*install, self.package], check=True, timeout=600, capture_output=True)
+        # By name: of a package without a version npm takes one that suits the Node here.
+        package = f"{self.package}@latest"
+        install = ("npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), package)
+        subprocess.run(install, check=True, timeout=600, capture_output=True)
         post_install = folder / "node_modules" / self.package / "install.cjs"
         if post_install.exists():  # npm runs no scripts of packages any more
             subprocess.run(["node", post_install], check=True, cwd=post_install.parent, timeout=120)
+        self._before = self._files()
+        self._connect("--write", "--port", server.url.rpartition(":")[2])
+        assert self._files().keys() - {name} > self._before.keys() - {name}
+
+    def disconnect(self) -> None:
+        """Undo `connect`, and check that the home has the settings of before, and none of ours."""
+        self._connect("--undo")
+        files = self._files()
+        assert {name: files.get(name) for name in self._before} == self._before
+        assert not [name for name in files if "kvpersist" in name]
+
+    def _connect(self, *options: str) -> None:
+        command = Path(sys.executable).with_name("mlx-lm-kvpersist")
+        run_alone(self.home, self.work, [command, "connect", self.client, *options])
+
+    def _files(self) -> dict[str, tuple[int, bytes]]:
+        """Return the mode and the bytes of each file in the home."""
+        files = (path for path in self.home.rglob("*") if path.is_file())
+        return {
+            str(path.relative_to(self.home)): (path.stat().st_mode, path.read_bytes())
+            for path in files
+        }
 
     def run(self, *command: str, **env: str) -> str:
         """Run the client in its home; return what it printed."""
@@ -64,15 +99,23 @@ class Agent(ABC):
 
 class ClaudeCode(Agent):
     package = "@anthropic-ai/claude-code"
+    client = "claude"
+    settings = (
+        ".claude/settings.json",
+        '{\r\n\t"env" : {"ANTHROPIC_BASE_URL": "http://127.0.0.1:9"},\r\n\r\n  "model":"sonnet"}',
+    )
 
     def ask(self, question: str, *, again: bool) -> str:
         printed = self.run(
-            *("claude", "-p", question, "--output-format", "json", "--allowedTools", "Read"),
+            *(
+                "claude",
+                "--settings",
+                str(self.home / ".claude" / "kvpersist.json"),
+                "-p",
+                question,
+            ),
+            *("--output-format", "json", "--allowedTools", "Read"),
             *(("--continue",) if again else ()),
-            ANTHROPIC_BASE_URL=self.url,
-            ANTHROPIC_AUTH_TOKEN="none",
-            ANTHROPIC_MODEL="claude-local",
-            ANTHROPIC_DEFAULT_HAIKU_MODEL="claude-local",
             CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
             DISABLE_AUTOUPDATER="1",
         )
@@ -86,20 +129,17 @@ class ClaudeCode(Agent):
 
 class Codex(Agent):
     package = "@openai/codex"
+    client = "codex"
+    settings = (
+        ".codex/config.toml",
+        '# mine\r\nmodel="gpt-5"  # why\r\nmodel_provider = "other"\r\n[model_providers.other]\r\n'
+        'name = "other"\r\nbase_url = "http://127.0.0.1:9/v1"',
+    )
 
     def ask(self, question: str, *, again: bool) -> str:
-        (self.home / "config.toml").write_text(
-            'model = "default_model"\n'
-            'model_provider = "local"\n'
-            "[model_providers.local]\n"
-            'name = "mlx-lm"\n'
-            f'base_url = "{self.url}/v1"\n'
-            'wire_api = "responses"\n',
-            encoding="utf-8",
-        )
         resume = ("resume", "--last") if again else ()
-        command = ("codex", "exec", "--json", "--skip-git-repo-check", *resume, question)
-        printed = self.run(*command, CODEX_HOME=str(self.home))
+        command = ("exec", "--profile", "kvpersist", "--json", "--skip-git-repo-check", *resume)
+        printed = self.run("codex", *command, question)
         events = [json.loads(line) for line in printed.splitlines()]
         assert events[-1]["type"] == "turn.completed", printed
         said = [event["item"] for event in events if event["type"] == "item.completed"]
@@ -138,6 +178,7 @@ def test_every_turn_after_the_first_is_reused(
     for each in asked[1:]:
         assert each["reused_tokens"] >= 0.95 * each["prompt_tokens"], each["sentence"]
     assert "Traceback" not in server.process.log
+    agent.disconnect()
 
 
 def test_a_picture_that_claude_code_reads_does_not_end_its_conversation(

@@ -393,3 +393,11 @@ def test_a_turn_given_up_is_written_with_the_next(store: BlockStore) -> None:
         waiting = [store.pool.get(node.key) for node in nodes]
         assert store.writer.n_bytes == sum(entry.n_bytes for entry in waiting if entry)
     assert store.index.keys() == {node.key for node in nodes}
+
+
+def test_a_reply_that_is_remembered_makes_no_prompt_be_matched_again(store: BlockStore) -> None:
+    n_changes = store.n_changes
+    store.commit(Commit(ROOT, (), replies={b"digest": b"ids"}), [])
+    assert store.n_changes == n_changes
+    submit(store, chain([1]), "s")
+    assert store.n_changes > n_changes

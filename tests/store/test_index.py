@@ -18,8 +18,9 @@ import pytest
 from mlx_lm_kvpersist.block import pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_prompt
-from mlx_lm_kvpersist.store import small_state
+from mlx_lm_kvpersist.store import database, small_state
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
@@ -101,6 +102,104 @@ def test_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> None:
     reader.join()
     assert len(seen) == 3 and isinstance(seen[2], sqlite3.OperationalError)
     assert n_descriptors() < before
+
+
+def test_threads_that_come_and_go_borrow_one_connection(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.drain()  # the writer has its own connection
+    made: list[Database] = []
+    connect = Database._connect
+
+    def noted(its: Database) -> sqlite3.Connection:
+        made.append(its)
+        return connect(its)
+
+    monkeypatch.setattr(Database, "_connect", noted)
+    together = threading.Barrier(8)
+
+    def ask() -> None:
+        together.wait()
+        with store.index.database.lent():
+            store.index.totals()
+
+    with ThreadPoolExecutor(8) as pool:
+        for asked in [pool.submit(ask) for _ in range(80)]:
+            asked.result()
+    assert len(made) == 1
+
+
+def test_a_thread_that_keeps_the_connection_stops_no_other_thread(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others open connections, and leave none."""
+    monkeypatch.setattr(database, "_TURN_S", 0.02)
+    halfway, may_go_on = threading.Event(), threading.Event()
+
+    def keep() -> None:
+        with store.index.database.lent():
+            store.index.totals()
+            halfway.set()
+            may_go_on.wait(60)
+
+    def ask() -> None:
+        with store.index.database.lent():
+            assert store.index.totals().n_blocks == 0
+
+    slow = threading.Thread(target=keep)
+    slow.start()
+    assert halfway.wait(60)
+    in_fresh_threads(1, ask)
+    before = n_descriptors()
+    in_fresh_threads(5, ask)
+    assert slow.is_alive() and n_descriptors() <= before
+    may_go_on.set()
+    slow.join()
+    in_fresh_threads(2, ask)
+
+
+@pytest.mark.parametrize("asks_again", [True, False])
+def test_a_connection_that_is_lent_while_the_store_closes_is_closed_afterwards(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, asks_again: bool
+) -> None:
+    save_turn(store, chain([1], [2]), "s")
+    monkeypatch.setattr(database, "_LAST_TURN_S", 0.02)
+    halfway, closed = threading.Event(), threading.Event()
+    answers: list[object] = []
+
+    def read() -> None:
+        with store.index.database.lent():
+            rows = store.index.database.connection.execute("SELECT key FROM blocks")
+            answers.append(next(rows))
+            halfway.set()
+            assert closed.wait(60)
+            answers.extend(rows)
+            if asks_again:
+                with pytest.raises(sqlite3.OperationalError, match="the index was closed"):
+                    store.index.totals()
+            answers.append("no other answer")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert halfway.wait(60)
+    store.close()
+    before = n_descriptors()
+    closed.set()
+    reader.join()
+    assert len(answers) == 3
+    assert n_descriptors() < before
+
+
+def test_a_lookup_among_many_conversations_asks_a_few_questions(store: BlockStore) -> None:
+    """Of 40 conversations with other beginnings, the next prompt is like the 20th."""
+    for n in range(40):
+        save_turn(store, chain([100 + n]), f"s{n}")
+    asked: list[str] = []
+    store.index.database.connection.set_trace_callback(asked.append)
+    nodes = store.index.children(ROOT.key, "<120> and more")
+    store.index.database.connection.set_trace_callback(None)
+    assert "<120>" in [node.text for node in nodes]
+    assert len(asked) <= 5
 
 
 # Rows that say what no row should.

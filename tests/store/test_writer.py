@@ -22,6 +22,7 @@ from mlx_lm_kvpersist.store import writer as writer_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.folder import Staging, StoreLock
+from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import Task, Writer
@@ -118,6 +119,64 @@ def test_a_rest_that_was_cut_short_is_made_up_for(clock: Clock, writer: Writer) 
 
 def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
     assert resting(writer).wait(60)
+
+
+@pytest.fixture
+def gathering(clock: Clock) -> Iterator[tuple[Writer, list[int]]]:
+    """A writer by a clock that stands still, and how many tasks it saved together."""
+    sizes: list[int] = []
+    writer = Writer(100, lambda tasks: sizes.append(len(tasks)))
+    yield writer, sizes
+    writer.close(60)
+
+
+def test_turns_and_notes_wait_for_more_and_are_saved_together(
+    clock: Clock, gathering: tuple[Writer, list[int]]
+) -> None:
+    writer, sizes = gathering
+    for n in range(3):
+        save(writer, chain([n]))
+        writer.submit(lambda: None, is_note=True)
+    wait_for_rest(clock, writer_module.GATHER_S)
+    assert not sizes
+    clock.advance(writer_module.GATHER_S)
+    wait_until(lambda: not writer.n_tasks, "all being saved")
+    assert sizes == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda writer: submit(writer, 51),
+        lambda writer: writer.submit(lambda: None),
+        lambda writer: writer.finish(lambda: not writer.n_tasks, 60),
+        lambda writer: writer.drain(),
+        lambda writer: writer.close(60),
+    ],
+    ids=["half full", "other task", "waited for", "drained", "closed"],
+)
+def test_what_ends_the_wait_for_more_turns(
+    clock: Clock, gathering: tuple[Writer, list[int]], end: Callable[[Writer], Any]
+) -> None:
+    """The clock stands still: nothing is saved because of the time."""
+    writer, sizes = gathering
+    save(writer, chain([1]))
+    wait_for_rest(clock, writer_module.GATHER_S)
+    end(writer)
+    wait_until(lambda: bool(sizes) and not writer.n_tasks, "the turn being saved", 20)
+
+
+def test_a_note_that_fails_takes_no_other_note_with_it(store: BlockStore) -> None:
+    def add(name: str, index: Index) -> None:
+        if name == "second":
+            raise OSError("no")
+        index.state.add_note(name, words="some")
+
+    for name in ("first", "second", "third"):
+        store.change_index(f"add {name}", partial(add, name))
+    store.drain()
+    notes = [store.index.state.note(name) for name in ("first", "second", "third")]
+    assert [bool(note) for note in notes] == [True, False, True]
 
 
 def test_nobody_waits_longer_than_asked_for_what_is_written(clock: Clock, writer: Writer) -> None:
@@ -239,7 +298,10 @@ def test_rests_that_were_cut_short_are_made_up_for_within_bounds(
     wait_for_rest(clock, writer_module.MAX_AGE_S)
 
 
-def test_a_turn_that_is_old_ends_the_rest(clock: Clock, writer: Writer) -> None:
+def test_a_turn_that_is_old_ends_the_rest(
+    clock: Clock, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "GATHER_S", 0.0)
     serve(writer)
     times_s: list[float] = []
 
@@ -564,6 +626,8 @@ def test_an_idle_writer_writes_what_is_postponed_when_it_is_due(
     wait_for_rest(clock, writer_module.POSTPONE_S)
     assert not is_run.is_set()
     clock.advance(writer_module.POSTPONE_S)
+    wait_for_rest(clock, writer_module.GATHER_S)
+    clock.advance(writer_module.GATHER_S)
     assert is_run.wait(60)
 
 

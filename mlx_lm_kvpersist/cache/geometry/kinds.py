@@ -177,6 +177,13 @@ def slots_of(caches: Sequence[Any]) -> list[Any]:
     return slots
 
 
+def empty_copy(slot: Any) -> Any:
+    """Return a copy of an empty slot. `deepcopy` takes ten times as long."""
+    if type(slot) is SequenceQuantizedKVCache:
+        return SequenceQuantizedKVCache(slot.precision, slot.plan)
+    return copy.deepcopy(slot)
+
+
 def replaced(caches: Sequence[Any], slots: Sequence[Any]) -> list[Any]:
     """Return a prompt cache of the same structure as `caches` with these slots."""
     rest = iter(slots)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,7 @@ import mlx.core as mx
 
 from ..live.attention import AttentionPlan
 from ..live.packed import GRID, scale_dtype
-from .kinds import GroupKind
+from .kinds import GroupKind, empty_copy, replaced, slots_of
 from .precision import KVPrecision
 
 _FIELDS = ("weights", "scales", "biases")
@@ -207,8 +206,7 @@ class ModelCacheSpec:
 
     def make_cache(self) -> list[Any]:
         """Return an empty prompt cache; replaces the model's `make_cache`."""
-        shared = [*self.plans.values(), *(group.precision for group in self.groups)]
-        return copy.deepcopy(list(self.template), {id(value): value for value in shared})
+        return replaced(self.template, [empty_copy(slot) for slot in slots_of(self.template)])
 
     @property
     def batching(self) -> str:

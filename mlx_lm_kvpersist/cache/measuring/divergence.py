@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import mlx.core as mx
@@ -143,9 +144,7 @@ def part_means(nats: Sequence[float], places: Mapping[str, range]) -> dict[str, 
 
 def _mean(values: Iterable[float]) -> Estimate:
     numbers = list(values)
-    mean = math.fsum(numbers) / len(numbers)
-    variance = math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)
-    return Estimate(mean, math.sqrt(variance / len(numbers)))
+    return Estimate(fmean(numbers), pstdev(numbers) / math.sqrt(len(numbers)))
 
 
 def _exponential(estimate: Estimate) -> Estimate:

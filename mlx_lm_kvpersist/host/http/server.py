@@ -150,11 +150,14 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:
+            self.close_connection = True
+            if isinstance(error, RequestRefused) and not self._has_replied:
+                self.answer_json(error.status, openai_error(error.status, str(error), error.code))
+                return
             is_own = isinstance(error, KVPersistError)
             logger.error(
                 "kvpersist: %s %s failed: %s", route.method, route.path, error, exc_info=not is_own
             )
-            self.close_connection = True
             if not self._has_replied:
                 self.send_error(500)
 

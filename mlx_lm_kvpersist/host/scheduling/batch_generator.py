@@ -28,7 +28,7 @@ from ...errors import ClientGone
 from ..hooks import PARKED, PREFILL, REPLY, Prompt
 from ..manager import TakenTokens
 from .caches import PluginCaches, Step
-from .prefill import Prefill, Prefills
+from .prefill import Prefill, Prefills, give_back
 from .prompt_lookup import PromptLookup
 from .waiting import WEIGH_EVERY
 
@@ -349,7 +349,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if error is not None:
             raise error
         self.prefills.compute(chunk, beside=len(self.replies) > 0)
-        self._give_back()
         for prefill in chunk:
             response = self._response(prefill)
             if not prefill.segments[0]:
@@ -375,7 +374,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             rows += ((prompt.uid, prompt.tokens) for prompt in prefills)
             self._fail_replies(rows, error)
             return
-        self._give_back()
+        give_back(self._limits)
         self._progress += [self._response(prefill, is_end=True) for prefill in prefills]
 
     def _save_interrupted(self, uids: Collection[int]) -> None:
@@ -407,10 +406,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             if n_bytes > self._limits.max_unused_bytes // 2:
                 mx.eval(layers)
                 n_bytes, layers = 0, []
-
-    def _give_back(self) -> None:
-        if mx.get_cache_memory() > self._limits.max_unused_bytes:
-            mx.clear_cache()
 
     # Failures. Stock forgets a request after a response, when its context has been told to stop.
 

@@ -302,4 +302,11 @@ def compute_chunk(
     limits.pace.learn(position, n_tokens, time.perf_counter() - started - waited_s)
     if not beside:
         limits.took(n_tokens, position, peak.n_bytes)
+    give_back(limits)
     return waited_s
+
+
+def give_back(limits: PrefillLimits) -> None:
+    """Give freed memory back to the system, beyond what MLX may keep for the next chunk."""
+    if mx.get_cache_memory() > limits.max_unused_bytes:
+        mx.clear_cache()

@@ -93,8 +93,6 @@ class ComputedModel:
             options["input_embeddings"] = embeddings[None, : len(ids)]
         caches = self.caches
         compute_chunk(self.model, [ids], caches, caches, limits, position, beside=False, **options)
-        if mx.get_cache_memory() > limits.max_unused_bytes:
-            mx.clear_cache()
         self.n_tokens += len(ids)
 
 

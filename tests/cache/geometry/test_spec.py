@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -251,7 +252,16 @@ def test_a_subclass_of_a_known_cache_is_not_a_known_cache() -> None:
 def test_makes_a_cache_for_every_layer(llama_spec: ModelCacheSpec) -> None:
     caches = llama_spec.make_cache()
     assert [type(cache) for cache in caches] == [SequenceQuantizedKVCache] * 2
-    assert caches[0] is not caches[1]
+    assert caches[0] is not caches[1] and caches[0].newest is not caches[1].newest
+    again = llama_spec.make_cache()
+    assert again[0] is not caches[0] and again[0].plan is caches[0].plan
+
+
+def test_a_quantized_cache_is_made_without_a_deep_copy(
+    llama_spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(copy, "deepcopy")
+    assert len(llama_spec.make_cache()) == 2
 
 
 def test_the_description_is_json(llama_spec: ModelCacheSpec) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from huggingface_hub import scan_cache_dir
 
+from mlx_lm_kvpersist.apis import openai_error
 from mlx_lm_kvpersist.errors import ConfigError, PluginFault, RequestRefused
 from mlx_lm_kvpersist.host.hooks import Route, check_headers, hookimpl
 from mlx_lm_kvpersist.host.http import server as http_server
@@ -188,6 +189,41 @@ def test_a_path_that_fails_is_a_500(
         answered = answer(patched_server, b"GET /echo/broken HTTP/1.1\r\n\r\n")
     assert " 500 " in answered.splitlines()[0]
     assert "GET /echo/broken failed" in caplog.text
+
+
+class Barred:
+    @hookimpl
+    def routes(self) -> list[Route]:
+        return [Route("POST", "/read", lambda handler: handler.read_json()), Route("GET", "/", bar)]
+
+
+def bar(handler: Any) -> None:
+    raise RequestRefused("nobody may ask", 403, "barred")
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "error"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 403, openai_error(403, "nobody may ask", "barred")),
+        (
+            b"POST /read HTTP/1.1\r\nContent-Length: 1\r\n\r\n7",
+            400,
+            openai_error(400, "the body is no JSON object"),
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_path_that_refuses_says_so(
+    patched_server: ModuleType,
+    caplog: pytest.LogCaptureFixture,
+    request_bytes: bytes,
+    status: int,
+    error: dict[str, Any],
+) -> None:
+    with plugged(Barred()):
+        head, _, body = answer(patched_server, request_bytes).partition("\r\n\r\n")
+    assert int(head.split()[1]) == status and json.loads(body) == error
+    assert "failed" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
