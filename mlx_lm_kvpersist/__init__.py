@@ -6,8 +6,8 @@ __version__ = "0.1.0"
 def install(*plugins: str) -> None:
     """Load plugins into `mlx_lm.server` in this process, for launchers that call its `main`.
 
-    plugins: names of plugins; without any, those of `--plugin` on the command line, else
-    kvpersist. Their options are read from `sys.argv` as the server's are. Ends the process with one
+    plugins: names of plugins; by default those of `--plugin` on the command line, otherwise
+    kvpersist. Their options are read from `sys.argv`, like the server's. Ends the process with one
     line if the server cannot be patched.
     """
     import sys

@@ -2,8 +2,8 @@
 
 `install` puts a finder in front of `sys.meta_path`. It lets the real finders find `mlx_lm.server`,
 executes it with its real loader, and then wraps its `main`, which loads the plugins. While mlx_lm
-is imported, garbage collection is off: there is none, and looking takes a tenth of the time. Every
-error ends the process with one line.
+is imported, garbage collection is off: imports leave no garbage, and the search takes a tenth of
+the time. Every error ends the process with one line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def wrap_main(module: ModuleType) -> None:
-    """Make `main` load the plugins of the command line before it does as stock does."""
+    """Make `main` load the plugins of the command line before it runs stock's code."""
     stock = module.main
 
     @functools.wraps(stock)
@@ -57,7 +57,7 @@ def prepare(names: Sequence[str]) -> None:
 
 @contextmanager
 def without_garbage() -> Iterator[None]:
-    """Look for no garbage inside the block: imports leave none."""
+    """Turn garbage collection off inside the block: imports leave no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -98,7 +98,7 @@ class ServerLoader(Loader):
         return self.real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on the module looks as if its real loader had loaded it.
+        # From now on the module looks as if its real loader had loaded it.
         module.__loader__ = self.real
         if module.__spec__ is not None:
             module.__spec__.loader = self.real

@@ -35,7 +35,7 @@ class ReplyFormat(Protocol):
 
     @property
     def content(self) -> str:
-        """The text that the client was shown so far."""
+        """The text that the client has got so far."""
 
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
         """Return the first events; both counts are 0 if they are not known yet."""
@@ -49,7 +49,7 @@ class ReplyFormat(Protocol):
         """Return the last events. `finish_reason` is a chat completion's."""
 
     def wait(self) -> list[Event]:
-        """Return events that only show that the server is at work."""
+        """Return events that only show that the server is working."""
 
     def fail(self, status: int, message: str, code: str | None) -> list[Event]:
         """Return the last events of a reply that ends early; `code` is RequestRefused's."""
@@ -63,9 +63,9 @@ class Request:
     """A request that generates, in the terms of chat templates and samplers.
 
     `fields` has the messages and the parameters, named as in Chat Completions. `stream` says
-    whether the client wants events. `tools` may be called, also if `fields` does not show
-    them to the template; with None every call is a text. `places` names each message in
-    the client's body, such as "input[3]".
+    whether the client wants events. `tools` may be called, also if `fields` does not show them to
+    the template; with None, every call is treated as text. `places` names each message in the
+    client's body, such as "input[3]".
     """
 
     fields: dict[str, Any]
@@ -76,10 +76,10 @@ class Request:
 
 
 class API(Protocol):
-    """Another API than stock's.
+    """An API other than stock's.
 
-    refuses_in_stream: whether clients that stream look for an error with a code in the stream, and
-    heed no status.
+    refuses_in_stream: whether streaming clients expect an error with a code in the stream, and
+    ignore the status.
     """
 
     refuses_in_stream: bool
@@ -98,7 +98,7 @@ def require(is_right: bool, name: str, value: Any, expected: str) -> None:
 
 
 def refuse(name: str, value: Any, expected: str) -> NoReturn:
-    """Raise RequestRefused: the name of a field, what was found there, what was expected."""
+    """Raise RequestRefused with the name of a field, the found value and the expected value."""
     shown = _KINDS.get(type(value))
     if isinstance(value, str) and len(value) <= _MAX_QUOTED:
         shown = json.dumps(value)
@@ -108,7 +108,7 @@ def refuse(name: str, value: Any, expected: str) -> NoReturn:
 
 
 def require_text(name: str, value: Any) -> str:
-    """Return text; refuse a value that is none, or cannot be encoded (half a surrogate pair)."""
+    """Return text; refuse other values, and text with half a surrogate pair."""
     require(isinstance(value, str), name, value, "text")
     try:
         value.isascii() or value.encode()
@@ -119,14 +119,14 @@ def require_text(name: str, value: Any) -> str:
 
 
 def require_object(name: str, value: Any) -> dict[str, Any]:
-    """Return an object; refuse a value that is none."""
+    """Return an object; refuse any other value."""
     require(isinstance(value, dict), name, value, "an object")
     object_value: dict[str, Any] = value
     return object_value
 
 
 def require_objects(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return a list of objects; refuse a value that is none."""
+    """Return a list of objects; refuse any other value."""
     return [item for _, item in placed_objects(name, value)]
 
 
@@ -138,7 +138,7 @@ def placed_objects(name: str, value: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def joined(content: Any, more: Any, between: str = "\n\n") -> Any:
-    """Join the contents of two messages; by default an empty line stands between them."""
+    """Join the contents of two messages, by default with an empty line between them."""
     if not content or not more:
         return content or more or ""
     if isinstance(content, list) or isinstance(more, list):
@@ -161,9 +161,9 @@ def text_of(content: Any) -> Any:
 
 
 def readable(value: Any) -> Any:
-    """Return JSON in which U+FFFD stands in the place of each half of a surrogate pair.
+    """Return JSON in which U+FFFD replaces each half of a surrogate pair.
 
-    A client that cuts a text between two halves sends such a half, which has no UTF-8.
+    A client that cuts a text between two halves sends such a half, which UTF-8 cannot encode.
     """
     text = json.dumps(value, ensure_ascii=False)
     try:
@@ -174,7 +174,7 @@ def readable(value: Any) -> Any:
 
 
 def openai_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's form, which our own routes have, too."""
+    """Return the body of an error in OpenAI's form, which this package's own routes also use."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
@@ -186,7 +186,7 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
 
 
 def message_of(body: bytes) -> str:
-    """Return what an error's body says, in any of the forms of the APIs; "" for anything else."""
+    """Return the message in an error's body, in any form of the APIs; "" for anything else."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

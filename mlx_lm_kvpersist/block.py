@@ -61,7 +61,7 @@ class Root:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    @lru_cache(maxsize=64)  # the files of a store have the same one
+    @lru_cache(maxsize=64)  # all files of a store have the same root
     def from_json(cls, text: str) -> Root:
         """Read `to_json`. Raises ValueError or TypeError when it is something else."""
         return cls(**json.loads(text))
@@ -73,7 +73,7 @@ def block_key(parent: bytes, ids: bytes) -> bytes:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return token ids as little-endian int32; the first token of an image takes nine words."""
+    """Return token ids as little-endian int32; an image's first token takes nine such words."""
     try:
         return array("i", ids).tobytes()
     except OverflowError:
@@ -81,9 +81,9 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """Return the token ids of `pack_ids`; of damaged ones, any."""
+    """Return the token ids that `pack_ids` packed; any ids if the bytes are damaged."""
     words = array("i", packed).tolist()
-    if packed[3::4].isascii():  # the highest bit of none is set: no images
+    if packed[3::4].isascii():  # no id has its highest bit set: no images
         return words
     return ids_of(words)
 
@@ -124,7 +124,7 @@ class Block:
 
     @cached_property
     def is_genuine(self) -> bool:
-        """Whether it is what its key was made of."""
+        """Whether the key is the hash of the content."""
         return block_key(self.parent, self.packed_ids) == self.key
 
     @property
@@ -166,7 +166,7 @@ class Checkpoint:
 
     @cached_property
     def is_genuine(self) -> bool:
-        """Whether it is what its key was made of."""
+        """Whether the key is the hash of the content."""
         return Checkpoint.at(self.block, self.kind, self.n_tokens) == self
 
     def __str__(self) -> str:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 LEAST_BYTES = 128 << 20
-"""Less memory than this cannot be asked for."""
+"""The least memory that the options accept."""
 MAX_LOSS_S = 2.0
 """Seconds of computing that kill -9 may undo of a conversation with windows or recurrent layers: if
-computing would take longer, its checkpoint is written when it rests."""
+computing would take longer, its checkpoint is written at once."""
 MIN_PREFILL_BYTES = GIB // 2
 """A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
 PLAIN_KEY = Path("plain")
-"""Stands for a key file if what is shared is not encrypted."""
+"""Means, in place of a key file, that shared objects are not encrypted."""
 KV_BITS = {
     "k8v4": PrecisionChoice(),
     "4": PrecisionChoice(4, 4),
@@ -65,22 +65,22 @@ class Config:
     warm: tuple[Path, ...] = ()
     """Files of prompts that are computed at the start."""
     prompt_lookup: bool = True
-    """Whether the ids that followed a reply's last ids before are checked as drafts."""
+    """Whether ids that followed the same last ids earlier are checked as drafts (prompt lookup)."""
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
     max_stall_s: float = 0.25
     max_prefill_bytes: int = GIB
     memory_bytes: int | None = None
-    """For all but the model's weights; None: what the device leaves."""
+    """The budget for everything except the model's weights; None: what the device leaves."""
     refuses: bool = False
-    """Whether a request that memory does not suffice for is refused, and does not wait."""
+    """Whether a request is refused, instead of waiting, if memory does not suffice."""
     encryption: Encryption = PLAIN
     shared: tuple[Objects, Encryption, int | None] | None = None
-    """The store that other servers use, too, its encryption, and the most bytes of its objects."""
+    """The store that several servers use, its encryption, and the maximum bytes of its objects."""
 
 
 def _option(meaning: str, parse: Any = None, **argument: Any) -> dict[str, Any]:
-    """Return what argparse takes for an option."""
+    """Return argparse's arguments for an option."""
     metavars: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
     typed = {"type": parse, "metavar": metavars.get(parse)} if parse else {}
     return {"help": meaning, **typed, **argument}
@@ -205,18 +205,18 @@ GROUPS = {
     "Serving": _SERVING,
     "Who may see what": _ACCESS,
 }
-"""The options by the heading that they have in the docs."""
+"""The options, by their heading in the docs."""
 RARE = "memory-policy shared-size attention draft served-name isolation show-text".split()
 """Options that --help-all shows, and --help does not."""
 
 
 class HelpAll(Action):
-    """Prints the help with the rare options, too. `const` has their actions, by name."""
+    """Prints the help including the rare options. `const` has their actions, by name."""
 
     def __call__(self, parser: ArgumentParser, *args: Any) -> None:
         for name, action in self.const.items():
             action.help = OPTIONS[name]["help"]
-        self.help = SUPPRESS  # the reader has found it
+        self.help = SUPPRESS  # this option is not needed in its own help
         parser.print_help()
         parser.exit()
 
@@ -253,7 +253,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
     precision, stock_kv_bits = precision_of(args), getattr(args, "kv_bits", None)
     args.kv_bits = None
     stall_ms = args.kvpersist_max_stall_ms
-    if not 10 <= stall_ms <= 60_000:  # less is less than a token takes on most devices
+    if not 10 <= stall_ms <= 60_000:  # on most devices, a token takes longer
         wrong = f"--kvpersist-max-stall-ms {stall_ms:g}"
         raise ConfigError(f"{wrong} is out of range; give 10 to 60000")
     if args.served_name is not None and (not args.served_name or getattr(args, "model", 0) is None):
@@ -272,7 +272,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
         ram = ram if memory is None else min(ram, memory // 2)
     elif memory is not None and ram > memory:
         raise ConfigError(
-            f"--kvpersist-ram {show_bytes(ram)} is a part of --kvpersist-memory, which is "
+            f"--kvpersist-ram {show_bytes(ram)} cannot be larger than --kvpersist-memory, which is "
             f"{show_bytes(memory)}; give less RAM, or more memory"
         )
     return Config(
@@ -317,7 +317,7 @@ def encryption_of(args: Namespace) -> Encryption:
     """Return the encryption of the folder that the options name: none without a key file."""
     if (key := args.kvpersist_encrypt) is None:
         return PLAIN
-    sqlcipher()  # it is missed before a folder is made
+    sqlcipher()  # a missing package is noticed before a folder is made
     return read_key(key)
 
 
@@ -325,7 +325,7 @@ def precision_of(args: Namespace) -> PrecisionChoice:
     bits, group_size = args.kvpersist_kv_bits, None
     if getattr(args, "kv_bits", None) is not None:
         bits = bits or str(args.kv_bits)
-        # Stock's default, 64, says nothing of what the model's heads allow.
+        # Stock's default, 64, does not depend on the size of the model's heads.
         if args.kv_group_size != 64:
             group_size = args.kv_group_size
     bits = bits or DEFAULT_BITS
@@ -345,7 +345,7 @@ def _warm(args: Namespace) -> tuple[Path, ...]:
     files = tuple(args.kvpersist_warm)
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"--kvpersist-warm {file} is no file; name one with a prompt")
+            raise ConfigError(f"--kvpersist-warm {file} is not a file; name a file with a prompt")
     if files and getattr(args, "model", None) is None:
         raise ConfigError("--kvpersist-warm needs --model: it says whose prompts are computed")
     if files and (args.kvpersist_isolation == "session" or args.kvpersist_namespace_by_key):
@@ -361,7 +361,7 @@ def default_folder() -> Path:
     folder = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist"))
     if not folder.is_absolute():
         raise ConfigError(
-            f"the user's cache folder is {str(folder.parent)!r}, no absolute path; set "
+            f"the user's cache folder is {str(folder.parent)!r}, not an absolute path; set "
             "XDG_CACHE_HOME or HOME to one, or name a folder with --kvpersist-dir"
         )
     return folder
@@ -372,7 +372,7 @@ def device_memory_bytes() -> int:
     import mlx.core as mx
 
     info = mx.device_info()
-    size = info.get("memory_size") or info.get("total_memory")  # by Metal, and by CUDA
+    size = info.get("memory_size") or info.get("total_memory")  # Metal and CUDA report it
     return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

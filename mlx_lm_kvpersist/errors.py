@@ -1,6 +1,6 @@
-"""Every exception of the package, and a log of failures that come again.
+"""Every exception of the package, and a log for repeated failures.
 
-Every exception of ours is a KVPersistError.
+Every exception of the package is a KVPersistError.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from threading import Lock
 from typing import Any
 
 LOG_AGAIN_S = 3600.0
-"""How long a kind of failure is not logged after it was."""
+"""How long a kind of failure is not logged again."""
 COUNTING = Lock()
-"""Held while numbers that several threads count are changed or read, and for nothing else."""
+"""Held only while counters of several threads are changed or read."""
 
 
 class KVPersistError(Exception):
@@ -32,7 +32,7 @@ class PluginNotFound(KVPersistError):
 
 
 class PluginFault(KVPersistError):
-    """A plugin answered a hook with what the server cannot use, or broke a request."""
+    """A plugin gave an answer that the server cannot use, or broke a request."""
 
     status = 500
 
@@ -68,8 +68,7 @@ class ModelNotSupported(KVPersistError):
 class RequestRefused(KVPersistError, ValueError):
     """A request cannot be served; `status` is the HTTP status that its client gets.
 
-    `code` is the name by which OpenAI's clients know a reason that they act upon, such as
-    "context_length_exceeded".
+    `code` is OpenAI's name of a reason that clients act upon, such as "context_length_exceeded".
     """
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
@@ -84,7 +83,7 @@ class GenerationStopped(KVPersistError):
 
 
 class DeviceFailed(GenerationStopped):
-    """The device computes nothing any more; only a new process can."""
+    """The device computes nothing any more; only a new process can use it again."""
 
 
 class ClientGone(KVPersistError, ConnectionError):
@@ -92,7 +91,7 @@ class ClientGone(KVPersistError, ConnectionError):
 
 
 class NoAnswer(KVPersistError, OSError):
-    """A shared store does not answer in time, such as a folder of a server that is gone."""
+    """A shared store does not answer in time, such as a folder of a lost file server."""
 
 
 class IndexDamaged(KVPersistError, sqlite3.DatabaseError):
@@ -108,7 +107,7 @@ class StoreFormatError(StoreError):
 
 
 class BlockCorrupt(StoreError):
-    """The file of a block or checkpoint is not what its name and metadata promise."""
+    """The file of a block or checkpoint does not match its name or metadata."""
 
 
 class DecryptionFailed(BlockCorrupt):
@@ -125,7 +124,7 @@ class Failures:
         self.counts: Counter[str] = Counter()
         self._logger = logger
         self._logged: dict[str, tuple[float, int]] = {}
-        """When a kind was logged last, by the monotonic clock, and its count then."""
+        """When a kind was last logged, by the monotonic clock, and its count at that time."""
 
     def add(self, message: str, *args: object, kind: str = "", **how: Any) -> None:
         """Count a failure and log it, at DEBUG if its kind was logged within the last hour.

@@ -1,8 +1,8 @@
-"""The ids by which an image stands in a prompt: what a patch token alone does not say.
+"""The ids that stand for an image in a prompt: a patch token alone does not identify an image.
 
 The first id of an image is its digest as a negative number, and each further token of the image has
-the id GOES_ON. So the ids say all about a prompt, and a key, an index and a comparison of ids need
-to know nothing of images.
+the id GOES_ON. So the ids identify a prompt completely, and keys, indexes and comparisons of ids
+need no rule for images.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 GOES_ON = -1
-"""The id of all tokens of an image but the first."""
+"""The id of all tokens of an image except the first."""
 
 MARK = "\ufffc"
 """Begins the text of an image: the character for embedded objects (Unicode 15, 23.8)."""
@@ -26,7 +26,7 @@ def first_id(digest: bytes) -> int:
 
 
 def text_of(token_id: int) -> str:
-    """Return the text of an image's token: the digest in hex at the first, else nothing."""
+    """Return the text of an image's token: the digest in hex for the first token, otherwise ""."""
     return "" if token_id == GOES_ON else f"{MARK}{-token_id:x}"
 
 
@@ -39,7 +39,7 @@ def words_of(token_id: int) -> list[int]:
 
 
 def ids_of(words: Sequence[int]) -> list[int]:
-    """Return the ids of which `words_of` made words; for damaged words, any ids."""
+    """Return the ids from which `words_of` made words; any ids if the words are damaged."""
     ids, place = [], 0
     while place < len(words):
         n_words = 1 if words[place] >= GOES_ON else _N_WORDS
@@ -52,7 +52,7 @@ def ids_of(words: Sequence[int]) -> list[int]:
 
 
 def before_image(ids: Sequence[int], n_tokens: int) -> int:
-    """Return how many of the first `n_tokens` tokens stand before an image that they end within."""
+    """Return how many of the first `n_tokens` tokens to use, so that no image is cut."""
     if n_tokens < len(ids) and ids[n_tokens] == GOES_ON:
         while n_tokens and ids[n_tokens] == GOES_ON:
             n_tokens -= 1

@@ -35,7 +35,7 @@ from .store.records import RAM
 from .store.stored_sessions import StoredSessions
 
 JOIN_SHARE = 0.2
-"""The share of the longest stall that restoring takes between two steps of the replies."""
+"""The share of the longest stall that restoring may take between two steps of the replies."""
 CHUNK_SHARE = 8
 """A chunk of a prompt takes an eighth of the memory account at most."""
 
@@ -115,7 +115,7 @@ class KVPersistPlugin:
         )
         try:
             model = load_model(provider, model_options)
-        except (ModelNotSupported, OSError) as error:  # its files may be gone
+        except (ModelNotSupported, OSError) as error:  # the model's files may have been removed
             self._refuse(provider, str(error))
             return None
         step_s = options.max_stall_s * JOIN_SHARE
@@ -141,7 +141,7 @@ class KVPersistPlugin:
             ),
             memory.weigh,
             draft,
-            # Drafts are checked in calls of a few rows, which may wait for a kernel of their own.
+            # Drafts are checked in calls of a few rows, which may first have to compile a kernel.
             most_taken_back if options.prompt_lookup and least_rows() == 1 else lambda caches: 0,
         )
 
@@ -157,7 +157,7 @@ class KVPersistPlugin:
             self._refused.add(provider.model_key[0])
             logger.warning("kvpersist: served as stock does, nothing is kept: %s", why)
             if (bits := self._config.stock_kv_bits) is not None:
-                logger.info("kvpersist: --kv-bits %d holds there, one request at a time", bits)
+                logger.info("kvpersist: --kv-bits %d applies, with one request at a time", bits)
 
     # A request.
 
@@ -167,7 +167,7 @@ class KVPersistPlugin:
     ) -> None:
         state = RequestState.of(request)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
-        state.is_kept = is_kept(headers)  # set before an unusual body can raise
+        state.is_kept = is_kept(headers)  # set before a malformed body can raise
         state.session, state.note = session_key(headers, body), note(headers, request.messages)
         if self._config.isolate_sessions and state.session is None:
             state.namespace = unshared(state.namespace)
@@ -198,7 +198,7 @@ class KVPersistPlugin:
             return ServedRequest(serving, request, prompt)
         state = RequestState.of(request)
         state.n_prompt = len(prompt.ids)
-        # Stock would keep the prompt, and let all tenants find it.
+        # Stock would keep the prompt, and all tenants could find it.
         has_tenants = bool(state.namespace) or self._config.isolate_sessions
         return TakenRequest(prompt) if has_tenants or not state.is_kept else None
 
@@ -210,10 +210,10 @@ class KVPersistPlugin:
             state.saved_s = model.speed.pace.seconds(0, n_reused)
         record = self._log.add(state, name, outcome, precision)
         state.outcome = outcome
-        # Stock may reuse some of its own.
+        # Stock may reuse some tokens from its own cache.
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused
         self._metrics.count(outcome.kind.value, n_computed)
-        if self._store is not None and n_reused:  # so, on the generation thread
+        if self._store is not None and n_reused:  # this runs on the generation thread
             self._store.reused_tokens[RAM] += n_reused - n_restored
             self._store.reused_tokens[outcome.tier] += n_restored
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)

@@ -34,13 +34,14 @@ Decision = TypeVar("Decision")
 logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<IIqq")
-"""The topic of a message with all values noted, its number, its value, the bytes of a decision."""
+"""The fields of a message: the hash of its topic and noted values, its number, its value, and the
+bytes of a decision."""
 _INLINE = 104
-"""Bytes of a decision that go with the first message."""
+"""The number of bytes of a decision that are sent in the first message."""
 PATIENCE_S = 120.0
 """Seconds without a message after which a rank ends: longer than any step."""
 LOADING_S = 1800.0
-"""The same while a model is loaded."""
+"""The same limit while a model is being loaded."""
 _CONNECT_S = 10.0
 _LOOK_S = 1.0
 """How often a rank checks whether its parent process still runs."""
@@ -49,15 +50,15 @@ _LOOK_S = 1.0
 class Ranks:
     """The processes of one model; `size` is 1 if this process is alone.
 
-    All ranks call every method except `watch` in the same order, with the same `what`. If a rank is
-    at another place, the process ends: its results would be wrong.
+    All ranks call every method except `watch` in the same order, with the same `what`. If a rank
+    makes another call, the process ends: its results would be wrong.
     """
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
         self.n_messages = 0
         self.patience_s = LOADING_S
-        """Seconds without a message after which this rank ends; idle ranks send messages, too."""
+        """Seconds without a message after which this rank ends; idle ranks also send messages."""
         self._is_deciding = False
         self.is_ending = False
         """Whether all ranks have agreed to end."""
@@ -130,7 +131,7 @@ class Ranks:
 
     def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
         """Return each rank's value, the bytes of its payload, and the beginning of the payload."""
-        if self._is_deciding:  # the other ranks wait for a decision
+        if self._is_deciding:  # the other ranks are waiting for a decision
             end(f"rank {self.rank} asks within a decision ({what}); please report it")
         self.n_messages += 1
         topic = crc32(what.encode(), self._noted), self.n_messages & 0xFFFFFFFF
@@ -150,8 +151,8 @@ class Ranks:
     def watch(self) -> None:
         """End this process when its parent or another rank ends. Main thread.
 
-        MLX's launcher leaves ranks behind when it ends, and MLX's ring may wait for a dead rank.
-        So each rank has a connection to rank 0, which the system closes when a side ends.
+        MLX's launcher does not end the ranks when it ends, and MLX's ring may wait for a dead rank.
+        So each rank has a connection to rank 0, which the system closes when either process ends.
         """
         if not self.are_several:
             return
@@ -160,12 +161,14 @@ class Ranks:
             lines = self._lines()
         except OSError as error:
             lines = []
-            logger.info("kvpersist: rank %d has no line to the others: %s", self.rank, error)
+            logger.info(
+                "kvpersist: rank %d has no connection to the other ranks: %s", self.rank, error
+            )
         for line in lines:
             threading.Thread(target=self._listen, args=(line,), daemon=True).start()
 
     def _lines(self) -> list[socket.socket]:
-        """Return a connection to rank 0, or of rank 0 to each other rank."""
+        """Return the connection to rank 0; on rank 0, the connections to all other ranks."""
         address, listener, lines = _address_of_rank_0(), None, list[socket.socket]()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         if self.decides and address:
@@ -194,7 +197,7 @@ class Ranks:
 
     def _listen(self, line: socket.socket) -> None:
         with suppress(OSError):
-            line.recv(1)  # nobody sends anything
+            line.recv(1)  # no rank sends anything
         if not self.is_ending:
             end(f"another rank than rank {self.rank} has ended")
 
@@ -231,7 +234,7 @@ def ranks() -> Ranks:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Make `ranks` return one process alone inside the block. Not for a running server."""
+    """Make `ranks` return a single process inside the block. Not for a running server."""
     global _current
     previous, _current = ranks(), ALONE
     init, group = mx.distributed.init, SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -244,7 +247,7 @@ def alone() -> Iterator[None]:
 
 def end(why: str) -> NoReturn:
     """End this process at once, with one line; the processes of the other ranks end with it."""
-    with suppress(OSError):  # the reader may have ended too
+    with suppress(OSError):  # the reader may also have ended
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"kvpersist: {why}\n".encode())
     os._exit(1)
 

@@ -1,7 +1,7 @@
 """The last requests, for people, and numbers of all requests, for Prometheus.
 
-prometheus_client is imported when Prometheus first asks, so no start and no reply waits for that.
-Any thread.
+prometheus_client is imported when Prometheus first asks, so that neither the start nor a reply
+waits for the import. Any thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 KEPT = 200
-"""Requests that a server remembers."""
+"""The number of requests that a server remembers."""
 HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 _FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -72,7 +72,7 @@ class RequestLog:
         return record
 
     def timed(self, request_id: str, first_token_s: float | None) -> dict[str, Any] | None:
-        """Add the seconds from queueing to the first token; return the record if it is there."""
+        """Add the seconds from queueing to the first token; return the record, if it exists."""
         for record in self._records.copy():
             if record["id"] == request_id:
                 record["first_token_s"] = first_token_s
@@ -80,11 +80,11 @@ class RequestLog:
         return None
 
     def forget(self, session: str | None) -> None:
-        """Remove the records of a deleted session; others may quote it, and quote no more."""
+        """Remove a deleted session's records, and its quotations in other records."""
         for record in self._records.copy():
             record["divergence"] = _unquoted(record)["divergence"]
             if record["session"] == session:
-                with suppress(ValueError):  # newer records have pushed it out
+                with suppress(ValueError):  # newer records have replaced it
                     self._records.remove(record)
 
     def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
@@ -131,8 +131,8 @@ class Times:
 class Metrics:
     """All metrics.
 
-    store: returns what `BlockStore.stats` does, memory what `Memory.parts` does; None without a
-    store, or without a model.
+    store: returns what `BlockStore.stats` returns; memory: what `Memory.parts` returns. None
+    without a store, or without a model.
     """
 
     def __init__(
@@ -225,7 +225,8 @@ class Metrics:
         ):
             yield make(f"kvpersist_{name}", description, value=value)
         failed = Count("kvpersist_failed", "Failures so far.", labels=["kind"])
-        # Prometheus cannot tell that a counter grows which begins with its first failure.
+        # A counter that first appears with its first failure would not look like a growing counter
+        # to Prometheus.
         for kind, n_failed in {"save a turn: disk": 0, **stats["failed"]}.items():
             failed.add_metric([kind], n_failed)
         yield failed

@@ -47,13 +47,13 @@ _PROMPTS = {
 }
 _CONTINUATION = [9, 8, 7, 6, 5]
 _NOISE = 0.02
-"""Error of logits with a deviation of 1.6 when float32, or TF32, sums in another order."""
+"""The error of logits (with a deviation of 1.6) if float32, or TF32, sums in another order."""
 _SHARE_OF_ROUNDING = 0.5
 _AMPLIFIED = 8
-"""The most by which two or three layers amplify an error of their keys and values."""
+"""The largest factor by which two or three layers amplify an error of their keys and values."""
 
 Precisions = Sequence[KVPrecision | None]
-"""Those of the layers; None for full precision."""
+"""The quantizations of the layers; None for full precision."""
 
 
 def check_round_trip(
@@ -110,9 +110,10 @@ class _Generator(PluginBatchGenerator, BatchGenerator):  # type: ignore[misc]
 
 
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
-    """mlx-lm's own cache, with all tokens twice: rounded keys and values, then the computed ones.
+    """mlx-lm's own cache with all tokens twice: first the rounded keys and values, then the exact
+    ones.
 
-    The mask shows a query the computed tokens of its own block of the grid.
+    The mask shows a query the exact tokens of its own block of the grid.
     """
 
     def __init__(self, precision: KVPrecision) -> None:
@@ -190,11 +191,11 @@ class _Batch:
 
 
 def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
-    """Batch, join, leave, cancel, store and restore four sequences."""
+    """Batch, join, remove, cancel, store and restore four sequences."""
     batch = _Batch(loaded.model)
     cancelled, long, short, late = (_Sequence(name, list(ids)) for name, ids in _PROMPTS.items())
     batch.add(long, 14)
-    batch.step()  # alone, so that one chunk goes beyond a block of the grid
+    batch.step()  # alone, so that one chunk ends in another block of the grid
     uid = batch.add(cancelled, 20)
     batch.add(short, 4)
     for _ in range(4):
@@ -247,9 +248,9 @@ def _reference(model: Any, ids: list[int], precisions: Precisions) -> mx.array:
 
 
 def _rounding(model: Any, precisions: Precisions, ids: list[int], rounded: mx.array) -> float:
-    """Return by how much rounded keys and values change logits, as a root mean square.
+    """Return how much rounded keys and values change logits, as a root mean square.
 
-    `ids` are more than a block of the grid; `rounded` is their reference.
+    `ids` are longer than a block of the grid; `rounded` is their reference.
 
     Raises:
         SelfTestFailed: this is more than the bits explain. 64 normal numbers span 5 deviations, so
@@ -259,7 +260,7 @@ def _rounding(model: Any, precisions: Precisions, ids: list[int], rounded: mx.ar
     if not quantized:
         return 0.0
     exact = _reference(model, ids, [None] * len(precisions))
-    # The first block is not seen rounded.
+    # Queries see the first block unrounded.
     rounding = float(mx.sqrt(mx.square(rounded - exact)[GRID:].mean()))
     steps = 2 ** min(min(precision.keys.bits, precision.values.bits) for precision in quantized) - 1
     expected = _AMPLIFIED * 5 / math.sqrt(12) / steps * float(mx.std(exact))

@@ -1,7 +1,7 @@
 """A conformance test for plugins of the server: docs/plugins.md shows its use.
 
-Every hook that a plugin implements is asked as the server would ask it, from the options to the
-end, in one thread. Faults are collected by the name of the hook.
+Every hook that a plugin implements is called as the server would call it, from the options to the
+shutdown, in one thread. Faults are collected by the name of the hook.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .host.scheduling.caches import PluginCaches
 from .round_trip import tiny_model
 
 HOOKS = tuple(name for name, value in vars(hooks).items() if hasattr(value, "mlx_lm.server_spec"))
-"""The names of all hooks, in the order in which the server asks them."""
+"""The names of all hooks, in the order in which the server calls them."""
 
 _MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -39,13 +39,13 @@ _NAME = "tested"
 
 
 def check_plugin(plugin: Any, options: Sequence[str] = (), provider: Any = None) -> None:
-    """Raise PluginFault with all that `find_faults` finds."""
+    """Raise PluginFault with all faults that `find_faults` finds."""
     if faults := find_faults(plugin, options, provider):
         raise PluginFault("\n".join(f"{hook}: {fault}" for hook, fault in faults.items()))
 
 
 def find_faults(plugin: Any, options: Sequence[str] = (), provider: Any = None) -> dict[str, str]:
-    """Ask every hook of a plugin; return what is wrong, by the name of the hook.
+    """Call every hook of a plugin; return the faults, by the name of the hook.
 
     options: command line options of the plugin. provider: has `model`, `tokenizer` and `model_key`
     as mlx-lm's ModelProvider, a tiny model without files if it is None. Raises
@@ -61,7 +61,7 @@ def find_faults(plugin: Any, options: Sequence[str] = (), provider: Any = None) 
 
 
 class _Faults(manager.PluginFailures):
-    """Keeps the first fault of each hook, in place of the server's log."""
+    """Keeps the first fault of each hook, instead of logging it."""
 
     def __init__(self) -> None:
         super().__init__(manager.logger)
@@ -74,7 +74,7 @@ class _Faults(manager.PluginFailures):
 
 
 class _Tested:
-    """One plugin, while its hooks are asked."""
+    """One plugin, while its hooks are called."""
 
     def __init__(self, faults: _Faults, provider: Any) -> None:
         self._faults, self._provider = faults, provider
@@ -97,7 +97,7 @@ class _Tested:
         self.ask("shutdown")
 
     def ask(self, hook: str, **given: Any) -> Any:
-        """Ask a hook as the server does; return None if that fails."""
+        """Call a hook as the server does; return None if that fails."""
         return self._guarded(hook, lambda: manager.ask(hook, **given))
 
     def _guarded(self, hook: str, act: Callable[[], Any]) -> Any:
@@ -123,7 +123,7 @@ class _Tested:
             rows.append(row)
         is_new = all(first is not second for first, second in zip(*rows, strict=True))
         expect(is_new, "the caches of another sequence", "new ones")
-        if all(hasattr(cache, "merge") for cache in rows[0]):  # else the server makes no batch
+        if all(hasattr(cache, "merge") for cache in rows[0]):  # otherwise the server makes no batch
             for cache in rows[0]:
                 caches.merge(cache)
 
@@ -148,7 +148,7 @@ class _Tested:
         self.ask("reply_timed", request=request, times_s=(0.5, 0.6))
 
     def _prepare(self) -> None:
-        """Have a chat prepared twice: the same messages must become the same."""
+        """Let a chat be prepared twice: equal messages must stay equal."""
         chats = []
         for _ in range(2):
             messages, tools = copy.deepcopy(_MESSAGES), copy.deepcopy(_TOOLS)

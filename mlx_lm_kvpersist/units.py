@@ -30,7 +30,7 @@ def parse_days(text: str) -> float:
     """Return an age in seconds: a number of days (14d) or hours. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d+)([dh])", text.strip().lower(), re.ASCII)
     if match is None:
-        raise ArgumentTypeError(f"{text!r} is no age; write for example 14d or 36h")
+        raise ArgumentTypeError(f"{text!r} is not an age; write for example 14d or 36h")
     return int(match[1]) * {"d": 86400.0, "h": 3600.0}[match[2]]
 
 
@@ -42,7 +42,8 @@ def parse_folder(text: str) -> Path:
         raise ArgumentTypeError(f"{text!r}: {error}") from error
     if not text.strip():
         raise ArgumentTypeError(
-            f"{text!r} names no folder (is a variable unset?); name one, or leave the option out"
+            f"{text!r} names no folder (is a variable unset?); name a folder, or leave the "
+            "option out"
         )
     return folder.absolute()
 
@@ -53,7 +54,7 @@ def show_bytes(n_bytes: float) -> str:
         return f"{n_bytes:.0f} B"
     for unit in _UNITS:
         n_bytes /= 1024
-        # 1023.95 would be shown as 1024.0.
+        # 1023.95 would otherwise be shown as 1024.0.
         if abs(n_bytes) < 1023.95 or unit == _UNITS[-1]:
             break
     return f"{n_bytes:.1f} {unit}iB"

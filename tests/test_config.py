@@ -52,7 +52,7 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
         ),
         (
             ("--kvpersist-shared", "", *PLAIN_KEY),
-            "name one, or leave the option",
+            "name a folder, or leave the option",
         ),
         (("--kvpersist-shared", "~none/x", *PLAIN_KEY), "give a folder"),
         (
@@ -173,7 +173,7 @@ def test_the_operators_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ((), None, "needs --model"),
         (("--kvpersist-isolation", "session"), "m", "leave out --kvpersist-isolation"),
         (("--kvpersist-namespace-by-key",), "m", "leave out --kvpersist-isolation"),
-        (("--kvpersist-warm", "no/such/file"), "m", "no/such/file is no file"),
+        (("--kvpersist-warm", "no/such/file"), "m", "no/such/file is not a file"),
     ],
 )
 def test_what_is_warmed(

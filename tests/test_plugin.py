@@ -83,7 +83,7 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
     try:
         plugin.model_loaded(provider)
         assert args.kv_bits == 8
-        assert "--kv-bits 8 holds there" in caplog.text
+        assert "--kv-bits 8 applies" in caplog.text
         make_all_load(monkeypatch)
         plugin.model_loaded(provider)
         assert args.kv_bits is None

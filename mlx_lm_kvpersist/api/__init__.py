@@ -1,1 +1,1 @@
-"""HTTP: what a request and a reply carry for the cache."""
+"""HTTP: the fields and headers of requests and replies that concern the cache, and other APIs."""

@@ -1,4 +1,4 @@
-"""The operator's routes and page: for programs of the server's own machine, or with a key."""
+"""The operator's routes and page, for programs on the server's own machine or with a key."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _PROXY_HEADERS = {
     *("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"),
     "tailscale-user-login",
 }
-"""Headers that proxies add; so do all that begin with X-Forwarded-."""
+"""Headers that proxies add, besides all headers that begin with X-Forwarded-."""
 _PAGE = Path(__file__).with_name("page.html")
 _ROOT_TEXT = b"The API of this server is at /v1, such as POST /v1/chat/completions.\n"
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class Parts(NamedTuple):
-    """Content that is sent part by part, `n_bytes` in all: it need not fit into memory."""
+    """Content that is sent in parts, `n_bytes` in total, so that it need not fit into memory."""
 
     n_bytes: int
     chunks: Iterable[bytes]
@@ -53,7 +53,7 @@ class Answer(NamedTuple):
 
 
 def answering(answer: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a route's handler that sends what `answer` returns or refuses.
+    """Return a route's handler that sends the answer or the refusal of `answer`.
 
     answer: takes the handler; returns an Answer or its content, or None if it has sent an answer.
     """
@@ -86,11 +86,12 @@ def send(handler: Any, answer: Answer) -> None:
 
 
 def operator_route(answer: Callable[[Any], Any], key: str | None) -> Callable[[Any], None]:
-    """Return a route's handler that sends what `answer` returns or refuses, to operators only.
+    """Return a route's handler that sends the answer or the refusal of `answer`, to operators only.
 
-    answer: as `answering` takes it. With a `key`, every request must carry it, and may come from
-    anywhere. Without a key, only programs of the server's own machine may ask. Its browsers show
-    pages of other sites and of other servers: none of these pages may change anything by a POST.
+    answer: as `answering` takes it. With a `key`, every request must have it, and may come from
+        anywhere. Without a key, only programs on the server's own machine may ask. Browsers on it
+        show pages of other sites and of other servers: these pages may not change anything by a
+        POST.
     """
 
     def checked(handler: Any) -> Any:
@@ -119,8 +120,8 @@ def operator_change(
 def check_operator(handler: Any, key: str | None) -> None:
     """Refuse a request that is not the operator's; see `operator_route`.
 
-    A proxy on this machine has this machine's address. So has a browser on this machine that shows
-    a hostile page whose name was made to resolve to this machine. The headers reveal both.
+    A proxy on this machine has this machine's address. A browser on this machine has it, too, even
+    if it shows a hostile page whose name resolves to this machine. The headers reveal both cases.
     """
     address, headers = handler.client_address[0], handler.headers
     if key is not None:
@@ -149,7 +150,7 @@ def check_operator(handler: Any, key: str | None) -> None:
 
 
 def check_site(headers: Message, key: str | None) -> None:
-    """Refuse a browser that shows another page than this server's own: it knows no key."""
+    """Refuse a browser that shows a page of another server: such a page has no key."""
     if key is not None:
         return
     origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "same-origin")
@@ -176,7 +177,7 @@ def is_loopback(host: str) -> bool:
 
 
 def page_view(key: str | None) -> Callable[[Any], None]:
-    """Return the handler of the page. With a key everybody gets it, and its script asks for it."""
+    """Return the handler of the page. With a key, everybody gets it, and its script asks."""
     page = _PAGE.read_bytes()
     hashes = {tag.decode(): sha256(content).digest() for tag, content in _INLINE.findall(page)}
     inline = [f"{tag}-src 'sha256-{b64encode(digest).decode()}'" for tag, digest in hashes.items()]
@@ -199,11 +200,11 @@ def page_view(key: str | None) -> Callable[[Any], None]:
 
 
 def root_view(key: str | None) -> Callable[[Any], None]:
-    """Return the handler of `/`: it leads an operator to the page, and other clients to the API."""
+    """Return the handler of `/`: operators get the page, other clients the path of the API."""
 
     def answer(handler: Any) -> Answer:
         try:
-            if key is None:  # else the page itself asks for the key
+            if key is None:  # otherwise the page itself asks for the key
                 check_operator(handler, key)
         except RequestRefused:
             return Answer(_ROOT_TEXT, headers={"Content-Type": "text/plain; charset=utf-8"})
@@ -232,10 +233,10 @@ def sessions_view(describe: Callable[..., Any]) -> Callable[[Any], Any]:
 def session_changes(
     sessions: Callable[[], Any], forget: Callable[[str | None], None], *, with_text: bool
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Return, by path, what takes a request's body and selects, changes or exports sessions.
+    """Return, by path, functions that select, change or export sessions by a request's body.
 
-    sessions: returns the store's `StoredSessions`. forget: as `AgentsAPI` takes it. Only
-    `with_text` are the first words of conversations searched.
+    sessions: returns the store's `StoredSessions`. forget: as `AgentsAPI` takes it. The first words
+        of conversations are searched only if `with_text`.
     """
 
     def select(body: dict[str, Any]) -> Any:
@@ -243,7 +244,7 @@ def session_changes(
         if ids is None:
             return sessions().select(find=require_text("find", find), with_text=with_text)
         is_list = isinstance(ids, list) and all(isinstance(one, str) for one in ids)
-        require(is_list and find is None, "ids", ids, "a list of ids, and no find beside it")
+        require(is_list and find is None, "ids", ids, "a list of ids, without find")
         return sessions().select(ids)
 
     def pin(body: dict[str, Any]) -> Any:

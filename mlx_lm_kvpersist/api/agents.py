@@ -1,4 +1,4 @@
-"""Agents: sessions with a beginning of their own, which is computed before the first question.
+"""Agents: sessions with a fixed beginning, which is computed before the first question.
 
 An agent is known as long as the server runs. Its session stays in the store.
 """
@@ -31,7 +31,7 @@ AGENTS_PATH = "/v1/agents"
 AGENT_PATH = f"{AGENTS_PATH}/{{id}}"
 OPENAPI_PATH = "/v1/kvpersist/openapi.json"
 MAX_AGENTS, MAX_ALL_AGENTS = 1000, 10_000
-"""The limits for one namespace, and for all together."""
+"""The limits for one namespace, and for all namespaces together."""
 WARM_PATH = "/v1/kvpersist/warm"
 
 _OPENAPI = Path(__file__).with_name("openapi.json")
@@ -39,7 +39,7 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "TRACE", "QUERY")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PAGE, _MAX_PAGE = 20, 100
 _NOT_SENT = re.compile(r"[^!-~ ]+")
-"""Characters that a header cannot have."""
+"""Characters that a header cannot contain."""
 _SAVED_S = 60.0
 _POLL_S = 0.1
 
@@ -50,7 +50,7 @@ Body = dict[str, Any]
 
 @dataclass
 class Agent:
-    """`beginning` has the fields of a chat completion that each of its requests begins with."""
+    """`beginning` has the fields of a chat completion with which each of its requests begins."""
 
     id: str
     namespace: str
@@ -60,7 +60,7 @@ class Agent:
 
     @property
     def session(self) -> str:
-        """Its session's name, which no client takes by accident."""
+        """The name of its session, which no client uses by accident."""
         return f"agent:{self.id}"
 
 
@@ -72,8 +72,8 @@ class Service:
     """The services that agents and warming use, and the key by which they know a client.
 
     sessions: returns the store's `StoredSessions`, or raises RequestRefused. key: the operator's.
-    by_key: whether API keys have namespaces of their own. refusal: says why nothing is kept of the
-    loaded model, "" if it is kept.
+    by_key: whether each API key has a separate namespace. refusal: returns why the loaded model's
+    cache is not kept, "" if it is kept.
     """
 
     sessions: Callable[[], Any]
@@ -86,13 +86,13 @@ class Service:
 
 
 def name_session(headers: Headers, name: str) -> None:
-    """Give a request a session, whatever its client says."""
+    """Give a request a session, regardless of the name from its client."""
     del headers["X-Session-ID"]
     headers["X-Session-ID"] = name
 
 
 class AgentsAPI:
-    """Answers `/v1/agents`. Agents of one namespace are not seen from another.
+    """Answers `/v1/agents`. Requests of one namespace do not see the agents of another.
 
     forget: removes what is remembered of the requests of a session, given by its name.
     """
@@ -103,7 +103,7 @@ class AgentsAPI:
         self._lock = threading.Lock()
 
     def routes(self) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
-        """Yield method, path and handler of each route; a wrong method is answered, too."""
+        """Yield method, path and handler of each route, also for wrong methods."""
         paths: dict[str, dict[str, Call]] = {
             AGENTS_PATH: {"GET": self._list, "POST": self._create},
             AGENT_PATH: {"GET": self._show, "DELETE": self._delete},
@@ -149,7 +149,7 @@ class AgentsAPI:
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
                     n_prompt, n_cached = handler.prefill(agent.beginning)
-                with suppress(RequestRefused):  # a slow disk is no reason to have no agent
+                with suppress(RequestRefused):  # the agent is made even if the disk is slow
                     self._service.sessions().changed(lambda disk: None)  # it is on disk then
                 prefilled = {"tokens": n_prompt, "reused": n_cached}
             described = {**self._describe(agent), "prefilled": prefilled}
@@ -171,7 +171,9 @@ class AgentsAPI:
         if "after" in query:
             ids = [agent.id for agent in agents]
             if query["after"][-1] not in ids:
-                raise RequestRefused("after names no agent, expected the last id of a page", 404)
+                raise RequestRefused(
+                    "after does not name an agent, expected the last id of a page", 404
+                )
             agents = agents[ids.index(query["after"][-1]) + 1 :]
         page = [self._describe(agent) for agent in agents[:limit]]
         return {"object": "list", "data": page, "has_more": len(agents) > len(page)}
@@ -296,8 +298,8 @@ def warm_view(service: Service) -> Callable[[Any], None]:
 def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     """Compute a prompt, and pin the session that holds it.
 
-    content: messages, or the body of a request to one of the APIs. Raises RequestRefused if it
-    is none, or is not stored.
+    content: messages, or the body of a request to one of the APIs. Raises RequestRefused if the
+        content has another form, or if the prompt is not stored.
     """
     chat_body = chat_body_of(content, handler.headers)
     name = _NOT_SENT.sub("-", name)
@@ -318,7 +320,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
 def warm_at_start(
     service: Service, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
 ) -> None:
-    """Warm each file in a thread of its own; the log has the results.
+    """Warm each file in a separate thread; the log has the results.
 
     serve: see the hook `started`.
     """
@@ -353,13 +355,13 @@ def chat_body_of(content: Any, headers: Headers) -> Body:
         body = ResponsesAPI().parse(body, headers).fields
     elif is_anthropic:
         body = MessagesAPI().parse(body, headers).fields
-    # A limit of another name would go before the one token that is asked for.
+    # A limit with another name would override the requested limit of one token.
     body = {name: value for name, value in body.items() if name != "max_completion_tokens"}
     return {**body, "model": "default_model"}
 
 
 def read_prompt(file: Path) -> Any:
-    """Return the JSON in a file. Raises ConfigError if there is none."""
+    """Return the JSON in a file. Raises ConfigError if the file cannot be read as JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

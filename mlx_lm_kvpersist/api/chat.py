@@ -16,12 +16,12 @@ Kind = Literal["thinking", "text"]
 
 _MAX_TOKENS = 2**31 - 1
 _READABLE = "title source url context text refusal content stdout stderr".split()
-"""Fields that hold what a reader of a block sees, in the order in which they are read."""
+"""Fields with the visible text of a block, in the order in which they are read."""
 _MAX_DEPTH = 6
 
 
 def max_tokens(name: str, n: Any) -> int:
-    """Return a client's limit, brought into the range that stock takes."""
+    """Return a client's limit, limited to the range that stock accepts."""
     require(isinstance(n, int) and not isinstance(n, bool), name, n, "an integer")
     return min(max(int(n), 1), _MAX_TOKENS)
 
@@ -44,8 +44,8 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
     """Append a message, with its place in the body, or join it with the speaker's last message.
 
-    Anthropic's API reads consecutive messages as one. A text after calls stays in a message of its
-    own, and so does an image, which may be refused in the newest message only.
+    Anthropic's API reads consecutive messages as one. A text after calls stays a separate message.
+    So does an image, because it may be refused only in the newest message.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
@@ -79,7 +79,7 @@ def unread_part(kind: Any, media_type: Any = None, filename: Any = None) -> Part
 
 
 def readable(value: Any, depth: int = 0) -> str:
-    """Return the text in a block of a kind that is not known, "" if it has none.
+    """Return the text in a block of an unknown kind, "" if it has no text.
 
     Clients send back blocks of any server. An unknown block must not end the conversation.
     """
@@ -95,7 +95,7 @@ def readable(value: Any, depth: int = 0) -> str:
 
 @dataclass
 class OpenPart:
-    """Text of one kind, so far. `index` counts all parts of a reply, including calls."""
+    """The text of one kind so far. `index` counts all parts of a reply, including calls."""
 
     kind: Kind
     index: int
@@ -103,21 +103,22 @@ class OpenPart:
 
 
 class ReplyParts(ABC):
-    """One reply, on its way to another API's events.
+    """One reply, converted to the events of an API other than stock's.
 
-    White space alone makes no part: clients drop such a part and would send back another reply.
+    White space alone does not make a part: clients drop such a part and would send back another
+    reply.
     """
 
     def __init__(self) -> None:
         self._indices = itertools.count()
         self._open: OpenPart | None = None
         self._held: tuple[Kind, str] = ("text", "")
-        """White space that may begin a part."""
+        """White space with which a part may begin."""
         self._texts: list[str] = []
 
     @property
     def content(self) -> str:
-        """The text that the client was shown so far."""
+        """The text that the client has got so far."""
         return "".join(self._texts)
 
     @abstractmethod
@@ -126,7 +127,7 @@ class ReplyParts(ABC):
 
     @abstractmethod
     def add_text(self, block: OpenPart, text: str) -> Iterator[Event]:
-        """Yield the events for new text of a part. The part's `text` includes it already."""
+        """Yield the events for new text of a part. The part's `text` already includes it."""
 
     @abstractmethod
     def end_part(self, block: OpenPart) -> Iterator[Event]:

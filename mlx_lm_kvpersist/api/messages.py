@@ -32,7 +32,7 @@ from .session_keys import is_kept
 MESSAGES_PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
 HELLO_PATHS = ("/", "/api/hello")
-"""Claude Code asks for the head of one of them to see whether a server answers."""
+"""Claude Code sends HEAD to one of these paths to see whether a server answers."""
 
 _PASSED_ON = ("model", "metadata", "temperature", "top_p", "top_k")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -41,8 +41,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessagesAPI:
     """Parses requests to Messages, and has the form of their errors.
 
-    Tools with `defer_loading` are not in the list of tools, which stands in front of all
-    messages: a tool that is loaded is rendered where its reference stands.
+    Tools with `defer_loading` are not in the list of tools before all messages. A loaded tool is
+    rendered at the place of its reference.
     """
 
     refuses_in_stream = False
@@ -124,7 +124,7 @@ def _blocks(name: str, content: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
-    """Return content that has texts only, in the form in which it came."""
+    """Return content that has only texts, in its original form."""
     if isinstance(content, str):
         return content
     texts = []
@@ -161,7 +161,7 @@ def _assistant(name: str, content: Any) -> Message:
 
 
 def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message]:
-    """Yield a message for each tool's result, and one for what stands between or behind them."""
+    """Yield a message for each tool's result, and one for the content between or after them."""
     if isinstance(content, str):
         yield {"role": "user", "content": content}
         return
@@ -187,7 +187,7 @@ def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
     for place, block in _blocks(name, content):
         if block.get("type") == "tool_reference":
             tool_name = require_text(f"{place}.tool_name", block.get("tool_name"))
-            if tool_name in tools:  # else it was taken away since
+            if tool_name in tools:  # otherwise the tool was removed in between
                 tool = json.dumps(tools[tool_name][0], ensure_ascii=False)
                 read.append({"type": "text", "text": f"<tool>{tool}</tool>\n"})
         else:
@@ -230,7 +230,7 @@ def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) ->
     if form != "content":
         return [*blocks, chat.unread_part("document", source.get("media_type"))]
     for place, inner in _blocks(f"{name}.source.content", source.get("content")):
-        is_nested = inner.get("type") == "document"  # the API has no document in a document
+        is_nested = inner.get("type") == "document"  # no document may be in a document
         blocks += [chat.unread_part("document")] if is_nested else _parts(place, inner)
     return blocks
 
@@ -271,7 +271,7 @@ class MessagesReply(ReplyParts):
     ) -> list[Event]:
         reason = _STOP_REASONS.get(finish_reason, "end_turn")
         if reason == "tool_use" and all(block["type"] != "tool_use" for block in self._blocks):
-            reason = "end_turn"  # no call could be read
+            reason = "end_turn"  # no call could be parsed
         elif reason == "end_turn" and stop_word is not None:
             reason = "stop_sequence"
         stopped = {
@@ -293,7 +293,7 @@ class MessagesReply(ReplyParts):
         return self._message
 
     def _usage(self, n_prompt: int, n_cached: int, n_new: int) -> dict[str, int]:
-        """Return the counts; their three parts of the prompt add up to it.
+        """Return the counts; the three counts of prompt tokens add up to the prompt.
 
         Without `cache_control` in the request, `input_tokens` counts all computed tokens.
         """

@@ -25,7 +25,7 @@ from .session_keys import is_kept
 RESPONSES_PATH = "/v1/responses"
 
 _USUAL_TOKENS = 32_768
-"""For a request without a limit, as agents send them. Stock's 512 would cut off a file."""
+"""The limit for requests without one, as from agents. Stock's 512 would cut off a file."""
 _PASSED_ON = ("model", "temperature", "top_p", "prompt_cache_key", "metadata")
 _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -54,7 +54,7 @@ _ECHOED: dict[str, Any] = {
 class ResponsesAPI:
     """Parses requests to Responses, and has the form of their errors."""
 
-    refuses_in_stream = True  # Codex compacts for a code in `response.failed` only
+    refuses_in_stream = True  # Codex compacts only if `response.failed` has this code
 
     def parse(self, body: dict[str, Any], headers: Headers) -> Request:
         """Return a client's request; raises RequestRefused for a field of a wrong form."""
@@ -87,9 +87,10 @@ class ResponsesAPI:
 def _tools(
     place: str, tools: Any, namespace: str, names: dict[str, tuple[str, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield functions as chat completions have them; the tools of a namespace get its name.
+    """Yield functions as chat completions have them; the names of a namespace's tools get its name
+    as a prefix.
 
-    names: gets, by the name that the model reads, namespace and name that the client knows.
+    names: is filled with the client's namespace and name, by the name that the model reads.
     """
     for name, tool in placed_objects(place, tools) if tools is not None else ():
         if tool.get("type") == "namespace" and not namespace:
@@ -113,7 +114,7 @@ def _full_name(namespace: str, name: str) -> str:
 def _messages(body: Mapping[str, Any]) -> list[tuple[str, Message]]:
     """Return the messages of a chat completion, with the place of each in the body.
 
-    An assistant's turn is several items here (reasoning, text, calls) and one message there.
+    An assistant's turn is several items in this API (reasoning, text, calls), but one message.
     """
     messages: list[tuple[str, Message]] = []
     if body.get("instructions") is not None:
@@ -163,7 +164,7 @@ def _part(name: str, block: Mapping[str, Any]) -> Part:
 
 
 def _file(name: str, block: Mapping[str, Any]) -> Part:
-    """Return the name and the text of a file that came as a data URL. Any other is not read."""
+    """Return the name and the text of a file that came as a data URL. Other files are not read."""
     data, filename = block.get("file_data"), block.get("filename")
     head, _, encoded = data.partition(",") if isinstance(data, str) else ("", "", "")
     media_type = head.removeprefix("data:").partition(";")[0]
@@ -221,7 +222,7 @@ def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:
     """Return an item's reasoning; a summary is not reasoning.
 
-    Clients that keep no content send back `encrypted_content`, which is the text in base64.
+    Clients that do not keep the content send back `encrypted_content`, which is the text in base64.
     """
     content = item.get("content")
     if content:
@@ -238,7 +239,7 @@ def _reasoning(place: str, item: Mapping[str, Any]) -> str:
 class ResponsesReply(ReplyParts):
     """One reply. It returns the events for a client that streams.
 
-    names: by the name that the model knows a tool by, its namespace and its name in the request.
+    names: the namespace and name of each tool in the request, by the name that the model knows.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class ResponsesReply(ReplyParts):
         return {**self._response, "output": self._output}
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
-        self._n_thoughts += bool(reasoning)  # a part is a token
+        self._n_thoughts += bool(reasoning)  # each part is one token
         return super().add(text, reasoning, tool_calls)
 
     def start_part(self, block: OpenPart) -> Iterator[Event]:

@@ -1,6 +1,6 @@
 """A conversation as its request names it: its name, its namespace, and whether it is kept.
 
-A key is a hint: which tokens are reused is decided by the text alone. Names of people (`user`,
+A key is only a hint: the text decides which tokens are reused. Names of people (`user`,
 `safety_identifier`, a whole `metadata.user_id`) are never keys.
 """
 
@@ -56,7 +56,7 @@ def _vendor(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 
 def _user_id_session(headers: Message, body: Mapping[str, Any]) -> str | None:
-    """Claude Code hides a session in `metadata.user_id`, as JSON or behind `_session_`."""
+    """Claude Code puts a session into `metadata.user_id`, as JSON or after `_session_`."""
     user_id = _text(_metadata(body).get("user_id")) or ""
     try:
         decoded = json.loads(user_id)
@@ -83,7 +83,7 @@ SOURCES: dict[str, Find] = {
 
 
 def session_key(headers: Message, body: Mapping[str, Any]) -> str | None:
-    """Return what the client calls its conversation, or None when it is anonymous."""
+    """Return the client's name for its conversation, or None if the request has no name."""
     for find in SOURCES.values():
         if key := find(headers, body):
             return short_name(key)
@@ -125,13 +125,13 @@ def namespace(headers: Message, *, by_key: bool) -> str:
 
 
 def names_namespace(headers: Message, *, by_key: bool) -> bool:
-    """Return whether a request names a namespace; with `by_key` an API key is one."""
+    """Return whether a request names a namespace; with `by_key` an API key counts, too."""
     names = (NAMESPACE_HEADER, "x-api-key", "Authorization") if by_key else (NAMESPACE_HEADER,)
     return any(headers.get(name) for name in names)
 
 
 def is_kept(headers: Message) -> bool:
-    """Return whether a request may be stored. Raises RequestRefused for a value but yes and no."""
+    """Return whether a request may be stored. Raises RequestRefused unless it is yes or no."""
     values = headers.get_all(KEEP_HEADER, ["yes"])
     for value in values:
         if value.strip().lower() not in ("yes", "no"):
@@ -140,7 +140,7 @@ def is_kept(headers: Message) -> bool:
 
 
 def unshared(namespace: str) -> str:
-    """Return a namespace of its own for a request that, with isolation, has no session."""
+    """Return a separate namespace for a request without a session, if sessions are isolated."""
     return short_name(f"{namespace}/{secrets.token_hex(16)}")
 
 
@@ -164,8 +164,9 @@ def short_name(name: str) -> str:
 def normalise(messages: Messages, tools: Any) -> None:
     """Normalise a request, in place. Tools stay if they are not a list.
 
-    Claude Code's billing line goes: the first block, or line, of the first system message. The same
-    words anywhere else are the user's text and stay. Content that is a single text part becomes its
+    Claude Code's billing line, the first block or line of the first system message, is removed. The
+    same words at any other place are the user's text and stay. Content that is a single text part
+    becomes its
     text: clients use either form. Reasoning gets both names: stock sends one, most templates read
     the other.
     """

@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist bench`: the plugin against the stock server on this machine, with any model.
 
-Each server is asked the same conversations: a new prompt, the next turn, and after `kill -9` one
-turn more. The length of the prompts follows from a rate that is measured first.
+Each server gets the same conversations: a new prompt, the next turn, and one more turn after `kill
+-9`. The length of the prompts follows from a speed that is measured first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .output import ongoing, utc_time
 from .servers import Message, Reply, StartedServer, ask, document
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens that a new prompt may have."""
+"""The numbers of tokens that a new prompt may have."""
 COLD, HOT, RESTARTED = "new prompt", "next turn", "next turn after kill -9"
 _QUESTIONS = {
     COLD: "Who was the keeper of the lock?",
@@ -37,9 +37,9 @@ _QUESTIONS = {
 _REPLY_TOKENS = {COLD: 16, HOT: 64, RESTARTED: 16}
 _CONVERSATIONS = 3
 _WORTH_REPEATING = 2048
-"""For prompts of fewer tokens, longer prompts say more than further conversations."""
+"""Prompts of at least this many tokens are more useful than more conversations."""
 _SLACK = 1.3
-"""A long prompt computes fewer tokens a second than the short one that the rate was measured on."""
+"""A long prompt computes fewer tokens a second than the short prompt that was measured."""
 _SELF_TEST_S, _LONG_PROBE_S = 5.0, 0.5
 
 
@@ -87,7 +87,7 @@ class StockSpeed:
 
 
 class Bench:
-    """One run: the servers, the time it may take, and what was measured so far."""
+    """One run: the servers, the time that it may take, and the measurements so far."""
 
     def __init__(self, model: str, folder: Path, minutes: float) -> None:
         self._model, self._folder = model, folder
@@ -102,7 +102,7 @@ class Bench:
         return time.monotonic() - self._started_s
 
     def run(self) -> None:
-        """Measure all. Raises KVPersistError where a server fails, or the time is too short."""
+        """Measure everything. Raises KVPersistError if a server fails or the time is too short."""
         with self.stock.started(self._model, self._folder) as stock:
             speed = self._speed(stock)
             n_tokens, n_conversations = self.plan(speed)
@@ -142,7 +142,7 @@ class Bench:
         )
 
     def plan(self, speed: StockSpeed) -> tuple[int, int]:
-        """Return how many tokens the prompts are to have, and how many conversations to hold."""
+        """Return the number of tokens of the prompts, and the number of conversations."""
         room = max_context(self._model, None) or LENGTHS[-1]
         lengths = [n for n in LENGTHS if n + 512 <= room]
         reply_s = 2 * sum(_REPLY_TOKENS.values()) / speed.reply_tokens_per_s
@@ -150,7 +150,7 @@ class Bench:
         left_s = self._limit_s - self.seconds - starts_s
 
         def needed_s(n_tokens: int, n_conversations: int) -> float:
-            # Stock computes the prompt twice, ours once.
+            # Stock computes the prompt twice, the plugin once.
             prompts_s = 3 * _SLACK * n_tokens / speed.prompt_tokens_per_s
             return n_conversations * (prompts_s + reply_s)
 
@@ -163,11 +163,11 @@ class Bench:
                 f"second and loads the model in {speed.load_s:.0f} s; "
                 f"give --minutes {minutes + 1:.0f}, or a smaller model{slow}"
             )
-        # Prompts of some length first, then more conversations, then longer prompts.
+        # First prompts of a useful length, then more conversations, then longer prompts.
         return max(fitting, key=lambda plan: (min(plan[0], _WORTH_REPEATING), plan[1], plan[0]))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the table's rows; "times" above 1 is in our favour."""
+        """Return the table's rows; if "times" is above 1, the plugin is faster."""
         rows, sides = [], (self.stock, self.ours)
         for state in (COLD, HOT, RESTARTED):
             samples = [[reply.ttft_s for reply in side.replies[state]] for side in sides]
@@ -185,7 +185,7 @@ class Bench:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command, print the table and write the JSON; return the exit status."""
-    if not args.minutes >= 1:  # nor is nan
+    if not args.minutes >= 1:  # this also refuses nan
         raise ConfigError(f"--minutes {args.minutes:g} is too short; give 1 or more")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder for {args.json}; make it first")
@@ -227,7 +227,7 @@ def measured_conditions(name: str, path: Path) -> dict[str, Any]:
 
 
 def fetched(model: str) -> Path:
-    """Return a model's folder; what is on the hub is downloaded now, as the server would."""
+    """Return a model's folder; a model on the hub is downloaded now, as the server would do."""
     if Path(model).exists():
         return Path(model)
     from mlx_lm.utils import _download
@@ -261,7 +261,7 @@ def row(
     reused: Sequence[float] | None = None,
     more_is_better: bool = False,
 ) -> dict[str, Any]:
-    """Return a row: the medians, and that of the ratios. reused: tokens, by side."""
+    """Return a row: the medians, and the median of the ratios. reused: tokens, by server."""
     pairs = [(b, a) if more_is_better else (a, b) for a, b in zip(stock, ours, strict=False)]
     return {
         "what": what,
@@ -275,7 +275,7 @@ def row(
 
 
 def as_markdown(content: Mapping[str, Any]) -> str:
-    """Return what was measured, with its conditions, to be pasted."""
+    """Return the results with their conditions, to paste into an issue."""
     kv, setting = content["kv"], content["setting"]
     precision = layout_in_words(kv["layout"]) if kv.get("kept") else ""
     precision = precision or f"nothing is kept ({kv['why_not']})"

@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
 A file that exists is merged, so its other settings stay. Next to each file that it writes, the
-command keeps a record of the former content, and `--undo` restores that.
+command keeps a record of the former content, and `--undo` restores it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TITLE = "mlx-lm-kvpersist"
 _MODEL = "default_model"
 """The stock server's name for the model of `--model`."""
 _CLAUDE_MODEL = "claude-local"
-"""Every name that begins so is the server's own model, and Claude Code lists no other."""
+"""Names with this prefix mean the server's own model; Claude Code lists only such names."""
 _NO_KEY = "none"
 _MAX_OUTPUT = 32_000
 
@@ -39,8 +39,8 @@ _MAX_OUTPUT = 32_000
 class Client:
     """How a client is started with its `files`, JSON or TOML.
 
-    without_file: a command that needs no file. for_all: the files that change the client for all of
-    its projects; the client then starts as always.
+    without_file: a command that needs no file. for_all: the files that change the client for all
+        projects; the client then starts as usual.
     """
 
     start: str
@@ -52,7 +52,7 @@ class Client:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises ConfigError if nothing can be written."""
     if not 0 < args.port < 1 << 16:
-        raise ConfigError(f"--port {args.port} is no port; give that of the server, such as 8080")
+        raise ConfigError(f"--port {args.port} is not a port; give the server's port, such as 8080")
     url = f"http://127.0.0.1:{args.port}"
     if args.client == ROUTER:
         print(f"Start it:\n\n  {router(args.server or [url])}")
@@ -80,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             _write(file, settings)
         except (ValueError, OSError, RuntimeError) as error:
-            # RuntimeError: links in a circle, deep JSON.
+            # RuntimeError: a cycle of links, or deeply nested JSON.
             print(f"What to add to {file}:\n\n{ours}")
-            left = f"{file} is left as it is ({' '.join(str(error).split())})"
+            left = f"{file} stays unchanged ({' '.join(str(error).split())})"
             raise ConfigError(f"{left}; add the lines above by hand") from error
     print(f"Start it:\n\n  {start}")
     if client.without_file and not args.write:
@@ -102,8 +102,8 @@ def context_of(url: str) -> int | None:
             f"No server answers at {url}. Start it with `mlx_lm.server --plugin kvpersist "
             "--model ...`, and connect again: the client then knows the model's context length.\n"
         )
-    except (KeyError, TypeError, ValueError, StopIteration):  # of another program
-        print(f"The server at {url} names no context length, so the client does not know it.\n")
+    except (KeyError, TypeError, ValueError, StopIteration):  # of another program's server
+        print(f"The server at {url} states no context length, so the client does not know it.\n")
     return None
 
 
@@ -211,14 +211,14 @@ def _write(file: Path, settings: Settings) -> None:
 
     Raises ValueError if they cannot be merged, OSError or RuntimeError for an unusable file.
     """
-    path = file.resolve()  # a link stays one
+    path = file.resolve()  # a link stays a link
     if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     before = _content(path)
     after = _text(settings, before or "")
     after.encode()  # raises ValueError now, and not between the record and the file
     if before == after:
-        print(f"{file} says all of it already.\n")
+        print(f"{file} already has all settings.\n")
         return
     old, new = (before or "").splitlines(), after.splitlines()
     print("\n".join(difflib.unified_diff(old, new, str(file), str(file), lineterm="")))
@@ -226,7 +226,7 @@ def _write(file: Path, settings: Settings) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = 0o600 if before is None else path.stat().st_mode & 0o777
     record = _record_of(path)
-    if record.exists():  # from a call before this one
+    if record.exists():  # from an earlier call
         with suppress(ValueError):  # somebody has removed the file
             written = json.loads(record.read_bytes())
             folders = written.get("folders", [])
@@ -243,7 +243,7 @@ def _replace(path: Path, text: str, mode: int) -> None:
 
 
 def _text(settings: Settings, before: str) -> str:
-    """Return a file's text with the settings in it. Raises ValueError if it cannot be merged."""
+    """Return a file's text with the settings added. Raises ValueError if it cannot be merged."""
     if isinstance(settings, str):
         return _merged_toml(before, settings)
     current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
@@ -309,12 +309,12 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = ", ".join(json.dumps(key) for key, _ in pairs)
-        raise ValueError(f"a key is there twice in {keys}")
+        raise ValueError(f"a key exists twice in {keys}")
     return table
 
 
 def _merged(current: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current table with the settings in it. Raises ValueError if it is not a table."""
+    """Return the current table with the settings added. Raises ValueError if it is not a table."""
     if not isinstance(current, dict):
         raise ValueError(f"found {json.dumps(current)[:40]} where keys and values were expected")
     merged = dict(current)
@@ -332,7 +332,7 @@ def _with(variables: Mapping[str, str], command: str) -> str:
 
 
 def claude(url: str, n_context: int | None) -> Client:
-    """Claude Code reads `env` of a settings file, and a variable of the shell otherwise."""
+    """Claude Code reads `env` of a settings file, otherwise a variable of the shell."""
     variables = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_AUTH_TOKEN": _NO_KEY,
@@ -349,7 +349,7 @@ def claude(url: str, n_context: int | None) -> Client:
 
 
 def codex(url: str, n_context: int | None) -> Client:
-    """Codex lays a profile's file over its own configuration, since 0.162."""
+    """Since 0.162, a profile's file overrides Codex's own configuration."""
     window = f"model_context_window = {n_context}\n" if n_context else ""
     settings = (
         f'model = "{_MODEL}"\nmodel_provider = "{_NAME}"\n{window}'
@@ -361,7 +361,7 @@ def codex(url: str, n_context: int | None) -> Client:
 
 
 def opencode(url: str, n_context: int | None) -> Client:
-    """Opencode takes a provider of any name, and models only by their ids."""
+    """Opencode accepts any name of a provider, and finds models by their ids."""
     model: dict[str, Any] = {"name": "the server's model"}
     if n_context:
         model["limit"] = {"context": n_context, "output": min(n_context // 4, _MAX_OUTPUT)}
@@ -377,7 +377,7 @@ def opencode(url: str, n_context: int | None) -> Client:
 
 
 def aider(url: str, n_context: int | None) -> Client:
-    """Aider takes a configuration file, and one for facts about models. JSON is YAML for it."""
+    """Aider takes a configuration file, and one with facts about models. JSON is valid YAML."""
     model, folder = f"openai/{_MODEL}", Path.home()
     settings = {"openai-api-base": f"{url}/v1", "openai-api-key": _NO_KEY, "model": model}
     file, facts = folder / f".aider.{_NAME}.json", folder / f".aider.{_NAME}.models.json"
@@ -390,7 +390,7 @@ def aider(url: str, n_context: int | None) -> Client:
 
 
 def openwebui(url: str, n_context: int | None) -> Client:
-    """Open WebUI reads variables at its first start; with the last it names each chat."""
+    """Open WebUI reads variables at its first start; with the last it sends each chat's id."""
     variables = {
         "OPENAI_API_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": _NO_KEY,
@@ -403,7 +403,7 @@ def router(servers: Sequence[str]) -> str:
     """Return the command of SGLang's model gateway in front of running servers.
 
     The gateway knows a model by the first name that its servers list. Raises ConfigError if the
-    servers list different names, KVPersistError if one is silent.
+    servers list different names, KVPersistError if a server does not answer.
     """
     urls = [url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}" for url in servers]
     names: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""`mlx-lm-kvpersist demo`: kill the server in the middle of a conversation and go on."""
+"""`mlx-lm-kvpersist demo`: kill the server in the middle of a conversation, and continue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEMPLATE = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; return 0 if the conversation came back from disk, else 1."""
+    """Run the demo; return 0 if the conversation was restored from disk, otherwise 1."""
     if args.model is not None:
         check_model_name(args.model)
     first = "make a tiny model with random weights" if args.model is None else f"take {args.model}"
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def converse(model: str, folder: Path, n_chars: int, say: Callable[[str], None]) -> list[Reply]:
-    """Return the replies before kill -9, after it, and of stock; the servers log into `folder`.
+    """Return the replies before kill -9, after it, and of stock. The servers log into `folder`.
 
     Raises KVPersistError if a server does not start or does not answer.
     """
@@ -84,7 +84,7 @@ def converse(model: str, folder: Path, n_chars: int, say: Callable[[str], None])
 
 def make_model(folder: Path) -> Path:
     """Write a small Llama, whose greedy replies are printable text without end; return `folder`."""
-    # Not at the top: importing mlx-lm takes seconds, in which nothing would be said.
+    # Not at the top: importing mlx-lm takes seconds, during which nothing would be printed.
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.models import llama
@@ -123,7 +123,7 @@ def make_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(llama.Model(llama.ModelArgs.from_dict(config)).parameters()))
-    # A token without weights has the logit 0; the highest is above it.
+    # A token without weights has the logit 0; the highest logit is above 0.
     printable = [tokenizer.decode([i]).isascii() and i > 1 for i in range(n_tokens)]
     weights["lm_head.weight"] *= mx.array(printable)[:, None]
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})

@@ -1,6 +1,6 @@
 """`mlx-lm-kvpersist doctor`: does `mlx_lm.server --plugin kvpersist` work here, and if not, why.
 
-Nothing of mlx is imported: a broken MLX must be reported, not fatal.
+mlx is not imported, because a broken MLX must be reported and must not end the command.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PORT = 8080
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was found, and what to do if that stops the plugin or slows it down."""
+    """One check: the finding, and what to do if it stops the plugin or slows it down."""
 
     name: str
     passed: bool
@@ -95,7 +95,7 @@ def mlx_lm() -> Finding:
 
 
 def mlx() -> Finding:
-    """Check that MLX computes, in a process of its own because MLX can abort."""
+    """Check that MLX computes, in a separate process because MLX can abort."""
     status, output = ask([sys.executable, "-m", MACHINE])
     advice = (
         "on macOS use a native (arm64) Python on Apple silicon; "
@@ -104,7 +104,7 @@ def mlx() -> Finding:
     if status != 0:
         return Finding("mlx", False, f"does not compute: {output or f'status {status}'}", advice)
     try:
-        device, gflops = json.loads(output.rpartition("\n")[2])  # what Python starts may print
+        device, gflops = json.loads(output.rpartition("\n")[2])  # other output may come first
     except (TypeError, ValueError):
         return Finding("mlx", False, f"says {output!r} instead of what it computes on", advice)
     observed = f"computes on {device}" + (f", {gflops:.3g} GFLOP/s" if gflops else "")
@@ -175,12 +175,12 @@ def store(folder: Path, key: Path | None = None) -> Finding:
         return Finding("store", True, f"{folder}: {sessions}, {used} of {most}")
     observed, _, advice = output.partition(": ")[2].partition("; ")
     if "store rebuild" in advice:
-        return Finding("store", True, f"{observed}; the server makes it anew when it starts")
+        return Finding("store", True, f"{observed}; the server rebuilds it when it starts")
     return Finding("store", False, observed, advice)
 
 
 def running(start: str) -> tuple[Finding, str]:
-    """Look who answers at the default port; return what to type next, too: `start` or connect."""
+    """Check who answers at the default port; also return the next command (`start` or connect)."""
     name, url = f"port {PORT}", f"http://127.0.0.1:{PORT}"
     start = f"{start} --model mlx-community/Qwen3-8B-4bit"
     try:
@@ -212,7 +212,7 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Say what was found; the exit status is 0 if the plugin works here."""
+    """Print the findings; the exit status is 0 if the plugin works here."""
     command, folder = f"{server_command()} --plugin {PLUGIN}", args.kvpersist_dir
     where = f" --kvpersist-dir {shlex.quote(str(folder))}" if folder else ""
     port, following = running(command + where)
@@ -222,7 +222,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def report(findings: Sequence[Finding], command: str, following: str) -> Report:
-    """Return what to say: each finding, and what to type next (`following` if all passed)."""
+    """Return the lines to print: each finding, and the next command (`following` if all passed)."""
     lines = []
     for finding in findings:
         mark = "no" if not finding.passed else "slow" if finding.advice else "ok"

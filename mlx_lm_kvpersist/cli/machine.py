@@ -19,7 +19,7 @@ from ..units import show_bytes
 _PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist", "transformers")
 _SIZE, _REPEATS = 384, 3
 _SLOW_GFLOPS = 10.0
-"""A core with OpenBLAS computes several times as much, with the reference BLAS a fifth of it."""
+"""A core computes several times this with OpenBLAS, a fifth with the reference BLAS."""
 
 
 def versions() -> dict[str, str]:
@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def device() -> dict[str, Any]:
-    """Return what MLX and the system say of the machine, and which BLAS takes MLX's place."""
+    """Return what MLX and the system report about the machine, and which BLAS replaces MLX's."""
     import mlx.core as mx
 
     preloaded = os.environ.get("LD_PRELOAD")
@@ -58,7 +58,7 @@ def cpu_gflops() -> float | None:
 
 
 def openblas_advice(gflops: float | None) -> str:
-    """Return how to preload OpenBLAS if a CPU computes as slowly as without it; else ""."""
+    """Return how to preload OpenBLAS if a CPU seems to compute without it; otherwise ""."""
     if gflops is None or gflops >= _SLOW_GFLOPS or sys.platform != "linux":
         return ""
     library = find_library("openblas")
@@ -68,7 +68,7 @@ def openblas_advice(gflops: float | None) -> str:
 
 
 def conditions(content: Mapping[str, Any]) -> list[str]:
-    """Return the versions, the machine and the model, each in a line."""
+    """Return the versions, the machine and the model, each on a line."""
     releases, device, model = content["versions"], content["device"], content["model"]
     bits = f", {model['weight_bits']}-bit" if model["weight_bits"] else ""
     memory = f", {show_bytes(n_bytes)}" if (n_bytes := device.get("memory_size")) else ""
@@ -83,7 +83,7 @@ def conditions(content: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    # `doctor` asks in a process of its own, because MLX can abort.
+    # `doctor` calls this in a separate process, because MLX can abort.
     import mlx.core as mx
 
     print(json.dumps([str(mx.default_device()), cpu_gflops()]))

@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
         super().error(message + example)
 
     def check_command(self, words: Sequence[str]) -> None:
-        """End the process with the nearest command if `words` begin with no command of a group."""
+        """If `words` do not begin with a command, end the process with the most similar command."""
         parser, depth = self, 0
         while parser.commands and depth < len(words) and not words[depth].startswith("-"):
             word = words[depth]
@@ -71,10 +71,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status; an error of ours is one line on stderr."""
+    """Run a command and return its exit status; a KVPersistError is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # ASCII shows a name as far as it can
+            stream.reconfigure(errors="replace")  # an ASCII terminal shows names as far as possible
     parser = make_parser()
     parser.check_command(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(argv)
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
     """Run a command for the store that the options name, or for the store of each rank.
 
-    An error ends the command if all of the stores raise one. JSON is an object by folder.
+    The command fails if all stores raise an error. JSON is an object by folder.
     """
     from .opening import folders_of
 
@@ -121,7 +121,9 @@ def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
         return int(run(args).tell(args))
     if "file" in args:
         names = ", ".join(map(str, folders))
-        raise KVPersistError(f"a file is of one store; name it with --kvpersist-dir: {names}")
+        raise KVPersistError(
+            f"a file belongs to one store; name the store with --kvpersist-dir: {names}"
+        )
     statuses: list[int] = []
     contents: dict[str, Any] = {}
     errors: dict[str, KVPersistError] = {}
@@ -167,7 +169,7 @@ def make_parser() -> CommandParser:
     summary = "say whether --plugin works here and, if not, why"
     _adder(commands, *_STORE)("doctor", "doctor:run", summary)
     add = _adder(commands)
-    # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
+    # No character is a prefix of options here, so all arguments go to mlx_lm.server.
     summary = "run mlx_lm.server with the plugin; needs no .pth file"
     server = add("server", "main:run_server", summary, add_help=False, prefix_chars="\0")
     server.add_argument("options", nargs=argparse.REMAINDER)
@@ -210,7 +212,7 @@ def _group(commands: Any, name: str, summary: str, example: str) -> Any:
 
 
 def _commands(parser: CommandParser, dest: str, summary: str | None = None) -> Any:
-    parser.set_defaults(print_help=parser.print_help)  # for the command alone
+    parser.set_defaults(print_help=parser.print_help)  # for a call without a subcommand
     commands = parser.add_subparsers(
         dest=dest, title="commands", metavar="COMMAND", description=summary
     )
@@ -219,7 +221,7 @@ def _commands(parser: CommandParser, dest: str, summary: str | None = None) -> A
 
 
 def _adder(commands: Any, *names: str) -> Any:
-    """Return a function that adds a command with these options of the server, and returns it."""
+    """Return a function that adds and returns a command with these options of the server."""
 
     def add(
         name: str, run: str, summary: str, *, json: bool = bool(names), **options: Any

@@ -1,4 +1,4 @@
-"""Open a store that exists, to read it or to change it, beside a running server or without."""
+"""Open an existing store to read or change it. A server may run at the same time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..store.records import StoreLimits
 
 
 def folders_of(args: argparse.Namespace) -> list[Path]:
-    """Return the folder that the options name, or those in it that several ranks have made.
+    """Return the folder that the options name, or the folders in it that several ranks have made.
 
-    It need not exist. The other functions have `args` that name one folder.
+    The folder need not exist. The `args` of the other functions name one folder.
     """
     if "kvpersist_dir" not in args:
-        return [Path()]  # of a command without a store
+        return [Path()]  # for a command without a store
     folder = args.kvpersist_dir or default_folder()
     of_ranks = sorted(path for path in folder.glob("rank-*") if RANK_FOLDER.fullmatch(path.name))
     has_own = not of_ranks or (folder / "index.sqlite").exists()
@@ -35,9 +35,9 @@ def folders_of(args: argparse.Namespace) -> list[Path]:
 
 
 def existing(args: argparse.Namespace) -> OwnFiles:
-    """Return the files of the folder that the options name; nothing is touched.
+    """Return the files of the folder that the options name, without a change.
 
-    Raises StoreError unless it holds a store of this key, with an index or without.
+    Raises StoreError unless the folder holds a store of this key, with or without an index.
     """
     folder: Path = args.kvpersist_dir
     files = OwnFiles(folder, encryption_of(args))
@@ -59,12 +59,13 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
     """Open the index of a store to read it; no lock is taken and nothing is repaired.
 
     `check_all` checks the whole index for damage, which takes half a minute for 10,000 sessions.
-    Raises PermissionError if SQLite may not write beside the index, which it does even to read.
+    Raises PermissionError if SQLite may not write files next to the index, which it does even to
+    read.
     """
     files = existing(args)
     folder = files.folder
     path = folder / "index.sqlite"
-    advice = "mlx-lm-kvpersist store rebuild makes it anew from the files"
+    advice = "mlx-lm-kvpersist store rebuild rebuilds it from the files"
     if is_empty(path):
         raise StoreError(f"{path} is missing; {advice}")
     if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):

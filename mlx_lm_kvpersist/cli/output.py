@@ -40,7 +40,7 @@ _GAP = 2
 _LEAST_WIDTH = 8
 _NAME_CHARS = 160
 _IS_ID = re.compile("[0-9a-f]{8}-?[0-9a-f]{4}|^digest-", re.IGNORECASE)
-"""A session's name that is made for programs."""
+"""Matches a session's name that is made for programs."""
 _UNITS_S = {"d": 86_400, "h": 3600, "min": 60}
 
 
@@ -75,7 +75,7 @@ def shown(text: str, max_chars: int = 40) -> str:
 
 
 def fitted(text: str, width: int) -> str:
-    """Return a text in at most `width` columns; an ellipsis stands for the middle of a longer one.
+    """Return a text in at most `width` columns; an ellipsis replaces the middle of a longer text.
 
     A wide character takes two columns.
     """
@@ -87,9 +87,10 @@ def fitted(text: str, width: int) -> str:
 
 
 def called(name: str | None, note: Mapping[str, str]) -> str:
-    """Return what people call a session: its title, its name or its first words; "" if none.
+    """Return a session's name for people: its title, its name or its first words; "" if it has
+    none.
 
-    The first words stand for a name that is an id. A longer text than 160 characters is shortened.
+    The first words replace a name that is an id. Texts of more than 160 characters are shortened.
     """
     name, words = name or "", note.get("words", "")
     text = note.get("title") or (words if words and _IS_ID.search(name) else name or words)
@@ -130,14 +131,14 @@ def local_time(time_s: float) -> str:
 
 
 def utc_time(time_s: float) -> str:
-    """Return seconds since the epoch as JSON has them, such as "2026-01-31T12:00:00+00:00"."""
+    """Return seconds since the epoch in the form for JSON, such as "2026-01-31T12:00:00+00:00"."""
     return datetime.fromtimestamp(time_s, timezone.utc).isoformat(timespec="seconds")
 
 
 def print_tsv(sessions: Iterable[Mapping[str, Any]], *columns: str) -> None:
     """Print fields of sessions as tab-separated values, after a line with their names.
 
-    Sizes are in bytes, times in UTC. A longer text than 160 characters is shortened.
+    Sizes are in bytes, times in UTC. Texts of more than 160 characters are shortened.
     """
     print(*columns, sep="\t")
     for row in sessions:
@@ -223,7 +224,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def ongoing(what: str) -> Iterator[Callable[[str], None]]:
-    """Say each step on stderr, with a clock in a terminal. The yielded function says the next."""
+    """Print each step to stderr, with a clock in a terminal. The yielded function names steps."""
     with _progress(TimeElapsedColumn()) as clock:
         task = clock.add_task("", total=None)
 

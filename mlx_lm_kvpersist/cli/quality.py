@@ -30,7 +30,7 @@ REFERENCE = "16"
 
 _MIN_TOKENS = 64
 _WINDOW, _STRIDE = 1024, 512
-"""Tokens that the model sees at once of a text, and by which such a window advances."""
+"""The number of tokens of a text that the model sees at once, and by which this window advances."""
 _REPLY_TOKENS = 24
 _TOOL_TOKENS = 64
 _TOOL_CHARS = 3000
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> Report:
         questions: list[list[int]] = []
         if context:
             document = checks.document_with_facts(tokenizer, text, context)
-            # The hidden facts come first: `_judged` counts on it.
+            # The hidden facts come first, as `_judged` requires.
             for question in (*checks.fact_questions(), *checks.QUESTIONS):
                 questions.append(checks.prompt_of(tokenizer, f"{document}\n\n{question}"))
         calls = checks.tool_prompts(tokenizer, text[:_TOOL_CHARS])
@@ -97,9 +97,9 @@ def run(args: argparse.Namespace) -> Report:
 def _judged(
     tokenizer: Any, expected_calls: Sequence[Any], replies: _Said, own: _Said
 ) -> dict[str, dict[str, int | None] | None]:
-    """Return what a row says of replies, and of tool calls; None if none was tried.
+    """Return a row's fields about replies, and about tool calls; None if none was tried.
 
-    `same` counts answers that begin, or call, as `own`, the answers in the model's own precision.
+    `same` counts answers that begin, or call, like `own`, the answers in the model's own precision.
     `found` counts answers with the hidden number, or with the next tool call.
     """
     first = slice(checks.FIRST_TOKENS)
@@ -136,10 +136,10 @@ def _measured(
 ) -> list[dict[str, Any]]:
     """Return the rows for JSON: the model's own precision first, then each of `specs`.
 
-    `perplexity_rise` is a share of the perplexity in the model's own precision, `agreement` the
-    share of next tokens chosen as there, `divergence_nats` the mean Kullback-Leibler divergence
-    from there, and `divergence_p99_nats` what 99 of 100 tokens stay below. `texts` has the mean of
-    each text, and `worst_text` names the highest. `bits_per_number` counts scales and biases.
+    All values compare a precision with the model's own. `perplexity_rise` is relative, `agreement`
+    is the share of equal next tokens, `divergence_nats` the mean Kullback-Leibler divergence, and
+    `divergence_p99_nats` its 99th percentile. `texts` has the mean divergence of each text, and
+    `worst_text` names the text with the highest. `bits_per_number` counts scales and biases.
     """
     part_ids, places = placed(tokenizer)
     part_ids = part_ids[: position_limit(model)]
@@ -191,7 +191,7 @@ def _measured(
 
 
 def _specs(model: Any) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
-    """Return the spec of each precision that the model takes, and why it takes no other."""
+    """Return the spec of each supported precision, and why the rest is not supported."""
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
     for name in (name for name in KV_BITS if name != REFERENCE):
@@ -209,7 +209,7 @@ def _specs(model: Any) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
 
 
 def read_text(path: Path | None) -> tuple[str, str]:
-    """Return name and text of a file, or of the package's own story; ConfigError without a text."""
+    """Return name and text of a file, or of the package's story. Raises ConfigError."""
     if path is None:
         return "the package's own story", OWN_TEXT.read_text(encoding="utf-8")
     try:

@@ -27,13 +27,13 @@ MakeCache = Callable[[], list[Any]]
 """Returns an empty prompt cache."""
 
 FIRST_TOKENS = 16
-"""Replies that begin with the same tokens, this number of them, count as the same."""
+"""Replies count as the same if they begin with the same tokens, this number of them."""
 
 Window = tuple[list[int], int]
-"""Ids, and how many of them are only read; those after them are predicted."""
+"""Ids, and how many of the first ids are only read; the later ids are predicted."""
 
 THINGS = {"tin box": "48213", "brass key": "70964", "green boat": "15387"}
-"""Facts to be hidden in a text: the number of each."""
+"""Facts to be hidden in a text: the number of each thing."""
 QUESTIONS = (
     "What is this text about? Answer in one sentence.",
     "Which names of people or things occur in it?",
@@ -41,7 +41,7 @@ QUESTIONS = (
     "How does it end?",
     "Write a title for it.",
 )
-"""About any text."""
+"""Questions about any text."""
 LOCKS = ("Harrow Weir", "Upper Dunmere", "Saltmarsh Cut", "Old Mill Bend")
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -62,7 +62,7 @@ TOOL: dict[str, Any] = {
 
 @contextmanager
 def server_attention() -> Iterator[None]:
-    """Let caches bring an attention of their own, as in the server."""
+    """Let caches use their own attention function, as in the server."""
     patches = PatchSet()
     patches.apply([patch for patch in PATCHES if patch.name == "attention"])
     try:
@@ -76,7 +76,7 @@ def served(
 ) -> ModelCacheSpec:
     """Return a model's spec with its attention plans: the policy's, or a named strategy's.
 
-    Raises ModelNotSupported if nothing of the model is kept.
+    Raises ModelNotSupported if the model's cache cannot be kept.
     """
     facts = architecture_of(model)
     spec = spec_of(model, choice, facts)
@@ -86,8 +86,8 @@ def served(
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
     """Cut ids into windows of `length`: `begin`, then a part that advances by `stride`.
 
-    Every token but the first is predicted once, with at least `length - stride` tokens before it,
-    or all tokens before it if the text has fewer.
+    Every token except the first is predicted once, with at least `length - stride` tokens before
+    it, or all tokens before it if the text has fewer.
     """
     room = length - len(begin)
     windows: list[Window] = []
@@ -102,7 +102,7 @@ def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: in
 def predicted(
     model: Any, ids: Sequence[int], makers: Mapping[str, MakeCache]
 ) -> dict[str, Predictions]:
-    """Return what the model predicts of a text over the caches of each maker."""
+    """Return the model's predictions of a text with the caches of each maker."""
     read = {name: Predictions() for name in makers}
     own, caches = make_prompt_cache(model), {name: make() for name, make in makers.items()}
     for start in range(0, len(ids) - 1, AT_ONCE):
@@ -120,7 +120,7 @@ def replies_to(
     max_tokens: int,
     ends: set[int],
 ) -> list[list[int]]:
-    """Return the greedy reply to each prompt, up to one of `ends`, without it.
+    """Return the greedy reply to each prompt, up to but without one of `ends`.
 
     The beginning of all prompts is computed once, up to the end of a block of the grid.
     """
@@ -202,7 +202,7 @@ def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
 
 
 def tool_call_in(tokenizer: Any, reply: str) -> Any:
-    """Return the call in a reply, in the model's format or as the first JSON object; or None."""
+    """Return the call in a reply, in the model's format or as its first JSON object, or None."""
     start, end = (getattr(tokenizer, f"tool_call_{side}", None) for side in ("start", "end"))
     parse = getattr(tokenizer, "tool_parser", None)
     if getattr(tokenizer, "has_tool_calling", False) and parse and start and start in reply:

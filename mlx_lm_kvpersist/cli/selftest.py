@@ -1,6 +1,6 @@
 """`mlx-lm-kvpersist selftest`: check the patches, the plugins and the numbers.
 
-With --machine it also says what MLX computes on this machine, and how fast.
+With --machine it also checks whether MLX computes correctly on this machine, and how fast.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .output import Report
 from .quality_checks import server_attention
 
 HEADS = {64: 64, 72: 32, 80: 32, 96: 32, 128: 64, 192: 64, 256: 128}
-"""The group size by the numbers of a head."""
+"""The group size, by the size of a head."""
 BITS = (4, 5, 6, 8)
 N_KEYS = 32_768
 ATTENTION = mx.fast.scaled_dot_product_attention
@@ -46,7 +46,7 @@ _ASK_MACOS = "sysctl hw.model iogpu.wired_limit_mb kern.memorystatus_vm_pressure
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Run the self-test, and say what it found."""
+    """Run the self-test, and print its results."""
     plugins = requested_plugins(args.server_options) or [PLUGIN]
     command = " ".join(["mlx_lm.server", *(f"--plugin {name}" for name in plugins)])
     findings = [*(machine_findings() if args.machine else ()), *run_selftest(args.server_options)]
@@ -69,7 +69,8 @@ def check_patch(patch: Patch) -> None:
     """Apply a patch alone, and undo it.
 
     Raises TargetMissing or SignatureChanged if the host differs, PatchNotEffective if the patch
-    does nothing, SelfTestFailed if its probe proves nothing, or undoing it leaves something.
+    does nothing, SelfTestFailed if its probe also passes without the patch, or if undoing it leaves
+    a change.
     """
     patches, stock = PatchSet(), look_up(patch.module, patch.attribute)
     patch.check_host()
@@ -98,7 +99,7 @@ def _expect_failure(patch: Patch, when: str) -> None:
 def check_startup(server_options: Sequence[str] = ()) -> None:
     """Run the server's `main` with plugins and without a model, until it listens.
 
-    Raises what stopped it. The plugin is kvpersist, with a temporary store, unless
+    Raises the error that stopped it. The plugin is kvpersist, with a temporary store, unless
     `server_options` name others.
     """
     plugins = requested_plugins(server_options)
@@ -115,12 +116,12 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
                 contextlib.redirect_stderr(stderr),
                 warnings.catch_warnings(),
             ):
-                warnings.simplefilter("ignore")  # stock's, about production use
+                warnings.simplefilter("ignore")  # stock's warning about production use
                 server.main()
     except _Listening:
         return
     except SystemExit as end:
-        # argparse prints and exits; our own exits carry their cause.
+        # argparse prints and exits; this package's exits have their cause attached.
         raise end.__cause__ or SelfTestFailed(stderr.getvalue().strip() or str(end)) from None
     finally:
         uninstall()
@@ -152,7 +153,7 @@ def _end_instead(server: Any, poll_interval: float = 0.5) -> None:
 
 
 def machine_findings() -> list[Finding]:
-    """Run every check, in minutes, and return the results."""
+    """Run every check, which takes minutes, and return the results."""
     checks = {"machine": conditions_of_machine, "out of memory": out_of_memory}
     checks |= {f"attention, heads of {dim}": partial(attention, dim) for dim in HEADS}
     checks |= {f"decoding, {bits} bits": partial(decoding, bits) for bits in BITS}
@@ -162,7 +163,9 @@ def machine_findings() -> list[Finding]:
 
 
 def conditions_of_machine() -> str:
-    """Return the device, its limits and the versions; on macOS also what may slow it down."""
+    """Return the device, its limits and the versions; on macOS also settings that may slow it
+    down.
+    """
     about = {**device(), "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], **versions()}
     words = [f"{name} {value}" for name, value in about.items()]
     if sys.platform == "darwin":
@@ -171,7 +174,7 @@ def conditions_of_machine() -> str:
 
 
 def out_of_memory() -> str:
-    """Ask for 256 TiB in a process of its own, and compute afterwards."""
+    """Request 256 TiB in a separate process, and compute afterwards."""
     too_much = "mx.eval(mx.contiguous(mx.broadcast_to(mx.ones(1), (1 << 23, 1 << 23))))"
     code = f"import mlx.core as mx\ntry: {too_much}\nexcept Exception as e: print(e, mx.ones(1))"
     status, last_line = ask([sys.executable, "-c", code])
@@ -183,7 +186,7 @@ def attention(dim: int) -> str:
 
     The scores of 256 queries over 8,192 keys take 16 MiB if MLX does not fuse them.
     """
-    # On CUDA no packed kernel is used, and MLX compiles each for half a minute.
+    # On CUDA no packed kernel is used, and MLX would compile each kernel for half a minute.
     plan = forced_plan("dequantize" if backend() == "cuda" else "packed")
     dtype = mx.float32 if backend() == "cpu" else mx.bfloat16
     wrong = []

@@ -1,4 +1,4 @@
-"""Running servers: asked as a client, or started in a subprocess to be measured or killed."""
+"""Running servers: clients of them, and subprocesses to measure or kill."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEAST_TOKENS = 16
 _QUIET_S, _MOST_ASKED = 0.5, 200
 Message = dict[str, str]
 OWN_TEXT = Path(__file__).with_name("quality_text.txt")
-"""A story that `demo`, `bench` and `quality` let a model read."""
+"""A story that `demo`, `bench` and `quality` give a model to read."""
 
 
 def answer(
@@ -38,16 +38,17 @@ def answer(
     headers: Mapping[str, str] | None = None,
     timeout_s: float = 10.0,
 ) -> HTTPResponse:
-    """Open a server's answer; with a body it is posted. Raises KVPersistError without an answer.
+    """Open a server's answer to GET, or to POST if there is a body. Raises KVPersistError if there
+    is no answer.
 
-    What is raised while the answer is read is the caller's.
+    The caller handles errors while it reads the answer.
     """
     url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
     key = os.environ.get(KEY_VARIABLE)
     sent = {"Authorization": f"Bearer {key}"} if key else {}
     sent |= {"Content-Type": "application/json", **(headers or {})}
     payload = None if body is None else json.dumps(body).encode()
-    opener = build_opener(ProxyHandler({}))  # a server on this machine is not behind a proxy
+    opener = build_opener(ProxyHandler({}))  # no proxy is used for a server on this machine
     try:
         reply: HTTPResponse = opener.open(Request(f"{url}{path}", payload, sent), timeout=timeout_s)
         return reply
@@ -64,7 +65,7 @@ def answer(
 
 
 def ask(url: str, path: str, body: Any = None, timeout_s: float = 10.0) -> Any:
-    """Return a server's JSON; else as `answer`."""
+    """Return a server's JSON; arguments and errors as for `answer`."""
     with answer(url, path, body, timeout_s=timeout_s) as reply:
         try:
             return json.load(reply)
@@ -88,10 +89,11 @@ def document(n_chars: int) -> str:
 
 @dataclass(frozen=True)
 class Reply:
-    """A streamed reply: its text, the time to its first token, and what was not computed again.
+    """A streamed reply: its text, the time to its first token, and the tokens that were not
+    computed again.
 
-    A reply that shows no token took `ttft_s` in all. `outcome` is the header X-KVPersist, or "".
-    `decode_s` is the time from the first of its `completion_tokens` to the last.
+    If a reply shows no token, `ttft_s` is its total time. `outcome` is the header X-KVPersist, or
+    "". `decode_s` is the time from the first of its `completion_tokens` to the last.
     """
 
     text: str
@@ -104,13 +106,13 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """How many tokens a second came after the first; None for less than 16 tokens."""
+        """Tokens per second after the first token; None for fewer than 16 tokens."""
         if self.completion_tokens < _LEAST_TOKENS or not self.decode_s:
             return None
         return (self.completion_tokens - 1) / self.decode_s
 
     def said(self, field: str) -> str:
-        """Return a field of the outcome; "" if it has none."""
+        """Return a field of the outcome; "" if the outcome does not have it."""
         value = re.search(rf"\b{field}=([^;]*)", self.outcome)
         return value[1] if value else ""
 
@@ -213,7 +215,7 @@ class StartedServer:
             raise self.failure(str(error)) from error
 
     def failure(self, problem: str) -> KVPersistError:
-        """Return an error that says a problem, the command, and the end of the log."""
+        """Return an error with the problem, the command, and the end of the log."""
         log = self._log_path.read_text(encoding="utf-8", errors="replace")
         tail = "\n".join(log.splitlines()[-60:])
         command = " ".join(self._command)
@@ -238,7 +240,7 @@ def _read(response: HTTPResponse, start_s: float) -> Reply:
             last_s = time.perf_counter() - start_s
         for delta in (choice["delta"] for choice in chunk["choices"]):
             text += delta.get("content") or ""
-            # Some models begin with reasoning, or say nothing else within `max_tokens`.
+            # Some models begin with reasoning, or write nothing else within `max_tokens`.
             if any(delta.get(name) for name in ("content", "reasoning", "tool_calls")):
                 ttft_s = ttft_s or time.perf_counter() - start_s
     else:

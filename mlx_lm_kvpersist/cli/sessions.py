@@ -51,10 +51,10 @@ _ORDERS: dict[str, Callable[[tuple[Session, str, dict[str, Any]]], Any]] = {
 
 
 def choose(index: Index, wanted: str) -> Session:
-    """Return the session with the id `wanted`, or that name or title.
+    """Return the session whose id, name or title is `wanted`.
 
-    The beginning of an id is enough. An id comes first, then a name, so that no title hides them.
-    Raises StoreError unless one session matches.
+    The beginning of an id is enough. Ids are compared first, then names, so that no title hides
+    them. Raises StoreError unless one session matches.
     """
     sessions = index.sessions()
     named = [session for session in sessions if session.name == wanted] or [
@@ -103,7 +103,7 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
 
 
 def list_all(args: argparse.Namespace) -> Report:
-    """List sessions: a line each that fits a terminal, tab-separated values in a pipe, or JSON."""
+    """List sessions: one line each in a terminal, tab-separated values in a pipe, or JSON."""
     folder, now = args.kvpersist_dir, time.time()
     found: list[tuple[Session, str, dict[str, Any]]] = []
     with reading(args) as index:
@@ -135,7 +135,7 @@ def list_all(args: argparse.Namespace) -> Report:
 
 
 def rename(args: argparse.Namespace) -> Report:
-    """Give a session a title, or take it away with "". Requests keep the client's name."""
+    """Give a session a title, or remove the title with "". Requests keep the client's name."""
     title = args.title.strip()
     if len(title) > MAX_TITLE_CHARS:
         raise StoreError(f"a title has at most {MAX_TITLE_CHARS} characters, not {len(title):,}")
@@ -242,7 +242,7 @@ def load(args: argparse.Namespace) -> Report:
 
 
 def warm(args: argparse.Namespace) -> Report:
-    """Let a running server compute and pin a beginning. Raises KVPersistError if it does not."""
+    """Let a running server compute and pin the beginning of prompts. Raises KVPersistError."""
     name = args.name or session_name(args.file)
     request = {"name": name, "request": read_prompt(args.file)}
     done = ask(args.url, WARM_PATH, request, timeout_s=_COMPUTED_S)

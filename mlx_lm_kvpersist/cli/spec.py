@@ -21,7 +21,7 @@ from .output import Report, records
 
 
 def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
-    """Return the model and the tokenizer of a folder or a hub name; else raise KVPersistError."""
+    """Return the model and the tokenizer of a folder or a hub name. Raises KVPersistError."""
     check_model_name(name)
     try:
         loaded: Any = load(name, adapter_path=adapter_path)
@@ -33,7 +33,7 @@ def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Run the command; a model that is not kept gives status 1. Raises as `load_named`."""
+    """Run the command; status 1 if the cache cannot be kept. Raises like `load_named`."""
     model, _ = load_named(args.model, args.adapter_path)
     try:
         spec = spec_of(model, precision_of(args), architecture_of(model))

@@ -1,4 +1,4 @@
-"""`mlx-lm-kvpersist store` and `key`: what a store holds, whether it is whole, what may go."""
+"""`mlx-lm-kvpersist store` and `key`: show, check, repair and shrink a store, and make its key."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from .output import (
 )
 
 _MOST_DRAWN = 40
-"""The largest segments are drawn."""
+"""The number of largest segments that are drawn."""
 _MOST_CHARS = 60
 _BAR = 20
 _ID_CHARS = 8
-"""The beginning of an id that is drawn; the commands take it for the id."""
+"""The length of the part of an id that is drawn; commands accept this part as the id."""
 _AGES_S = {"1 hour": 3600, "1 day": 86_400, "7 days": 604_800, "30 days": 2_592_000}
 
 
@@ -189,7 +189,7 @@ def gc(args: argparse.Namespace) -> Report:
 
 
 def prune(args: argparse.Namespace) -> Report:
-    """Remove objects of a shared store. Raises ConfigError for a bad URL, StoreError else."""
+    """Remove objects of a shared store. Raises ConfigError for a bad URL, otherwise StoreError."""
     objects = TimedObjects(Objects(args.url))
     try:
         stored = list(objects.list())
@@ -210,18 +210,18 @@ def key(args: argparse.Namespace) -> int:
     """Make a file with a new key. Raises ConfigError if the file exists."""
     new_key(args.file)
     print(
-        f"{args.file} is made. Keep a copy: without it, what was encrypted with it is lost. "
-        "Whoever has it reads everything."
+        f"{args.file} is made. Keep a copy: without it, everything that was encrypted with it "
+        "is lost. Anybody who has it can read everything."
     )
     return 0
 
 
 @dataclass(eq=False)
 class Segment:
-    """Blocks that `n_sessions` go through; `first` is the key of the first block.
+    """Blocks that `n_sessions` share; `first` is the key of the first block.
 
-    `tree_bytes` and `used` (seconds since 1970) count the segments below, too: a use marks the end
-    of a chain only. `ending`: sessions that end in it.
+    `tree_bytes` and `used` (seconds since 1970) include the segments after it, because only the end
+    of a chain is marked as used. `ending`: sessions that end in it.
     """
 
     number: int
@@ -239,10 +239,10 @@ class Segment:
 
 
 def draw(args: argparse.Namespace) -> Report:
-    """Draw what takes the bytes of a store, by session, shared segment and age.
+    """Draw the bytes of a store by session, shared segment and age.
 
-    A segment is a run of blocks that the same sessions go through. JSON calls segments parts.
-    Nothing is locked or changed, so a server may use the folder at the same time.
+    A segment is a run of blocks that the same sessions share. JSON calls segments parts. Nothing is
+    locked or changed, so a server may use the folder at the same time.
     """
     folder, now = args.kvpersist_dir, time.time()
     with reading(args) as index:
@@ -326,7 +326,7 @@ def _drawn(
     for segment in segments:
         if segment.parent is None and (root := roots.get(segment.root)) is not None:
             models[root.model, root.layout].append(segment)
-    # No segment is larger than its parent, so the parents of large ones are among them, too.
+    # No segment is larger than its parent, so the parents of drawn segments are also drawn.
     large = set(heapq.nlargest(_MOST_DRAWN, segments, key=lambda segment: segment.tree_bytes))
     most, now = max(segment.n_bytes for segment in segments), time.time()
 

@@ -15,11 +15,11 @@ from .servers import ask
 
 Record = dict[str, Any]
 _NO_PARTS = ("total", "weights", "active", "waiting", "pressure")
-"""Of the statistics' `memory`: these are no parts of its total."""
+"""Fields of the statistics' `memory` that are not parts of its total."""
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Run the command. Raises KVPersistError when nobody can say."""
+    """Run the command. Raises KVPersistError if neither a server nor a store answers."""
     records: list[Record]
     stats: Record = {}
     if args.url is not None:
@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> Report:
         records = [record for record in records if record["id"].endswith(args.request)]
         if not records:
             raise KVPersistError(
-                f"no request {args.request!r} among the last ones; leave it out to list them"
+                f"no request {args.request!r} among the last requests; leave out the id to list "
+                "them"
             )
         return Report(records[0], *_explained(records[0]))
     rows = [
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _sums(records: list[Record], store: Record, memory: Record | None) -> Iterator[str]:
-    """Yield what all records say together, and the server or its store, a line each."""
+    """Yield a summary of all records, and of the server or its store, one line each."""
     looked_up = [record for record in records if record["outcome"] != "STOCK"]
     n_prompt, n_reused, n_restored = (
         sum(record[f"{which}_tokens"] for record in looked_up)

@@ -28,7 +28,7 @@ def install(names: Sequence[str]) -> None:
 
 
 def uninstall() -> None:
-    """Give `mlx_lm.server` back its own functions and classes, and forget the plugins."""
+    """Restore the functions and classes of `mlx_lm.server`, and forget the plugins."""
     from . import manager
     from .patching.patches import PATCH_SET
 

@@ -1,7 +1,7 @@
-"""Images and files in messages: a line of text takes the place of what the model cannot read.
+"""Images and files in messages: a line of text replaces content that the model cannot read.
 
-A client sends the whole conversation with each turn. So an attachment is refused only in the
-question that brings it. Everywhere else its line is the same on each turn, and so is the prompt.
+A client sends the whole conversation with each turn. So an attachment is refused only in the newest
+question. In all other messages its line is the same on each turn, so the prompt does not change.
 
 After a refusal Claude Code joins the next question to the refused message: the attachment, its
 text, the new text. If the server refused that message too, the conversation would end.
@@ -32,8 +32,8 @@ Part = dict[str, Any]
 def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message]:
     """Return messages with text only, and with images if the model reads them.
 
-    messages: as `check_messages` lets them pass. Raises RequestRefused where the question has what
-    the model cannot read.
+    messages: as `check_messages` accepts them. Raises RequestRefused if the question has content
+    that the model cannot read.
     """
     question = _question(messages)
     fitted: list[Message] = []
@@ -71,7 +71,7 @@ def _told(block: Part) -> Part:
 
 
 def _images_moved(messages: list[Message]) -> list[Message]:
-    """Put the images of tools' results into the next user message, where templates look."""
+    """Put the images of tools' results into the next user message, where templates expect them."""
     moved: list[Message] = []
     images: list[Part] = []
     for message in messages:
@@ -91,9 +91,10 @@ def _images_moved(messages: list[Message]) -> list[Message]:
 
 
 def _question(messages: list[Message]) -> int | None:
-    """Return the index of the last message if a user asks with it.
+    """Return the index of the last message if it is a user's question.
 
-    After a tool's result it belongs to that result. It was not asked, and comes again.
+    A user's message after a tool's result belongs to that result: it is not a new question, and
+    later turns repeat it.
     """
     question = None
     for i in reversed(range(len(messages))):
@@ -120,7 +121,7 @@ def _is_read(block: Part, reads_images: bool) -> bool:
 
 
 def _readable_part(contents: list[Part], i: int, reads_images: bool) -> Part:
-    """Return a part, or the line that takes its place. A template joins texts with nothing."""
+    """Return a part, or the line that replaces it. Templates join texts without a separator."""
     if _is_read(contents[i], reads_images):
         return contents[i]
     readable = "text and images" if reads_images else "text"
@@ -133,13 +134,13 @@ def _text(text: str) -> Part:
 
 
 def _source(block: Part) -> dict[str, Any]:
-    """Return where a part has its content, as `url` or `file_data`, and perhaps a `filename`."""
+    """Return the object with a part's content: `url` or `file_data`, perhaps a `filename`."""
     source = block.get("image_url", block.get("image", block.get("file")))
     return source if isinstance(source, dict) else {"url": source}
 
 
 def _name(block: Part) -> str:
-    """Return what a part is to a reader, such as "report.pdf, application/pdf"."""
+    """Return a description of a part for the reader, such as "report.pdf, application/pdf"."""
     kind, source = block["type"], _source(block)
     media_type = _MEDIA_TYPE.match(str(source.get("url") or source.get("file_data")))
     what: str = media_type[1] if media_type else "image" if kind in IMAGE_KINDS else kind

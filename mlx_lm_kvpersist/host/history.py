@@ -1,7 +1,7 @@
 """A conversation in a form that the chat template of its request renders.
 
 Clients send the whole conversation with each request, so a message that the template refuses would
-end the conversation for good. Each kind of refusal is found alone, with a short conversation, when
+end the conversation for good. Each kind of refusal is tested alone, with a short conversation, when
 it first matters. A conversation that the template renders is left unchanged, with one exception: a
 system message that the template leaves out or moves is adapted, since moving it changes the prompt.
 
@@ -31,7 +31,7 @@ _ASKED: Message = {"role": "user", "content": _MARK}
 _CALL_IDS = ("call00000", "call00001")
 _LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
 _ENDS: tuple[tuple[str, ...], ...] = ((), ("user",), ("assistant", "user"))
-"""Ends of a conversation, behind the message that is tried: a template can ask for them."""
+"""Ends of a conversation after the tested message: some templates require them."""
 _JOINS: dict[str, tuple[str, ...]] = {
     "system": ("system", "user", "tool"),
     "user": ("user", "tool"),
@@ -42,7 +42,7 @@ _JOINS: dict[str, tuple[str, ...]] = {
 }
 """The kinds of messages that a message of each kind can become a part of.
 
-Kinds are roles. The assistant's messages with one call, and with more, are kinds of their own.
+Kinds are roles. Assistant messages with one call, and with several calls, are separate kinds.
 """
 _CALLS = ("calls", "parallel")
 _TURNS = ("user", "assistant", *_CALLS)
@@ -59,7 +59,7 @@ class Templates:
         self._known: dict[str, Template] = {}
 
     def of(self, tokenizer: Any, arguments: dict[str, Any], tools: Any) -> Template:
-        """Return the template that a request uses; with tools, many have another form."""
+        """Return the template that a request uses; many templates render differently with tools."""
         if tokenizer is not self._tokenizer or len(self._known) > _MOST_TEMPLATES:
             self._tokenizer, self._known = tokenizer, {}
         key = json.dumps([bool(tools), arguments], sort_keys=True, default=str)
@@ -67,7 +67,7 @@ class Templates:
 
 
 class Template:
-    """The chat template of a request, and what is known of its refusals. Any thread."""
+    """The chat template of a request, and the known refusals of the template. Any thread."""
 
     def __init__(self, tokenizer: Any, arguments: dict[str, Any], *, has_tools: bool) -> None:
         self._tokenizer, self._arguments = tokenizer, arguments
@@ -124,16 +124,16 @@ class Template:
             prepared = [_as_rendered(message) for message in messages]
             render = self._tokenizer.apply_chat_template
             text = str(render(prepared, add_generation_prompt=not continues, **options))
-            text.encode()  # half a surrogate pair in a call's arguments has no tokens
+            text.encode()  # half a surrogate pair in a call's arguments cannot be tokenized
             return text or None
         except Exception:
             return None
 
     def fits(self, before: list[str], kind: str) -> bool:
-        """Tell whether the template takes a kind of message here, and a system message in place."""
+        """Tell whether the template takes a kind of message here, without moving it."""
         ends, usual, place = _ENDS, before or ["user", "assistant"], None
         if kind == "system":
-            # A template that counts messages takes a system message for the assistant's.
+            # A template that counts messages would treat a system message as the assistant's.
             is_asked = before[-1:] in (["user"], ["tool"])
             ends, place = ((_ENDS[2],) if is_asked else (_ENDS[1],)), len(before)
             usual = ["user"] if is_asked else ["user", "assistant"]
@@ -156,9 +156,10 @@ class Template:
         return self._reads(("beside calls", *names), [full], [bare])
 
     def id_of(self, call_id: Any, otherwise: Any) -> Any:
-        """Return a call's id, or nine letters and digits that stand for it, the same each time.
+        """Return a call's id, or nine letters and digits that replace it, the same each time.
 
-        otherwise: the source of the new id if the call has none. Templates may ask for nine.
+        otherwise: the source of the new id if the call has no id. Some templates require nine
+        characters.
         """
         name = "id", type(call_id), isinstance(call_id, str) and (len(call_id), call_id.isalnum())
         if self._reads(name, self._called([call_id]), self._called()):
@@ -182,7 +183,7 @@ class Template:
     def spoken(self, kinds: Sequence[str], place: int | None = None) -> str | None:
         """Return the text of a message of each kind, None if the template refuses them.
 
-        place: the index of a message whose text must stand between the texts of its neighbours.
+        place: the index of a message whose text must be between the texts of its neighbours.
         """
         marks = [f"{chr(ord('b') + i)}b{i}zz" for i in range(len(kinds))]
         messages = [
@@ -210,14 +211,14 @@ class Template:
         return _calling(self.form_of({"where": _MARK}), ids)
 
     def _reads(self, name: Hashable, form: list[Message], usual: list[Message]) -> bool:
-        """Tell whether the template renders a form of messages, or refuses the usual one, too."""
+        """Tell whether the template renders a form of messages, or also refuses the usual form."""
         texts = (self.rendered([_ASKED, *messages]) for messages in (form, usual))
         return self._first(name, texts) == 0
 
     def _first(self, name: Hashable, texts: Iterable[str | None]) -> int:
-        """Return the index of the first text that was rendered, 0 if none was.
+        """Return the index of the first form that was rendered, 0 if none was.
 
-        name: the name of the question. Each question is asked once.
+        name: the name of the test. Each test runs once.
         """
         if name not in self._known:
             readable_at = (i for i, text in enumerate(texts) if text is not None)
@@ -229,16 +230,16 @@ class Template:
 
 
 class _Fitting:
-    """Messages, each in a form in which the template renders it after those before.
+    """Messages, each in a form in which the template renders it after the previous messages.
 
-    adapts_all: if not, only system messages are adapted.
+    adapts_all: if False, only system messages are adapted.
     """
 
     def __init__(self, template: Template, messages: list[Message], *, adapts_all: bool) -> None:
         self._template, self._adapts_all = template, adapts_all
         self.fitted: list[Message] = []
         self._kinds: list[str] = []
-        """The kinds of the fitted messages since the last answer; repetitions are left out."""
+        """The kinds of the fitted messages since the last answer, without repetitions."""
         self._open: list[dict[str, Any]] = []
         """The fitted calls since the last question or answer that have no result yet."""
         rest = deque(messages)
@@ -292,7 +293,7 @@ class _Fitting:
             yield message
             yield from (result for result, _ in answered)
             return
-        # Each call becomes a message of its own, before its result.
+        # Each call becomes a separate message, before its result.
         for result, call in [*answered, *((None, call) for call in rest)]:
             if call is not None:
                 yield {**message, "tool_calls": [call]}
@@ -303,9 +304,9 @@ class _Fitting:
     def _fit_result(
         self, message: Message, calls: list[dict[str, Any]]
     ) -> tuple[Message, dict[str, Any] | None]:
-        """Return a tool's result, with its call's id, and its call if that is known.
+        """Return a tool's result with its call's id, and the call if it is known.
 
-        calls: those without a result; the result's own is removed.
+        calls: the calls without a result; the result's call is removed from them.
         """
         call_id, template = message.get("tool_call_id"), self._template
         if call_id:
@@ -322,7 +323,7 @@ class _Fitting:
         return message, own
 
     def _place(self, message: Message) -> None:
-        """Add a message in a role in which it may stand there."""
+        """Add a message in a role that the template accepts at this place."""
         kind, before = _kind(message), self._kinds[-1] if self._kinds else ""
         if self._may_follow(kind):
             self._append(message, kind)
@@ -353,7 +354,7 @@ class _Fitting:
         if kind == "tool" and not template.reads_calls():
             return False
         if kind not in _JOINS and not template.fits(["user", "assistant"], kind):
-            return False  # a template that counts messages may take any role as the second
+            return False  # a template that counts messages may accept any role second
         return template.fits(self._kinds, kind)
 
     def _append(self, message: Message, kind: str) -> None:
@@ -387,7 +388,7 @@ class _Fitting:
         self.fitted[-1] = {**last, **merged}
 
     def _ask(self) -> None:
-        """Put an empty question behind the first system messages, if the template wants any."""
+        """Put an empty question after the first system messages, if the template requires one."""
         roles, kinds = [message.get("role") for message in self.fitted], self._kinds
         n = next((i for i, kind in enumerate(kinds) if kind != "system"), len(kinds))
         spoken = self._template.spoken
@@ -405,7 +406,7 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
     if (call_id := template.id_of(call.get("id"), usual_id)) != call.get("id"):
         call = {**call, "id": call_id}
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # cut off perhaps: it is read as a text
+        with suppress(ValueError, RecursionError):  # perhaps cut off: read as text
             parsed = json.loads(arguments)
     form = template.form_of(readable(parsed))
     if form is parsed and parsed is not arguments:
@@ -456,7 +457,7 @@ def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
 
 
 def _result(call_id: Any, name: str | None) -> Message:
-    """Return the result of a call that has none."""
+    """Return a result for a call without one."""
     fields = {"role": "tool", "content": NO_RESULT, "tool_call_id": call_id, "name": name}
     return _without_null(fields)
 

@@ -1,7 +1,7 @@
-"""The hooks of the server, what plugins are given, and what they answer.
+"""The hooks of the server, their arguments and their answers.
 
-Plugins import these names from `mlx_lm_kvpersist.plugins`. Nothing in what they are given can be
-changed. Each answer is checked: PluginFault says what was expected.
+Plugins import these names from `mlx_lm_kvpersist.plugins`. Plugins cannot change their arguments.
+Each answer is checked: PluginFault says what was expected.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FrozenHeaders(Message):
 
 
 def frozen(value: Any) -> Any:
-    """Return a copy of what JSON can hold, in which nothing can be changed."""
+    """Return an unchangeable copy of a JSON value."""
     if isinstance(value, FrozenDict | FrozenList):
         return value
     if isinstance(value, dict):
@@ -89,18 +89,18 @@ def frozen(value: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of what JSON can hold, which can be changed."""
+    """Return a changeable copy of a JSON value."""
     if isinstance(value, dict):
         return {name: copied(inner) for name, inner in value.items()}
     return [copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 class ClientRequest:
-    """A request as plugins see it, from its arrival to its end; the server's own is out of reach.
+    """A request as plugins see it, from its arrival to its end, apart from the server's object.
 
     `kind` is "chat" or "text". `messages` are the messages that the client sent, `prompt` is the
-    text of a "text" request. `client_gone`: whether its client has left. Plugins may keep what they
-    know of a request in its attributes.
+    text of a "text" request. `client_gone`: whether its client has left. Plugins may store what
+    they know about a request in its attributes.
     """
 
     client_gone = False
@@ -121,7 +121,7 @@ class ClientRequest:
 
     @staticmethod
     def of(request: Any) -> ClientRequest:
-        """Return what plugins see of a request of the server, always the same object."""
+        """Return the plugins' object for a request of the server, always the same object."""
         client_request: ClientRequest | None = getattr(request, "seen_by_plugins", None)
         if client_request is None:
             client_request = request.seen_by_plugins = ClientRequest(request)
@@ -136,8 +136,8 @@ class Prompt:
     `messages` are the messages that it was rendered from. All sequences become tuples.
 
     An image is a run of negative ids: the first is its SHA-256, below -(2**256), and all further
-    ids are -1. They stand for the model's input there, and do not change. In `messages` an image is
-    a part of the type "image" with that hash in hexadecimal.
+    ids are -1. They stand for the image in the model's input, and do not change. In `messages` an
+    image is a part of the type "image" with that hash in hexadecimal.
     """
 
     ids: Sequence[int]
@@ -166,11 +166,11 @@ class PrefillLimits:
     `most_tokens(position)` is how many tokens may be computed at once after `position` cached ones.
     If prompts may be computed together, each has at least `least_width` tokens in a call of the
     model, padded, unless the padding would go beyond the model's `n_positions`. `max_unused_bytes`
-    is how much freed memory MLX may keep for the next chunk.
-    `pace` learns from every chunk; a plugin may keep it and ask it, too. `stepped(n_replies,
-    seconds)` is called after each step of the replies, without seconds if a prompt is computed at
-    the same time. `took(n_tokens, position, n_bytes)` is called after each chunk with its memory,
-    without the model and the caches.
+    is how much freed memory MLX may keep for the next chunk. `pace` learns from every chunk; a
+    plugin may keep it and ask it, too. `stepped(n_replies, seconds)` is called after each step of
+    the replies; seconds is None if a prompt was computed at the same time. `took(n_tokens,
+    position, n_bytes)` is called after each chunk with its memory, without the model and the
+    caches.
     """
 
     max_stall_s: float
@@ -197,21 +197,22 @@ class ModelSupport:
     `merge(caches)` returns one batch cache for one layer's caches of several sequences, or None:
     then the first of them merges them, as in stock. `together(caches, n_tokens)` returns one cache
     for one layer's caches of several prompts, each a batch of one row, of which the next `n_tokens`
-    are computed in one call, padded on the right; or None, if they are computed by themselves.
-    Layers of one attribute `kind` share a mask: prompts join where these caches are of one class.
-    `batches` says whether sequences may be served together at all. Without `limits` prompts are
-    computed as in stock, and nothing is weighed. `draft` has the caches and limits of the draft
-    model, if one was loaded. A single reply that repeats itself or `TakenRequest.draft_ids` is
-    computed several tokens at a time, as many as `most_taken_back(caches)` says that one call may
-    append to a batch's caches so that `trim` can remove any number of them; by default none.
+    are computed in one call, padded on the right; or None if each prompt is computed alone. Layers
+    with the same attribute `kind` share a mask: prompts are computed together only if these caches
+    are of one class. `batches` says whether sequences may be served together at all. Without
+    `limits` prompts are computed as in stock, and nothing is weighed. `draft` has the caches and
+    limits of the draft model, if one was loaded. A single reply that repeats itself or
+    `TakenRequest.draft_ids` is computed several tokens at a time, as many as
+    `most_taken_back(caches)` says that one call may append to a batch's caches so that `trim` can
+    remove any number of them; by default none.
 
-    `weigh(replies, prompts, n_bytes)` takes note of what runs, and tells whether the replies fit
-    while they grow. It is called when sequences come, go or grow by more than a few tokens.
-    `replies` has the number of tokens of each reply so far, with its prompt's, and `prompts` of
-    each prompt that is computed or is about to be; `n_bytes` are the bytes of all their caches. If
-    the replies do not fit, the youngest is taken out of the batch, and continues later
-    (`TakenRequest.resume`). A sequence that is served alone counts as a prompt, and its bytes are
-    not known: None.
+    `weigh(replies, prompts, n_bytes)` records the running sequences, and returns whether the
+    replies fit while they grow. It is called when sequences begin, end or grow by more than a few
+    tokens. `replies` has the number of tokens of each reply so far, prompt included, and `prompts`
+    the number of tokens of each prompt that is computed or is about to be; `n_bytes` are the bytes
+    of all their caches. If the replies do not fit, the youngest is taken out of the batch, and
+    continues later (`TakenRequest.resume`). A sequence that is served alone counts as a prompt, and
+    `n_bytes` is None.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
@@ -232,10 +233,10 @@ class ModelSupport:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt that enters: what the model reads, and caches that hold its beginning.
+    """A prompt that enters: the tokens that the model reads, and caches that hold their beginning.
 
-    `caches`, one per layer, hold the first `n_cached` tokens, at least one less than all; None
-    stands for empty caches. `draft` has those of the draft model, which may hold more or fewer.
+    `caches`, one per layer, hold the first `n_cached` tokens, but never the last token; None stands
+    for empty caches. `draft` has those of the draft model, which may hold more or fewer.
     """
 
     prompt: Prompt
@@ -261,9 +262,9 @@ class Prepared:
 class Route:
     """One path that a plugin answers.
 
-    `handle` gets the `BaseHTTPRequestHandler` of the request, on its HTTP thread.
-    `path` is compared with the request's path without its query. A part in braces, such as
-    `{id}`, is any part that is not empty; a path without braces goes before one with them.
+    `handle` gets the `BaseHTTPRequestHandler` of the request, on its HTTP thread. `path` is
+    compared with the request's path without its query. A part in braces, such as `{id}`, matches
+    any part that is not empty; a path without braces comes before a path with braces.
     """
 
     method: str
@@ -282,16 +283,17 @@ class Route:
 
 @dataclass(eq=False)
 class TakenRequest:
-    """A plugin's answer to `take_request`: what it does for this request. To be inherited from.
+    """A plugin's answer to `take_request`: how it serves this request. A base class.
 
-    All but `prompt` on the generation thread.
+    All methods except `prompt` run on the generation thread.
     """
 
     prompt: Prompt
-    """The prompt that would be fed if the request entered now; tokens are counted by it."""
+    """The prompt that the model would read if the request entered now; also used to count
+    tokens."""
 
     def advance(self) -> bool:
-        """Tell whether the request can enter; work of some ms may be done for that first.
+        """Tell whether the request can enter; the method may first work for some milliseconds.
 
         Called between steps while other requests are served, until it returns True. It may raise
         RequestRefused.
@@ -299,33 +301,34 @@ class TakenRequest:
         return True
 
     def enter(self) -> Prepared | None:
-        """Return the prompt to feed and the caches of its beginning; None leaves it to stock."""
+        """Return the prompt to read and the caches of its beginning; None: stock serves it."""
         return Prepared(self.prompt)
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         """Save the caches of the first `tokens` of the prompt, and of its reply.
 
-        With a draft model its caches follow those of the model. Those of either may hold fewer
-        tokens: that of the last token is computed with the next one.
+        With a draft model, its caches follow the main model's caches. Both may hold fewer tokens,
+        because the last token is computed with the next token.
 
-        cache_type: "prefill" after a chunk of a prompt, if no part ends there; "system" or
-        "user" at the end of that part, "assistant" at the end of the reply, or
-        where its client left; "parked" where the reply was taken out of the batch.
+        cache_type: "prefill" after a chunk of a prompt, if no part ends there; "system" or "user"
+        at the end of that part, "assistant" at the end of the reply, or when its client left;
+        "parked" when the reply was taken out of the batch.
         """
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return up to `n` ids that may follow a run, the last ids of the reply; none by default.
 
-        Asked for a single reply whose own conversation does not have what follows. A wrong draft
-        costs time only.
+        Called for a single reply if its own conversation does not contain the run. A wrong draft
+        only costs time.
         """
         return ()
 
     def resume(self, prompt: Prompt) -> None:
-        """Let a sequence that was taken out of its batch enter again, with `prompt` to be fed.
+        """Let a sequence that was taken out of its batch enter again with `prompt`, which has the
+        request's prompt and the tokens produced so far.
 
-        It has the request's prompt, and what the model produced so far: nothing where the prompt
-        failed in one call with others. `advance` and `enter` are called for it as before.
+        There are no such tokens if the prompt failed in a call with other prompts. `advance` and
+        `enter` are called for it as before.
         """
         self.prompt = prompt
 
@@ -354,7 +357,7 @@ def check_headers(answer: Any) -> None:
     for header in answer:
         is_pair = isinstance(header, list | tuple) and len(header) == 2
         is_text = is_pair and all(isinstance(text, str) for text in header)
-        # Anything else could add another header.
+        # Other characters could add another header.
         is_right = is_text and re.fullmatch("[!-9;-~]+\n[ -~]*", "\n".join(header))
         expect(bool(is_right), header, "a name and a value in printable ASCII")
 
@@ -384,7 +387,7 @@ def expect(is_right: bool, answer: Any, expected: str) -> None:
 
 # The hooks, in the order in which a request meets them. All are optional. Plugins are asked in the
 # order of the command line. The first answer to a hook marked `firstresult` counts; without an
-# answer the server does as stock does.
+# answer the server behaves as stock does.
 
 
 @hookspec

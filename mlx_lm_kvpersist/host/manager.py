@@ -43,7 +43,7 @@ RAISED: dict[str, type[Exception]] = {
 }
 """Errors that reach the caller, by hook. Every other failure is logged."""
 NAMED = ("model_loaded", "take_request")
-"""Hooks whose answers come with the name of the plugin, which is asked more later."""
+"""Hooks whose answers come with the plugin's name, because the plugin is called again later."""
 
 
 class PluginManager(pluggy.PluginManager):
@@ -89,7 +89,7 @@ def load_plugins(names: Sequence[str]) -> PluginManager:
 def find_entry_point(name: str) -> metadata.EntryPoint:
     """Return the entry point of a plugin; raises PluginNotFound with the names there are.
 
-    This package is asked first: to ask all that are installed takes longer.
+    This package is searched first: searching all installed packages takes longer.
     """
     try:
         candidates = metadata.distribution("mlx-lm-kvpersist").entry_points
@@ -147,7 +147,7 @@ def using(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -
 
 
 def ask(hook: str, **arguments: Any) -> Any:
-    """Return the answers to a hook, or the first if only that counts; None is left out."""
+    """Return the answers to a hook (of a `firstresult` hook, the first); None is left out."""
     return getattr(_current.hook, hook)(**arguments)
 
 
@@ -161,7 +161,8 @@ def safely(
 ) -> Any:
     """Return what a plugin's function returns; None, and a line in the log, if it fails.
 
-    check: raises PluginFault for an answer that cannot be used. raised: what reaches the caller.
+    check: raises PluginFault for an answer that cannot be used. raised: the exceptions that reach
+    the caller.
     """
     try:
         answer = function(*args)
@@ -219,20 +220,20 @@ def is_implemented(hook: str) -> bool:
 
 @dataclass(eq=False)
 class Taken:
-    """A request as a plugin has taken it. Errors of the plugin are logged, and reach nobody."""
+    """A request that a plugin has taken. Errors of the plugin are logged and not raised."""
 
     plugin: str
     request: TakenRequest
     caches: Sequence[Any] | None = None
     n_cached: int = 0
     prompt: Prompt | None = None
-    """The prompt that is fed, once the request has entered."""
+    """The prompt that the model reads, once the request has entered."""
     draft: Prepared | None = None
     """The same prompt for the draft model, and its caches."""
     images: Sequence[int] | None = None
     """The ids that the model reads for a prompt with images."""
     reply: Any = None
-    """Where its tokens go (`reply.ReplyQueue`)."""
+    """The queue for its tokens (`waiting.ReplyQueue`)."""
 
     def advance(self) -> bool:
         """Tell whether the request can enter; a plugin that fails is not waited for.
@@ -247,7 +248,7 @@ class Taken:
         self._safely(self.request.resume, prompt)
 
     def enter(self) -> Prompt | None:
-        """Return the prompt to feed; None where stock serves the request. Raises ClientGone."""
+        """Return the prompt to read; None if stock serves the request. Raises ClientGone."""
         prepared: Prepared | None = self._safely(
             self.request.enter, check=check_prepared, raised=ClientGone
         )
@@ -258,7 +259,7 @@ class Taken:
         return prepared.prompt
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return up to `n` ids that may follow; a plugin that fails knows none."""
+        """Return up to `n` ids that may follow; none if the plugin fails."""
         drafts = self._safely(self.request.draft_ids, run, n, check=check_draft_ids)
         return drafts[:n] if drafts else ()
 
@@ -270,7 +271,7 @@ class Taken:
 
 
 def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
-    """Return the request as the first plugin takes it that wants it; None leaves it to stock."""
+    """Return the request as taken by the first plugin that takes it; None leaves it to stock."""
     answer = ask("take_request", request=request, prompt=prompt)
     return None if answer is None else Taken(*answer)
 

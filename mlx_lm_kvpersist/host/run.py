@@ -36,7 +36,7 @@ _ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats as `stock` does, with control characters escaped, but for line ends and tabs.
+    """Formats as `stock` does, with control characters escaped, except line ends and tabs.
 
     Log lines quote clients, and a terminal that shows the log would obey what they send.
     """
@@ -60,7 +60,7 @@ class PluginArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._plugin_option is None:
-            # Its value was read before; here it is checked and documented.
+            # The option's value was read earlier; here it is checked and documented.
             self._plugin_option = self.add_argument_group("plugins").add_argument(
                 "--plugin", action="append", default=[], metavar="NAME"
             )
@@ -80,7 +80,7 @@ class PluginArgumentParser(argparse.ArgumentParser):
 
 
 def plugin_argparse(stock: ModuleType) -> ModuleType:
-    """Return argparse as `mlx_lm.server` alone is to see it: only ArgumentParser is another."""
+    """Return argparse for `mlx_lm.server` only, with another ArgumentParser."""
     view = ModuleType(stock.__name__, stock.__doc__)
     vars(view).update({**vars(stock), "ArgumentParser": PluginArgumentParser})
     return view
@@ -96,7 +96,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(stock)
     def run(*args: Any, **kwargs: Any) -> None:
-        gc.freeze()  # what was imported stays: no collection needs to look there
+        gc.freeze()  # imported objects stay, so garbage collections need not check them
         allow_open_files()
         call = signature.bind(*args, **kwargs).arguments
         provider = call["model_provider"]
@@ -132,7 +132,8 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 def allow_open_files() -> None:
     """Raise the soft limit of open files to OPEN_FILES, as far as the hard limit allows.
 
-    macOS starts processes with 256. Each client takes one, and threads that read stored files more.
+    macOS starts processes with 256. Each client takes one, and threads that read stored files take
+    more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -146,7 +147,7 @@ def check_address(host: str, port: int) -> None:
     Stock notices this only after it has begun to load a model, and still loads the whole model.
     """
     try:
-        if not 0 <= port < 1 << 16:  # getaddrinfo takes it modulo 65536
+        if not 0 <= port < 1 << 16:  # getaddrinfo would take the port modulo 65536
             raise OverflowError("ports end at 65535")
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(info[0]) as probe:
@@ -159,7 +160,7 @@ def check_address(host: str, port: int) -> None:
 
 
 _deferred: list[list[int]] = []
-"""Signals that came while none may interrupt the main thread, a list for each such block."""
+"""Signals that arrived during blocks that must not be interrupted, a list for each block."""
 
 
 @contextmanager
@@ -181,9 +182,9 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
 
     The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
     and joins the generation thread. Outside the main thread nothing changes. Yields the list of the
-    signals received. The timer of `grace_s` keeps running after the block, because threads that are
-    left can keep a process alive. A generation thread that fails sends a signal, too: a second
-    signal counts as this one if `provider` has a `fatal_error`.
+    signals received. The timer of `grace_s` keeps running after the block, because remaining
+    threads can keep a process alive. A generation thread that fails also sends a signal: if
+    `provider` has a `fatal_error`, a second signal counts as that signal.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -223,8 +224,8 @@ def end_now(number: int, reason: str) -> NoReturn:
 def end_process(status: int) -> NoReturn:
     """End the process as the end of `main` would, but without running C++ destructors.
 
-    A thread that computed with MLX leaves a C++ thread behind, whose destructor aborts the process
-    (mlx 0.31.2 to 0.32.4).
+    A thread that computed with MLX leaves a C++ thread, whose destructor aborts the process (mlx
+    0.31.2 to 0.32.4).
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -33,7 +33,7 @@ class _Decoder(codecs.BufferedIncrementalDecoder):
     def _buffer_decode(self, data: Any, errors: str, final: bool) -> tuple[str, int]:
         text, n_used = codecs.utf_8_decode(data, errors, final)
         if data[n_used : n_used + 1] == b"\xed" and data[n_used + 1 : n_used + 2] >= b"\xa0":
-            # Half a surrogate: CPython waits for more bytes, though no byte completes it.
+            # Half a surrogate: CPython waits for more bytes, although no byte can complete it.
             return text + 2 * REPLACEMENT, n_used + 2
         return text, n_used
 
@@ -77,7 +77,7 @@ class TokenText:
         # Not range(len(tokenizer)): the largest id can be larger than the number of tokens.
         pieces = {i: to_bytes(token) for token, i in tokenizer.get_vocab().items()}
         added = tokenizer.get_added_vocab()
-        if to_bytes is _byte_level_piece:  # added tokens do not use its stand-ins
+        if to_bytes is _byte_level_piece:  # added tokens have no stand-in characters
             pieces |= {i: content.encode() for content, i in added.items()}
         return cls(pieces, added.values())
 
@@ -91,7 +91,7 @@ class TokenText:
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return these tokens, of an image only the first, with the number of characters before."""
+        """Return these tokens (an image's first), with the number of characters before each."""
         controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -150,7 +150,7 @@ def n_chars_alike(
 ) -> int:
     """Return how many of `n_chars` equal characters have the same control tokens.
 
-    stored: `TokenText.controls` of the block at `position`. own: the prompt's controls.
+    stored: `TokenText.controls` of the block at `position`. own: the controls of the prompt.
     """
     first, stop = (bisect_left(own, (end,)) for end in (position, position + n_chars))
     controls = {(start - position, token_id) for start, token_id in own[first:stop]}
@@ -172,7 +172,7 @@ _LATIN_1 = {
     **{byte: chr(byte if byte in _PRINTABLE else 0x100) for byte in range(0x100)},
     **{0x100 + n: chr(byte) for n, byte in enumerate(_OTHERS)},
 }
-"""From a stand-in to its byte in Latin-1; other characters have none there."""
+"""From a stand-in character to its byte in Latin-1; other characters have no such byte."""
 
 
 def _byte_level_piece(token: str) -> bytes:

@@ -14,13 +14,13 @@ from ..image_ids import GOES_ON, before_image
 from .text import REPLACEMENT, TokenText, n_chars_alike
 
 Encode = Callable[[str], list[int]]
-"""Text to token ids, special tokens recognised but none added."""
+"""Encodes text to token ids; special tokens are recognised, but none are added."""
 
 SHOWN_CHARS = 40
 """Most stored characters that are shown if a prompt diverges from them."""
 
 AHEAD = 8192
-"""Characters or bytes of a prompt that are passed to a source: more than a block has."""
+"""Characters or bytes of a prompt that a source gets at a time: more than a block has."""
 
 
 class BlockSource(Protocol):
@@ -53,8 +53,8 @@ class Match:
 
     The first `n_tokens` tokens of `path` are used; they decode to the first `n_chars` characters of
     the prompt, without an image that is stored in part. `at_end`: nothing is stored after them on
-    this branch. Otherwise the stored text agrees with the prompt for `n_agreed`
-    characters, a few more if no token ends there, and continues with `stored_next`.
+    this branch. Otherwise the stored text agrees with the prompt for `n_agreed` characters, which
+    may be a few more than `n_chars`, and continues with `stored_next`.
     """
 
     path: tuple[Block, ...]
@@ -102,7 +102,7 @@ def match_prompt(
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids, after)
     for step in steps:
-        # A character that is incomplete in the store may count for one more.
+        # A character that is incomplete in the store may count as one more.
         if step.position + step.n_equal + 1 <= n_best:
             break
         n_tokens, n_chars = _cut(step, prompt, tokens)
@@ -267,8 +267,8 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
 
     In sorted order these are the first block after `ahead` and the last before it. A block that is
-    a prefix of `ahead` can stand earlier; the last block before `ahead` then has the same prefix.
-    So the search continues with the text that both have in common.
+    a prefix of `ahead` can be further away. The last block before `ahead` then has the same prefix,
+    so the search continues with this common text.
     """
     nodes = find(">", ahead)
     key = ahead
@@ -281,7 +281,7 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
         if not content:
             break
         n_common = common_prefix(content, ahead, 0)
-        # If the prompt repeats a whole block, only shorter blocks are still of interest.
+        # If the prompt repeats a whole block, only shorter blocks can still matter.
         key = ahead[: n_common - 1 if n_common == len(content) else n_common]
     return nodes
 
@@ -323,7 +323,7 @@ def splice(
         if tokens.decode(stored + tail) != text:
             tail = _encode_rest(text[match.n_chars - n_chars :], tokens, encode)
     else:
-        # The next characters can change how the last word is cut into tokens, and so the reply.
+        # The next characters can change the tokens of the last word, and thus the reply.
         n_stored, n_own = _common_boundary(own, ends, stored, stored_ends)
         stored, tail = stored[:n_stored], list(own[n_own:])
         stored_ends = stored_ends[:n_stored]
@@ -358,7 +358,7 @@ def _common_boundary(
     stored: Sequence[int],
     stored_ends: Sequence[float],
 ) -> tuple[int, int]:
-    """Return how many stored ids, and own ids, there are up to the last token that both have."""
+    """Return the numbers of stored ids and of own ids up to the last token that both have."""
     place = {end: i for i, end in enumerate(ends)}
     for n in range(len(stored), 0, -1):
         i = place.get(stored_ends[n - 1])

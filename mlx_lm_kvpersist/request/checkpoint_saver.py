@@ -2,8 +2,8 @@
 
 Such a model continues only from a checkpoint, which holds its states and the last tokens of its
 windows. Checkpoints are at the ends of the system prompt, of the user's messages and of the
-replies, and at some places of a long prompt until it is computed. A checkpoint that takes a few
-seconds to compute again is postponed: the next one takes its place.
+replies, and at some places of a long prompt until it is computed. A checkpoint that takes only a
+few seconds to compute again is postponed: the next checkpoint replaces it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ STATE = "state"
 layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""The newest checkpoints that stay, besides the first: two for each of three turns."""
+"""How many newest checkpoints stay in addition to the first: two for each of three turns."""
 
 N_SAFE = 2
-"""Newest checkpoints below RAM that stay besides: a kill takes postponed ones."""
+"""How many newest checkpoints below RAM stay: a kill loses postponed checkpoints."""
 
 MAX_BRANCHES = 4
-"""Older places where conversations diverge, for which checkpoints stay."""
+"""The number of older places at which conversations diverge, for which checkpoints stay."""
 
 MIN_TOKENS_BETWEEN = 16
-"""Checkpoints nearer to each other are not worth two copies of what they need."""
+"""If checkpoints are nearer to each other, only one of them stays."""
 
 _MAX_REPLY_BLOCKS = 64
 
 Stored = Mapping[bytes, Sequence[Checkpoint]]
-"""Windows and states, by the key of the block that they are at the end of."""
+"""Windows and states, by the key of the block at whose end they are."""
 
 
 def window_kind(window: int) -> str:
@@ -58,7 +58,7 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Also saves checkpoints, and finds one to resume from; `pace` is the speed of computing."""
+    """Also saves checkpoints, and finds one to resume from. `pace`: the speed of computing."""
 
     pace: Pace = field(default_factory=Pace)
 
@@ -73,7 +73,7 @@ class CheckpointSaver(Saver):
         store: CheckpointSource,
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
-        """Return the last checkpoint of a chain, up to `n_tokens`, that is stored whole."""
+        """Return the last complete checkpoint of a chain, up to `n_tokens`."""
         path = list(takewhile(lambda block: block.key not in lost and block.start < n_tokens, path))
         if not path:
             return None
@@ -82,7 +82,7 @@ class CheckpointSaver(Saver):
         stored = {key: [c for c in at if c.key not in lost] for key, at in stored.items()}
         for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
             if (needed := self._needed_at(path, end, stored)) is not None:
-                # Windows and state are read first: without them the blocks are of no use.
+                # Windows and state are read first: without them the blocks are useless.
                 blocks = path[: bisect_left(path, end, key=attrgetter("start"))]
                 full = [self._of_block(block, end) for block in blocks] if self.spec.full else []
                 return RestorePoint(end, [*needed, *full])
@@ -100,7 +100,7 @@ class CheckpointSaver(Saver):
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
-        # One that goes when the prompt is computed stands for no other.
+        # A temporary checkpoint does not replace another checkpoint.
         is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
         if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
@@ -115,7 +115,7 @@ class CheckpointSaver(Saver):
             stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
-        # The checkpoint waits with all that it needs, stored windows too, so none is evicted.
+        # The checkpoint waits with all records that it needs, so that none is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
@@ -126,7 +126,8 @@ class CheckpointSaver(Saver):
     def _loss_s(
         self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str
     ) -> float:
-        """Return how long a chain's end takes to compute from a checkpoint that a kill leaves.
+        """Return the seconds to compute a chain's end from the last checkpoint that survives a
+        kill.
 
         It is infinite for the first checkpoint, which other conversations share. Temporary
         checkpoints count only while their prompt is computed.
@@ -154,7 +155,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        If they are written `at_once`, a longer window that is in RAM only counts as missing.
+        If they are written `at_once`, a longer window that is only in RAM counts as missing.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -190,12 +191,12 @@ class CheckpointSaver(Saver):
     ) -> list[Checkpoint]:
         """Return the windows and states, of those `stored`, that can be deleted.
 
-        These checkpoints stay, with all records that they need: the newest, the newest below RAM,
-        and the first, which other conversations share. Before each place where another session
-        ends or conversations diverge, the last checkpoint stays, and the last below RAM. So a kill
-        or an eviction costs another conversation no more than `config.MAX_LOSS_S`. Temporary
-        checkpoints stay only there. An earlier reply at the place from which this sequence
-        continued loses its checkpoint.
+        These checkpoints stay, with all records that they need: the newest checkpoints, the newest
+        below RAM, and the first, which other conversations share. Before each place where another
+        session ends or conversations diverge, the last checkpoint stays, and the last checkpoint
+        below RAM. So a kill or an eviction costs another conversation no more than
+        `config.MAX_LOSS_S`. Temporary checkpoints stay only at such places. An earlier reply at the
+        place from which this sequence continued loses its checkpoint.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -230,7 +231,7 @@ class CheckpointSaver(Saver):
     def _needed_at(
         self, path: Sequence[Block], n_tokens: int, stored: Stored
     ) -> list[Needed] | None:
-        """Return the windows and the state to go on from a place; None if any is missing."""
+        """Return the windows and the state to continue from a place; None if any is missing."""
         needed: list[Needed] = []
         at_end: list[Needed] = []
         n_newest = n_tokens % BLOCK_TOKENS if self.spec.quantized else 0
@@ -276,7 +277,7 @@ def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> 
 def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> list[Checkpoint]:
     """Return the checkpoints of childless replies where this chain branches off.
 
-    A reply has one checkpoint, at its end. A turn of another conversation has one before it, too.
+    A reply has one checkpoint, at its end. Another conversation's turn has an earlier one, too.
     """
     # `n_reused` may be some tokens after the end of the last block that both have.
     fork = bisect_right([block.stop for block in chain], n_reused) - 1
@@ -284,7 +285,7 @@ def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> l
         return []
     children = store.children(chain[fork].key, limit=FEW + 1)
     if len(children) > FEW:
-        return []  # so many children are conversations that begin alike
+        return []  # this many children are conversations that begin alike
     left: list[Checkpoint] = []
     for child in children:
         branch: list[Block] = []

@@ -1,9 +1,9 @@
-"""A prompt's way to restored caches: match it, read the stored blocks, join and check them.
+"""From a prompt to restored caches: match the prompt, read the stored blocks, join and check them.
 
 A lookup is made before its request is queued, on its HTTP thread. It matches the prompt with the
 stored text, splices stored ids into it, and finds the reason why no more is stored. The generation
-thread restores. The work there grows with the number of blocks, and with the tokens after the last
-stored block, but not with the length of the prompt.
+thread restores the caches. Its work grows with the number of blocks, and with the tokens after the
+last stored block, but not with the length of the prompt.
 
 If the store raises, the request loses its restore, never its reply: the caller catches exceptions.
 The store verifies checksums, the lookup verifies shapes, and the canary verifies values.
@@ -53,7 +53,7 @@ _LOOK_S = 0.1
 """How often a restore checks whether its client has left."""
 
 _MAX_MATCHED = 3
-"""How often a prompt is matched again, because blocks disappeared between a match and a restore."""
+"""How often a prompt is matched again because blocks disappeared between match and restore."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,8 @@ class StoredPrefix:
 class Reuse:
     """The result of a restore: the prompt to feed, and caches that hold its first tokens.
 
-    `caches` is None if nothing is reused. `chain` are the stored blocks that the caches hold whole.
+    `caches` is None if nothing is reused. `chain`: the stored blocks that the caches hold
+    completely.
     """
 
     prompt: Prompt
@@ -88,7 +89,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Caches with `n_tokens` of a prompt, `n_read` from below RAM, the slowest from `tier`."""
+    """Caches with `n_tokens` of a prompt, `n_read` of them from below RAM (slowest: `tier`)."""
 
     n_tokens: int = 0
     caches: list[Any] | None = None
@@ -126,26 +127,26 @@ class Lookup:
         self._reuse: Reuse | None = None
         self._closed = False
         self._spent_s = 0.0
-        self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
+        self._n_quarantined = store.blocks_quarantined  # a prefetch also finds damage
         self._planned: tuple[tuple[Any, ...], RestorePoint | None] | None = None
         """The last restore point, with the arguments of its search."""
         self._needed: set[bytes] = set()
         """Keys of blocks and checkpoints that were to be restored."""
         self.stored = StoredPrefix(prompt, b"")
-        """The prefix that `restore` will use, unless blocks come or go."""
+        """The prefix that `restore` will use, unless blocks are added or removed."""
         try:
             self.stored = self._find(prompt)
             self._point()
         except Exception:
             if n_worth is None:
                 raise
-            logger.exception("kvpersist: what is stored could not be looked up")
+            logger.exception("kvpersist: stored blocks could not be looked up")
 
     def _find(self, prompt: Prompt, known: Sequence[Block] | None = None) -> StoredPrefix:
         """Match a prompt with the stored text, and replace its beginning by the stored ids.
 
-        O(prompt). If the prompt begins with the blocks `known`: O(known), and the later tokens, of
-        which at most MAX_MATCHED_TOKENS are matched by text.
+        O(prompt). If the prompt begins with the blocks `known`, the cost is O(known) and that of
+        the later tokens; at most MAX_MATCHED_TOKENS of these are matched by text.
         """
         self._n_changes = self._store.n_changes
         store, tokens, text = self._store, self.model.text, self.text
@@ -170,7 +171,7 @@ class Lookup:
             source = store.ram_first(parent, packed[start:])
             match = match_prompt(source, self.root.key, packed, after=after)
         match = match if match.n_tokens else nearest
-        n_most = len(prompt.ids) - 1  # the last token must run, to give logits
+        n_most = len(prompt.ids) - 1  # the last token must be computed, to get logits
         n_tokens, refusal = min(match.n_tokens, n_most), None
         diverges = match.n_tokens == 0 or (match.n_tokens < n_most and not match.at_end)
         if self._n_worth is not None:
@@ -188,9 +189,10 @@ class Lookup:
         return StoredPrefix(prompt, packed, match, n_tokens, reason, detail, divergence)
 
     def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
-        """Match the prompt again, because blocks came or went; keys in `lost` cannot be used.
+        """Match the prompt again, because blocks have changed; keys in `lost` cannot be used.
 
-        A stored block's parent is stored too: one key is looked up, and one more per missing block.
+        The parent of a stored block is also stored, so one key is looked up, and one more for each
+        missing block.
         """
         stored = self.stored
         if len(stored.prompt.ids) <= MAX_MATCHED_TOKENS:
@@ -255,7 +257,7 @@ class Lookup:
         except Exception:
             if not self.model.ranks.are_several:
                 raise
-            point = None  # the restore reports it to all ranks
+            point = None  # the restore reports the error to all ranks
         if point is not None:
             keys = [need.record.key for need in point.needed]
             self._pinned = self._store.pool.pin(keys, prefetch=True)
@@ -283,7 +285,7 @@ class Lookup:
         return self._steps is not None or self._reuse is not None
 
     def advance(self, seconds: float) -> bool:
-        """Restore for `seconds`, once all is prefetched; return whether the restore is complete."""
+        """Restore for `seconds`, after all prefetching; return whether the restore is complete."""
         is_read = self._prefetch is None or self._prefetch.finished
         if self.model.ranks.are_several:
             return is_read  # all ranks restore together, when the request enters
@@ -292,7 +294,7 @@ class Lookup:
         return self._reuse is not None
 
     def close(self) -> None:
-        """Release all prefetched blocks and restored caches. Any thread, any number of times."""
+        """Release all prefetched blocks and restored caches. Any thread, also repeatedly."""
         self._closed = True
         self._reuse = None
         self._steps = None  # its frame refers to this lookup and to half-filled caches
@@ -304,11 +306,11 @@ class Lookup:
     def restore(self, is_gone: Callable[[], bool] = lambda: False) -> Reuse:
         """Load the stored tokens into caches, as far as blocks can be read.
 
-        O(blocks), and MLX's work on each block. Raises ClientGone if `is_gone` returns True between
-        two steps, or if the lookup was closed.
+        O(blocks), plus MLX's work on each block. Raises ClientGone if `is_gone` returns True
+        between two steps, or if the lookup was closed.
         """
         if self._prefetch is not None:
-            self._prefetch.stop()  # blocks that it has not read yet are read faster from here
+            self._prefetch.stop()  # blocks that the prefetch has not read are read faster from here
         several = self.model.ranks.are_several  # then no rank stops alone
         try:
             while (reuse := self._reuse) is None:
@@ -337,7 +339,7 @@ class Lookup:
         self._spent_s += perf_counter() - started
 
     def _restoring(self, *, in_steps: bool) -> Generator[None, None, Reuse]:
-        """Restore the stored tokens; a lost block costs only its own and later tokens."""
+        """Restore the stored tokens, up to a lost block."""
         n_wanted = n_matched = 0
         lost: set[bytes] = set()
         read: list[Record] = []
@@ -360,9 +362,9 @@ class Lookup:
                 logger.exception("kvpersist: a rank could not restore")
                 joined = _Joined()
             if joined is None:
-                read.clear()  # the next pass reads everything again
+                read.clear()  # the next attempt reads everything again
                 continue
-            # The one exchange of a restore; if the ranks have less or more, all try the least.
+            # The only exchange of a restore: all ranks restore the smallest number of tokens.
             is_checked = bool(read) or not self.model.is_known
             reports = together.all_of(2 * joined.n_tokens + is_checked, "how much is restored")
             least = min(reports) // 2
@@ -385,7 +387,7 @@ class Lookup:
         *,
         is_checked: bool,
     ) -> bool:
-        """Whether the canary accepts the blocks as this model's; record their use.
+        """Return whether the canary accepts the blocks as this model's; record their use.
 
         If not, the blocks in `read` go to quarantine, and `lost` gets the keys of all blocks.
         """
@@ -410,11 +412,11 @@ class Lookup:
     ) -> Generator[None, None, _Joined | None]:
         """Load the records of a restore point into caches with room for the rest of the prompt.
 
-        Yields after each block, and after some buffers that are made. Returns None if a block
+        Yields after each block, and after some buffers have been made. Returns None if a block
         cannot be read: `lost` gets its key. `read` gets the records from below RAM.
 
-        in_steps: whether replies continue between the steps, so that no step may be long;
-        otherwise blocks in RAM are joined all at once, which takes less time in all.
+        in_steps: whether replies continue between the steps, so that no step may be long; otherwise
+        all blocks in RAM are joined at once, which takes less time.
         """
         spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
@@ -455,7 +457,7 @@ class Lookup:
                 joiner.add_state(loaded.arrays, n_tokens)
                 kind = "state"
                 if spec.recurrent:
-                    n_tokens = point.n_tokens  # it stands for all of them
+                    n_tokens = point.n_tokens  # this error stands for all errors
             elif need.window is None and spec.is_unfinished(need.record.n_tokens):
                 joiner.add_unfinished(loaded.arrays, n_tokens)
             else:
@@ -500,16 +502,16 @@ class Lookup:
 def tokens_to_reuse(
     match: Match, n_tokens: int, store: BlockStore, model: LoadedModel
 ) -> tuple[int, Reason | None]:
-    """Return how many of the first `n_tokens` of a diverging match to use, and why not all.
+    """Return how many of the first `n_tokens` of a diverging match to use and, if not all, why.
 
     It compares the time to restore them with the time to compute them. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
-        return 0, None  # a template's first words; nothing of the conversation is stored
+        return 0, None  # only a template's first words match
     blocks = [block for block in match.path if block.start < n_tokens]
     reason = None
     if model.spec.any_prefix and not _is_restored(blocks[-1:], n_tokens, store, model):
-        # A whole block must be read for the few of its tokens that are of use.
+        # A whole block must be read, even if only a few of its tokens are used.
         n_tokens, reason = blocks.pop().start, Reason.NOT_WORTH_IT
     if blocks and not _is_restored(blocks, n_tokens, store, model):
         return 0, Reason.NOT_WORTH_IT
@@ -524,7 +526,7 @@ def _is_restored(
     sizes = {n: forms_bytes(spec.block_arrays(n)) for n in {block.n_tokens for block in blocks}}
     n_bytes: Counter[str] = Counter()
     for block in blocks:
-        n_bytes[RAM] += sizes[block.n_tokens]  # what is read is joined there, too
+        n_bytes[RAM] += sizes[block.n_tokens]  # read blocks are also joined on this thread
         if (tier := store.tier_of(block.key)) != RAM:
             n_bytes[tier] += sizes[block.n_tokens]
     for tier in n_bytes:

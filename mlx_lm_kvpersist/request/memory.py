@@ -1,8 +1,8 @@
 """One account of all memory but a model's weights: used, promised, and given back.
 
-The pool gets the memory that sequences leave, and a share of the total at least. A request begins
-if the caches of all requests fit at their full length. The machine says how much memory it offers,
-and how short it is of memory. Generation thread, but for `parts`.
+The pool gets the memory that sequences do not use, and at least a share of the total. A request
+begins if the caches of all requests fit at their full length. The machine reports how much memory
+it offers, and its memory pressure. Generation thread, except for `parts`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .lookup import Lookup
 from .model import LoadedModel
 
 LEAST_BYTES = 128 << 20
-"""The account has this at least, whatever the device offers."""
+"""The least bytes of the account, even if the device offers less."""
 MOST_RESERVE_BYTES = 4 << 30
-"""An eighth of a device's memory is left to the system and other programs, this much at most."""
+"""At most this much memory, an eighth of the device's, is left to other programs."""
 POOL_SHARE = 8
-"""Sequences leave the pool an eighth of the account: turns wait there until they are written."""
+"""The pool always has an eighth of the account: turns wait in it until they are written."""
 ROOM = 1024
 """Tokens of spare room that a sequence's buffers may have, beyond its last."""
 GROWTH = 512
@@ -42,7 +42,7 @@ NEEDED_ABOVE = 0.5
 _RECORD_BYTES = 4096
 """The record, ids and text of a block in RAM, and its places in indexes; not its arrays."""
 _INDEX_BYTES = 32 << 20
-"""SQLite's pages, and a tokenizer's texts."""
+"""The size of SQLite's pages and of a tokenizer's texts."""
 NORMAL, WARNING, CRITICAL = 1, 2, 4
 """Levels of pressure, as macOS numbers them."""
 _SHARES = {NORMAL: 1.0, WARNING: 0.75, CRITICAL: 0.5}
@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 class Claim:
     """The memory that a request needs to begin: the caches of `n_tokens`.
 
-    `order`: the number of the request, in order of arrival. `is_over`: whether the request needs no
-    memory any more. `lookup` pins the blocks that it restores.
+    `order`: the number of the request, by arrival. `is_over`: whether the request needs no memory
+    any more. `lookup` pins the blocks that it restores.
     """
 
     order: int
@@ -99,7 +99,7 @@ class Memory:
         self._claims: list[Claim] = []
         """The claims of requests that have begun and were not weighed yet."""
         self.waiting: list[Claim] = []
-        """The oldest first."""
+        """The waiting claims, the oldest first."""
         self._n_changes = 0
         self._pressure_level, self._level = pressure_level, NORMAL
         self._limit_bytes = weights_bytes + total_bytes
@@ -107,11 +107,11 @@ class Memory:
         self.changed()
 
     def close(self) -> None:
-        """Give MLX back the limit that it had."""
+        """Set MLX's memory limit to its former value."""
         mx.set_memory_limit(self._stock_limit_bytes)
 
     def _needed(self, more: Sequence[int] = (), room: int = ROOM) -> int:
-        """Return the bytes that all sequences, and `more` prompts, may need until they reply."""
+        """Return the bytes that all sequences and `more` prompts may need until they reply."""
         self._claims = [claim for claim in self._claims if not claim.is_over()]
         prompts = [*self._prompts, *(claim.n_tokens for claim in self._claims), *more]
         caches = self._takes.caches_bytes(self._replies, prompts, room)
@@ -131,11 +131,11 @@ class Memory:
 
     @property
     def pool_bytes(self) -> int:
-        """The share that sequences leave to the pool."""
+        """The bytes that sequences leave to the pool."""
         return min(self._whole_bytes // POOL_SHARE, self._store.limits.max_ram_bytes)
 
     def changed(self) -> None:
-        """Give the pool the memory that is left, and set MLX's memory limit.
+        """Give the pool the remaining memory, and set MLX's memory limit.
 
         Requests that wait ask again.
         """
@@ -207,12 +207,12 @@ class Memory:
         self._claims.append(claim)
         self.changed()
         if lookup is not None and pool.n_bytes > pool.max_bytes:
-            lookup.let_go()  # the caches need the room of the blocks, which are then read singly
+            lookup.let_go()  # the caches need the blocks' memory
 
     # What runs.
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
-        """Take note of what runs; return whether the replies fit (see `ModelSupport`)."""
+        """Record the running sequences; return whether the replies fit (see `ModelSupport`)."""
         if n_bytes is None:
             n_bytes = self._takes.caches_bytes(replies, prompts, 0)
         self._replies, self._prompts, self.live_bytes = tuple(replies), tuple(prompts), n_bytes
@@ -221,7 +221,7 @@ class Memory:
         return self._needed() + self.pool_bytes <= self._usable_bytes
 
     def idle(self) -> None:
-        """Note that nothing runs, and follow the pressure."""
+        """Record that nothing runs, and read the memory pressure."""
         ran = self.live_bytes or self._replies or self._prompts or self._claims
         if ran or self._level != self._pressure_level():
             self.weigh((), (), 0)
@@ -266,10 +266,10 @@ def weights_bytes(*models: Any) -> int:
 
 
 def total_bytes(option: int | None, n_weights: int) -> int:
-    """Return the bytes for all but a model's weights: the option, else what the device leaves.
+    """Return the bytes for everything except a model's weights: the option or, by default, what the
+    device leaves after a reserve for other programs.
 
-    The result leaves a reserve to other programs, and is LEAST_BYTES at least, because stock
-    would serve the model too.
+    The result is at least LEAST_BYTES, because the stock server would serve the model, too.
     """
     if option is not None:
         return option
@@ -284,7 +284,7 @@ def total_bytes(option: int | None, n_weights: int) -> int:
 
 
 def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
-    """Return how many bytes macOS may wire, None for stock's number, and the reason for the log.
+    """Return how many bytes macOS may wire (None: stock's number), and the reason for the log.
 
     asked_bytes: stock's number, which is all that the device recommends.
     """
@@ -295,7 +295,7 @@ def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]
 
 
 def pressure_level() -> int:
-    """Return how short of memory macOS says that it is; NORMAL elsewhere. It takes microseconds."""
+    """Return macOS's level of memory pressure; NORMAL on other systems. It takes microseconds."""
     if sys.platform != "darwin":
         return NORMAL
     level, size = ctypes.c_int(NORMAL), ctypes.c_size_t(4)
@@ -307,10 +307,11 @@ def pressure_level() -> int:
 
 
 def offered_bytes() -> int:
-    """Return the memory that this process may have on its device, with what it has already.
+    """Return the memory that this process may have on its device, including the memory that it
+    already has.
 
-    Metal: the recommended working set. CUDA: what is free. Else what the machine has available,
-    within the limits of its cgroups.
+    Metal: the recommended working set. CUDA: the free memory. Otherwise: the available memory of
+    the machine, within the limits of its cgroups.
     """
     info, own = mx.device_info(), mx.get_active_memory() + mx.get_cache_memory()
     if working_set := info.get("max_recommended_working_set_size"):
@@ -326,7 +327,7 @@ def offered_bytes() -> int:
 
 
 def cgroup_bytes(root: Path = Path("/")) -> Iterator[int]:
-    """Yield what each limit on this process' control group leaves (cgroup v2, and v1)."""
+    """Yield the memory that each limit on this process' control group leaves (cgroup v2 and v1)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -347,7 +348,7 @@ def cgroup_bytes(root: Path = Path("/")) -> Iterator[int]:
                 if most != "max":
                     yield max(0, int(most) - _fields(group / "memory.stat").get(used, 0))
             except (OSError, ValueError):
-                pass  # in a container the group's own place may not be there, its root is
+                pass  # in a container, the group's own path may not exist, but the root does
             if group == top:
                 break
 

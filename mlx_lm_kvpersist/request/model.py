@@ -42,10 +42,10 @@ from .saver import RunningSequence, Saver
 logger = logging.getLogger(__name__)
 
 MIN_RESTORE_BYTES = 4 << 20
-"""Smaller restores are mostly overhead, so no rate is learned from them."""
+"""Smaller restores take mostly overhead, so no rate is learned from them."""
 
 _WEIGHT = 0.2
-"""The weight of the newest measurement in a running average: a few requests settle it."""
+"""The weight of the newest measurement in a running average."""
 
 _SUPPOSED_TOKEN_S = 1e-3
 """Seconds to compute a token, until a chunk has been measured."""
@@ -58,7 +58,7 @@ class Speed:
     The generation thread learns; any thread may ask. Only working time counts: chunks without the
     steps of replies between them, reads in their own threads, joins without the pauses between
     their steps. So other requests do not change whether a prompt is restored. Until a speed is
-    known, restoring counts as faster: on most devices it is, by far.
+    known, restoring counts as faster, which is true on most devices.
 
     `pace` learns from the chunks of prompts. `rates` has the bytes per second of each tier, as a
     running average: the rate of joining for RAM, which every restored byte needs, and the rate of
@@ -174,7 +174,7 @@ class LoadedModel:
         cache_type: str,
         store: BlockStore,
     ) -> int:
-        """Store the prefix that `caches` hold; return its number of tokens, or 0."""
+        """Store the prefix that `caches` hold; return the number of stored tokens."""
         n_cached = n_cached_tokens(self.spec, caches)
         n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
         if not self.spec.any_prefix and n_cached not in (None, n_tokens):
@@ -248,10 +248,10 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
 
 @contextmanager
 def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
-    """Work that each rank does alone, without a message: if it fails on one rank, all ranks fail.
+    """Work that each rank does alone, without messages.
 
-    Otherwise the other ranks would wait for a message of the failed rank. Raises ModelNotSupported
-    for all errors except OSError.
+    If it fails on one rank, it fails on all ranks: the other ranks would otherwise wait for a
+    message of the failed rank. Raises ModelNotSupported for all errors except OSError.
     """
     error: Exception | None = None
     try:
@@ -270,8 +270,8 @@ def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
     """Return the draft model, which reads the ids of the main model's tokenizer.
 
-    Raises ModelNotSupported if tokens cannot be taken back from the caches of either model, as
-    mlx-lm does after each draft.
+    Raises ModelNotSupported if tokens cannot be trimmed from the caches of both models, as mlx-lm
+    does after each draft.
     """
     loaded = SimpleNamespace(
         model=provider.draft_model, tokenizer=provider.tokenizer, model_key=(path, None, None)

@@ -34,13 +34,13 @@ class Kind(Enum):
     MISS = "MISS"
     """Nothing of the prompt was reused."""
     STOCK = "STOCK"
-    """Not kept by the plugin: the stock server's own prompt cache is used."""
+    """The plugin does not keep the prompt: the stock server's own prompt cache is used."""
 
 
 PENDING = "outcome=PENDING"
 """The header of a stream that begins before its prompt is looked up."""
 COLD = "cold"
-"""The tier of a prompt of which nothing is reused."""
+"""The tier in the outcome if nothing of the prompt is reused."""
 
 
 class Reason(Enum):
@@ -51,7 +51,7 @@ class Reason(Enum):
     OTHER_MODEL = "other-model", "stored for another model"
     OTHER_PRECISION = "other-precision", "stored in another KV precision"
     OTHER_NAMESPACE = "new", "stored in another namespace or session"
-    """For the operator only: a reply has the word of `NOTHING_ALIKE`."""
+    """For the operator only: a reply has the word of `NOTHING_ALIKE` instead."""
     EVICTED = "evicted", "evicted to keep to the budget"
     DAMAGED = "damaged", "a stored file failed its check and is in quarantine"
     NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"
@@ -136,7 +136,7 @@ class Outcome:
 def divergence_at(
     text: str, nearest: Match, messages: Sequence[dict[str, Any]]
 ) -> Divergence | None:
-    """Find the message of a prompt's first character that is not stored, by its content.
+    """Find, by its content, the message with a prompt's first character that is not stored.
 
     None if the prompt or the stored text ends there.
     """
@@ -173,11 +173,12 @@ def why_not_stored(
     store: BlockStore,
     before: tuple[Reason, str] | None = None,
 ) -> tuple[Reason, str]:
-    """Return why the text after a match is not stored: removed, elsewhere, or never saved.
+    """Return why the text after a match is not stored: it was removed, is stored under another
+    root, or was never saved.
 
-    The text replaces the reason's own text, unless it is "". The tenant's own blocks are compared
-    first, so that the word in a reply does not depend on other tenants. If `before`, an earlier
-    answer for the same prompt, is given, other trees are not searched again.
+    The returned text, unless it is "", replaces the reason's own text. The tenant's own blocks are
+    compared first, so that the word in a reply does not depend on other tenants. If `before`, an
+    earlier answer for the same prompt, is given, other trees are not searched again.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
     full = [block for block in used if block.n_tokens == BLOCK_TOKENS]

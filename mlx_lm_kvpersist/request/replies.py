@@ -3,9 +3,10 @@
 The rule: the prompt that the model reads is, byte for byte, what the template renders from the
 conversation. There is one exception. A reply may be fed as the model's own ids, if
 
-1. the client sent back what it was sent: the same content and reasoning, character by character,
-   and equal tool calls, as JSON values. Reasoning may be left out. If the reply has no end token,
-   a beginning of the content suffices: the server does not know how much the client has read;
+1. the client sent back what the server had sent: the same content and reasoning, character by
+   character, and equal tool calls, as JSON values. Reasoning may be left out. If the reply has no
+   end token, a beginning of the content suffices: the server does not know how much the client has
+   read;
 2. the prompt before the reply reads as it did when the model produced the ids, character for
    character: bytes that are not valid text read as clients see them, as U+FFFD;
 3. the text that the template renders from there to the next end token has the same form (`_form`);
@@ -48,13 +49,13 @@ from .model import LoadedModel
 Message = Mapping[str, Any]
 _DIGEST_BYTES = 16
 _CONTROL, _BLANK = "\ud800", "\ud801"
-"""Mark control tokens in a form: halves of surrogates, which no text has. _BLANK stands around a
-token of white space, such as Gemma's line breaks."""
+"""Mark control tokens in a form with halves of surrogates, which no text has. _BLANK marks a token
+of white space, such as Gemma's line breaks."""
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """The ids of a reply; size and digest of the text of its prompt; what its client was sent.
+    """A reply's ids, the size and digest of its prompt's text, and the text sent to its client.
 
     has_ended: whether the model ended it, not max_tokens, a stop string or its client.
     is_known: whether the sent text is known.
@@ -69,7 +70,7 @@ class _Reply:
     reasoning: str
 
     def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
-        """Whether a client sends back the reply as sent, or, unless `is_whole`, a beginning."""
+        """Whether a client sends back the reply or, unless `is_whole`, its beginning."""
         thoughts = (message.get(name) for name in ("reasoning", "reasoning_content", "thinking"))
         if any(thought and thought != self.reasoning for thought in thoughts):
             return False
@@ -92,10 +93,10 @@ def remember(
 
     O(reply), and a hash over the messages; O(prompt) if the prompt's `digest` is missing.
 
-    `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
-    client was `sent` content, reasoning and tool calls; None if not known, or not yet. A reply
-    without an end token is also found by its conversation, because its client may have read only
-    a beginning.
+    `messages` were rendered to `prompt`. The model answered with the ids `reply`. `sent` has the
+    content, reasoning and tool calls that the client got; None if they are not known, or not yet. A
+    reply without an end token is also found by its conversation, because its client may have read
+    only a beginning.
     """
     if model.text is None or not reply or not messages:
         return ()
@@ -153,7 +154,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     turn_ends = [i for i, n in enumerate(prompt.ids) if n in model.tokenizer.eos_token_ids]
     turn_ends.append(len(prompt.ids))
     before = blake2b(digest_size=_DIGEST_BYTES)
-    n_bytes = 0  # that `before` has hashed
+    n_bytes = 0  # which `before` has hashed
     ids: list[int] = []
     n_read = 0  # tokens of the prompt that `ids` stand for
     boundaries: dict[int, int] = {}
@@ -210,7 +211,7 @@ def _n_rendered(
     text = tokens.decode(rendered)
     lead, tail = _blank_ends(text)
     content, calls = _said(message)
-    if not (reply.has_ended or calls):  # as many as the client may have read, and the template kept
+    if not (reply.has_ended or calls):  # the ids that the client may have read
         sent = _shown(tokens.decode(reply.ids)).rfind(_shown(reply.content))
         end, places = sent + len(content.rstrip()) + len(tail), range(n_ids + 1)
         n_ids = bisect_right(places, end, key=lambda n: len(tokens.decode(reply.ids[:n]))) - 1
@@ -226,8 +227,8 @@ def _n_rendered(
 
 
 def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
-    """Return the form in which a rendered reply and the model's reply are compared: texts, and
-    between them control tokens and the marks around tool calls."""
+    """Return the form in which a rendered reply and the model's reply are compared: texts,
+    separated by control tokens and by the marks around tool calls."""
     tokens, tokenizer = model.text, model.tokenizer
     assert tokens is not None
     around = (tokenizer.tool_call_start, tokenizer.tool_call_end)

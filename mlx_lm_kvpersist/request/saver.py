@@ -1,6 +1,6 @@
 """Save the tokens of a request as blocks, and find what to restore. Generation thread.
 
-It does as little as it can: hash the ids, copy the new tokens' KV, evaluate.
+The work is kept small: hash the ids, copy the new tokens' KV, evaluate.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class RunningSequence:
     n_reused: int = 0
     chain: list[Block] = field(default_factory=list, repr=False)
     n_system: int = 0
-    """Tokens of the prompt's system prompt."""
+    """The number of tokens of the prompt's system prompt."""
     packed_ids: bytes = field(default=b"", repr=False)
     session: str | None = None
     note: Mapping[str, str] = field(default_factory=dict, repr=False)
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
     draft: RunningSequence | None = None
-    """The same tokens in the caches of the draft model."""
+    """The same tokens for the caches of the draft model."""
     is_draft: bool = False
 
     @property
     def n_saved(self) -> int:
-        """The number of its first tokens that are in stored blocks."""
+        """The number of first tokens that are in stored blocks."""
         return self.chain[-1].stop if self.chain else 0
 
     def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
@@ -64,7 +64,8 @@ class RunningSequence:
 class Needed:
     """Tokens [start, stop) of a block or window, counted from its first; a state has none.
 
-    `forms` are the arrays that it must hold, `window` is that of a window.
+    `forms` are the forms of its arrays; `window` is the number of tokens that a window's layers
+    see.
     """
 
     record: Record
@@ -79,7 +80,7 @@ class Needed:
 
 
 class CheckpointSource(BlockSource, Protocol):
-    """A store, or what is known of a conversation elsewhere."""
+    """A source of checkpoints: a store, or a conversation in the shared tier."""
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
         """Return the checkpoints of these blocks, by block."""
@@ -87,7 +88,7 @@ class CheckpointSource(BlockSource, Protocol):
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """A place to continue from, and all records to read for it, in this order."""
+    """A place to continue from, and all records to read for it, in the order of reading."""
 
     n_tokens: int
     needed: list[Needed]
@@ -95,19 +96,19 @@ class RestorePoint:
 
 @dataclass(frozen=True)
 class Saver:
-    """Saves blocks, and finds what to restore: for models all of whose layers hold every token."""
+    """Saves and finds blocks, for models whose layers all hold every token."""
 
     spec: ModelCacheSpec
     text: TokenText | None
 
     saves_every = BLOCK_TOKENS
-    """Tokens after which a prompt is saved while the rest is computed."""
+    """The number of tokens after which a prompt is saved while the rest is computed."""
     missing = Reason.EVICTED
     """Why fewer tokens are restored than match."""
 
     @property
     def granule(self) -> int:
-        """Fewer tokens may be computed again although nothing is missing."""
+        """Up to this many tokens may be computed again although nothing is missing."""
         return BLOCK_TOKENS if self.spec.quantized else 1
 
     def find(
@@ -119,8 +120,8 @@ class Saver:
     ) -> RestorePoint | None:
         """Return what to restore of the first `n_tokens` of a chain, without keys in `lost`.
 
-        If the last used tokens are in a quantized block, an unfinished block that has them as
-        computed takes its place. Without one they are computed again. O(blocks).
+        If the last used tokens are in a quantized block, an unfinished block that has them in full
+        precision takes its place. If there is no such block, they are computed again. O(blocks).
         """
         needed, end = [], 0
         for block in path:
@@ -159,7 +160,7 @@ class Saver:
         """
         before = sequence.chain
         if before and not _is_full(before[-1]):
-            before = before[:-1]  # a longer block replaces it
+            before = before[:-1]  # a longer block will replace it
         new = self._following(before, tokens, sequence)
         full = list(takewhile(_is_full, new))
         unfinished: list[tuple[Block, Arrays]] = []
@@ -188,8 +189,8 @@ class Saver:
     ) -> list[tuple[bytes, bytes]]:
         """Return the partial blocks that the chain contains, each with the longer block's key.
 
-        The end of a prompt that its reply has filled to a quantized block stays, in RAM alone: the
-        same prompt continues from it.
+        A block with a prompt's end stays, only in RAM, after the reply has filled it to a quantized
+        block: the same prompt continues from it.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):
@@ -210,7 +211,7 @@ class Saver:
         new, text = list[Block](), self.text
         parent, pending = chain[-1].key if chain else sequence.root.key, b""
         if chain and text is not None:
-            # Computed, not read from its row: no check would find damage there.
+            # Computed, not read from the row: no check would find damage in the row.
             _, pending = text.feed(chain[-1].ids, chain[-2].pending if chain[1:] else b"")
         for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
             block_ids = ids[start : start + BLOCK_TOKENS]

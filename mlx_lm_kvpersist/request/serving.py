@@ -33,9 +33,9 @@ _ORDER = count()
 """The number of each request, in order of arrival."""
 
 LAST_PART_S = 2.0
-"""How long the last part of a reply waits at most until its beginning is on disk."""
+"""How long the last part of a reply waits at most until the earlier parts are on disk."""
 MIN_SHARED = 2 * BLOCK_TOKENS
-"""Fewer common tokens are computed twice: waiting for them would take as long."""
+"""If fewer tokens are common, both requests compute them: waiting would take as long."""
 SHORT_REPLY = 16
 """Fewer tokens are computed without drafts from stored ids: reading these would take longer."""
 
@@ -46,7 +46,7 @@ class Stage(Enum):
     """The stage of a request. Only `RequestState.move` changes it."""
 
     NEW = "new"
-    """It waits for memory."""
+    """The request waits for memory."""
     FETCHING = "fetching"
     """Its blocks are read and joined, or another request computes blocks that it needs."""
     READY = "ready"
@@ -72,7 +72,7 @@ class RequestState:
     session: str | None = None
     namespace: str = ""
     note: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """For people: the `client`, and the first `words` of its user."""
+    """The `client`, and the first `words` of its user, to show to people."""
     is_kept: bool = True
     """Whether its tokens may be stored, on disk or in RAM."""
     id: str = field(default_factory=lambda: f"kvp-{token_hex(8)}")
@@ -82,26 +82,26 @@ class RequestState:
     saved_s: float | None = None
     """Seconds to compute the tokens that it reused, if known."""
     n_prompt: int = 0
-    """Tokens of its prompt, if stock serves it."""
+    """The number of prompt tokens, if stock serves the request."""
     root: Root | None = None
     """The root of the tree that the request's tenant may see, once its model is loaded."""
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
     rendered: Prompt | None = field(default=None, repr=False)
     """The prompt that was looked up."""
     digest: tuple[int, str] | None = field(default=None, repr=False)
-    """The size in bytes and the digest of the text that is fed, if it is known."""
+    """The size in bytes and the digest of the text that the model reads, if known."""
     fetched: str = ""
     """A sentence about the fetch from the shared tier, or ""."""
     lookup: Lookup | None = field(default=None, repr=False)
     """None once the request has entered."""
     sequence: RunningSequence | None = field(default=None, repr=False)
-    """Its tokens, once it has entered. Generation thread."""
+    """The tokens of the request, once it has entered. Generation thread."""
     sent: dict[str, Any] | None = field(default=None, repr=False)
     """The reply as sent to the client, once it is complete. HTTP thread."""
     produced: tuple[Sequence[int], Sequence[int]] | None = field(default=None, repr=False)
     """The ids of the prompt and of the reply, once it has ended. Generation thread."""
     is_saved: Event | None = field(default=None, repr=False)
-    """Set when a reply that has ended was handed to the store; None for a prompt not served."""
+    """Set when the ended reply was handed to the store; None if stock serves the prompt."""
     ended: RunningSequence | None = field(default=None, repr=False)
     """The sequence that was handed to the store, until its client has the reply."""
     remembered: frozenset[bytes] = field(default=frozenset(), repr=False)
@@ -160,13 +160,13 @@ class Serving:
         return replace(root, namespace=state.namespace, session=session)
 
     def keeps(self, state: RequestState) -> bool:
-        """Whether the tokens of a request are stored, and another request can find them."""
+        """Whether the tokens of a request are stored so that another request can find them."""
         return state.is_kept and (state.session is not None or not self.isolated)
 
     def fetch(self, state: RequestState, prompt: Prompt) -> None:
         """Fetch a prompt's blocks from the shared tier into RAM. The HTTP thread waits."""
         if self.store.shared is not None and self.keeps(state):
-            from .sharing import fetch_ahead  # most servers share nothing and start sooner
+            from .sharing import fetch_ahead  # imported late, because most servers share nothing
 
             state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
 
@@ -194,7 +194,7 @@ class Serving:
     ) -> None:
         """Save the computed part of a sequence; a draft model's caches come last in `caches`.
 
-        O(new tokens), and O(blocks) for models with checkpoints.
+        O(new tokens), plus O(blocks) for models with checkpoints.
         """
         model, sequence, n_layers = self.model, state.sequence, len(self.model.spec.template)
         assert sequence is not None
@@ -236,7 +236,8 @@ class Serving:
     ) -> bool:
         """Whether a kill would lose more of a turn than allowed.
 
-        are_ids_lost: the kill would also lose the reply's ids, and only its text could be matched.
+        are_ids_lost: whether the kill would also lose the reply's ids, so that only its text could
+        be matched.
         """
         chain, n_prompt, end = sequence.chain, sequence.n_prompt, sequence.chain[-1]
         are_ids_lost = are_ids_lost and not sequence.is_draft
@@ -250,7 +251,7 @@ class Serving:
     def remember(self, state: RequestState) -> None:
         """Remember a reply: once it is complete, or when its client has left. Any thread."""
         produced, sent, root = state.produced, state.sent, state.root
-        # Another model may have been loaded since.
+        # Another model may have been loaded in between.
         if not produced or root is None or root.fingerprint != self.model.fingerprint:
             return
         if sent is not None:
@@ -288,7 +289,7 @@ class ServedRequest(TakenRequest):
         return Claim(self._order, len(self.prompt.ids), is_over, state.lookup)
 
     def advance(self) -> bool:
-        """Return whether the request may enter. Called once per step; O(blocks), and some joins.
+        """Return whether the request may enter. Called once per step; O(blocks), plus some joins.
 
         The request waits for memory, and then for its blocks, which another request computes or the
         store reads. Raises RequestRefused if it would wait for memory and the policy is `refuse`.
@@ -324,11 +325,11 @@ class ServedRequest(TakenRequest):
         serving.memory.enters(self._claim)
         reuse = self._restored(lambda: lookup) if lookup is not None else None
         if reuse is None:
-            # All ranks feed the prompt that rank 0 has looked up.
+            # All ranks use the prompt that rank 0 has looked up.
             is_common = self._serving.model.ranks.are_several and lookup is not None
             fed = lookup.stored.prompt if is_common and lookup else state.rendered or self.prompt
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # its text may differ
+            state.digest = None  # the prompt's text may differ
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             outcome = reuse.outcome
             why = outcome.detail or (outcome.reason.text if outcome.reason else "")
@@ -336,7 +337,7 @@ class ServedRequest(TakenRequest):
             reuse.outcome = replace(outcome, detail=detail)
         fed, n_reused = reuse.prompt, reuse.outcome.n_reused
         state.move(Stage.PREFILL)
-        if state.sequence is not None:  # it was parked
+        if state.sequence is not None:  # the request was parked
             state.sequence.chain, state.sequence.n_reused = reuse.chain, n_reused
             state.move(Stage.DECODE)
             return Prepared(fed, reuse.caches, n_reused)
@@ -396,7 +397,7 @@ class ServedRequest(TakenRequest):
         return Prepared(fed, reuse.caches, reuse.outcome.n_reused)
 
     def _restored(self, find: Callable[[], Lookup]) -> Reuse | None:
-        """Restore the tokens that a lookup found, None if that fails. Raises ClientGone."""
+        """Restore the tokens that a lookup found; return None if that fails. Raises ClientGone."""
         try:
             return find().restore(lambda: self._request.client_gone)
         except ClientGone:
@@ -414,7 +415,7 @@ class ServedRequest(TakenRequest):
                 state.move(Stage.PARKED)
             elif has_ended or len(tokens) >= sequence.n_prompt - 1:
                 state.move(Stage.DONE if has_ended else Stage.DECODE)
-            if serving.keeps(state):  # otherwise no other request finds it
+            if serving.keeps(state):  # otherwise no other request would find it
                 serving.save(state, tokens, caches, cache_type)
                 state.ended = sequence if has_ended else None
                 # Else `finish` remembers the reply when it knows what was sent.
@@ -435,7 +436,7 @@ class ServedRequest(TakenRequest):
         """Look up the saved part of a sequence by its ids, which must not change. O(prompt)."""
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
-        state.move(Stage.PARKED)  # also a prompt whose chunk failed
+        state.move(Stage.PARKED)  # this includes a prompt whose chunk failed
         if self._serving.model.ranks.decides:
             state.lookup = Lookup(prompt, self._root, self._serving.store, model)
         self._claim = self._new_claim()
@@ -446,7 +447,8 @@ def awaits_another(
 ) -> bool:
     """Whether a prompt should wait for blocks that another request is computing.
 
-    n_shared: how many of its tokens each request will store. O(requests), and ids of each new one.
+    n_shared: how many of its tokens each request will store. O(requests), plus the ids of each new
+        request.
     """
     for other in others:
         sequence = other.sequence

@@ -41,7 +41,7 @@ _MIN_QUEUE_BYTES = 512 << 10
 
 @dataclass(frozen=True)
 class RamFirst:
-    """A store's blocks; RAM has all that continue a block in `complete`."""
+    """A store's blocks; For each block in `complete`, RAM has all blocks that continue it."""
 
     store: BlockStore
     complete: set[bytes]
@@ -50,7 +50,7 @@ class RamFirst:
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         children = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
-        return list(children) or self.store.children(parent, ahead, limit)  # evicted since
+        return list(children) or self.store.children(parent, ahead, limit)  # evicted in between
 
 
 class BlockStore:
@@ -66,9 +66,9 @@ class BlockStore:
         """Kinds of failure that keep commits from being saved now."""
         self.failures = Failures(logger)
         self.n_changes = 0
-        """Grows when blocks come or go: a prompt may be matched again."""
+        """Grows when blocks are added or removed, so that a prompt may be matched again."""
         self.disk = DiskStore(folder, limits, check_all=False, encryption=encryption)
-        self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
+        self.disk.lock.is_patient = True  # only the writer waits for it
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
@@ -78,7 +78,7 @@ class BlockStore:
         self.disk.forgotten = partial(self.pool.set_stored, is_stored=False)
         self.below: list[ReadTier] = [self.disk_tier]
         self.lower: list[LowerTier] = [self.disk_tier]
-        """All tiers below RAM, the disk first; the rest store what the disk has stored."""
+        """All tiers below RAM, the disk first. The other tiers store what the disk has stored."""
         self.shared: SharedTier | None = None
         self.reader = Reader(self.pool, self.below, self._lose_from, self.failures)
         self.writer.submit(self.disk_tier.sweep)
@@ -111,7 +111,7 @@ class BlockStore:
         self.lower.append(self.shared)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
-        """Put what was fetched into RAM, and have it written."""
+        """Put fetched records into RAM, and submit them for writing."""
         task = self._task(commit, {entry.block.key: entry for entry in entries})
         self.n_changes += 1
         self.turns_not_saved += self.writer.submit_commit(task)
@@ -164,7 +164,7 @@ class BlockStore:
     # Remove.
 
     def lose(self, block: Record, reason: str) -> None:
-        """Take a bad block, with its checkpoints, or checkpoint out of all tiers. Any thread."""
+        """Remove a bad record, with a block's checkpoints, from all tiers. Any thread."""
         self._lose_from(self.lower, block, reason)
 
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
@@ -192,11 +192,10 @@ class BlockStore:
         loss_s: float = math.inf,
         chain: Sequence[Block] = (),
     ) -> None:
-        """Put a commit's new blocks and checkpoints into RAM, and have it saved in the background.
+        """Put a commit's new records into RAM, and save the commit in the background.
 
-        They stay in RAM until then. Checkpoints that take no more than a limit to compute again,
-        `loss_s`, are postponed. Earlier blocks of the `chain` that only a tier below the disk has
-        are saved, too.
+        They stay in RAM until then. Checkpoints that can be computed again within `loss_s` are
+        postponed. Earlier blocks of the `chain` that only a tier below the disk has are also saved.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
         keys = [block.key for block in commit.blocks]
@@ -231,9 +230,9 @@ class BlockStore:
         return Task(commit=commit, let_go=partial(self.pool.unpin, pinned), sizes=sizes)
 
     def is_safe(self, key: bytes) -> bool:
-        """Say whether a block or checkpoint is below RAM, or on its way there."""
+        """Say whether a block or checkpoint is in a tier below RAM, or is being written to it."""
         entry = self.pool.get(key)
-        if entry is None or entry.is_stored:  # another process may have evicted it since
+        if entry is None or entry.is_stored:  # another process may have evicted it in between
             return any(key in tier for tier in self.below)
         return key in self.writer.unwritten()
 
@@ -260,7 +259,7 @@ class BlockStore:
         self.writer.resize(_queue_bytes(max_ram_bytes))
         self.pool.resize(max_ram_bytes)
         if self.pool.n_bytes > max_ram_bytes:
-            self.writer.write_postponed()  # once they are written they may go
+            self.writer.write_postponed()  # once they are written, they may be evicted
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of replies, by digest."""
@@ -273,12 +272,12 @@ class BlockStore:
         return {**self.view.state.replies(root, digests), **waiting}
 
     def change_index(self, what: str, change: Callable[[Index], None]) -> None:
-        """Have the writer change the index; `what` names the change in the log."""
+        """Let the writer change the index; `what` names the change in the log."""
         run = partial(self.disk_tier.change, what, lambda: change(self.index))
         self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
-        """Mark a chain, given by its keys, and checkpoints as used, and proven by a restore."""
+        """Mark a chain's blocks, by key, and checkpoints as used and proven by a restore."""
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
         self.change_index("mark what was used", lambda index: index.touch(chain[-1], checkpoints))
 
@@ -287,10 +286,10 @@ class BlockStore:
         self.writer.drain()
 
     def stats(self, *, all_files: bool = True) -> dict[str, Any]:
-        """Return what is where, in numbers and bytes, and what has happened. Any thread.
+        """Return numbers and bytes of the records in each tier, and counts of events. Any thread.
 
-        "written_last_hour_bytes" are those of all processes, "written_turn_bytes" is the mean of
-        this one's turns. Without `all_files`, no folder is looked at.
+        "written_last_hour_bytes" counts the bytes of all processes, "written_turn_bytes" is the
+        mean of this process's turns. Without `all_files`, no folder is read.
         """
         tiers: dict[str, dict[str, Any]] = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
@@ -320,7 +319,7 @@ class BlockStore:
         }
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Write what is waiting, for at most `timeout_s` seconds, then close the index."""
+        """Write waiting commits, for at most `timeout_s` seconds, then close the index."""
         deadline_s = time.monotonic() + timeout_s
         n_turns, n_bytes = self.writer.close(timeout_s)
         if n_turns:
@@ -370,7 +369,7 @@ class BlockStore:
                 task.run()
 
     def _bring_to_disk(self, commits: Sequence[Commit]) -> None:
-        """Save the blocks that only a tier below the disk has, one by one: RAM may lack room."""
+        """Save the blocks that only a tier below the disk has, one at a time: RAM may lack room."""
         for commit in commits:
             for block in commit.blocks:
                 if block.key in self.pool or block.key in self.disk_tier:
@@ -391,10 +390,10 @@ class BlockStore:
             self.pool.drop_unpinned(checkpoint.key)
 
     def _failed(self, what: str, error: Exception) -> None:
-        # A full disk fails here with one error and there with another.
+        # A full disk can fail with several errors.
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
         self._failures.add(kind)
-        message = "cannot %s: %s; serving goes on from memory"
+        message = "cannot %s: %s; serving continues from memory"
         self.failures.add(message, what, error, kind=kind, level=logging.ERROR)
 
 

@@ -1,6 +1,7 @@
 """The SQLite file of the index, in WAL mode, with a connection for each thread.
 
-Each thread closes its own: SQLite would crash under one whose connection another thread closes.
+Each thread closes its own connection: SQLite would crash in a thread if another thread closed its
+connection.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class Database:
         self._n_opened = 0
         self._inode = 0
         self.opening = threading.RLock()
-        """Held while a thread opens the file, or makes it again. A connection to a file that was
-        removed would truncate the new one's shared memory, which other connections have mapped, and
-        the process would end with SIGBUS."""
+        """Held while a thread opens the file, or makes it again. A connection to a removed file
+        would truncate the shared memory of the new file. Other connections have mapped this memory,
+        so the process would end with SIGBUS."""
 
     def reopen(self) -> None:
         """Use the file that is at the path now."""
@@ -98,11 +99,11 @@ class Database:
         db = self.files.encryption.connect(self.path)
         try:
             db.text_factory = _text
-            if is_empty(self.path):  # else this would write
+            if is_empty(self.path):  # otherwise this would write
                 db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
-            # On macOS alone: `fsync` there leaves pages in the cache of the drive.
+            # Only for macOS, where `fsync` leaves pages in the cache of the drive.
             db.execute("PRAGMA checkpoint_fullfsync = ON")
             # A small log: it counts towards the disk budget like every other file.
             db.execute("PRAGMA wal_autocheckpoint = 112")
@@ -175,8 +176,8 @@ class Database:
             raise sqlite3.OperationalError(f"{self.path} is locked: {advice}") from error
 
     def empty_log(self) -> None:
-        """Give back free pages, and empty the log, as far as other readers allow."""
-        # A script runs to its end; execute() would stop after one page.
+        """Return free pages to the volume, and empty the log, as far as other readers allow."""
+        # executescript() runs to the end; execute() would stop after one page.
         self.connection.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
 
 

@@ -1,13 +1,13 @@
 """The store on disk: files and their index, within the budgets, one process at a time.
 
-index.sqlite      what the files say, quick to ask; can be rebuilt from them
+index.sqlite      the content of the files, quick to query; can be rebuilt from them
 blocks/ab/        a safetensors file for each block whose key begins with ab
 checkpoints/ab/   the same for checkpoints, which may be evicted before their blocks
-sessions/         what only a session knows (its name, its pin), a JSON file each
-quarantine/       what failed a check, each file with the reason
-writing/          what is being written, before it is moved to blocks/ and checkpoints/
+sessions/         a JSON file for each session with a name or a pin
+quarantine/       files that failed a check, each with the reason
+writing/          files that are being written, before they are moved to blocks/ and checkpoints/
 kvpersist-store   says that the folder is a store
-lock              held while anything of this changes
+lock              held while any of these files change
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _INDEX_RESERVE_BYTES = 768 << 10
 class DiskStore:
     """The folder of a store: its index, and its files within limits.
 
-    Opening makes the folder, 0700, if it is missing, and rebuilds a missing or damaged index. With
-    `check_all`, damage within the index is found, which takes time; else `check_index` finds it.
+    Opening makes a missing folder, with mode 0700, and rebuilds a missing or damaged index.
+    `check_all` finds damage within the index, which takes time; otherwise `check_index` finds it.
     Raises StoreError when the folder cannot be used.
     """
 
@@ -81,12 +81,12 @@ class DiskStore:
         self.forgotten: Callable[[Collection[bytes]], None] = lambda keys: None
         """Called with the keys of blocks and checkpoints that are no longer on disk."""
         self._whole: OrderedDict[bytes, int] = OrderedDict()
-        """Blocks whose chain was found whole, with the version of the index then."""
+        """Blocks whose chain was complete, with the version of the index at that time."""
         self.gone: OrderedDict[bytes, Gone] = OrderedDict()
-        """Why blocks and checkpoints went that this process removed lately. Any thread."""
+        """Why this process recently removed blocks and checkpoints, by key. Any thread."""
         try:
             self.files.take_into_use()
-            if not os.access(folder, os.W_OK):  # SQLite would say less
+            if not os.access(folder, os.W_OK):  # SQLite's error would say less
                 raise PermissionError(errno.EACCES, "Permission denied", str(folder))
             index = partial(Index, folder / "index.sqlite", self.files, check_all=check_all)
             self.index = self._opened(index)
@@ -102,7 +102,7 @@ class DiskStore:
         self.index.close()
 
     def check_index(self) -> None:
-        """Read all of the index, and rebuild it if it is damaged. Serving threads go on."""
+        """Read all of the index, and rebuild it if it is damaged. Serving threads continue."""
         self._opened(self.index.reopen)
 
     def _opened(self, open_index: Callable[..., Opened]) -> Opened:
@@ -114,7 +114,7 @@ class DiskStore:
             if isinstance(error, sqlite3.Error) and not is_damage(error):
                 raise
         with self.lock.held():
-            # An empty file counts as missing: by an empty index, a sweep would remove all blocks.
+            # An empty file counts as missing: with an empty index, a sweep would remove all blocks.
             if is_empty(path) and (self.folder / "blocks").exists():
                 rebuild_index(self.files)
             try:
@@ -129,7 +129,7 @@ class DiskStore:
                 return open_index()
 
     def follow_folder(self) -> None:
-        """Use the index that is in the folder now, and a folder that was removed under us."""
+        """Open the index that is in the folder now; make the folder again if it was removed."""
         if self.index.database.is_current():
             return
         logger.warning(
@@ -151,10 +151,10 @@ class DiskStore:
         return os.path.exists(self.files.path_of(key, name)) and key in self.index
 
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
-        """Return what `Index.gap` does.
+        """Return what `Index.gap` returns.
 
-        Another process may quarantine a block that has children. The chain is walked only if
-        the index was changed elsewhere since this end was committed or found whole.
+        Another process may quarantine a block that has children. The chain is walked only if the
+        index was changed elsewhere since this end was known to be complete.
         """
         if leaf == root.key or self._whole.get(leaf) == self.index.version():
             return None
@@ -164,7 +164,7 @@ class DiskStore:
         return gap
 
     def set_whole(self, *chain: bytes) -> None:
-        """Remember that the chains to these blocks are whole."""
+        """Remember that the chains to these blocks are complete."""
         version = self.index.version()
         for key in chain:
             self._whole[key] = version
@@ -190,13 +190,13 @@ class DiskStore:
             return went
 
     def forget_missing(self, key: bytes) -> None:
-        """Forget a block or checkpoint, unless its file is there after all."""
+        """Remove the row of a block or checkpoint, unless its file exists after all."""
         with self.lock.held():
             if not any(self.files.path_of(key, name).exists() for name in FOLDERS):
                 self.forget(key)
 
     def quarantine(self, key: bytes, reason: str) -> None:
-        """Move what failed a check aside. Blocks that follow it are no longer reached."""
+        """Move a record that failed a check to quarantine. Later blocks become unreachable."""
         with self.lock.held():
             paths = [self.files.path_of(key, name) for name in FOLDERS]
             for path in filter(Path.exists, paths):
@@ -211,16 +211,16 @@ class DiskStore:
             self.files.write(sidecar, json.dumps(note).encode())
             self.files.move(path, target)
         except (OSError, StoreError) as error:
-            # A file that cannot be kept is removed: it must not stand in the way of a whole one.
-            logger.warning("kvpersist: %s is not kept aside: %s", path.name, error)
+            # A file that cannot be moved is removed, because it would block a good file.
+            logger.warning("kvpersist: %s cannot be moved to quarantine: %s", path.name, error)
             self.files.remove(sidecar)
             self.files.remove(path)
 
     def sweep(self) -> int:
-        """Remove lone files and rows, and what is never reached, after a crash; return how many."""
+        """Remove unreachable records, and files or rows without the other; return their number."""
         with self.lock.held():
             n_swept = sweep_staged(self.files)
-            if self.index.faults():  # or files that its rows do not name would be removed
+            if self.index.faults():  # otherwise, files that its rows do not name would be removed
                 rebuild_index(self.files)
             for name in FOLDERS:
                 indexed, present = self.index.keys(name), set[bytes]()
@@ -252,7 +252,7 @@ class DiskStore:
         return totals.n_bytes + totals.sidecar_bytes + other_bytes + announced
 
     def free_bytes(self) -> int:
-        """Return the free space of the volume, less what is announced and not yet written."""
+        """Return the free space of the volume, less announced bytes that are not yet written."""
         announced, written = staged_bytes(self.files)
         return shutil.disk_usage(self.folder).free - (announced - written)
 
@@ -273,10 +273,10 @@ class DiskStore:
     def make_room(
         self, n_bytes: int, keep: Collection[bytes] = (), root: Root | None = None
     ) -> bool:
-        """Evict until `n_bytes` more, of a root, fit; return False if they cannot.
+        """Evict until `n_bytes` more of a root fit; return False if they cannot fit.
 
         Quarantined files go first, then the least recently used leaves and checkpoints. A model
-        above its share loses its own. Pinned sessions and the keys in `keep` stay.
+        above its share loses its own records. Pinned sessions and the keys in `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
@@ -296,7 +296,7 @@ class DiskStore:
             while too_much > 0:
                 victims = {name: victim for name, victim in first.items() if victim is not None}
                 if not victims:
-                    self.index.database.empty_log()  # the rows of what went take room no longer
+                    self.index.database.empty_log()  # evicted rows no longer take space
                     return self._excess(n_bytes) <= 0
                 has_own = over_share > 0 and model in victims
                 of = model if has_own else min(victims, key=victims.__getitem__)
@@ -307,12 +307,12 @@ class DiskStore:
                 too_much -= went.n_bytes
                 over_share -= went.n_bytes
                 if too_much <= 0:
-                    self.index.database.empty_log()  # removing rows has made it longer
+                    self.index.database.empty_log()  # removing rows has made the log longer
                     too_much = self._excess(n_bytes)
         return True
 
     def _over_share(self, n_bytes: int, root: Root | None, too_much: int) -> tuple[str, float]:
-        """Return the model that has most, and its bytes above its share of the room there is."""
+        """Return the model with the most bytes, and its bytes above its share of the space."""
         sizes = Counter({root.fingerprint: n_bytes} if root is not None else {})
         for own_root, totals in self.index.roots():
             sizes[own_root.fingerprint] += totals.n_bytes
@@ -325,7 +325,7 @@ class DiskStore:
     def _first(
         self, model: str, keep: Collection[bytes], pinned: Collection[bytes]
     ) -> tuple[float, bool, int, bytes, bytes] | None:
-        """Return what of a model goes first: when a leaf goes, its parent may be the next."""
+        """Return a model's records in order of eviction: a leaf's parent may be the next leaf."""
         for victim in self.index.unused(model):
             _, is_checkpoint, _, key, block = victim
             if key not in keep and not (is_checkpoint and block in pinned):
@@ -333,7 +333,7 @@ class DiskStore:
         return None
 
     def _excess(self, n_bytes: int) -> int:
-        """Return how many bytes must go before `n_bytes` more may come."""
+        """Return how many bytes must be evicted before `n_bytes` more fit."""
         over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
         if not self.limits.min_free_bytes:
             return over_budget
@@ -352,7 +352,7 @@ class DiskStore:
         return replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
 
     def _free_id(self) -> str:
-        """Draw an id of 64 bits that no other session's row or sidecar has. Under the lock."""
+        """Draw a random 64-bit id that no other session's row or sidecar has. Under the lock."""
         for _ in range(100):
             drawn = secrets.token_hex(8)
             has_row = self.index.ask("SELECT 1 FROM sessions WHERE id = ?", drawn)
@@ -361,7 +361,7 @@ class DiskStore:
         raise StoreError("a hundred ids were drawn for a session, and other sessions have them all")
 
     def remove_session(self, session: Session) -> list[bytes]:
-        """Forget a session and what only it needs, a draft model's blocks too; return the keys."""
+        """Remove a session and the records that only it needs (also a draft's); return the keys."""
         removed = []
         with self.lock.held():
             chain = [block for block, _ in self.index.chain(session.leaf)]
@@ -396,11 +396,11 @@ class DiskStore:
         self.files.remove(sidecar_path(self.folder, session_id))
 
     def set_pinned(self, session: Session, pinned: bool) -> Session:
-        """Pin or unpin a session. Raises StoreError if it was removed in between."""
+        """Pin or unpin a session. Raises StoreError if it was removed."""
         with self.lock.held():
             current = self.index.session(session.id)  # another process may have moved its leaf
             if current is None:
-                raise StoreError(f"session {session.id} was removed meanwhile")
+                raise StoreError(f"session {session.id} was removed at the same time")
             changed = replace(current, pinned=pinned)
             self.index.put_session(changed, write_sidecar(changed, self.files))
             if not pinned and changed.name is None:

@@ -1,7 +1,7 @@
-"""The disk as a tier below RAM: serving threads ask a view of its index, the writer changes it.
+"""The disk as a tier below RAM. Serving threads read a view of its index; the writer changes it.
 
-A commit is saved files first, then by one transaction of the index. While files are written, the
-lock is not held, so the commit is planned again afterwards.
+A commit's files are written first; then one transaction changes the index. The lock is not held
+while files are written, so the commit is planned again afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Job:
     make: Callable[[], Commit]
     result: Saved | Exception | None = None
     commit: Commit = field(init=False)
-    """Of the last plan: the commit, and the `files` that were missing."""
+    """The commit of the last plan, and the `files` that were missing."""
     files: list[NewFile] = field(default_factory=list)
     reserved_bytes: int = 0
     paths: dict[bytes, Path] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class _Job:
 
 
 class Saving:
-    """Saves commits that share one transaction: each of them whole or not at all.
+    """Saves commits that share one transaction. Each commit is saved completely or not at all.
 
     `file_of` returns the file of a record in RAM, and `block_of` a block in RAM: earlier blocks
     that are no longer on disk are written again. `keep` is not evicted. Files of `damaged` records
-    are replaced. `before_file` may take its time.
+    are replaced. `before_file` is called before each file and may take long.
     """
 
     def __init__(
@@ -67,12 +67,13 @@ class Saving:
         self._files: dict[bytes, NewFile] = {}
 
     def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
-        """Write the missing files of commits, and commit each of them; return the results.
+        """Write the missing files of commits, and commit them; return the results.
 
-        `commits` return the commits; they are called under the lock, before each plan. Checkpoints
-        that are gone, or whose block is not on disk, are left out, and then the commit supersedes
-        nothing. The result is None, with a line in the log, if a block was on disk only and was
-        removed, a StoreError if the commit is too big, and another exception if the disk refuses.
+        Each of `commits` returns a commit; it is called under the lock, before each plan.
+        Checkpoints that no longer exist, or whose block is not on disk, are left out; the commit
+        then supersedes nothing. A result is None, with a line in the log, if a needed block was
+        only on disk and was removed. It is a StoreError if the commit is too big, and another
+        exception if the disk refuses.
         """
         jobs = left = [_Job(make) for make in commits]
         with closing(self._staging) as staging:
@@ -98,7 +99,8 @@ class Saving:
         return [file for file in job.files if file.block.key not in self._staging.sizes]
 
     def _commit_written(self, jobs: Sequence[_Job]) -> list[_Job]:
-        """Plan commits, and commit up to the first that lacks files; return the jobs that are left.
+        """Plan commits, and commit up to the first commit that lacks files; return the remaining
+        jobs.
 
         The transaction begins with the first commit that lacks no file. If a commit fails, it is
         rolled back, and the other jobs are left. Raises an exception, and changes nothing, if the
@@ -191,12 +193,12 @@ class Saving:
         keep = {*self._keep, *chain.from_iterable(job.commit.keys() for job in jobs)}
         counted: set[bytes] = set()
         for job in jobs:
-            # A block that several of the commits need is written once.
+            # A block that several commits need is written once.
             files = [file for file in self._unwritten(job) if file.block.key not in counted]
             if not files:
                 continue
             counted.update(file.block.key for file in files)
-            # The rows of a long commit take more than what is reserved for them.
+            # The rows of a long commit take more space than is reserved for them.
             rows = max(0, sum(_row_bytes(file.block) for file in files) - disk.reserve_bytes)
             n_bytes = sum(file.n_bytes for file in files) + rows
             try:
@@ -258,7 +260,7 @@ class Saving:
 
 
 def _row_bytes(block: Record) -> int:
-    """Return the most bytes that a row adds to the index, with two orders, and to its log."""
+    """Return the most bytes that a row adds to the index, which sorts it twice, and to the log."""
     n_ids = n_text = 0
     if isinstance(block, Block):
         n_ids, n_text = len(block.packed_ids), len(block.text.encode())
@@ -267,7 +269,7 @@ def _row_bytes(block: Record) -> int:
 
 
 class DiskTier:
-    """A store's folder below RAM. `failed` is called with what could not be done, and why."""
+    """A store's folder as a tier below RAM. `failed` gets a failed action and its error."""
 
     name = DISK
 
@@ -302,14 +304,14 @@ class DiskTier:
         return arrays
 
     def content_of(self, record: Record) -> bytes:
-        """Return what the file of a block or checkpoint holds. Raises BlockCorrupt and OSError."""
+        """Return the arrays of a block or checkpoint file. Raises BlockCorrupt and OSError."""
         return self.disk.files.read(self.disk.files.path_of(record.key, record.folder))
 
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> list[Saved | Exception | None]:
         lost = self._lost.copy()
-        # Postponed checkpoints come without blocks. If their blocks go, they are not written.
+        # Postponed checkpoints come without blocks. Without their blocks, they are not written.
         waiting = (commit for commit in self._writer.commits() if commit.blocks)
         keep = {key for commit in waiting for key in commit.keys()}
 
@@ -336,13 +338,13 @@ class DiskTier:
 
     def _remove(self, key: bytes, reason: str | None) -> None:
         if key not in self._lost:
-            return  # written again since
+            return  # written again in between
         if reason is None:
             remove = partial(self.disk.forget_missing, key)
         else:
             remove = partial(self.disk.quarantine, key, reason)
         if self.change("take a block out of the store", remove) or reason is None:
-            self._lost.discard(key)  # else the file stays, and is damaged
+            self._lost.discard(key)  # otherwise the damaged file stays
 
     def change(self, what: str, change: Callable[[], object]) -> bool:
         """Change files or index under the lock. Return False, and log `what`, if that fails."""
@@ -356,21 +358,21 @@ class DiskTier:
         return True
 
     def sweep(self) -> None:
-        """Remove what an interrupted run left, by an index that is whole. Writer thread."""
+        """Remove leftovers of an interrupted run. The index must be complete. Writer thread."""
         try:
             self.disk.check_index()
             with self.disk.lock.held():
-                self.disk.follow_folder()  # or files that only a newer index knows would be removed
+                self.disk.follow_folder()  # otherwise newer files would be removed
                 n_swept = self.disk.sweep()
         except (OSError, StoreError, sqlite3.Error) as error:
             return self._failed("check what is stored", error)
         if n_swept:
             logger.info(
-                "kvpersist: swept %d leftovers of an interrupted run from the store", n_swept
+                "kvpersist: removed %d leftovers of an interrupted run from the store", n_swept
             )
 
     def stats(self) -> dict[str, Any]:
-        """Return what `Tier.stats` does, by the index: no folder is looked at."""
+        """Return what `Tier.stats` returns, from the index: no folder is read."""
         with self.disk.index.asked_once() as index:
             totals = index.totals()
         return {

@@ -5,10 +5,10 @@ in Galois/Counter Mode, its tag at the end (NIST SP 800-38D). The object's name 
 with it. The nonce is random, 96 bits (8.2.2), so one key may encrypt 2**32 objects (8.3). An object
 is encrypted and decrypted in one piece, at most 2 GiB.
 
-The keys, one for each purpose, are derived from the key file's (HKDF with SHA-256, RFC 5869). A
+One key for each purpose is derived from the key in the key file (HKDF with SHA-256, RFC 5869). A
 name is the HMAC-SHA256 of a key. The name of a file in the store's folder is the key, encrypted as
-one block of AES-256. The index there is SQLCipher's: every page, also in the log, is encrypted with
-AES-256 and authenticated (https://www.zetetic.net/sqlcipher/design).
+one block of AES-256. The index in the folder is SQLCipher's: every page, also in the log, is
+encrypted with AES-256 and authenticated (https://www.zetetic.net/sqlcipher/design).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 from ..errors import ConfigError, DecryptionFailed
 from .folder import MAGIC, Plain, flush_to_device
 
-_NO_WAIT = os.O_NONBLOCK  # or opening a pipe would wait for its writer
+_NO_WAIT = os.O_NONBLOCK  # otherwise opening a pipe would wait for its writer
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _KEY_BYTES = 32
 
 
 class Cipher(Plain):
-    """Encrypts and decrypts objects, and names them. Any thread may use it; both release the GIL.
+    """Encrypts and decrypts objects, and names them. Any thread may use it. It releases the GIL.
 
     key: 32 bytes. Raises ConfigError if the package `cryptography` is not installed.
     """
@@ -65,19 +65,19 @@ class Cipher(Plain):
         self._index_key = f"x'{derived(b'index').hex()}'"
 
     def encrypt(self, content: bytes | bytearray | memoryview, name: bytes) -> bytes:
-        """Return `content` encrypted under a name. Encrypted twice, it differs."""
+        """Return `content` encrypted under a name. Each call gives different bytes."""
         nonce = os.urandom(_NONCE_BYTES)
         return b"".join((MAGIC, nonce, self._cipher.encrypt(nonce, content, MAGIC + name)))
 
     def decrypt(self, encrypted: bytes | bytearray | memoryview, name: bytes) -> bytes:
-        """Return what was encrypted under this name.
+        """Return the content that was encrypted under this name.
 
         Raises DecryptionFailed if it was altered, cut off, or has another name, key or version.
         """
         content = memoryview(encrypted)
         start = len(MAGIC) + _NONCE_BYTES
         if content[: len(MAGIC)] != MAGIC:
-            raise DecryptionFailed("it is no encrypted object of a known version")
+            raise DecryptionFailed("it is not an encrypted object of a known version")
         try:
             nonce = content[len(MAGIC) : start]
             return bytes(self._cipher.decrypt(nonce, content[start:], MAGIC + name))
@@ -99,7 +99,7 @@ class Cipher(Plain):
 
     def connect(self, path: Path, driver: Any = None) -> sqlite3.Connection:
         db = super().connect(path, driver or sqlcipher())
-        db.execute("PRAGMA cipher_log_level = NONE")  # it would write to stderr
+        db.execute("PRAGMA cipher_log_level = NONE")  # SQLCipher would write to stderr
         db.execute(f'PRAGMA key = "{self._index_key}"')
         return db
 
@@ -133,7 +133,7 @@ def read_key(path: Path) -> Cipher:
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(mode):
-        raise ConfigError(f"{path} is no regular file, so it is no key file; {make}")
+        raise ConfigError(f"{path} is not a regular file, so it cannot be a key file; {make}")
     if mode & 0o077:
         raise ConfigError(
             f"others may read the key file {path} (mode {mode & 0o777:o}); run: chmod 600 {path}"
@@ -144,7 +144,7 @@ def read_key(path: Path) -> Cipher:
         key = b""
     if len(key) != _KEY_BYTES:
         raise ConfigError(
-            f"{path} is no key file: it must hold {2 * _KEY_BYTES} hexadecimal digits and no "
+            f"{path} is not a key file: it must hold {2 * _KEY_BYTES} hexadecimal digits and no "
             "more; copy it again from where it was made"
         )
     return Cipher(key)
@@ -156,7 +156,7 @@ def new_key(path: Path) -> None:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except FileExistsError as error:
         raise ConfigError(
-            f"{path} exists, and may be the only key of what was stored with it; choose another"
+            f"{path} exists, and may be the only key of a store; choose another file"
         ) from error
     with os.fdopen(descriptor, "w") as file:
         file.write(f"{secrets.token_hex(_KEY_BYTES)}\n")

@@ -1,9 +1,10 @@
 """Block files: one safetensors file a block or checkpoint, named by its key.
 
-A file holds KV arrays, or none, and all metadata from which the index can be rebuilt. The checksum
-covers names, shapes, dtypes and bytes of all arrays and the metadata; it is verified on every read.
+A file holds KV arrays (possibly none) and all metadata from which the index can be rebuilt. The
+checksum covers names, shapes, dtypes and bytes of all arrays and the metadata; it is verified on
+every read.
 
-The claims of a file's header are compared with the file, and bounded. Source of the format:
+The sizes in a file's header are compared with the file, and limited. Source of the format:
 https://github.com/huggingface/safetensors (8 bytes of length, JSON, arrays).
 """
 
@@ -59,8 +60,8 @@ def write_block(
         metadata["empty"] = json.dumps(described)
     written = {name: x for name, x in arrays.items() if x.size}
     if mx.cuda.is_available():
-        # CUDA moves what is read here into the host's memory; the next restore would have to wait
-        # until it is back. So a copy is read.
+        # CUDA moves arrays that are read here into the host's memory, and the next restore would
+        # wait until they are back on the device. So a copy is read.
         written = {name: mx.take(x, mx.arange(len(x)), axis=0) for name, x in written.items()}
         mx.eval(written)
     metadata["checksum"] = checksum({**written, **empty}, metadata)
@@ -81,7 +82,7 @@ def write_block(
 
 def _plain(array: mx.array) -> Any:
     """Return an array of the same bytes, without gaps. Its memoryview holds no reference to it."""
-    # numpy and the buffer protocol know no bfloat16; its bytes are what counts.
+    # numpy and the buffer protocol do not know bfloat16; only the bytes matter here.
     plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     return plain if memoryview(plain).c_contiguous else mx.contiguous(plain)
 
@@ -135,7 +136,7 @@ def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, 
         arrays: Any = mx.load(str(path))
         mx.eval(arrays)
     except (RuntimeError, ValueError) as error:
-        # Its header is sound and its size right: the machine cannot read it now.
+        # The header and the size are right: the machine cannot read the file now.
         if not path.exists():  # another process made room
             raise FileNotFoundError(path) from error
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
@@ -143,7 +144,7 @@ def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, 
 
 
 def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
-    """Return what `read_file` does of a file's bytes. Raises BlockCorrupt and StoreFormatError."""
+    """Like `read_file`, for a file's bytes. Raises BlockCorrupt and StoreFormatError."""
     record, root, metadata = record_in(BytesIO(content), name)
     first = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
     arrays_bytes: Any = memoryview(content)[first:]
@@ -165,7 +166,7 @@ def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str
     """Return a file's arrays, with empty arrays added. Raises BlockCorrupt by the checksum."""
     try:
         for empty, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
-            if math.prod(shape):  # before there is a checksum, no memory is taken
+            if math.prod(shape):  # no memory is allocated before the checksum is verified
                 raise ValueError(f"{empty} has the shape {shape}")
             arrays[empty] = mx.zeros(shape, getattr(mx, dtype))
             mx.eval(arrays[empty])  # another thread may use it
@@ -181,8 +182,9 @@ def read_record(
 ) -> tuple[Record, Root, Mapping[str, str]]:
     """Return a file's block or checkpoint, its root, and all of its metadata.
 
-    Raises BlockCorrupt when the file is not whole or has another's name, StoreFormatError when a
-    newer version wrote it, FileNotFoundError, and OSError when it cannot be read now.
+    Raises BlockCorrupt when the file is incomplete or has the name of another record,
+    StoreFormatError when a newer version wrote it, FileNotFoundError, and OSError when it cannot be
+    read now.
     """
     files = _files_of(path, files)
     with files.open(path) as file:
@@ -220,8 +222,8 @@ def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, s
             )
             text = record.text
             if not record.packed_ids or len(record.packed_ids) % 4:
-                raise ValueError("it holds no whole tokens")
-        text.encode()  # else SQLite does not take it
+                raise ValueError("its token ids are incomplete")
+        text.encode()  # otherwise SQLite refuses it
         texts = (root.fingerprint, root.layout, root.namespace, root.session, root.model)
         if not all(isinstance(value, str) for value in texts) or type(root.with_text) is not bool:
             raise TypeError("its root has the wrong types")
@@ -260,7 +262,7 @@ def read_header(source: BinaryIO) -> Mapping[str, str]:
     content: dict[str, Any] = json.loads(source.read(n_bytes).decode())
     metadata: dict[str, str] = content.pop("__metadata__")
     if not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata are no text")
+        raise ValueError("its metadata are not text")
     placed = []
     for name, entry in content.items():
         shape = tuple(entry["shape"])

@@ -6,13 +6,14 @@ other files are neither moved, removed nor counted. The folder itself may be rea
 
 Files on their way into a store are written without the lock, and moved under it:
 
-    lock                                locked (flock) by the process that changes the store, and
-                                        says which process that is, and since when
-    writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes may come
+    lock                                locked (flock) by the process that changes the store;
+                                        names that process and the time
+    writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes the
+                                        process may write
     writing/1a2b3c4d-KEY.safetensors    a block or checkpoint of that turn
 
-Announced bytes count as used, so that no other process takes the room. A lock goes with its
-process, however that ends; then the next sweep removes the files.
+Announced bytes count as used, so that no other process takes this space. A lock ends with its
+process in every case; then the next sweep removes the files.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ..errors import BlockCorrupt, StoreError, StoreFormatError
 logger = logging.getLogger(__name__)
 
 MARKER = "kvpersist-store"
-"""Marks a folder as a store. Only the mark of a key in it counts."""
+"""Marks a folder as a store. The content matters only if it is the mark of a key."""
 _ENCRYPTED = "It is encrypted; the mark of its key is"
 INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 OBJECTS = "kvpersist"
@@ -62,7 +63,7 @@ _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNO
 """The error numbers of opening a link or a socket, the last two on macOS."""
 _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"}
 _LEFT_BY_SYSTEMS |= {".TemporaryItems", "lost+found"}
-"""Operating systems put these into folders and volumes. A folder with nothing else is empty."""
+"""Operating systems make these files. A folder with only such files counts as empty."""
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
 """Folders of several ranks' stores, in a folder that may be another store."""
 _LEFT_BEHIND = {"lock", "writing"}
@@ -71,7 +72,7 @@ _WAIT_S = 2.0
 _LOOK_AGAIN_S = 0.005
 _STAGED = "writing"
 MAGIC = b"kvp-seal\x01"
-"""How encrypted content begins: a magic, and the version of what follows."""
+"""The first bytes of encrypted content: a magic, and the version of the encryption."""
 OPEN_S = 5.0
 
 
@@ -104,10 +105,10 @@ class Plain:
         return bytes.fromhex(file_name)
 
     def connect(self, path: Path, driver: Any = sqlite3) -> sqlite3.Connection:
-        """Connect to a database that exists. Damage and locks are found by the first question."""
-        # A reader must not make the file again where somebody removed it.
+        """Connect to a database that exists. The first query finds damage and locks."""
+        # If the file was removed, a reader must not make it again.
         uri = f"{path.absolute().as_uri()}?mode=rw"
-        # Another thread closes it only when nobody has it any more.
+        # Another thread closes the connection only when nothing refers to it any more.
         db: sqlite3.Connection = driver.connect(
             uri, uri=True, timeout=OPEN_S, check_same_thread=False
         )
@@ -133,7 +134,7 @@ class OwnFiles:
     # The folder of a store.
 
     def take_into_use(self) -> None:
-        """Make a store's folder, or check it, and mark it. Raises StoreError before any change."""
+        """Make or check a store's folder, and mark it. Raises StoreError before any change."""
         folder = self.folder
         make_private(folder)
         names = {name for name in os.listdir(folder) if not RANK_FOLDER.fullmatch(name)}
@@ -144,7 +145,7 @@ class OwnFiles:
             with new_file(folder / MARKER) as file:
                 file.write(f"{title}{self._mark_line}".encode())
         except FileExistsError:
-            self.check_store()  # the folder was empty, and another process was quicker
+            self.check_store()  # the folder was empty, and another process made the store first
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & 0o077:
             logger.warning(
@@ -157,8 +158,8 @@ class OwnFiles:
         for name in (*_FOLDERS, *INDEX_FILES, MARKER, "lock"):
             if (folder / name).is_symlink():
                 raise StoreError(
-                    f"{folder / name} is a link, and a store follows none; put there what it leads "
-                    "to"
+                    f"{folder / name} is a link, and a store does not follow links; replace it "
+                    "by the folder or file that it points to"
                 )
         own_mark = self.encryption.mark
         if not (folder / MARKER).is_file():
@@ -227,7 +228,7 @@ class OwnFiles:
         for name in names:
             paths = self.paths(name) if name in _FOLDERS else iter([f"{self.folder}/{name}"])
             for path in paths:
-                with suppress(FileNotFoundError):  # removed since
+                with suppress(FileNotFoundError):  # removed in between
                     total += os.lstat(path).st_size
         return total
 
@@ -298,7 +299,9 @@ class OwnFiles:
         is missing, or a file that may not be.
         """
         relative = str(path).removeprefix(f"{self.folder}/")
-        not_own = StoreError(f"{path} is behind a link or is no file of the store's; move it away")
+        not_own = StoreError(
+            f"{path} is behind a link or is not a file of the store's; move it away"
+        )
         if not has_own_name(relative):
             raise not_own
         *folders, file_name = relative.split("/")
@@ -332,11 +335,11 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
         descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno in _IRREGULAR:
-            raise BlockCorrupt(f"{path.name}: is no regular file") from error
+            raise BlockCorrupt(f"{path.name}: is not a regular file") from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise BlockCorrupt(f"{path.name}: is no regular file")
+        raise BlockCorrupt(f"{path.name}: is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -344,7 +347,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder and its missing parents; what is new is for its owner alone."""
+    """Make a folder and its missing parents; only the owner may read new folders."""
     if os.path.exists(folder):
         return
     make_private(folder.parent)
@@ -353,7 +356,7 @@ def make_private(folder: Path) -> None:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Make a file and its folder, for their owner alone; raises FileExistsError if it exists."""
+    """Make a file and its folder, readable by the owner only. Raises FileExistsError."""
     make_private(path.parent)
     return _created(path)
 
@@ -363,11 +366,11 @@ def _created(path: Path) -> BinaryIO:
 
 
 def flush_to_device(descriptor: int) -> None:
-    """Return when a file's content outlives a loss of power, as far as its volume can say.
+    """Return when a file's content would survive a power failure, as far as its volume reports.
 
     It is for key files and exports; a store's files are not flushed. On macOS `fsync` leaves the
-    content in the cache of the drive; F_FULLFSYNC writes it out, and volumes of other systems
-    refuse that.
+    content in the cache of the drive; F_FULLFSYNC writes it to the drive, but volumes of other
+    systems refuse that.
     """
     full_fsync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_fsync is not None:
@@ -379,7 +382,7 @@ def flush_to_device(descriptor: int) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
-    """Open a file that appears at `path` when it is complete; else nothing is left."""
+    """Open a file that appears at `path` when it is complete; after an error, nothing is left."""
     temporary = path.with_name(f"{path.stem[:100]}.{os.urandom(4).hex()}.tmp")
     with _created(temporary) as file:
         try:
@@ -406,7 +409,7 @@ class _Held(local):
 class StoreLock:
     """An exclusive lock between processes and threads (flock); its file names the holder.
 
-    Readers need none: block files are published whole, and SQLite guards the index.
+    Readers need no lock: block files appear when complete, and SQLite guards the index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -437,7 +440,7 @@ class StoreLock:
             self._wait(descriptor)
             name = _this_process().encode(errors="replace")
             os.pwrite(descriptor, name, 0)
-            # Truncating takes most of a millisecond, and names are mostly of one length.
+            # Truncating takes nearly a millisecond, and most names have the same length.
             if os.fstat(descriptor).st_size != len(name):
                 os.ftruncate(descriptor, len(name))
         except BaseException:
@@ -454,8 +457,9 @@ class StoreLock:
                 time.sleep(_LOOK_AGAIN_S)
             except OSError as error:
                 raise StoreError(
-                    f"the volume of {folder} cannot lock files ({error.strerror}); choose a folder "
-                    "on another one, such as this machine's own disk, with --kvpersist-dir"
+                    f"the volume of {folder} cannot lock files ({error.strerror}); choose a "
+                    "folder on another volume, such as this machine's own disk, with "
+                    "--kvpersist-dir"
                 ) from error
         holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
         if not self.is_patient:
@@ -491,7 +495,7 @@ class Staging:
         """Bytes of the files that have been written, by key."""
 
     def close(self) -> None:
-        """Remove files that were not moved, and the announcement. Any number of times."""
+        """Remove files that were not moved, and the announcement. May be called several times."""
         lock, self._lock = self._lock, None
         if lock is not None:
             with lock:
@@ -505,7 +509,7 @@ class Staging:
         return self._files.folder / f"{_STAGED}/{name}"
 
     def announce(self, n_bytes: int) -> None:
-        """Count `n_bytes` more as used. The caller holds the store's lock and made room."""
+        """Count `n_bytes` more as used. The caller holds the store's lock and has made room."""
         self._n_bytes += n_bytes
         if self._lock is None:
             self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
@@ -522,7 +526,7 @@ def staged_bytes(files: OwnFiles) -> tuple[int, int]:
                 announced += int(path.read_bytes() or 0)
             else:
                 written += os.stat(path).st_size
-        except FileNotFoundError:  # just moved into place, or given up
+        except FileNotFoundError:  # just moved into place, or removed
             continue
     return max(announced, written), written
 

@@ -59,7 +59,7 @@ class Index(Rows):
             raise
 
     def reopen(self, *, create: bool = True, check_all: bool = True) -> None:
-        """Use the file that is at the path now. Raises what opening raises."""
+        """Open the file that is at the path now. Raises the same errors as opening the index."""
         try:
             with self.database.opening:
                 if create:
@@ -74,7 +74,7 @@ class Index(Rows):
             raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error
 
     def close(self) -> None:
-        """Answer no more, and close this thread's connection. Any thread."""
+        """Answer no more questions, and close this thread's connection. Any thread."""
         self.database.close()
 
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
@@ -86,7 +86,7 @@ class Index(Rows):
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
-        """Answer a thread that comes and goes: one such thread at a time has a connection."""
+        """Answer short-lived threads: only one of these threads has a connection at a time."""
         with self.database.opening:
             try:
                 yield self
@@ -99,7 +99,7 @@ class Index(Rows):
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         """Return the unchecked blocks that continue `parent`; see `BlockSource.children`."""
-        hidden = set(self._hidden)  # before the rows are read: those go first
+        hidden = set(self._hidden)  # before the rows are read, because rows are removed first
         most = FEW + 1 if ahead is not None else -1 if limit is None else limit
         nodes = self._nodes("parent = ? LIMIT ?", parent, most + len(hidden) * (most > 0))
         if ahead is not None and len(nodes) > FEW:
@@ -141,7 +141,7 @@ class Index(Rows):
     def __contains__(self, key: bytes) -> bool:
         """Say whether there is a block or a checkpoint of this key."""
         tables = "SELECT key FROM blocks UNION ALL SELECT key FROM checkpoints"
-        # As in `children`: what is hidden is asked first.
+        # As in `children`, hidden records are checked first.
         return key not in self._hidden and bool(
             self.ask(f"SELECT 1 FROM ({tables}) WHERE key = ?", key)
         )
@@ -160,7 +160,7 @@ class Index(Rows):
         while (row := self.block(key)) is not None:
             node, root, n_bytes = row
             if chain and node.start >= chain[-1][0].start:
-                break  # a damaged index may go round in circles
+                break  # a damaged index may contain a cycle
             chain.append((node, n_bytes))
             if node.parent == root:
                 return chain[::-1]
@@ -184,9 +184,10 @@ class Index(Rows):
         return sum(version for (version,) in self.ask("PRAGMA data_version"))
 
     def outline(self, leaves: Iterable[bytes]) -> list[tuple[bytes, bytes, int, int]]:
-        """Return all blocks on the way to these leaves, parents before children.
+        """Return all blocks between the roots and these leaves, parents before children.
 
-        A row has its key, its parent's key, its bytes with its checkpoints', and their number.
+        A row has its key, its parent's key, its bytes and its checkpoints' bytes together, and the
+        number of checkpoints.
         """
         rows = self.ask_in(
             "WITH RECURSIVE leaves(key) AS (VALUES {}), up(key) AS (SELECT key FROM leaves "
@@ -208,8 +209,8 @@ class Index(Rows):
         """Return a row for each block.
 
         A row has its key, its parent's, its root's, its first position, its tokens (8 too many for
-        an image, but 256 at most), its bytes with its checkpoints', and the time of its use in
-        seconds since the epoch.
+        an image, but 256 at most), its bytes and its checkpoints' bytes together, and the time of
+        its use in seconds since the epoch.
         """
         return self.ask(
             "SELECT key, parent, root, start, min(length(ids) / 4, 256), n_bytes + "
@@ -233,7 +234,7 @@ class Index(Rows):
         leaves = (
             "SELECT CAST(used AS REAL), 0, CAST(-start AS INTEGER), key, key FROM blocks AS b "
             "WHERE model = ? AND n_children = 0 "
-            # Once more, because a damaged index may lie.
+            # Checked again, because a damaged index may be wrong.
             "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
             "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
             "ORDER BY used, start DESC"
@@ -360,7 +361,7 @@ class Index(Rows):
         return Totals(*(n if isinstance(n, int) else 0 for n in rows[0])) if rows else Totals()
 
     def faults(self) -> list[str]:
-        """Return what is wrong with the rows in themselves, a line for each kind."""
+        """Return the faults of single rows, one line for each kind of fault."""
         return faults(self.database.connection)
 
     # Changes.
@@ -392,7 +393,7 @@ class Index(Rows):
                 for c, n in blocks
                 if isinstance(c, Checkpoint)
             ]
-            # Not INSERT OR REPLACE: what that replaces would not be counted as removed.
+            # Not INSERT OR REPLACE: the triggers would not count the replaced row as removed.
             keys = [row[:1] for row in checkpoints]
             db.executemany("DELETE FROM checkpoints WHERE key = ?", keys)
             db.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", checkpoints)
@@ -430,7 +431,7 @@ class Index(Rows):
             if leaf is not None:
                 moves = [(new, old) for old, new in leaf.replaced]
                 db.executemany("UPDATE sessions SET leaf = ? WHERE leaf = ?", moves)
-                # Now, not after the commit: a crash in between would leave them for good.
+                # Now, not after the commit: a crash in between would leave them for ever.
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
         return [key for key, _ in removed]
@@ -506,7 +507,7 @@ class Index(Rows):
         return removed
 
     def now(self) -> float:
-        """Return the time in seconds since the epoch, later than all use: clocks may jump back."""
+        """Return a time (since the epoch) after every recorded use: clocks may be set back."""
         newest = "SELECT used FROM {} WHERE used < ? ORDER BY used DESC LIMIT 1"
         tables = "blocks", "checkpoints"
         used = [row[0] for table in tables for row in self.ask(newest.format(table), _END)]

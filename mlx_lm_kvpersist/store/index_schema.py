@@ -1,4 +1,4 @@
-"""The tables of the index: how they are made, and found damaged or of another version."""
+"""The tables of the index: their definition, and checks for damage and other versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DAMAGE = re.compile(
     "|file is (encrypted or is )?not a database",
     re.DOTALL,
 )
-"""Messages of damage: Python 3.10 knows no codes, and a wrong file format has a general code."""
+"""Messages of damage: Python 3.10 has no codes, and a wrong file format a general code."""
 
 SCHEMA = """
 CREATE TABLE roots (
@@ -191,14 +191,14 @@ def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> None:
     if version == 0:
         with db:
             db.execute("BEGIN IMMEDIATE")
-            if not _statements(db):  # else another process was quicker
+            if not _statements(db):  # otherwise another process made the tables first
                 for sql in _as_made().values():
                     db.execute(sql)
                 recount(db)
             db.execute(f"PRAGMA application_id = {APPLICATION_ID + INDEX_FORMAT}")
             db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
     if not _as_made().items() <= _statements(db).items():
-        raise IndexDamaged("its tables are not as they were made")
+        raise IndexDamaged("its tables were changed")
 
 
 def recount(db: sqlite3.Connection) -> None:
@@ -215,7 +215,7 @@ def recount(db: sqlite3.Connection) -> None:
 
 
 def faults(db: sqlite3.Connection) -> list[str]:
-    """Return what is wrong with the rows in themselves, a line for each kind."""
+    """Return the faults of single rows, one line for each kind of fault."""
     lines = []
     for table in (*TABLES_OF_FILES, *OTHER_TABLES, "totals"):
         where = f"FROM {table} WHERE NOT ({sound(db, table)})"
@@ -234,7 +234,7 @@ def faults(db: sqlite3.Connection) -> list[str]:
     counted = {*db.execute(_COUNTED), *db.execute(_SUMMED)}
     n_wrong += len(counted ^ set(db.execute("SELECT * FROM totals")))
     if n_wrong:
-        lines.append(f"{n_wrong} totals are not those of the rows")
+        lines.append(f"{n_wrong} totals do not match the rows")
     return lines
 
 

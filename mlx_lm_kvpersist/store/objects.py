@@ -1,7 +1,7 @@
-"""Objects by name in a bucket or a folder that others use, too, through obstore.
+"""Objects by name in a bucket or folder that several servers use, through obstore.
 
-Any URL or folder that obstore knows. Credentials come from the environment, as each service's own
-tools read them (https://developmentseed.org/obstore/latest/api/store/).
+Any URL or folder that obstore supports. Credentials come from the environment, in the variables of
+each service's own tools (https://developmentseed.org/obstore/latest/api/store/).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .folder import OBJECTS, OwnFiles, has_own_name
 from .threads import Result, Threads
 
 ANSWER_S, CONNECT_S = 9, 2
-"""Seconds that an operation, and a connection, may take. Nothing is tried twice."""
+"""Seconds that an operation, and a connection, may take. No operation is retried."""
 _N_THREADS = 8
 """For six threads that fetch, the thread that puts, and a spare."""
 _AT_ONCE = 100
@@ -63,14 +63,14 @@ def _folder_of(url: str) -> Path | None:
         return None
     if split_url.netloc not in ("", "localhost"):
         raise ValueError(
-            f"it names the machine {split_url.netloc}, and only folders of this one can be used: "
-            "mount the share, and name the folder where it is mounted"
+            f"it names the machine {split_url.netloc}, but only folders of this machine can be "
+            "used: mount the share, and name the folder where it is mounted"
         )
     return parse_folder(unquote(split_url.path) if split_url.scheme else url)
 
 
 class Objects:
-    """Objects in one place. Any thread; what fails raises FileNotFoundError or OSError.
+    """Objects in one place. Any thread. Operations raise FileNotFoundError or OSError.
 
     An operation on a foreign file in the place of an object raises StoreError. Raises ConfigError
     if obstore is missing or the URL cannot be used.
@@ -109,7 +109,7 @@ class Objects:
             ) from error
 
     def _opened(self) -> Any:
-        """Return obstore's store. Opening a folder may hang; no bucket is asked."""
+        """Return obstore's store. Opening a folder may hang; opening a bucket sends no request."""
         if self._store is None and self._folder is not None:
             self._store = self._obstore.store.LocalStore(self._folder, mkdir=True)
         elif self._store is None:
@@ -159,7 +159,7 @@ class Objects:
         """Yield the objects that servers have put."""
         if self._folder is not None:
             for path in OwnFiles(self._folder).paths(OBJECTS):
-                with suppress(FileNotFoundError):  # removed since
+                with suppress(FileNotFoundError):  # removed in between
                     stat = path.lstat()
                     name = path.relative_to(self._folder).as_posix()
                     yield ListedObject(name, stat.st_size, stat.st_mtime)
@@ -172,7 +172,7 @@ class Objects:
                         yield ListedObject(meta["path"], meta["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove at most 1,000 objects (S3's limit); some may be left if others remove, too."""
+        """Remove at most 1,000 objects (S3's limit); some may remain if others remove, too."""
         if self._folder is not None:
             for name in names:
                 OwnFiles(self._folder).remove(self._folder / name)
@@ -182,7 +182,7 @@ class Objects:
 
 
 class TimedObjects:
-    """Objects in one place that answer in time: nothing else ends an operation in a dead folder.
+    """Objects in one place, with time limits: nothing else ends an operation that hangs.
 
     Raises what `Objects` raises, and NoAnswer if an operation takes longer than `ANSWER_S`, or at
     once until that operation ends or `try_again` is called. The constructor opens the place, and
@@ -201,7 +201,7 @@ class TimedObjects:
         return self._late is not None and not self._late.done()
 
     def try_again(self) -> None:
-        """Let the next operation be tried, although another one hangs."""
+        """Let the next operation be tried, although another operation hangs."""
         self._late = None
 
     def close(self) -> None:

@@ -29,10 +29,11 @@ class BlockPool:
         self.max_bytes = max_bytes
         self._entries: dict[bytes, KVBlock] = {}
         self._children: dict[bytes, dict[str, list[Block]]] = {}
-        """Blocks by parent: sorted by text, and by packed ids; of equal ones by key."""
+        """Blocks by parent: sorted by text, and by packed ids; equal blocks are sorted by key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._places = SortedList()
-        """Places of the entries that may be evicted, in order; corrected when they are first."""
+        """Places of the entries that may be evicted, in order. The first place is always
+        corrected."""
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
         self.lock = RLock()
@@ -91,7 +92,7 @@ class BlockPool:
     def put(self, entry: KVBlock) -> KVBlock:
         """Add an entry, or add its pins to the pool's entry of its key; return the pool's entry.
 
-        An entry larger than the pool that need not stay is not added.
+        An entry that is larger than the pool is not added unless it must stay.
         """
         block = entry.block
         with self.lock:
@@ -134,7 +135,7 @@ class BlockPool:
             return present
 
     def unwritten(self, key: bytes) -> list[Block]:
-        """Return the blocks in RAM alone up to the one with this key, in order."""
+        """Return the blocks that are only in RAM, up to the block with this key, in order."""
         blocks: list[Block] = []
         with self.lock:
             while (entry := self._entries.get(key)) is not None and not entry.is_stored:
@@ -147,7 +148,8 @@ class BlockPool:
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
         """Keep the entries that are here until `unpin`; return them.
 
-        An entry that a commit pinned and a tier below has may be evicted as a last resort.
+        As a last resort, an entry that only commits have pinned may be evicted if a tier below has
+        it.
         """
         with self.lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
@@ -155,13 +157,13 @@ class BlockPool:
             return pinned
 
     def unpin(self, entries: Iterable[KVBlock], *, prefetch: bool = False) -> None:
-        """Unpin entries; they may have been dropped in between."""
+        """Unpin entries; they may have been removed before."""
         with self.lock:
             self._hold(entries, -(not prefetch), -prefetch)
             self._evict()
 
     def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
-        """Mark a chain's blocks as used, the last the least; a restore has `proven` them."""
+        """Mark a chain's blocks as used, the first as the latest; a restore has `proven` them."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in reversed(entries):
@@ -170,7 +172,7 @@ class BlockPool:
                     entry.tier, entry.read_s = RAM, 0.0
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
-        """Say whether a tier below has entries; if not, they stay for waiting commits."""
+        """Record whether a tier below has entries; if not, they stay for waiting commits."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in entries:
@@ -187,7 +189,7 @@ class BlockPool:
                     self._remove(record_key)
 
     def is_spare(self, key: bytes) -> bool:
-        """Say whether a record is in RAM alone, and no commit waits with it."""
+        """Say whether a record is only in RAM, and no commit waits with it."""
         entry = self._entries.get(key)
         return entry is not None and not entry.is_stored and not entry.pins
 
@@ -199,14 +201,15 @@ class BlockPool:
                 self.remove(key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
-        """Drop a chain's last blocks that are on disk and not in use; return the bytes."""
+        """Remove a chain's last blocks that are on disk and not in use; return their bytes."""
         with self.lock:
             before = self.n_bytes
             for key in reversed(list(chain)):
                 block, at_end = self._entries.get(key), self._checkpoints.get(key, {})
                 entries = [entry for entry in (block, *map(self._entries.get, at_end)) if entry]
                 if block is not None and isinstance(block.block, Block):
-                    for beginning in beginnings(block.block, self):  # of a prompt in the block
+                    # For a prompt ending in the block
+                    for beginning in beginnings(block.block, self):
                         if self.is_spare(beginning.key):
                             self.remove(beginning.key)
                 busy = any(entry.pins or entry.prefetched for entry in entries)
@@ -216,13 +219,13 @@ class BlockPool:
             return before - self.n_bytes
 
     def resize(self, max_bytes: int) -> int:
-        """Change the budget and evict what is over it; return the bytes that went. Any thread."""
+        """Change the budget and evict the excess; return the evicted bytes. Any thread."""
         with self.lock:
             self.max_bytes = max_bytes
             return self._evict()
 
     def release(self, n_bytes: int) -> int:
-        """Evict at least `n_bytes`, or all that nobody waits for; return the bytes. Any thread."""
+        """Evict `n_bytes`, or all that nothing waits for; return the evicted bytes. Any thread."""
         with self.lock:
             return self._evict(self.n_bytes - n_bytes, last_resorts=False)
 
@@ -266,7 +269,7 @@ class BlockPool:
                 del self._children[block.parent]
                 self._requeue(block.parent)
 
-    # The order in which entries go.
+    # The order of eviction.
 
     def _use(self, entry: KVBlock) -> None:
         self._n_uses += 1
@@ -275,15 +278,15 @@ class BlockPool:
     def _place_of(self, entry: KVBlock) -> tuple[bool, int, bytes] | None:
         """Return an entry's place in the order of eviction; None if it must stay.
 
-        Leaves go first, the least recently used before the rest. Last resorts follow: checkpoints,
-        then the blocks farthest from their root.
+        Leaves are evicted first, the least recently used first. Last resorts
+        follow: checkpoints, then the blocks farthest from their root.
         """
         key = entry.block.key
-        # Without its parent a block is of no use, so parents stay as long as they have any. Nothing
-        # needs a checkpoint, and its key has no children.
+        # A block is useless without its parent, so a block stays as long as it has children. A
+        # checkpoint has no children.
         if not entry.pins and not entry.prefetched and key not in self._children:
             return False, entry.used, key
-        # Turns that wait may need whole conversations. A record on disk can be read again.
+        # Waiting turns may need whole conversations. A record on disk can be read again.
         if not entry.is_stored or entry.prefetched:
             return None
         return True, -entry.block.start if isinstance(entry.block, Block) else _FIRST, key
@@ -320,7 +323,7 @@ class BlockPool:
                 break
             is_gone = not self._entries[key].is_stored
             self._evict_one(key)
-            # Checkpoints of a block that is nowhere else would be of no use.
+            # The checkpoints of a block that no tier has any more would be useless.
             for checkpoint in list(self._checkpoints.get(key, ())) if is_gone else ():
                 if not self._entries[checkpoint].pins and not self._entries[checkpoint].prefetched:
                     self._evict_one(checkpoint)

@@ -1,6 +1,7 @@
-"""Put what was written to disk into a shared store, by a thread of its own.
+"""Put records from the disk into a shared store, on a separate thread.
 
-Waiting objects are on disk, not in RAM. One that cannot be put is skipped after some attempts.
+Waiting objects are on disk, not in RAM. An object that cannot be put is skipped after some
+attempts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 4096
 PROBE_S = 10.0
 PRUNE_S = 600.0
-"""How often a server that puts something looks for a surplus."""
+"""How often a server that puts objects checks whether the size limit is exceeded."""
 MOST_ATTEMPTS = 3
 """Attempts for one object, and failures in a row, while the store answers."""
 CLOSING_S = 2.0
@@ -51,8 +52,8 @@ class _Turn:
 class Putting:
     """Puts blocks, checkpoints and conversations.
 
-    `disk` has the records, and `replies_of` returns what is remembered of replies among messages.
-    The oldest objects are removed if all servers have put more than `max_bytes`.
+    `disk` has the records, and `replies_of` returns the remembered replies among messages. The
+    oldest objects are removed if all servers have put more than `max_bytes`.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class Putting:
         self._thread.start()
 
     def write(self, commit: Commit) -> bool:
-        """Have a written commit put here; return False if too much waits already.
+        """Queue a written commit; return False if too much waits already.
 
-        Blocks that are not full are left out unless the turn has ended: no prompt finds them.
+        Blocks that are not full are left out unless the turn has ended, because no prompt finds
+        them.
         """
         blocks = [block for block in commit.blocks if commit.leaf or block.n_tokens == BLOCK_TOKENS]
         records: list[Record] = [*blocks, *commit.checkpoints]
@@ -121,11 +123,11 @@ class Putting:
 
     @property
     def has_done_all(self) -> bool:
-        """Whether nothing waits, or nothing can be put now."""
+        """Whether no object waits, or no object can be put now."""
         return not self._is_busy and (not self.waiting or bool(self._store.failed_with))
 
     def _work(self) -> None:
-        """Try a store that failed; put what waits as long as the store answers."""
+        """Try a store that failed, and put the waiting objects as long as the store answers."""
         store, self._since_s = self._store, time.monotonic()
         if store.reads.failed_with and not store.answers():
             return
@@ -190,7 +192,7 @@ class Putting:
         try:
             old = surplus(self._store.objects.list(), None, self._max_bytes)
             self._store.objects.delete([item.name for item in old])
-        except Exception as error:  # listing may be forbidden where putting is not
+        except Exception as error:  # listing may be forbidden although putting is allowed
             if self._store.answers():
                 self._store.failures.add("the shared store's size cannot be kept: %s", error)
             return

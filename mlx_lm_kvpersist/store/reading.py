@@ -1,6 +1,6 @@
-"""Reading on other threads, which nobody awaits at the end of the process.
+"""Reading on other threads, which the process does not wait for when it ends.
 
-Blocks are read from tiers into the pool, and runs of ids for drafts.
+They read blocks from tiers into the pool, and runs of ids for drafts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _N_THREADS = 3
 MOST_TOKENS = 1 << 19
 """Most tokens whose ids are read for drafts: 8 MiB, in 0.1 s."""
 N_LAST = 6
-"""Ids of a run. After four equal ids the next ids often differ; twelve are found too late."""
+"""Ids of a run: after four equal ids the next often differ, and twelve would come too late."""
 _FACTOR = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
@@ -47,7 +47,7 @@ class Prefetch:
         self._entries: list[KVBlock] = []
 
     def stop(self) -> None:
-        """Read no further than the file that is being read; entries in RAM stay."""
+        """Stop after the file that is being read; entries in RAM stay."""
         self.stopped = True
 
     def release(self) -> None:
@@ -70,7 +70,7 @@ class Prefetch:
 class Reader:
     """Reads from tiers, in their order, into a pool. Any thread.
 
-    `lose_from` is called with the tiers that lack a record or, for a reason, hold a bad one.
+    `lose_from` is called with the tiers that lack a record or hold a bad record, and the reason.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Reader:
         self._prefetches: set[Prefetch] = set()
 
     def load(self, block: Record, root: Root) -> KVBlock | None:
-        """Return a block with evaluated arrays; None when it is gone or must not be trusted."""
+        """Return a block with evaluated arrays; None if it no longer exists or failed a check."""
         entry = self.pool.get(block.key)
         if entry is None and (entry := self.read(block, root)) is not None:
             entry = self.pool.put(entry)
         return entry
 
     def load_all(self, wanted: Sequence[Record], root: Root) -> Iterator[KVBlock | None]:
-        """Yield what `load` returns for each, in order. Several are read at once."""
+        """Yield what `load` returns for each record, in order. Several records are read at once."""
         if sum(self.pool.get(block.key) is None for block in wanted) < 2:
             for block in wanted:
                 yield self.load(block, root)
@@ -134,7 +134,7 @@ class Reader:
             prefetch.release()
 
     def close(self, timeout_s: float) -> bool:
-        """Stop reading; False when what is being read takes longer than `timeout_s`."""
+        """Stop reading; return False if the current read takes longer than `timeout_s`."""
         self.release_prefetched()
         return self._prefetcher.close(timeout_s) and self._workers.close(timeout_s)
 
@@ -172,7 +172,7 @@ class Reader:
             except BlockCorrupt as error:
                 self._lose_from([tier], block, str(error))
             except (OSError, MemoryError, StoreFormatError) as error:
-                # It says nothing of the file: the next read tries again, or a newer version.
+                # The file may be good: the next read, or a newer version, may succeed.
                 self._failures.add("%s cannot be read now: %s", block, error or "no memory")
             else:
                 entry = KVBlock.of(block, arrays)
@@ -227,7 +227,7 @@ class StoredRuns:
         self._reads = Thread()
 
     def read(self, root: Root) -> bool:
-        """Have a tree read if it has changed; False if another is being read. Generation thread."""
+        """Start to read a changed tree; return False while another is read. Generation thread."""
         if self._reads.is_alive():
             return False
         self._reads = Thread(target=self._read, args=(root,), name="stored runs", daemon=True)
@@ -235,12 +235,12 @@ class StoredRuns:
         return True
 
     def after(self, root: Root, run: Sequence[int], n: int) -> list[int]:
-        """Return up to `n` ids that followed the end of a run; none where that is unknown."""
+        """Return up to `n` ids that followed the end of a run; none if the run is unknown."""
         read = self._known
         return [] if read is None or read[1] != root else read[2].after(run, n)
 
     def clear(self) -> None:
-        """Know nothing until it is read again. Any thread."""
+        """Forget all runs until a tree is read again. Any thread."""
         self._n_cleared += 1
         self._known = None
 

@@ -1,7 +1,7 @@
 """Rebuild a store's index from the metadata of its files.
 
-The new rows take effect at once: an interrupted rebuild leaves the old index or none, never half of
-one, which a sweep would take at its word.
+The new rows take effect at once: an interrupted rebuild leaves the old index or none, never an
+incomplete index, by which a sweep would remove good files.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ Progress = Callable[[int, int], None]
 
 
 def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None) -> int:
-    """Make the index of a store anew and put it in place; return the number of blocks.
+    """Rebuild the index of a store and put it in place; return the number of blocks.
 
     The rows of an index that can still be read are replaced by one transaction, because a server
     may have it open: SQLite forbids to move a file that is in use. Any other index goes to
     quarantine, and some small state is lost with it. The caller holds the store's lock.
 
-    What is damaged is left out. Raises OSError when a file cannot be read now, because what is left
-    out is swept, and StoreFormatError when index or blocks were written by another version.
+    Damaged files are left out. Raises OSError when a file cannot be read now, because files without
+    rows are later removed, and StoreFormatError when index or blocks were written by another
+    version.
     """
     path = files.folder / "index.sqlite"
     if not is_empty(path):
@@ -45,7 +46,7 @@ def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None
             with closing(Index(path, files)) as index:
                 return _refill(index, progress)
         except sqlite3.Error as error:
-            # A disk that is full or a lock that is held says nothing about the index.
+            # A full disk or a held lock does not mean that the index is damaged.
             if not is_damage(error):
                 raise
             logger.warning(
@@ -99,7 +100,7 @@ def _refill(index: Index, progress: Progress) -> int:
 
 
 def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = None) -> None:
-    """Add all that its files say to an empty index, in one transaction.
+    """Add the records of all files to an empty index, in one transaction.
 
     A record was last used at its time in `used`, or when its file was written, if that is later.
     """

@@ -32,7 +32,7 @@ class StoreLimits:
     min_free_bytes: int = 0
     max_loss_s: float = 0.0
     model_share: float = 0.75
-    """Most of the disk that one model may fill while another model has blocks there."""
+    """The part of the disk that one model may fill while another model has blocks on it."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class KVBlock:
 
     @property
     def is_held(self) -> bool:
-        """Whether it must stay: a prompt waits for it, or a commit has no other copy."""
+        """Whether it must stay: a prompt waits for it, or it is a commit's only copy."""
         return self.prefetched > 0 or (self.pins > 0 and not self.is_stored)
 
     @classmethod
@@ -75,9 +75,9 @@ class KVBlock:
 class Leaf:
     """The end of one conversation: `n_tokens` tokens, the last of them in block `key`.
 
-    `name` is the client's, if any. `replaced` has the keys of blocks whose tokens are now in longer
-    blocks, each with the longer block's key: sessions that ended in replaced blocks move. `note` is
-    for people. The prompt was rendered from `messages`.
+    `name` is the client's name for it, if any. `replaced` has the keys of blocks whose tokens are
+    now in longer blocks, each with the longer block's key: sessions that ended in replaced blocks
+    move. `note` is shown to people. The prompt was rendered from `messages`.
     """
 
     name: str | None
@@ -87,16 +87,16 @@ class Leaf:
     note: Mapping[str, str] = field(default_factory=dict)
     messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     is_session: bool = True
-    """False for a draft model's: the conversation is the session of the model's own leaf."""
+    """False for the leaf of a draft model: the leaf of the main model is the session."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A change of the store that is made whole or not at all: a turn, a prompt's chunk, replies.
+    """A change of the store, made completely or not at all: a turn, a prompt's chunk, replies.
 
     `blocks` are the new blocks, in order. Until it is on disk, a record waits in the pool, pinned.
-    A leaf is the end of the last block; without one, the turn has not ended. `checkpoints` belong
-    to these blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards.
+    A leaf is the end of the last block; without a leaf, the turn has not ended. `checkpoints`
+    belong to these blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards.
     `replies` has, by digest, the packed ids of replies that do not decode to the text that the
     client saw. The prompt of these replies was rendered from `messages`.
     """
@@ -115,7 +115,7 @@ class Commit:
 
     @property
     def parent(self) -> bytes:
-        """The key that the first block continues. If it is on disk, so are the blocks before it."""
+        """The key that the first block continues. If it is on disk, so are all blocks before it."""
         return self.blocks[0].parent if self.blocks else self.root.key
 
     def keys(self) -> set[bytes]:
@@ -197,7 +197,7 @@ class Tier(Protocol):
         """The tier's name in headers, metrics and rates."""
 
     def __contains__(self, key: bytes) -> bool:
-        """Say whether a block or a checkpoint is known to be there."""
+        """Say whether the tier is known to have a block or a checkpoint."""
 
     def stats(self) -> dict[str, Any]:
         """Return what statistics and metrics show of the tier.
@@ -219,7 +219,7 @@ class LowerTier(Tier, Protocol):
         """
 
     def remove(self, key: bytes, reason: str | None = None) -> None:
-        """Hide a record that is missing or, for a reason, must not be used; remove it soon."""
+        """Hide a record that is missing, or that must not be used for a reason; remove it soon."""
 
 
 class ReadTier(LowerTier, BlockSource, Protocol):
@@ -234,13 +234,13 @@ class ReadTier(LowerTier, BlockSource, Protocol):
     def load(self, block: Record, root: Root) -> Mapping[str, Any]:
         """Return the evaluated arrays of a block or checkpoint. Any thread.
 
-        Raises FileNotFoundError if there are none, BlockCorrupt if they failed a check, and
-        StoreFormatError, OSError or MemoryError if they cannot be read now.
+        Raises FileNotFoundError if the tier does not have them, BlockCorrupt if they failed a
+        check, and StoreFormatError, OSError or MemoryError if they cannot be read now.
         """
 
 
-# Rows of the index. A damaged index may hold anything: rows that are not what their table promises
-# are left out.
+# Rows of the index. A damaged index may hold anything: rows with values of a wrong type are left
+# out.
 
 
 def read_sessions(rows: Iterable[Any]) -> list[Session]:
@@ -258,7 +258,7 @@ def read_root(key: Any, root_json: Any) -> Root | None:
         return None
 
 
-# A session that has a name or a pin has a small file, too: a rebuilt index knows neither.
+# A session with a name or a pin also has a small file, because block files do not have these.
 
 
 def sidecar_path(folder: Path, session_id: str) -> Path:

@@ -1,4 +1,4 @@
-"""A session in one file, to be moved from store to store: its name, its blocks and checkpoints.
+"""A session in one file, to move it between stores: its name, its blocks and checkpoints.
 
 The file begins with a line of JSON:
 
@@ -9,7 +9,7 @@ The file begins with a line of JSON:
     checksum            XXH3-128 of this line with an empty checksum
 
 Then come the files of all blocks, in order, and the files of all checkpoints, as in a store that is
-not encrypted. Both ways, one of them at a time is in memory.
+not encrypted. Export and import hold one file at a time in memory.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SessionFile:
             newer = isinstance(error, StoreFormatError)
             if newer or not isinstance(error, (StoreError, *MALFORMED)):
                 raise
-            raise StoreError(f"{path} is no whole exported session: {error}") from error
+            raise StoreError(f"{path} is not a complete exported session: {error}") from error
 
     def close(self) -> None:
         self._file.close()
@@ -115,7 +115,7 @@ class SessionFile:
             name.encode()
         self.name: str | None = name
         if session["n_tokens"] != self.blocks[-1].stop:
-            raise ValueError("the session does not end where its last block does")
+            raise ValueError("the session does not end at the end of its last block")
 
     def _read_items(self, n_blocks: int, progress: Progress) -> None:
         blocks: list[Block] = []
@@ -140,14 +140,14 @@ class SessionFile:
             else:
                 is_known = item.key in checkpoints or root != self.root
                 if is_known or all(block.key != item.block for block in blocks):
-                    raise ValueError(f"checkpoint {name} is at none of its blocks")
+                    raise ValueError(f"checkpoint {name} belongs to none of its blocks")
                 checkpoints[item.key] = item
             progress(number + 1, len(self.files))
         self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
 
     @property
     def items(self) -> tuple[Record, ...]:
-        """Its records, in the order of `own_file`."""
+        """The records, in the order of `own_file`."""
         return (*self.blocks, *self.checkpoints)
 
     def own_file(self, number: int) -> bytes:
@@ -187,8 +187,8 @@ def export_parts(
 ) -> tuple[int, Iterator[bytes]]:
     """Return the size of an exported session in bytes, and its parts.
 
-    All is checked before. Checkpoints that are evicted are left out. Raises StoreError when a
-    block is missing or anything is damaged; so do the parts.
+    All files are checked first. Evicted checkpoints are left out. Raises StoreError when a block is
+    missing or a file is damaged; reading the parts raises it, too.
     """
     exported: dict[Path, Listed] = {}
     files = index.files
@@ -217,10 +217,10 @@ def export_parts(
             try:
                 content = files.read(path)
             except FileNotFoundError as error:
-                why = f"{path.name} was removed meanwhile"
+                why = f"{path.name} was removed at the same time"
                 raise StoreError(f"session {session.id} cannot be exported: {why}") from error
             if Listed.of(content) != listed:
-                raise StoreError(f"{path.name} was replaced meanwhile; try again")
+                raise StoreError(f"{path.name} was replaced during the export; try again")
             yield content
             progress(len(exported) + number + 1, 2 * len(exported))
 
@@ -237,10 +237,11 @@ def _what(item: Record, session: Session) -> str:
 
 
 def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
-    """Write a checked session to a store, within its budget, whole or not at all.
+    """Write a checked session to a store, within its budget, completely or not at all.
 
-    A session of the same name that it begins stays; one that ends on the way to it moves. Return
-    the session, its new records, and whether it was added or moved. Raises StoreError.
+    If a session of the same name continues it, that session stays. A session of the same name that
+    ends inside it moves. Return the session, its new records, and whether it was added or moved.
+    Raises StoreError.
     """
     leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
     n_added_bytes, files = disk.files.encryption.n_added_bytes, dict[bytes, NewFile]()
@@ -261,14 +262,14 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
     (saved,) = Saving(disk, lambda root, record: files[record.key]).save([commit])
     if isinstance(saved, Exception):
         raise saved
-    assert saved is not None  # all that is missing comes with the commit
+    assert saved is not None  # the commit contains all missing records
     if (session := _session_through(disk.index, source.root, leaf)) is None:
-        raise StoreError("the session was removed as soon as it was there; import it again")
+        raise StoreError("the session was removed right after its import; import it again")
     return session, saved.written, saved.commit.leaf is not None
 
 
 def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
-    """Return a session of the leaf's name that ends in it or beyond it."""
+    """Return a session of the leaf's name that ends at the leaf or after it."""
     for session in index.sessions():
         if (session.root, session.name) == (root.key, leaf.name) and any(
             node.key == leaf.key for node, _ in index.chain(session.leaf)

@@ -1,9 +1,9 @@
 """The shared tier: blocks in a bucket or folder that several servers use.
 
-Blocks never change, so servers need not agree: each puts missing blocks (`putting`), fetches
-the blocks that a prompt needs, and checks them (`shared_objects`). The prompt's HTTP thread waits
-while fetching is quicker than computing, before the request is queued; a lookup never asks the
-store.
+Blocks never change, so servers need no coordination: each server puts missing blocks (`putting`),
+fetches the blocks that a prompt needs, and checks them (`shared_objects`). The prompt's HTTP thread
+waits while fetching is quicker than computing, before the request is queued; a lookup never asks
+the store.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from .shared_objects import OPENING_TOKENS, Conversation, SharedObjects, opening
 from .threads import Threads
 
 N_AHEAD = 6
-"""Objects asked for at once, at most. It is one at first: on a slow line, none comes sooner."""
+"""The most objects fetched at once. The first is fetched alone, to arrive sooner."""
 MOST_LOSS = 0.06
-"""The share of its computing time that a prompt may wait in vain, and its bounds."""
+"""The share of its computing time that a prompt may wait without result, and its bounds."""
 LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
 SLOW_S, MOST_SLOW_S = 30.0, 1800.0
-"""How long a slow store is not asked, at first and at most."""
+"""How long a slow store is skipped, at first and at most."""
 _SLOW = "the shared store is slower than computing"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The blocks that begin as a prompt does, and the `missing` records with approximate bytes.
+    """The blocks that match a prompt's beginning, and the `missing` records with approximate bytes,
+    in the order of use.
 
-    These are in the order of use. With them a prompt continues after `n_tokens`.
+    With them a prompt continues after `n_tokens`.
     """
 
     path: Sequence[Block] = ()
@@ -49,9 +50,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A prompt whose blocks `chain` are here, and what is asked of the shared store.
+    """A prompt whose blocks in `chain` are on this server, and the functions to fetch the rest.
 
-    `plan` says what is needed of a conversation. `compute_s` returns the seconds to compute
+    `plan` returns the needed records of a conversation. `compute_s` returns the seconds to compute
     tokens after cached ones. `learn` takes replies and returns the prompt with the ids that the
     model produced. An object has at most `max_bytes`. The model needs checkpoints unless
     `any_prefix`.
@@ -69,17 +70,17 @@ class Wanted:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that are here."""
+        """Tokens that this server has."""
         return self.chain[-1].stop if self.chain else 0
 
     @property
     def loss_s(self) -> float:
-        """Seconds that it may wait in vain."""
+        """Seconds that it may wait without result."""
         left_s = self.compute_s(self.n_tokens, len(self.ids) - self.n_tokens)
         return min(MOST_LOSS_S, max(LEAST_LOSS_S, MOST_LOSS * left_s))
 
     def keys(self) -> list[bytes]:
-        """Return the keys of the full blocks that the prompt's own ids make after `chain`."""
+        """Return the keys of the full blocks that follow `chain` by the prompt's own ids."""
         if not self.any_prefix:
             return []
         parent = self.chain[-1].key if self.chain else self.root.key
@@ -91,7 +92,7 @@ class Wanted:
 
 
 class Fetching:
-    """Brings a prompt's blocks, at most `max_bytes`, from a shared store to `land` in RAM."""
+    """Fetches a prompt's blocks, at most `max_bytes`; `land` puts them into RAM."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Fetching:
                 future.cancel()
 
     def _beyond(self) -> list[bytes]:
-        """Return the keys of blocks that the prompt's own ids make beyond the conversation."""
+        """Return the keys of the blocks that follow the conversation by the prompt's own ids."""
         wanted = self._wanted
         own = [*(block.key for block in wanted.chain), *wanted.keys()]
         path = [block.key for block in self._full_path]
@@ -163,9 +164,10 @@ class Fetching:
                 self._coming[key] = self._threads.submit(get)
 
     def _left_s(self) -> float:
-        """Return how long to wait: what has come was worth, and what may be lost. Raises TooLate.
+        """Return how long to wait: the time saved by received records, plus a loss. Raises TooLate.
 
-        For a model that needs checkpoints, what has come is worth its share of all that is missing.
+        For a model that needs checkpoints, received records save their share of all missing
+        records.
         """
         wanted, n_tokens = self._wanted, self._n_tokens
         if not wanted.any_prefix and self._plan.missing:
@@ -178,7 +180,7 @@ class Fetching:
         return left_s
 
     def _land(self, beyond: Sequence[bytes]) -> None:
-        """Put the received blocks into RAM that continue the chain of the blocks in RAM."""
+        """Put those received blocks into RAM that continue the chain there."""
         missing, got = {record.key for record, _ in self._plan.missing}, self._got
         is_here = takewhile(
             lambda block: block.key in got or block.key not in missing, self._plan.path
@@ -206,7 +208,7 @@ def _block_of(record: Record) -> bytes:
 class SharedTier:
     """Blocks in a store that several servers use. Any thread may ask.
 
-    `land` takes what was fetched, at most half of what `pool` may have.
+    `land` takes fetched blocks, at most half of the bytes that `pool` may have.
     """
 
     name = SHARED
@@ -225,10 +227,10 @@ class SharedTier:
         self.putting = Putting(objects, disk, replies_of, max_bytes)
         self._threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
-        """How long a slow store is not asked, until when, and the most loss that does not ask."""
+        """How long a slow store is skipped, until when, and up to which loss."""
 
     def stats(self) -> dict[str, Any]:
-        """Return what was put and fetched, and why nothing is now, if so."""
+        """Return counts of objects put and fetched, and why the store is not used now, if so."""
         return {
             "blocks": len(self.objects.seen_s),
             "evicted": 0,
@@ -239,11 +241,11 @@ class SharedTier:
         }
 
     def __contains__(self, key: bytes) -> bool:
-        """Say whether an object was known to be there lately; the store is not asked."""
+        """Say whether the store recently had an object; the store is not asked."""
         return self.objects.is_seen(key)
 
     def remove(self, key: bytes, reason: str | None = None) -> None:
-        """Have a bad block replaced when this server computes it again."""
+        """Let a bad block be replaced when this server computes it again."""
         self.objects.forget(key, is_bad=reason is not None)
 
     def fetch(self, wanted: Wanted) -> str:
@@ -273,7 +275,7 @@ class SharedTier:
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> list[Saved | Exception | None]:
-        """Have stored commits put; None for a commit if too much waits."""
+        """Queue stored commits to be put; None for a commit if too much waits."""
         return [Saved(commit) if self.putting.write(commit) else None for commit in commits]
 
     def close(self, timeout_s: float) -> None:

@@ -1,4 +1,5 @@
-"""A shared store's objects by key: encrypted, named, checked, counted; left alone if it fails.
+"""A shared store's objects by key: encrypted, named, checked and counted. A failing store is
+skipped for a time.
 
 A damaged object is a miss, and replaced when this server has its content. Any thread.
 
@@ -34,7 +35,7 @@ RENEW_S = 3 * 86400.0
 """An object in use is written again after three days. So pruning removes only unused objects."""
 _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
-"""Most keys in a table; then it begins again."""
+"""The most keys in a table; a full table is cleared."""
 MAX_BYTES = 64 << 20
 """The most bytes of the object of a conversation, packed or not."""
 OPENING_TOKENS = 64
@@ -52,7 +53,7 @@ class Conversation:
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
 
     def packed(self) -> bytes:
-        """Return it as JSON, compressed; of many replies, the newest."""
+        """Return it as compressed JSON; if there are too many replies, only the newest."""
         place = {block.key: n for n, block in enumerate(self.chain)}
         replies = list(self.replies.items())[-_MAX_REPLIES:]
         content = {
@@ -67,7 +68,7 @@ class Conversation:
 
     @classmethod
     def unpacked(cls, packed: bytes, root: Root) -> Conversation:
-        """Read `packed`; an empty one of another format. Raises one of DAMAGED."""
+        """Read `packed`; the result is empty if the format differs. Raises one of DAMAGED."""
         content = json.loads(zlib.decompressobj().decompress(packed, MAX_BYTES))
         if content["format"] != _FORMAT:
             return cls()
@@ -76,7 +77,7 @@ class Conversation:
         for ids, text, pending in content["blocks"]:
             packed_ids = bytes.fromhex(ids)
             key = block_key(parent, packed_ids)
-            text.encode()  # else SQLite does not take it
+            text.encode()  # otherwise SQLite refuses it
             chain.append(Block(key, parent, start, packed_ids, text, bytes.fromhex(pending)))
             parent, start = key, chain[-1].stop
         at = [(chain[place].key, kind, n) for place, kind, n in content["checkpoints"]]
@@ -103,7 +104,7 @@ def layout_key(root: Root, opening: bytes) -> bytes:
 
 @dataclass
 class Breaker:
-    """Whether a store may be asked, and why not."""
+    """Whether a store may be asked and, if not, why."""
 
     what: str
     failures: Failures
@@ -137,14 +138,14 @@ class SharedObjects:
         self.reads = Breaker("read", self.failures)
         self.writes = Breaker("written", self.failures)
         self.seen_s: dict[bytes, float] = {}
-        """When objects were last known to be there, by the wall clock: other servers remove old
+        """When objects were last known to exist, by the wall clock: other servers remove old
         objects while this machine sleeps."""
         self._bad: set[bytes] = set()
         if self.objects.is_hanging:
             self.reads.failed("it does not answer")
 
     def answers(self) -> bool:
-        """Ask for a missing object; return whether the store answers."""
+        """Request an object that does not exist; return whether the store answers."""
         self.objects.try_again()
         try:
             self._age_s(bytes(KEY_BYTES))
@@ -163,7 +164,7 @@ class SharedObjects:
         return self.reads.failed_with or self.writes.failed_with
 
     def path(self, key: bytes) -> str:
-        """Return the name of an object. All but its hash is the same in every store."""
+        """Return the name of an object. Everything except its hash is the same in every store."""
         name = self._encryption.object_name(key)
         return f"{OBJECTS}/{name[:2]}/{name}"
 
@@ -225,7 +226,7 @@ class SharedObjects:
         self.forget(key, is_bad=True)
 
     def forget(self, key: bytes, *, is_bad: bool) -> None:
-        """Take an object for missing. If it `is_bad`, it is replaced."""
+        """Treat an object as missing. If it `is_bad`, it will be replaced."""
         self.seen_s.pop(key, None)
         if is_bad:
             if len(self._bad) >= _MAX_KEYS:
@@ -240,12 +241,12 @@ class SharedObjects:
         self.seen_s[key] = time.time()
 
     def is_seen(self, key: bytes) -> bool:
-        """Say whether an object was known to be there lately."""
+        """Say whether an object was recently known to exist."""
         seen_s = self.seen_s.get(key, -math.inf)
         return 0 <= time.time() - seen_s < ASK_AGAIN_S
 
     def lacks(self, key: bytes) -> bool:
-        """Ask whether an object should be put: it is missing, damaged or was put long ago."""
+        """Return whether an object should be put: it is missing, is damaged or was put long ago."""
         if self.is_seen(key):
             return False
         age_s = None if key in self._bad else self._age_s(key)

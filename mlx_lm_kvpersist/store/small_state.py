@@ -1,7 +1,7 @@
 """The index's small state: persisted values, notes, replies, last requests, bytes written.
 
-A rebuilt index keeps it all if the old index can be read, the readable persisted values if that is
-damaged, and nothing if it is gone.
+A rebuilt index keeps all of this if the old index can be read. It keeps the readable persisted
+values of a damaged index, and nothing of a missing index.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SmallState(Rows):
         return None
 
     def _put(self, key: str, content: Any) -> None:
-        """Persist a JSON value, in place of any before."""
+        """Persist a JSON value in place of the previous value."""
         with self.database.transaction() as db:
             row = key, _checked(key, json.dumps(content))
             db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
@@ -100,7 +100,7 @@ class SmallState(Rows):
             db.execute("DELETE FROM state WHERE key = ?", (f"{_NOTE}{session_id}",))
 
     def forget_lost_notes(self) -> None:
-        """Remove the notes of sessions that are gone."""
+        """Remove the notes of sessions that no longer exist."""
         with self.database.transaction() as db:
             db.execute(
                 "DELETE FROM state WHERE key GLOB ?1 || '*' "
@@ -130,7 +130,7 @@ class SmallState(Rows):
         return sum(n_bytes for (n_bytes,) in self.ask(total, now - _HOUR, now + 1))
 
     def count_write(self, n_bytes: int) -> None:
-        """Count what is written now. The caller holds the store's lock."""
+        """Count bytes that are written now. The caller holds the store's lock."""
         if not n_bytes:
             return
         now = _minute()
@@ -173,7 +173,7 @@ class SmallState(Rows):
             )
 
     def forget_requests(self, sessions: Collection[str | None] | None = None) -> None:
-        """Remove records by the names of sessions, None for all, and quotations in the others."""
+        """Remove sessions' records by name (None: all), and quotations of them in other records."""
         with self.database.transaction() as db:
             for number, record_json in db.execute("SELECT number, about FROM requests").fetchall():
                 try:

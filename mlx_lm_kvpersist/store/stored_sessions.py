@@ -25,10 +25,10 @@ Answer = TypeVar("Answer")
 
 
 class StoredSessions:
-    """Sessions for the operator's programs and for agents: shown, and changed.
+    """Shows and changes sessions, for the operator's programs and for agents.
 
-    All sessions of one name in one namespace are branches of an agent, taken as one. Every method
-    may raise RequestRefused.
+    All sessions of one name in one namespace are the branches of one agent. Every method may raise
+    RequestRefused.
     """
 
     def __init__(self, store: BlockStore) -> None:
@@ -41,9 +41,9 @@ class StoredSessions:
     ) -> dict[str, Any]:
         """Return the sessions after the first `skip` that contain `find`, of `total`.
 
-        Those used last come first, or the largest ones `by_size`. A session counts its whole chain;
-        bytes are those on disk. `used` and `created` are seconds since the epoch. Only `with_text`
-        are conversations quoted and searched.
+        The most recently used sessions come first, or the largest sessions if `by_size`. A session
+        counts its whole chain; bytes are those on disk. `used` and `created` are seconds since the
+        epoch. Conversations are quoted and searched only if `with_text`.
         """
         pool = self._store.pool
         with _readable(), self._store.index.asked_once() as index:
@@ -97,7 +97,7 @@ class StoredSessions:
         return sums
 
     def _sorted_by_size(self, index: Index) -> list[Session]:
-        """Return all sessions, the largest first. Their sizes are summed up after a change only."""
+        """Return all sessions, the largest first. Their sizes are computed only after a change."""
         sessions = index.sessions()
         state = sessions, index.totals()
         before, answer = self._by_size
@@ -111,7 +111,7 @@ class StoredSessions:
     def select(
         self, ids: Collection[str] = (), find: str | None = None, *, with_text: bool = False
     ) -> dict[str, Any]:
-        """Return the ids of sessions, and how many bytes of disk a delete of them all would free.
+        """Return the ids of sessions, and how many bytes deleting them all would free on disk.
 
         `find` selects all sessions that contain it; without it, `ids` names the sessions. An id of
         a deleted session is left out.
@@ -127,7 +127,7 @@ class StoredSessions:
         return {"ids": [session.id for session in sessions], "disk_bytes": n_bytes}
 
     def pin(self, session_id: str, pinned: bool) -> dict[str, Any]:
-        """Pin or unpin a session: a pinned one is never evicted from disk."""
+        """Pin or unpin a session: a pinned session is never evicted from disk."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             session = disk.set_pinned(_session(disk, session_id), pinned)
@@ -136,7 +136,7 @@ class StoredSessions:
         return self.changed(change)
 
     def rename(self, session_id: str, title: str) -> dict[str, Any]:
-        """Give a session a title for people, or take it away with ""."""
+        """Give a session a title for people, or remove the title with ""."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             with disk.lock.held():
@@ -147,7 +147,7 @@ class StoredSessions:
         return self.changed(change)
 
     def export(self, session_id: str) -> tuple[int, Iterator[bytes]]:
-        """Write what waits of a session; return the exported size in bytes, and the parts."""
+        """Write a session's waiting blocks; return the exported size in bytes, and the parts."""
         disk = self._store.disk
         self._write_postponed(session_id)
         self.changed(lambda disk: None)
@@ -173,7 +173,7 @@ class StoredSessions:
         self._store.writer.write_postponed(ends={block.key for block, _ in chain})
 
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
-        """Delete a session, what only it needs, and what records of requests say of it."""
+        """Delete a session, the blocks that only it needs, and its text in records of requests."""
 
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
             with disk.lock.held():
@@ -190,7 +190,7 @@ class StoredSessions:
         return self.changed(change)
 
     def changed(self, change: Callable[[DiskStore], Answer]) -> Answer:
-        """Have the writer change the disk, at full speed; return what it returns."""
+        """Let the writer change the disk, at full speed; return the result."""
         future: Future[Answer] = Future()
         self._store.writer.submit(partial(run_into, future, partial(change, self._store.disk)))
         self._store.writer.finish(future.done, _TIMEOUT_S)
@@ -205,7 +205,7 @@ class StoredSessions:
     def describe_named(self, namespace: str, name: str) -> dict[str, Any]:
         """Return numbers of tokens, blocks and bytes; `used` is in seconds since the epoch.
 
-        Tokens and precision are those of the branch used last.
+        Tokens and precision are those of the most recently used branch.
         """
         with _readable(), self._store.index.asked_once() as index:
             branches = _branches(index, namespace, name)
@@ -232,9 +232,10 @@ class StoredSessions:
         }
 
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
-        """Pin the session of this name that was saved last, and unpin older ones of this model.
+        """Pin the session of this name that was saved last, and unpin older sessions of this name
+        and model.
 
-        Return None if none was saved since.
+        Return None if no session was saved since then.
         """
 
         def change(disk: DiskStore) -> dict[str, Any] | None:
@@ -272,7 +273,7 @@ def _freed_bytes(index: Index, sessions: Sequence[Session]) -> int:
     """Return the bytes of the blocks and checkpoints that only these sessions need."""
     outline = index.outline({session.leaf for session in sessions})
     rows = {key: (parent, n_bytes) for key, parent, n_bytes, _ in outline}
-    # A block goes if all of its children go, and if all sessions that end in it go.
+    # A block is removed if all of its children, and all sessions that end in it, are removed.
     n_kept: Counter[bytes] = Counter(index.n_children(rows))
     n_kept.update(session.leaf for session in index.sessions_at(*rows))
     n_kept.subtract(session.leaf for session in sessions)

@@ -1,4 +1,4 @@
-"""Threads that run tasks, and that nobody waits for when the process ends."""
+"""Threads that run tasks. The process does not wait for them when it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Threads:
             thread.start()
 
     def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """Have a task run; its future is cancelled if this is closed before."""
+        """Queue a task; its future is cancelled if the threads are closed before it runs."""
         future: Future[Result] = Future()
         self._tasks.put((future, task))
         if self._closed:
@@ -33,7 +33,7 @@ class Threads:
         return future
 
     def close(self, timeout_s: float) -> bool:
-        """Drop what waits and stop; False when what runs takes longer than `timeout_s`."""
+        """Drop waiting tasks and stop; return False if the running task exceeds `timeout_s`."""
         self._closed = True
         for _ in self._threads:
             self._tasks.put(None)
@@ -52,7 +52,7 @@ class Threads:
 
 
 def run_into(future: Future[Result], task: Callable[[], Result]) -> None:
-    """Run a task for a future, unless that is cancelled."""
+    """Run a task for a future, unless the future is cancelled."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(task())

@@ -26,15 +26,16 @@ class Fault(str, Enum):
     """A kind of fault of a store."""
 
     CORRUPT = "corrupt"
-    """The file of a block or a checkpoint is not what its name, metadata or checksum promise."""
+    """The file of a block or a checkpoint does not match its name, metadata or checksum."""
     UNREADABLE = "unreadable"
     """The file of a block or a checkpoint cannot be read now: it may be whole."""
     MISSING = "missing"
     """A block or checkpoint of the index has no file."""
     UNREACHABLE = "unreachable"
-    """A block's parent is not there, or ends elsewhere; a checkpoint's block is not there."""
+    """A block's parent is missing or ends at another position, or a checkpoint's block is
+    missing."""
     MISMATCH = "mismatch"
-    """The index says something else of a block or checkpoint than its file, which is whole."""
+    """The index contradicts the file of a block or checkpoint, and the file is whole."""
     ORPHAN = "orphan"
     """A file that the index does not know."""
     SESSION = "session"
@@ -79,12 +80,12 @@ def find_problems(
 
 
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
-    """Take out of use what is wrong, and what needs it: bad files go to quarantine."""
+    """Remove faulty records and the records that need them; bad files go to quarantine."""
     with disk.lock.held():
         if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
-            # First: a file that a damaged row does not name is not left behind.
+            # This comes first, so that no file stays that a damaged row does not name.
             rebuild_index(disk.files)
-        # The fault may be gone since, or be another one.
+        # The fault may have ended, or be another fault by now.
         for problem in [again for problem in problems if (again := problem.check())]:
             if problem.fault is Fault.CORRUPT:
                 disk.quarantine(bytes.fromhex(problem.subject), problem.reason)
@@ -123,7 +124,7 @@ def _check_record(index: Index, key: bytes, kind: str) -> Problem | None:
 def _record_fault(
     index: Index, record: Record, root: Root, n_bytes: int
 ) -> tuple[Fault, str] | None:
-    """Return what is wrong between a record's row and its whole file."""
+    """Return the differences between a record's row and its file, which is whole."""
     if isinstance(record, Checkpoint):
         what, parent_key = "block", record.block
         is_as_indexed = (record, n_bytes) in index.checkpoints([parent_key])

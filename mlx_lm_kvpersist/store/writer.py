@@ -1,7 +1,7 @@
 """The writer: one thread that changes the store, so that generation never waits for a disk.
 
-Checkpoints that the next turn is likely to supersede are postponed: they are written when their
-conversation has rested, when too much is postponed, and when the store is drained or closed.
+Checkpoints that the next turn will probably supersede are postponed. They are written if their
+conversation does not continue, if too much is postponed, and when the store is drained or closed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from .records import Commit
 logger = logging.getLogger(__name__)
 
 REST_FACTOR = 6.0
-"""Rest over work while replies run. On a GPU they lose 2.5% of their time to the writer."""
+"""Pause per work while replies run. On a GPU, the writer takes 2.5% of the replies' time."""
 MAX_AGE_S = 5.0
-"""While a commit that is this old waits or is being written, the writer does not rest."""
+"""While a commit that is this old waits or is being written, the writer does not pause."""
 POSTPONE_S = 30.0
 MOST_TASKS = 10_000
 ABANDON_S = 300.0
-"""A prompt without a reply for so long was given up: what is postponed there is written."""
+"""A prompt without a reply for this long was given up: its checkpoints are written."""
 MOST_TOGETHER_BYTES = 64 << 20
-"""Turns that wait are saved together, up to this size."""
+"""Waiting turns are saved together, up to this size."""
 GATHER_S = 0.25
 """How long turns and notes wait for more of them: they share a lock and a transaction."""
 
 
 @dataclass(eq=False)
 class Task:
-    """Something to do: `run`, or save a `commit`, whose records are pinned until `let_go`.
+    """A task: call `run`, or save a `commit`, whose records are pinned until `let_go` is called.
 
-    `sizes` has the bytes of the records that are in RAM alone, by key.
+    `sizes` has the bytes of the records that are only in RAM, by key.
     """
 
     run: Callable[[], object] = lambda: None
@@ -46,9 +46,9 @@ class Task:
     sizes: Mapping[bytes, int] = field(default_factory=dict)
     since_s: float = field(default_factory=lambda: time.monotonic())
     due_s: float = math.inf
-    """When it is written if it is postponed, by the writer's clock."""
+    """When the task is written if it is postponed, by the writer's clock."""
     is_urgent: bool = False
-    """Whether it saves a turn that has ended: a client may wait for it."""
+    """Whether the task saves a turn that has ended: a client may wait for it."""
     is_note: bool = False
     """Whether `run` changes rows of the index only."""
 
@@ -63,15 +63,17 @@ def _bytes_of(tasks: Iterable[Task]) -> int:
 
 
 class Writer:
-    """Runs tasks on one long-lived thread, in order, but what saves a turn that has ended first.
+    """Runs tasks on one long-lived thread, in order, except that tasks that save ended turns come
+    first.
 
     `save` is called with turns, or with notes, that wait at the same time. They wait for `GATHER_S`
     for more of them, unless somebody waits for the writer or half of `max_bytes` waits.
 
-    At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest commit that a
-    later one contains is left out, and if there is none, the oldest: no request waits. The newest
-    may be as much again, with the one that is being written; one alone, or behind a bigger one,
-    may always wait. Half of `max_bytes` may be postponed besides.
+    At most `max_bytes` of blocks and checkpoints wait. If more come, the oldest commit that a later
+    commit contains is left out or, if there is none, the oldest commit, so that no request waits.
+    The newest commit, with the commit that is being written, may take `max_bytes` again. A commit
+    that waits alone, or behind a bigger commit, may always wait. In addition, half of `max_bytes`
+    may be postponed.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
@@ -86,7 +88,7 @@ class Writer:
         self._n_replies = 0
         self._since_s = 0.0
         self._rests_until_s = 0.0
-        """When it will have rested enough, at most `MAX_AGE_S` from now."""
+        """When the pause ends, at most `MAX_AGE_S` from now."""
         self._n_waiting = 0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvpersist-writer", daemon=True)
@@ -108,13 +110,13 @@ class Writer:
             return _bytes_of(self._postponed.values())
 
     def commits(self) -> list[Commit]:
-        """Return what is being written or waits, in this order, and what is postponed."""
+        """Return the tasks that are written now or wait, in this order, and the postponed tasks."""
         with self._changed:
             tasks = (*self._commit_tasks(), *self._postponed.values())
             return [task.commit for task in tasks if task.commit is not None]
 
     def unwritten(self) -> set[bytes]:
-        """Return the keys of what is in RAM alone, and of ends of turns and replies, that wait."""
+        """Return the waiting keys: of records only in RAM, and of ended turns and replies."""
         with self._changed:
             tasks = self._commit_tasks()
             keys = set(chain.from_iterable(task.sizes for task in tasks))
@@ -127,7 +129,7 @@ class Writer:
         return [task for task in (*self._running, *self._tasks) if task.commit]
 
     def submit(self, run: Callable[[], object], *, is_note: bool = False) -> None:
-        """Have something done. A note is left out if too many tasks wait."""
+        """Queue an action. A note is left out if too many tasks wait."""
         with self._changed:
             if not is_note or len(self._tasks) < MOST_TASKS:
                 self._tasks.append(Task(run, is_note=is_note))
@@ -135,7 +137,7 @@ class Writer:
                 self._changed.notify_all()
 
     def submit_commit(self, newest: Task) -> int:
-        """Have a commit saved; return how many turns, this one included, are given up for it."""
+        """Queue a commit; return how many turns, including its own, are given up for it."""
         victims: list[Task] = []
         with self._changed:
             self._tasks.append(newest)
@@ -191,9 +193,10 @@ class Writer:
     # Postponed commits.
 
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
-        """Have the commit of a conversation that ends in `end` saved later, or withdrawn.
+        """Postpone the commit of a conversation that ends in `end`, so that it can still be
+        withdrawn.
 
-        That is much later if no reply `has_ended`: a running reply continues it.
+        The delay is much longer if no reply `has_ended`, because a running reply continues it.
         """
         task.due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
         with self._changed:
@@ -202,14 +205,14 @@ class Writer:
             self._changed.notify_all()
 
     def resize(self, max_bytes: int) -> None:
-        """Change the bytes that may wait, and write the oldest postponed commits beyond half."""
+        """Change the bytes that may wait; write the oldest postponed commits beyond half."""
         with self._changed:
             self.max_bytes = max_bytes
             while self._postponed and self.n_postponed_bytes > max_bytes // 2:
                 self.write_postponed(ends=[next(iter(self._postponed))])
 
     def withdraw(self, ends: Iterable[bytes]) -> None:
-        """Let go of what is postponed at ends that have been continued."""
+        """Drop the postponed commits at ends that have been continued."""
         with self._changed:
             gone = [self._postponed.pop(end) for end in ends if end in self._postponed]
         for task in gone:
@@ -218,7 +221,7 @@ class Writer:
     def write_postponed(
         self, due_s: float = math.inf, ends: Collection[bytes] | None = None
     ) -> None:
-        """Have what is postponed until `due_s`, and at these `ends`, written. Any thread."""
+        """Queue the commits that are postponed until `due_s` or at these `ends`. Any thread."""
         with self._changed:
             for end, task in list(self._postponed.items()):
                 if task.due_s <= due_s and (ends is None or end in ends):
@@ -227,13 +230,13 @@ class Writer:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Return when nothing waits or is postponed any more, at full speed."""
+        """Write everything that waits or is postponed at full speed, then return."""
         with self._changed:
             self.write_postponed()
             self.finish(lambda: not self.n_tasks)
 
     def finish(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Return when what was submitted `is_done`, at full speed; or after a timeout."""
+        """Write at full speed until `is_done` returns True, or until a timeout."""
         with self._changed:
             self._n_waiting += 1
             try:
@@ -251,9 +254,9 @@ class Writer:
                     self._changed.notify_all()
 
     def rest(self) -> None:
-        """Rest for as long as the work so far asks for, while replies run. Writer thread.
+        """Pause after the work so far, while replies run. Writer thread.
 
-        The rest ends when somebody waits, when half of `max_bytes` waits, and when the oldest
+        The pause ends when somebody waits, when half of `max_bytes` waits, and when the oldest
         commit is `MAX_AGE_S` old.
         """
         with self._changed:
@@ -276,7 +279,9 @@ class Writer:
         return self._n_replies > 0 and not is_waited_for and not self._is_half_full()
 
     def close(self, timeout_s: float) -> tuple[int, int]:
-        """Run what waits and stop; return the commits that `timeout_s` left, and their bytes."""
+        """Run the waiting tasks and stop; return the commits left at `timeout_s`, and their
+        bytes.
+        """
         with self._changed:
             self._closing = True
             self.write_postponed()
@@ -307,7 +312,7 @@ class Writer:
                 self._save(tasks) if tasks[0].commit or tasks[0].is_note else tasks[0].run()
             except Exception:
                 logger.exception(
-                    "kvpersist: the store could not be changed; serving goes on from memory"
+                    "kvpersist: the store could not be changed; serving continues from memory"
                 )
             finally:
                 with self._changed:

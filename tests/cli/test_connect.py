@@ -158,7 +158,7 @@ def test_json_is_merged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert file.is_symlink() and real.stat().st_mode & 0o777 == 0o640
     written = real.read_bytes()
     assert everywhere() == 0
-    assert "says all of it already" in capsys.readouterr().out
+    assert "already has all settings" in capsys.readouterr().out
     assert real.read_bytes() == written
     assert everywhere("--port", "8080") == 0
     assert json.loads(real.read_text())["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8080"
@@ -341,7 +341,7 @@ def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture
         ("claude", '{"env": ["A=b"]}', "where keys and values were expected"),
         ("claude", "[]", "where keys and values were expected"),
         ("claude", '{"a": 1e400}', "not JSON compliant"),
-        ("claude", '{"b": {"a": 1, "a": 2}}', 'a key is there twice in "a", "a"'),
+        ("claude", '{"b": {"a": 1, "a": 2}}', 'a key exists twice in "a", "a"'),
         ("claude", '{"a": Infinity}', "not JSON compliant"),
         ("claude", '{"a": "\\ud800"}', "surrogates not allowed"),
         ("claude", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
@@ -365,7 +365,7 @@ def test_what_is_no_port_is_written_nowhere(
     port: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["connect", "claude", "--write", "--port", port]) == 1
-    assert f"--port {port} is no port" in capsys.readouterr().err and not list(home.iterdir())
+    assert f"--port {port} is not a port" in capsys.readouterr().err and not list(home.iterdir())
 
 
 def test_only_a_regular_file_is_read(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,7 +373,7 @@ def test_only_a_regular_file_is_read(home: Path, capsys: pytest.CaptureFixture[s
     file.parent.mkdir()
     os.mkfifo(file)
     assert connect("claude", "--write") == 1
-    assert "it is no regular file" in capsys.readouterr().err
+    assert "it is not a regular file" in capsys.readouterr().err
 
 
 def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,7 +382,7 @@ def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture
     file.symlink_to("other.json")
     (file.parent / "other.json").symlink_to(file.name)
     assert connect("claude", "--write") == 1
-    assert "is left as it is" in (err := capsys.readouterr().err) and err.count("\n") == 1
+    assert "stays unchanged" in (err := capsys.readouterr().err) and err.count("\n") == 1
 
 
 def test_the_record_is_as_private_as_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +438,7 @@ def test_another_programs_server_is_no_error(
 ) -> None:
     monkeypatch.setattr("mlx_lm_kvpersist.cli.connect.ask", lambda *_: {"data": [model]})
     assert connect("claude") == 0
-    assert f"The server at {URL} names no context length" in capsys.readouterr().out
+    assert f"The server at {URL} states no context length" in capsys.readouterr().out
 
 
 def test_it_is_said_that_no_server_answers(

@@ -160,11 +160,11 @@ def test_what_the_server_would_find_of_its_store(folder: Path, tmp_path: Path) -
     assert found.passed and found.found.startswith(f"{folder}: 3 sessions, ")
     (folder / "index.sqlite").write_bytes(bytes(5000))
     found = doctor.store(folder)
-    assert found.passed and "is damaged" in found.found and "makes it anew" in found.found
+    assert found.passed and "is damaged" in found.found and "rebuilds it" in found.found
     for path in folder.glob("index.sqlite*"):
         path.unlink()
     found = doctor.store(folder)
-    assert found.passed and "is missing; the server makes it anew" in found.found
+    assert found.passed and "is missing; the server rebuilds it" in found.found
     for new in (tmp_path / "none" / "yet", tmp_path / "empty"):
         (tmp_path / "empty").mkdir(exist_ok=True)
         assert doctor.store(new) == doctor.Finding(

@@ -186,7 +186,7 @@ def test_a_truncation_anywhere_is_refused(exported: Path, other: CommandLine) ->
     bad = exported.with_name("bad.safetensors")
     for n_bytes in [*range(10), *spread(10, len(content))]:
         bad.write_bytes(content[:n_bytes])
-        assert "no whole exported session" in other.error("sessions", "import", bad)
+        assert "not a complete exported session" in other.error("sessions", "import", bad)
     bad.write_bytes(content + b"\0")
     other.error("sessions", "import", bad)
     assert not other.folder.exists()
@@ -384,9 +384,9 @@ def elsewhere() -> Block:
     ("change", "said"),
     [
         (lambda: [made(CHECKPOINTS[1])], ""),
-        (lambda: [made(CHECKPOINTS[1]), made(CHECKPOINTS[1])], "is at none"),
-        (lambda: [made(state(elsewhere()))], "is at none"),
-        (lambda: [made(CHECKPOINTS[1], root=chain_root("another"))], "is at none"),
+        (lambda: [made(CHECKPOINTS[1]), made(CHECKPOINTS[1])], "belongs to none"),
+        (lambda: [made(state(elsewhere()))], "belongs to none"),
+        (lambda: [made(CHECKPOINTS[1], root=chain_root("another"))], "belongs to none"),
         (lambda: [made(CHECKPOINTS[1], root=chain_root(5))], "wrong types"),
         (lambda: [made(CHECKPOINTS[1], kind="window-1")], "does not hash"),
         (lambda: [made(CHECKPOINTS[1], format="9")], "format 9"),

@@ -105,7 +105,7 @@ def test_a_number_of_many_digits_is_a_clear_error(server: ServerProcess, path: s
     body = json.dumps(FORMS[path](TALK))[:-1] + ', "seed": ' + "9" * 5000 + "}"
     connection_status, reply = post(server, path, body.encode())
     assert connection_status == 400
-    assert "the body is no JSON that can be read: Exceeds the limit" in reply["error"]["message"]
+    assert "the body is not valid JSON: Exceeds the limit" in reply["error"]["message"]
 
 
 def post(server: ServerProcess, path: str, body: bytes) -> tuple[int, dict[str, Any]]:

@@ -201,11 +201,11 @@ def test_sessions_are_those_on_disk(
         ("delete", {"id": 7}, {}, 400, "id is 7, expected text"),
         ("delete", {}, {}, 400, "id is null, expected text"),
         ("pin", {"id": "x", "pinned": 1}, {}, 400, "pinned is 1, expected true or false"),
-        ("delete", ["x"], {}, 400, "the body is no JSON object"),
+        ("delete", ["x"], {}, 400, "the body is not a JSON object"),
         ("select", {"ids": ["x"]}, {"Origin": "http://evil.example"}, 403, "Origin"),
         ("select", {"ids": "x"}, {}, 400, "expected a list of ids"),
         ("select", {"ids": [1]}, {}, 400, "expected a list of ids"),
-        ("select", {"ids": [], "find": ""}, {}, 400, "and no find beside it"),
+        ("select", {"ids": [], "find": ""}, {}, 400, "without find"),
         ("select", {}, {}, 400, "find is null, expected text"),
     ],
 )
@@ -436,7 +436,9 @@ def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
         log = server.log
     is_whole = len(content) == int(reply.headers["Content-Length"])
     assert "Traceback" not in log
-    assert ("was removed meanwhile" in log) == (what == "session" and not (is_whole and saved))
+    assert ("was removed at the same time" in log) == (
+        what == "session" and not (is_whole and saved)
+    )
     assert what == "session" or not (is_whole or saved)
     file, other = tmp_path / "one.session", tmp_path / "other"
     file.write_bytes(content)

@@ -102,7 +102,7 @@ def test_another_file_is_no_key(tmp_path: Path, content: str) -> None:
 def test_a_pipe_or_a_device_is_no_key_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(ConfigError, match=r"is no regular file.*mlx-lm-kvpersist key"):
+        with pytest.raises(ConfigError, match=r"is not a regular file.*mlx-lm-kvpersist key"):
             read_key(path)
 
 

@@ -237,7 +237,7 @@ def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
     (link := tmp_path / "link").symlink_to(real)
     os.mkfifo(pipe := tmp_path / "pipe")
     for path in (link, pipe):
-        with pytest.raises(BlockCorrupt, match=f"{path.name}: is no regular file"):
+        with pytest.raises(BlockCorrupt, match=f"{path.name}: is not a regular file"):
             open_regular(path)
     for path, follow in ((real, False), (link, True)):
         with open_regular(path, follow=follow) as file:

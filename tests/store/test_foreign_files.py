@@ -193,7 +193,7 @@ def test_the_environment_names_no_folder_of_the_current_one(
         assert config.default_folder().is_absolute()
     else:
         monkeypatch.setattr(platformdirs, "user_cache_dir", lambda app: f"cache/{app}")
-        with pytest.raises(ConfigError, match="no absolute path"):
+        with pytest.raises(ConfigError, match="not an absolute path"):
             config.from_args(parsed())
     assert not list(tmp_path.iterdir())
 
@@ -443,7 +443,7 @@ def test_a_socket_is_no_regular_file_on_any_system(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(BlockCorrupt, match="is no regular file"):
+    with pytest.raises(BlockCorrupt, match="is not a regular file"):
         open_regular(tmp_path / "socket")
 
 
@@ -453,7 +453,7 @@ def test_import_of_a_pipe_is_refused(
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         assert command("sessions", "import", "--kvpersist-dir", folder, path) == 1
-        assert "no regular file" in capsys.readouterr().err
+        assert "not a regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("claimed", [10 << 30, (1 << 64) - 1, 50_000])
@@ -541,12 +541,12 @@ def test_nothing_is_removed_or_moved_through_a_link(tmp_path: Path) -> None:
     (elsewhere / path.name).write_text("not the store's")
     path.parent.symlink_to(elsewhere)
     assert not OwnFiles(store).remove(path)
-    with pytest.raises(StoreError, match="no file of the store's"):
+    with pytest.raises(StoreError, match="not a file of the store's"):
         OwnFiles(store).move(source, path)
     path.parent.unlink()
     path.parent.mkdir()
     path.symlink_to(elsewhere / path.name)
-    with pytest.raises(StoreError, match="no file of the store's"):
+    with pytest.raises(StoreError, match="not a file of the store's"):
         OwnFiles(store).move(source, path)
     assert path.is_symlink() and (elsewhere / path.name).read_text() == "not the store's"
     assert source.read_text() == "the store's"

@@ -667,8 +667,8 @@ def test_options_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("", "names no folder (is a variable unset?)"),
         ("  ", "names no folder (is a variable unset?)"),
         ("file://", "names no folder (is a variable unset?)"),
-        ("file://nas/x", "it names the machine nas, and only folders of this one can be used"),
-        ("//nas/x", "it names the machine nas, and only folders of this one can be used"),
+        ("file://nas/x", "it names the machine nas, but only folders of this machine can be used"),
+        ("//nas/x", "it names the machine nas, but only folders of this machine can be used"),
         ("~nobody-of-that-name/x", "home directory"),
         ("file:~nobody-of-that-name/x", "home directory"),
     ],
@@ -738,7 +738,7 @@ def test_nothing_is_put_behind_a_link(
     (tmp_path / "bucket" / "kvpersist").symlink_to(tmp_path / "elsewhere")
     put(store)
     assert not list((tmp_path / "elsewhere").iterdir()) and not counts(store)["written"]
-    assert "is behind a link or is no file" in caplog.text
+    assert "is behind a link or is not a file" in caplog.text
 
 
 class Faulty(Hampered):

@@ -180,7 +180,7 @@ def test_a_pin_does_not_take_back_what_another_process_saved(store: BlockStore) 
     pinned = store.disk.set_pinned(moves, True)
     assert pinned == store.index.session("fedcba9876543210")
     assert pinned.pinned and pinned.leaf == chain([1], [3])[-1].key
-    with pytest.raises(StoreError, match="removed meanwhile"):
+    with pytest.raises(StoreError, match="removed at the same time"):
         store.disk.set_pinned(goes, True)
 
 

@@ -30,10 +30,10 @@ def canary_difference(
 
     The caches hold the tokens `ids`, and afterwards the stored values again. The result is the
     largest, over slots, keys, values and runs of `CANARY_TOKENS` tokens, of the median over a run
-    of |new - old| / |old|. It is 0 if the caches cannot step back: states never can, windows cannot
-    once they have dropped tokens. At the end of a block of the grid, its tokens now
-    see each other quantized, so half the difference is returned. Only tokens after the last image
-    are computed: ids do not give an image's pixels.
+    of |new - old| / |old|. It is 0 if tokens cannot be trimmed from the caches: never from states,
+    and not from windows that have dropped tokens. At the end of a block of the grid, the recomputed
+    tokens see their own block quantized, so half the difference is returned. Only tokens after the
+    last image are computed: ids do not give an image's pixels.
 
     One call computes the tokens if they are `least_rows` or more. Otherwise they are computed one
     after another, because MLX may compile kernels for a call of a few rows.
@@ -56,7 +56,7 @@ def canary_difference(
         return 0.0
     start, stop = len(ids) - n_tokens, len(ids)
     stored = [_stacked(group, slots, start, stop) for group in spec.groups]
-    mx.eval(stored)  # before the buffers change
+    mx.eval(stored)  # copied before the buffers change
     quantized = [slots[number] for group in spec.quantized for number in group.slots]
     newest = [copy.deepcopy(slot.newest) for slot in quantized]
     for slot in used:
@@ -72,7 +72,7 @@ def canary_difference(
     worst = float(mx.max(mx.concatenate([_medians(ratio) for ratio in ratios])))
     for group, old in zip(spec.groups, stored, strict=True):
         if group.precision and n_own:
-            continue  # these tokens were not packed
+            continue  # these tokens are not packed
         for place, number in enumerate(group.slots):
             buffers = slots[number].keys, slots[number].values
             for buffer_fields, fields in zip(map(pk.arrays_of, buffers), old, strict=True):
@@ -101,7 +101,7 @@ def _ratios(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> 
 def _medians(ratios: mx.array) -> mx.array:
     """Return the medians of runs of the last tokens, [slots * runs], of ratios [slots, n].
 
-    The first tokens, if too few for a run, are not compared.
+    If the first tokens are too few for a run, they are not compared.
     """
     n_run = min(CANARY_TOKENS, ratios.shape[1])
     runs = ratios[:, ratios.shape[1] % n_run :].reshape(-1, n_run)

@@ -1,18 +1,19 @@
 """Cut caches into immutable blocks, windows and states, and join these into caches again.
 
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
-slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases"
-[L, H, T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the number of
-numbers a head, D, and their padding. A group in full precision is two arrays, "0.k" and "0.v"
-[L, H, T, D]. In an unfinished block, of fewer tokens, all groups have this form.
+slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases" [L, H,
+T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the number of numbers of
+a head, D, plus their padding. A group in full precision is two arrays, "0.k" and "0.v" [L, H, T,
+D]. In an unfinished block, of fewer tokens, all groups have this form.
 
 Models with windows or states have blocks of any length, all packed. A window holds a block's last
 tokens of the sliding groups with this window. A state holds the recurrent groups' states at the end
-of a block, "2.0" [L, ...] for the first array of group 2, and the computed values of the newest
-tokens of quantized groups, which are in the unfinished block of the grid.
+of a block, "2.0" [L, ...] for the first array of group 2, and the keys and values of the quantized
+groups' newest tokens in full precision: the tokens in the unfinished block of the grid.
 
 Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
-whole, in fewer operations: their number depends on the number of layers only. Generation thread.
+all at once, in fewer operations: their number depends only on the number of layers. Generation
+thread.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ _WINDOW_BYTES = 64 << 20
 """Bytes to evaluate together: enough to keep a device busy, a small share of its memory."""
 
 _ROOM_BYTES = 16 << 20
-"""Bytes of buffers to make together: new memory takes a CPU up to two milliseconds a MiB."""
+"""Bytes of buffers to make together: on a CPU, new memory takes up to two milliseconds per MiB."""
 
 _PIECES_AT_ONCE = 16
 """Number of pieces that are placed together on a GPU: their arrays exist twice for a moment."""
 
 _SPARE_SHARE = 16
-"""Joining whole may take 1/16 of the cache's bytes on top of the cache itself."""
+"""Joining all pieces at once may take 1/16 of the cache's bytes in addition to the cache."""
 
 
 def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
@@ -68,7 +69,7 @@ def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
     used = {number for group in spec.groups for number in group.slots}
     for number, slot in enumerate(slots):
         if number not in used and not slot.empty():
-            raise ValueError(f"cache {number}, which the model did not use, holds something")
+            raise ValueError(f"cache {number}, which the model did not use, is not empty")
     groups = [*spec.full, *(group for groups in spec.sliding.values() for group in groups)]
     used_slots = [slots[number] for group in groups for number in group.slots]
     counts = {kind_of(slot).positions(slot)[1] for slot in used_slots}
@@ -110,7 +111,7 @@ def copy_newest(
 ) -> dict[str, mx.array]:
     """Return the tokens of the unfinished block before `n_tokens` in full precision, evaluated.
 
-    {} if no block is begun, or the caches have dropped it.
+    {} if no block has begun, or if the caches have dropped its tokens.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -162,7 +163,7 @@ def split(
 
 
 def prefers_few_copies() -> bool:
-    """Whether two copies in few large pieces are quicker than one copy in many small pieces.
+    """Whether two copies in few large pieces are faster than one copy in many small pieces.
 
     A GPU spends more time on starting ten thousand small copies than on copying; a CPU does not.
     """
@@ -170,7 +171,7 @@ def prefers_few_copies() -> bool:
 
 
 def copied(array: mx.array) -> mx.array:
-    """Return a lazy copy in memory of its own; a slice shares the memory of its whole."""
+    """Return a lazy copy in its own memory; a slice would share the memory of the whole array."""
     return mx.take(array, mx.arange(array.shape[0]), axis=0)
 
 
@@ -191,9 +192,10 @@ class Piece:
 class Joiner:
     """A prompt cache of `n_tokens` that is being filled.
 
-    Every full slot gets its own buffers with room for `headroom` more tokens. `windows` says, by
-    window, how many of the last tokens will be added. Pieces must fit the spec (`arrays_fit`) and
-    be added in the order of their tokens. `whole` keeps them until `finish`.
+    Every full slot gets its own buffers with room for `headroom` more tokens. `windows` has, by
+    window, the number of last tokens that will be added. Pieces must fit the spec (`arrays_fit`)
+    and be added in the order of their tokens. `whole`: pieces are kept, and joined all at once in
+    `finish`.
     """
 
     def __init__(
@@ -327,8 +329,8 @@ class _Buffers:
     def join(self) -> None:
         """Make every buffer of all pieces at once, the largest first.
 
-        Slots are joined while they are stacked, as many as memory allows, with one copy per piece
-        and array, and are then taken apart: starting a copy costs more than copying.
+        As many slots as memory allows are joined while they are stacked, with one copy per piece
+        and array. Then they are separated. Starting a copy costs more than copying.
         """
         pieces, self.waiting = self.waiting, []
         total = forms_bytes(self.forms)
@@ -353,4 +355,4 @@ class _Buffers:
                 mx.eval(slots)
                 buffers += slots
                 left -= slot_bytes * len(slots)
-                del stacked, slots  # before the next are stacked
+                del stacked, slots  # before the next slots are stacked

@@ -1,4 +1,4 @@
-"""Fingerprint a model by what decides its KV: config, weights, code, tokenizer, adapter."""
+"""Fingerprint a model by what determines its KV: config, weights, code, tokenizer, adapter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _VOLATILE_KEYS = {"_name_or_path", "transformers_version"}
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _QUANTIZATION = "hf_quant_config.json"
-"""mlx-lm reads from it how weights are packed that NVIDIA's ModelOpt made."""
+"""mlx-lm reads from this file how weights made by NVIDIA's ModelOpt are packed."""
 _WHOLE_BYTES = 16 << 20
-"""Up to this size a file is read as a whole. In a hub cache no larger file lacks a SHA-256."""
+"""A file up to this size is read completely. In a hub cache, every larger file has a SHA-256."""
 _SAMPLE_BYTES = 4 << 10
 _N_SPREAD = 64
 """A larger file has this number of samples at even distances, and one sample of each tensor."""
 _GOLDEN = 40503
 """2**16 divided by the golden ratio: its multiples, modulo 2**16, are spread evenly."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The safetensors format allows no longer header."""
+"""The longest header that the safetensors format allows."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -50,7 +50,7 @@ def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
             if (model_path / name).is_file()
         },
     }
-    # A model may bring code of its own, which mlx-lm runs in place of its own class.
+    # A model may contain code that mlx-lm runs instead of its own class.
     more_names = _QUANTIZATION, config.get("model_file") if isinstance(config, dict) else None
     for name in filter(None, more_names):
         if (path := model_path / name).is_file():
@@ -120,8 +120,8 @@ def _tensor_places(header: bytes) -> list[int]:
     """Return at which byte of the file the sample of each tensor begins.
 
     The place within a tensor differs from tensor to tensor, so the samples of stacked experts are
-    not all of the same expert. A header that is not safetensors gives no places, or those before
-    the first tensor that cannot be read: mlx-lm does not load every file in a folder.
+    not all of the same expert. If a header is not a valid safetensors header, only the tensors
+    before the first unreadable tensor have samples: mlx-lm does not load every file in a folder.
     """
     places = list[int]()
     try:

@@ -54,7 +54,7 @@ class CacheKind:
     """How caches of a class are read and filled; the defaults fit a cache that holds every token.
 
     A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other cache
-    holds keys and values [1, H, S, ...], also quantized, of the positions from `first` on;
+    holds keys and values [1, H, S, ...], possibly quantized, of the positions from `first` on;
     `in_order` sorts an array of them by position. `window` is how many of its last tokens a sliding
     cache needs to continue. `filled` returns the attributes, except `offset`, that count the tokens
     of a cache that got only positions [start, stop). `refusal` says why a cache is not supported.
@@ -148,14 +148,14 @@ REFUSED = {
     "ConcatenateKVCache": "it has no form for a batch and stands in for KVCache in tests",
     "QuantizedKVCache": "it has no form for a batch; the plugin quantizes KVCache itself",
 }
-"""Classes that no known model makes, and why they are not supported."""
+"""Classes that no known model uses, and why they are not supported."""
 
 
 def most_taken_back(caches: Sequence[Any]) -> int:
     """Return how many tokens a call of the model may append so that `trim` can remove any of them.
 
-    The caches are as before that call: a window is trimmable right before the call that fills it,
-    and not after. At most `pk.GRID`; 0 for states, full windows and unknown classes.
+    The caches are given as they are before that call: a window is trimmable before the call that
+    fills it, but not afterwards. At most `pk.GRID`; 0 for states, full windows and unknown classes.
     """
     counts = []
     for slot in slots_of(caches):
@@ -165,7 +165,7 @@ def most_taken_back(caches: Sequence[Any]) -> int:
 
 
 def kind_of(cache: Any) -> CacheKind:
-    """Return the kind of a cache, which may be of a subclass: the self-test has one."""
+    """Return the kind of a cache, which may be an instance of a subclass, as in the self-test."""
     return next(KINDS[cls] for cls in type(cache).__mro__ if cls in KINDS)
 
 
@@ -203,8 +203,8 @@ def end_on_grid(model: Any) -> None:
     """Make `model` compute a prompt of one row in calls that end with a block of the grid.
 
     All queries of a call see the same arrays, and a query must see its own block in full precision
-    and older blocks quantized. Caches whose fetches are packed, or in full precision, change
-    nothing.
+    and older blocks quantized. The model does not change if its caches' fetches are packed or in
+    full precision.
     """
     own: Any = model.__class__  # the class behind a proxy
     if _MARK in vars(own):
@@ -231,9 +231,10 @@ def end_on_grid(model: Any) -> None:
 
 
 def _pieces(n_own: int, n_tokens: int) -> Iterator[slice]:
-    """Cut the next tokens at the ends of blocks; the first block has `n_own` tokens already.
+    """Cut the next tokens at the ends of blocks; the first block already has `n_own` tokens.
 
-    MLX may compile kernels for a call of a few rows, so a short piece becomes calls of one token.
+    MLX may compile kernels for a call of a few rows, so a short piece is computed in calls of one
+    token.
     """
     for start, stop in pairwise([0, *range(pk.GRID - n_own, n_tokens, pk.GRID), n_tokens]):
         is_short = stop - start < min(n_tokens, least_rows())

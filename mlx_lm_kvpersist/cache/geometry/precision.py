@@ -1,4 +1,4 @@
-"""The precision of keys and values: asked for, named, and read by people. Nothing needs mlx."""
+"""The precision of keys and values: its request, its name, and its text. Needs no mlx."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GROUP_SIZES = (64, 32, 128)
 """The group sizes that MLX has kernels for, in the order in which they are tried."""
 
 FULL_BITS = 16
-"""Asks for full precision: the dtype that the model computes in."""
+"""Requests full precision: the dtype that the model computes in."""
 
 _NAME = re.compile(r"full|(?:k(\d)r?(?:p\d+)?v)?(\d)(r?)(?:p\d+)?b\d+")
 """The name of a precision, with the bits of keys, if they differ, of values, and the rotation."""
@@ -20,9 +20,9 @@ _NAME = re.compile(r"full|(?:k(\d)r?(?:p\d+)?v)?(\d)(r?)(?:p\d+)?b\d+")
 class Quantization:
     """How keys, or values, are quantized: MLX affine, `bits` per number.
 
-    `group_size` numbers share a scale and a bias. With `rotated`, the numbers are multiplied by
-    `rotation` before, because an outlier channel leaves few steps to all other channels. A head of
-    80 numbers becomes a head of 96, so that groups are whole: `padding` is 16.
+    `group_size` numbers share a scale and a bias. With `rotated`, the numbers are first multiplied
+    by `rotation`, because an outlier channel leaves few quantization steps for all other channels.
+    A head of 80 numbers is padded to 96, so that it consists of whole groups: `padding` is 16.
     """
 
     bits: int = 4
@@ -37,17 +37,17 @@ class Quantization:
     def fitted(self, dim: int) -> Quantization:
         """Return this with the padding that heads of `dim` numbers need.
 
-        Groups across the heads of a token would need none. But what is stored is what is computed
-        on, and kernels over packed keys take each head alone.
+        Groups across the heads of a token would need no padding. But attention reads the stored
+        form, and kernels over packed keys read each head separately.
         """
         return replace(self, padding=-dim % self.group_size)
 
 
 @dataclass(frozen=True)
 class KVPrecision:
-    """How the keys and the values of a layer are quantized; a layer in full precision has none.
+    """How the keys and the values of a layer are quantized; None for a layer in full precision.
 
-    Keys and values differ in bits and padding alone.
+    Keys and values differ only in bits and padding.
     """
 
     keys: Quantization = Quantization()
@@ -70,9 +70,9 @@ class KVPrecision:
         """Return this for heads of `k_dim` and `v_dim` numbers (`Quantization.fitted`)."""
         return KVPrecision(self.keys.fitted(k_dim), self.values.fitted(v_dim))
 
-    @cached_property  # asked at every step of every layer
+    @cached_property  # called at every step for every layer
     def sides(self) -> tuple[Quantization, Quantization]:
-        """Those of keys and of values."""
+        """The quantizations of keys and of values."""
         return self.keys, self.values
 
     @property

@@ -1,12 +1,12 @@
 """Trace a model for a few tokens to learn its caches' geometry, and which can be quantized.
 
 Nothing is decided by a model's name, and nothing is evaluated. The caches that the model makes are
-filled first, to learn their geometry. Then ours take their place, and a forward pass shows whether
-the model's code accepts them.
+filled first, to learn their geometry. Then our caches replace them, and a forward pass shows
+whether the model's code accepts them.
 
 Facts that shapes do not show ship as data. `python -m models_check --facts write` evaluates a tiny
-model of every architecture of mlx-lm and writes `architectures.json`. CI does so again, and fails
-if the file says anything else.
+model of every architecture of mlx-lm and writes `architectures.json`. CI repeats this, and fails if
+the result differs from the file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def probe_model(model: Any, choice: PrecisionChoice | None = None) -> ModelCache
     except ModelNotSupported:
         raise
     except Exception as error:
-        # Stock may still serve the model, whatever the error was.
+        # Stock may be able to serve the model, whatever the error was.
         raise ModelNotSupported(f"the model cannot be probed: {error!r}") from error
 
 
@@ -197,10 +197,10 @@ def _fitting(
 class Architecture:
     """The facts of one module of `mlx_lm.models`; they hold for every model of the module.
 
-    `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: their
-    prompts may be computed in one call, too. `packed`: a layer that calls attention over its
-    packed keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why
-    its conversations cannot be kept, "" if they can; classes of caches are `probe_model`'s matter.
+    `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: such
+    prompts may also be computed in one call. `packed`: a layer that calls attention over its packed
+    keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why its
+    conversations cannot be kept, "" if they can; `probe_model` checks the classes of caches.
     """
 
     batches: bool
@@ -221,7 +221,7 @@ class Architecture:
 def architecture_of(model: Any) -> Architecture | None:
     """Return the facts of a model's architecture, or None if nothing is proven about it.
 
-    Nothing is proven about a class from outside `mlx_lm.models`, and about a module or a release of
+    Nothing is proven about a class from outside `mlx_lm.models`, or about a module or a release of
     mlx-lm that the file does not name. Raises KVPersistError if the file is missing or damaged.
     """
     module = str(model.__class__.__module__)  # a proxy answers for its model
@@ -230,7 +230,7 @@ def architecture_of(model: Any) -> Architecture | None:
     installed = distribution("mlx-lm")
     source = json.loads(installed.read_text("direct_url.json") or "{}")
     if "vcs_info" in source or source.get("dir_info", {}).get("editable"):
-        return None  # a snapshot, which has the number of a release
+        return None  # a snapshot has the number of a release, too
     return known().get(installed.version, {}).get(module.removeprefix(_MODELS))
 
 

@@ -111,7 +111,7 @@ class ModelCacheSpec:
 
     `template` is an empty prompt cache of the live classes. `batches`: whether the replies of
     sequences of unequal length can be decoded together with correct results. `joins`: whether
-    prompts can be computed together, too. `plans` has, by the name of a quantized group, its
+    prompts can also be computed together. `plans` has, by the name of a quantized group, its
     attention plan; layers without a plan dequantize.
     """
 
@@ -134,7 +134,7 @@ class ModelCacheSpec:
 
     @cached_property
     def quantized(self) -> tuple[LayerGroup, ...]:
-        """Full groups whose newest tokens are read as computed, and older tokens quantized."""
+        """Full groups that are read quantized, except for their newest tokens."""
         return tuple(group for group in self.full if group.precision is not None)
 
     @cached_property
@@ -171,7 +171,8 @@ class ModelCacheSpec:
 
     @cached_property
     def layout(self) -> str:
-        """One word for how this model's KV is stored; different layouts have different words.
+        """A word that identifies how this model's KV is stored; different layouts have different
+        words.
 
         It lists the precisions of layers in order. If layers differ, for example in the size of
         their heads, it counts them: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256" says that queries see
@@ -199,7 +200,7 @@ class ModelCacheSpec:
 
     @cached_property
     def bytes_per_checkpoint(self) -> int:
-        """Most bytes that a restore needs besides the blocks: windows, states, newest tokens."""
+        """The most bytes of a restore in addition to the blocks: windows, states, newest tokens."""
         windows = sum((group.window or 0) * group.bytes_per_token for group in self.groups)
         newest = 0 if self.any_prefix else (GRID - 1) * self.newest_bytes
         return windows + newest + sum(group.state_bytes for group in self.recurrent)
@@ -210,7 +211,7 @@ class ModelCacheSpec:
 
     @property
     def batching(self) -> str:
-        """The parts of several sequences that are computed together, as text."""
+        """Names what is computed together for several sequences: prompts, replies or nothing."""
         return "prompts and replies" if self.joins else "replies" if self.batches else "nothing"
 
     def describe(self) -> dict[str, Any]:
@@ -226,7 +227,7 @@ class ModelCacheSpec:
 
 
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
-    """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...]; none of 0 tokens."""
+    """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...]; none for 0 tokens."""
     for group in groups if n_tokens else ():
         sides = group.precision.sides if group.precision else (None, None)
         for (side, shape), quantization in zip(group.shapes.items(), sides, strict=False):

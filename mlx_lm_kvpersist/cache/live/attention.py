@@ -3,7 +3,7 @@
 A fixed policy, and a plan for each group, choose the strategy. A call without a row in the policy
 dequantizes: the fused kernel over dequantized keys is right on every backend, and the fastest for
 prompts. A plan keeps a row only if its strategy passed the check for the layers on this device
-(`measuring/attention_check.py`): no other code may choose a strategy.
+(`measuring/attention_check.py`). No other code may choose a strategy.
 
 `dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
 dequantizes: it reads a quarter of the bytes, but in two steps that write the scores between them.
@@ -16,12 +16,12 @@ mask is None, "causal" (the queries are the last N of the S tokens), or an array
 [B, Hq, N, S], boolean (True: visible) or added to the scores. No query sees a later token, unless
 the mask is None.
 
-A query sees the keys and values of its own block of the grid in full precision. So queries are
-attended in spans that end with a block.
+A query sees the keys and values of its own block of the grid in full precision. So attention is
+computed for spans of queries that end with a block.
 
-Queries, full-precision tokens and results have the model's form. Rotated keys meet rotated queries,
-and the sum of rotated values is rotated back: the products of rows do not change if both factors
-are multiplied by the same orthonormal matrix, or padded.
+Queries, full-precision tokens and results have the model's form. Rotated keys are multiplied by
+rotated queries, and the sum of rotated values is rotated back: products of rows do not change if
+both factors are padded, or multiplied by the same orthonormal matrix.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ Strategy = Literal["dequantize", "packed", "tiled"]
 Mask = mx.array | str | None
 
 MAX_DEQUANTIZED_BYTES = 256 << 20
-"""Most bytes of dequantized keys and values, or of scores, at one time if there is a choice."""
+"""The most bytes of dequantized keys and values, or of scores, at one time, if the work can be
+divided."""
 
 PADDED_TOKENS = 4096
-"""If each number of keys needs its own kernel, keys are padded to multiples of this number."""
+"""If MLX builds a kernel for each number of keys, keys are padded to multiples of this number."""
 
 
 class _Span(NamedTuple):
@@ -65,7 +66,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     first `n_tokens`. `newest` are the last tokens [B, H, n, D] in full precision: the queries'
     tokens, and some of the `n_own` earlier tokens in the first query's block of the grid; the rest
     of that block is packed. If rows differ in `n_own`, each row has one query: `n_own` is then the
-    largest of any row, and a row with fewer tokens has zeros in front of them.
+    largest number of any row, and rows with fewer tokens have zeros in front of them.
     """
 
     quantization: Quantization
@@ -122,10 +123,10 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     def dequantized(
         self, rows: slice, heads: slice, tokens: slice, after: mx.array | None, dtype: mx.Dtype
     ) -> mx.array:
-        """Dequantize a part, in the packed form, but not before `after` is computed."""
+        """Dequantize a part, without undoing its rotation, but not before `after` is computed."""
         weights, *scales_and_biases = (x[rows, heads, tokens] for x in self)
         if after is not None:
-            # MLX could otherwise dequantize every tile before it uses the first.
+            # Otherwise MLX could dequantize every tile before it uses the first tile.
             (weights,) = mx.depends([weights], [after])
         return pk.dequantize((weights, *scales_and_biases), self.quantization, dtype)
 
@@ -136,16 +137,16 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         return self.newest[rows, heads, first - before : last - before]
 
     def prepared(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
-        """Return the same tokens in the form that is packed."""
+        """Return the same tokens in the form that is quantized: rotated and padded."""
         return pk.prepared(self.computed(rows, heads, first, last), self.quantization)
 
     def joined(self, packed: mx.array, own: mx.array, spans: Sequence[_Span]) -> mx.array:
         """Return keys, or values, of the span's own block, as its queries see them.
 
-        A single span may have several rows: each token is in `packed` or in `own`, which has zeros
-        for the tokens of `packed`, and the reverse. A single row has all tokens of `own`, so
-        `packed` is not read: a read before a write makes MLX copy the buffer. If there are several
-        spans, the block may be packed.
+        A single span may have several rows: each token is in `packed` or in `own`, and the other
+        array has zeros for it. A single row has all of the block's tokens in `own`, so `packed` is
+        not read: a read before a write makes MLX copy the buffer. If there are several spans, the
+        block may be packed.
         """
         return own if len(spans) > 1 or self[0].shape[0] == 1 else packed + own
 
@@ -166,7 +167,7 @@ def dequantized_attention(
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
     n_repeats, n_at_once = n_heads // n_kv_heads, n_rows * n_kv_heads
     if tile_bytes is not None:
-        # Numbers of one token's dequantized key and value of one head.
+        # The number of numbers in one token's dequantized key and value of one head.
         n_numbers = sum(x[1].shape[3] * x.quantization.group_size for x in (keys, values))
         n_at_once = tile_bytes // max(1, n_keys * n_numbers * queries.dtype.size)
     queries = pk.prepared(queries, keys.quantization)
@@ -197,8 +198,8 @@ def _fused(
 ) -> mx.array:
     """Dequantize the rows and key heads `where` and run the fused kernel, span after span.
 
-    Queries and results are in the form that is packed. The tokens of all spans are made precise
-    first. The tokens of a span that is done are then written over in place, rounded.
+    Queries and results are rotated and padded. First, the tokens of all spans are put in place in
+    full precision. After each span, its tokens are overwritten by their quantized values.
     """
     spans = keys.spans(queries.shape[2], mask)
     first, last = spans[0].first, keys.n_tokens
@@ -275,8 +276,8 @@ def packed_attention(
     every = slice(None)
     all_keys: Packed = keys
     all_values: Packed = values
-    # CUDA's quantized_matmul refuses slices. Buffers with little spare room are used whole, and
-    # the spare tokens are hidden; otherwise the tokens are copied.
+    # CUDA's quantized_matmul refuses slices. Buffers with little spare room are used as a whole,
+    # with the spare tokens hidden; otherwise the tokens are copied.
     capacity = keys[0].shape[2]
     if (capacity - n_keys) * 4 > capacity or values[0].shape[2] != capacity:
         capacity = n_keys
@@ -367,7 +368,7 @@ Backend = Literal["cpu", "cuda", "metal"]
 
 _CUDA_ROWS = 33
 """MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
-for up to 32. It compiles each for half a minute when it is first used."""
+for up to 32. It compiles each kernel for half a minute when the kernel is first used."""
 
 _PHASES = {"prefill": (512, 1), "decode": (1, 1), "batches": (1, 8)}
 """Typical calls, for descriptions: queries of a sequence, and sequences."""
@@ -385,7 +386,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Rule:
-    """A strategy, and the calls that take it: by queries of a sequence, and by sequences."""
+    """A strategy, and the calls that use it, by queries per sequence and number of sequences."""
 
     strategy: Strategy
     most_queries: int = 1 << 30
@@ -408,7 +409,7 @@ class Row(NamedTuple):
 
 
 _FEW = 17
-"""Most queries of a decoding step: a token and 16 draft tokens."""
+"""The most queries of a decoding step: a token and 16 draft tokens."""
 
 POLICY = (
     Row(
@@ -430,8 +431,8 @@ POLICY = (
         _fast_on_metal,
     ),
 )
-"""CUDA has no row. MLX compiles each packed kernel when it is first used, which took up to 47 s on
-an H100, and packed products over keys of 8 bits are wrong on Hopper for heads of 64
+"""No row is for CUDA. MLX compiles each packed kernel when it is first used, which took up to 47 s
+on an H100, and packed products over keys of 8 bits are wrong on Hopper for heads of 64
 (docs/upstream.md)."""
 
 
@@ -443,10 +444,10 @@ def backend() -> Backend:
 
 
 def least_rows() -> int:
-    """Return the least number of rows, above 1, that a call of our own may give a model.
+    """Return the least number of rows, above 1, for calls of the model that stock would not make.
 
-    Stock needs the kernels of one row and of long prompts. So a call of one row, or of this number
-    and more, never waits for a kernel that stock would not compile.
+    Stock needs the kernels for one row and for long prompts. So a call of one row, or of at least
+    this number, never waits for a kernel that stock would not compile.
     """
     return _CUDA_ROWS if backend() == "cuda" else 1
 
@@ -461,10 +462,10 @@ def rules_for(
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How the layers of one group attend: by the first rule that applies, else dequantized.
+    """How the layers of one group attend: by the first rule that applies, otherwise dequantized.
 
     Rules are for models that take packed keys. If no rule applies, such a model dequantizes at most
-    `max_dequantized_bytes` together: beyond that `dequantize` becomes `tiled`. A tile has
+    `max_dequantized_bytes` at once: for more bytes, `dequantize` becomes `tiled`. A tile has
     `tile_bytes` of dequantized keys and values.
     """
 

@@ -1,9 +1,9 @@
 """The KV caches of several sequences that run as one batch.
 
 The layout equals mlx-lm's `BatchKVCache`: rows end at one common position and are padded on the
-left. Python knows the padding, too. So no step waits for the device to learn it, and an
-unpadded batch needs no array mask, against which prefill takes several times as long as against
-"causal". Each prompt has caches of its own until it is computed.
+left. Python also stores the padding. So no step waits for the device to read it, and an unpadded
+batch needs no array mask, against which prefill takes several times as long as against "causal".
+Each prompt has separate caches until it is computed.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class PaddedBatch(Buffers):
     def extend(self, *batches: Any) -> None:
         """Add the rows of batches of this class after our own rows, in one copy.
 
-        Any batch may be empty. If only one batch has rows, nothing is copied.
+        Batches may be empty. If only one batch has rows, nothing is copied.
         """
         sides = [side for side in (self, *batches) if side._padding]
         if len(sides) < 2:
@@ -166,7 +166,7 @@ class PaddedBatch(Buffers):
         """Return lazy views of one row's keys and values, without padding; None for an empty batch.
 
         While the views live, an update copies the buffers. A single row without padding keeps its
-        room.
+        spare room.
         """
         padding = self._padding[idx]
         if self.keys is None or padding >= self._idx:
@@ -185,7 +185,7 @@ class PaddedBatch(Buffers):
         return self._idx
 
     def _adopt(self, cache: Any) -> None:
-        """Become the batch of one sequence: its buffers, with the room after its tokens."""
+        """Take over one sequence: its buffers, with the spare room after its tokens."""
         self._place([0], cache.offset)
         if cache.offset:
             self.keys, self.values = pk.share(cache.keys), pk.share(cache.values)
@@ -204,7 +204,7 @@ class PaddedBatch(Buffers):
 
 
 class FullPrecisionBatchKVCache(PaddedBatch):
-    """Takes the place of mlx-lm's BatchKVCache, for layers that are not quantized."""
+    """Replaces mlx-lm's BatchKVCache for layers that are not quantized."""
 
     def __init__(self, left_padding: Sequence[int]) -> None:
         self._place(ints(left_padding), 0)
@@ -243,10 +243,10 @@ def ints(values: Sequence[int] | mx.array) -> list[int]:
 
 
 class Newest(PaddedBatch):
-    """The last tokens of B rows of a quantized cache, [B, H, S, D], as computed.
+    """The last tokens of B rows of a quantized cache, [B, H, S, D], in full precision.
 
     A query sees the keys and values of its own block of `pk.GRID` positions in full precision, and
-    all older blocks quantized. Position alone decides, so it does not matter how a prompt is cut.
+    all older blocks quantized. Only the position decides, so the chunks of a prompt do not matter.
     The newest tokens are packed when the next token begins another block. Padding is zeros.
     """
 
@@ -291,7 +291,7 @@ class Newest(PaddedBatch):
         return keys, values
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens of each row, or all."""
+        """Remove the last `n` tokens of each row, or all."""
         n_left = max(0, self._idx - n)
         self._place([min(padding, n_left) for padding in self._padding], n_left)
         return n

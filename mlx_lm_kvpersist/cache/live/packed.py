@@ -1,10 +1,10 @@
 """Arithmetic on quantized keys and values: rotate, quantize, append, read.
 
-A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint32
-[B, H, T, W * bits / 32], then scales and biases [B, H, T, W / group size] in the array's own
-dtype, or in bfloat16 if that is float32. Zeros in all three stand for zeros. W is the number of
-numbers a head, D, and the padding that makes groups whole. In full precision keys, and values, are
-one array; `each` and the functions that use it take both forms.
+A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint32 [B, H, T, W *
+bits / 32], then scales and biases [B, H, T, W / group size] in the array's own dtype, or in
+bfloat16 if that is float32. Zeros in all three stand for zeros. W is the number of numbers of a
+head, D, plus the padding to whole groups. In full precision, keys are one array, and so are values;
+`each` and the functions that use it take both forms.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
 def headroom(n_new: int) -> int:
     """Return how many tokens to allocate in addition to `n_new` tokens that did not fit.
 
-    Decoding, and the last 768 tokens of a prompt, then find room for many steps. Each chunk of a
-    long prompt makes new buffers: more room would stay empty in every sequence of a batch.
+    Decoding, and the last 768 tokens of a prompt, then have room for many steps. Each chunk of a
+    long prompt makes new buffers: with more room, every sequence of a batch would waste it.
     """
     return min(max(n_new + 256, 512), 1024)
 
@@ -49,20 +49,20 @@ def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
     """Return the matrix [dim, width] to multiply keys and values by; its transpose undoes it.
 
     Its rows are the first rows of a Hadamard matrix if MLX knows one (2**k times 1, 12, 20 or 28),
-    otherwise of the product of a Hadamard matrix and a cosine transform of the odd rest. It spreads
-    a large channel over all channels: https://arxiv.org/abs/2404.00456
+    otherwise of the product of a Hadamard matrix and a cosine transform for the odd factor. It
+    spreads a large channel over all channels: https://arxiv.org/abs/2404.00456
     """
     power = width & -width
     odd = width // power
     if odd == 1 or (odd in (3, 5, 7) and power >= 4):
         matrix = mx.hadamard_transform(mx.eye(width))
-    else:  # MLX 0.32 crashes on these
+    else:  # MLX 0.32 crashes on these sizes
         at = mx.arange(odd)
         cosines = mx.cos(math.pi / odd * (at[:, None] + 0.5) * at)
         cosines = cosines / mx.sqrt(mx.square(cosines).sum(axis=0))
         matrix = mx.kron(cosines, mx.hadamard_transform(mx.eye(power)))
     matrix = mx.contiguous(matrix[:dim].astype(dtype))
-    mx.eval(matrix)  # any thread may use it
+    mx.eval(matrix)  # evaluated, because any thread may use it
     return matrix
 
 
@@ -79,7 +79,7 @@ def prepared(x: mx.array, quantization: Quantization) -> mx.array:
 
 
 def as_it_came(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return the array [..., D] of which `prepared` made `x` [..., W]."""
+    """Return the array [..., D] from which `prepared` made `x` [..., W]."""
     width, padding = x.shape[-1], quantization.padding
     if quantization.rotated:
         return x @ rotation(width - padding, width, x.dtype).T
@@ -90,7 +90,7 @@ def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """Return the dtype of the scales and biases of numbers of `dtype`: 16 bits.
 
     bfloat16 has the range of float32, so nothing overflows. SmolLM2 in float32, keys 6 bits, values
-    4, has the same divergence with either (0.00068 nats).
+    4, has the same divergence with both dtypes (0.00068 nats).
     """
     return mx.bfloat16 if dtype == mx.float32 else dtype
 
@@ -114,7 +114,7 @@ def arrays_of(stored: Packed | mx.array) -> tuple[mx.array, ...]:
 
 
 def held_of(arrays: tuple[mx.array, ...]) -> Packed | mx.array:
-    """Return the form of which `arrays_of` made this tuple."""
+    """Return the array or `Packed` from which `arrays_of` made this tuple."""
     if len(arrays) == 1:
         return arrays[0]
     weights, scales, biases = arrays
@@ -137,7 +137,7 @@ def matmul(x: mx.array, packed: Packed, quantization: Quantization, *, transpose
 
 
 def read(packed: Packed, quantization: Quantization, dtype: mx.Dtype) -> mx.array:
-    """Return all tokens [B, H, T, D] in `dtype` as they came, rounded."""
+    """Return all tokens [B, H, T, D] in `dtype`, not rotated, but rounded."""
     return as_it_came(dequantize(packed, quantization, dtype), quantization)
 
 
@@ -182,7 +182,7 @@ def append(stored: Held | None, start: int, new: Held, room: int | None = None) 
         if stop <= buffer.shape[2]:
             buffer[:, :, start:stop] = x
             return buffer
-        # astype: concatenate would promote, and scales of a wider dtype widen the activations.
+        # astype: concatenate would promote the dtype, and wider scales would widen the activations.
         return grown([buffer[:, :, :start], x.astype(buffer.dtype)] if start else [x])
 
     return each(appended, stored, new)

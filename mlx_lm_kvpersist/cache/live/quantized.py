@@ -16,18 +16,18 @@ from .attention import AttentionPlan, PackedKV
 from .batch import Buffers, FullPrecisionBatchKVCache, Newest, PaddedBatch, ints
 
 _MOST_TAKEN_BACK = 32
-"""A draft model computes this number of tokens ahead, at most (host: `MOST_DRAFTED`)."""
+"""The most tokens that a draft model computes ahead (host: `MOST_DRAFTED`)."""
 
 
 class PackedCache(Buffers):
     """Packed keys and values, and the newest in full precision; a plan says how they are read.
 
     mlx-lm asks `hasattr(cache, "bits")`, after each fetch, which attention to use. So `bits` and
-    `group_size` exist only where fetches are packed. Otherwise they are arrays, which all queries
-    see, so these should be of one block of the grid.
+    `group_size` exist only if fetches are packed. Otherwise fetches are arrays that all queries
+    see, so all queries should be in one block of the grid.
 
-    Tokens that queries see quantized from now on are packed before the next fetch. The packed
-    buffers hold zeros for tokens that are not packed.
+    Tokens that later queries see quantized are packed before the next fetch. The packed buffers
+    hold zeros for tokens that are not packed.
     """
 
     precision: KVPrecision
@@ -76,7 +76,7 @@ class PackedCache(Buffers):
 
     @property
     def bits(self) -> int:
-        """Bits of the keys; no attribute where fetches are arrays."""
+        """Bits of the keys; the attribute does not exist if fetches are arrays."""
         if self.plan is None or not self.plan.can_take_packed:
             raise AttributeError("bits")
         return self.precision.keys.bits
@@ -88,7 +88,7 @@ class PackedCache(Buffers):
         return self.precision.group_size
 
     def forget(self) -> list[int]:
-        """Pack what the next query sees quantized; return each row's length modulo `GRID`."""
+        """Pack tokens that the next query sees quantized; return row lengths modulo `GRID`."""
         n_own = [n % pk.GRID for n in self.lengths]
         n_held = self.newest.lengths
         if any(map(gt, n_held, n_own)):
@@ -157,7 +157,7 @@ class PackedCache(Buffers):
         return *super().state, self.newest.keys, self.newest.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all keys and values dequantized, padding included; models read them here too.
+        """Return all keys and values dequantized, padding included; some models read them here.
 
         Raises ValueError if the cache is empty, or if its fetches are packed: a model would see
         different keys here than in its fetches.
@@ -189,7 +189,7 @@ class SequenceQuantizedKVCache(PackedCache):
         self.offset = 0
         self.newest = Newest(1)
         self._before: tuple[int, Newest] | None = None
-        """The end of the last block, and its tokens as computed, while the next block is short."""
+        """The last block's end, and its tokens in full precision, while the next block is short."""
 
     @property
     def lengths(self) -> list[int]:
@@ -236,7 +236,7 @@ class SequenceQuantizedKVCache(PackedCache):
         return super().forget()
 
     def trim(self, n: int) -> int:
-        """As above. A trim back into the block before gives that block its full precision again."""
+        """As above. A block into which tokens are trimmed back is in full precision again."""
         if self._before is None or self.offset - n >= self._before[0]:
             return super().trim(n)
         (end, newest), self._before = self._before, None

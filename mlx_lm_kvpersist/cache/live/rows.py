@@ -20,7 +20,7 @@ from .batch import FullPrecisionBatchKVCache
 from .quantized import BatchQuantizedKVCache
 
 _LITTLE_PADDING = 4096
-"""Copying this number of padding tokens in front of rows takes no noticeable time."""
+"""The number of padding tokens in front of rows whose copying takes no noticeable time."""
 
 
 class _Rows:
@@ -39,7 +39,7 @@ class _Rows:
 
     @property
     def keys(self) -> Any:
-        """The keys of the first row. A model in parts makes them depend on the data it sends."""
+        """The keys of the first row. With ranks, a model makes them depend on the data it sends."""
         return self._caches[0].keys
 
     @keys.setter
@@ -47,7 +47,7 @@ class _Rows:
         self._caches[0].keys = keys
 
     def _fetched(self, keys: mx.array, values: mx.array) -> list[tuple[Any, Any]]:
-        """Append the rows of keys [B, H, n, Dk] and values, without padding; fetch each row's."""
+        """Append the rows of keys [B, H, n, Dk] and values, without padding; fetch every row."""
         return [
             self._append(cache, keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
             for i, (cache, n) in enumerate(zip(self._caches, self._n_tokens, strict=True))
@@ -141,7 +141,7 @@ class ArrayRows(_Rows):
 
 
 class WindowRows(ArrayRows):
-    """Rows of mlx-lm's batches of windows, which hold no padding."""
+    """Rows of mlx-lm's batches of windows. They hold no padding."""
 
     kind = "window"
 
@@ -159,7 +159,7 @@ class WindowRows(ArrayRows):
         return super().make_mask(N, return_array, window_size or self._caches[0].max_size)
 
     def _append(self, cache: Any, keys: mx.array, values: mx.array) -> Any:
-        return cache._update_concat(keys, values)  # in order, also for one token
+        return cache._update_concat(keys, values)  # the positions are in order, also for one token
 
 
 class StateRows(ArraysCache):  # type: ignore[misc]
@@ -171,7 +171,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         super().__init__(len(caches[0].cache))
         self._rows = caches
         self.cache = [_joined(states) for states in zip(*(c.cache for c in caches), strict=True)]
-        self.prepare(lengths=list(n_tokens))  # rows of equal length may be padded too
+        self.prepare(lengths=list(n_tokens))  # rows of equal length may also be padded
 
     def __setitem__(self, idx: int, value: mx.array) -> None:
         super().__setitem__(idx, value)
@@ -180,7 +180,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
 
 
 def _joined(states: Sequence[mx.array | None]) -> mx.array | None:
-    # A state that has not begun is zeros.
+    # A state before the first token is zeros.
     begun = [state for state in states if state is not None]
     if not begun:
         return None
@@ -196,7 +196,7 @@ def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | StateRows
         lengths = [cache.size() for cache in caches]
         n_padding = max(lengths) * len(lengths) - sum(lengths)
         if n_padding > max(sum(lengths), _LITTLE_PADDING):
-            return None  # a long row would be copied and read once for each short row
+            return None  # otherwise a long row would be copied and read once for each short row
         return ArrayRows(caches, n_tokens)
     if all(isinstance(cache, BatchQuantizedKVCache) and hasattr(cache, "bits") for cache in caches):
         return PackedRows(caches, n_tokens)

@@ -5,7 +5,7 @@ A trace shows first which layers attend over packed keys, and in which shapes.
 MLX chooses among kernels by the number of queries and keys, and some versions have kernels that are
 wrong on some devices (docs/upstream.md). So each load takes some milliseconds to compare the
 strategies of a plan with plain arithmetic, for the model's own heads and dtype, on both sides of
-the numbers at which MLX takes another kernel.
+the sizes at which MLX changes the kernel.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ _CUDA_CASES: _Cases = {
     (1037, 243): (1, 8, 16, 32),
     (33_000, 0): (1,),
 }
-"""CUDA takes other packed kernels if the keys, here with their spare room, are a multiple of 4, of
-128, or neither, and for 16, 32, 64 and 128 rows of a product: queries of a key head."""
+"""CUDA's packed kernel depends on the number of keys with spare room (a multiple of 128, of 4, or
+neither), and changes at 16, 32, 64 and 128 rows of a product: queries of a key head."""
 
 _METAL_CASES: _Cases = {
     (301, 0): (1, 2, 3, 4, 17, 32),
     (1037, 243): (1, 2, 3, 4, 17, 32),
     (33_000, 0): (1, 17),
 }
-"""On Metal MLX 0.32 takes other kernels from 1,024 keys on, beyond 32,767, from 4 rows of a product
-on, and from 6 to 33, which depends on the device."""
+"""On Metal, MLX 0.32 changes the kernel at 1,024 and at 32,768 keys, at 4 rows of a product, and at
+a number of rows from 6 to 33 that depends on the device."""
 
 _MANY_KEYS = 1 << 15
 
 _N_COMPUTED = 40
-"""Keys in full precision: the queries' own, and some earlier keys."""
+"""The number of keys in full precision: the queries' own keys, and some earlier keys."""
 
 _TOLERANCE = 0.1
 """The largest accepted difference from plain arithmetic, as a share of the result's norm."""
@@ -113,7 +113,7 @@ def plan_attention(
             plan = forced_plan(choice)
         try:
             wrong |= wrong_for(plan, shape, group.precision, group.keys.mx_dtype)
-        except Exception as error:  # MLX may lack a kernel, or memory
+        except Exception as error:  # MLX may have no kernel, or too little memory
             logger.warning("kvpersist: attention over quantized keys fails: %r", error)
             wrong.add("dequantize")
         plans[group.name] = plan
@@ -217,7 +217,7 @@ def packed_shapes(
         for n, tokens in enumerate(_PROMPT):
             with observed_attention() as calls:
                 model(mx.array([tokens]), cache=caches)
-            # A model in parts replaces the keys of its last layer.
+            # A model over several ranks replaces the keys of its last layer.
             traced = {id(values[0]): shape for shape, values in calls}
             for i, slot in tried.items():
                 shape = traced.get(id(slot.values[0]))
@@ -263,7 +263,7 @@ class _Layer:
             mx.eval(self.sides, self.plain)
 
     def _random(self, shape: tuple[int, ...]) -> mx.array:
-        # With an own random key, because a check must not change the server's samples.
+        # With its own random key, because a check must not change the server's samples.
         return mx.random.normal(shape, key=mx.random.key(shape[2])).astype(self.dtype)
 
     def disagreeing(self, strategies: Sequence[Strategy], n_queries: int) -> Iterator[Strategy]:
@@ -278,8 +278,8 @@ class _Layer:
     def _attend(self, strategy: Strategy, queries: mx.array) -> mx.array:
         """Attend by a strategy; return the result in float32.
 
-        The same call over NaN goes first: it leaves NaN in the memory that the second call gets, so
-        a kernel that reads uninitialized memory cannot be right by chance.
+        First the same call is made with NaN. It leaves NaN in the memory that the second call gets,
+        so a kernel that reads uninitialized memory cannot be right by chance.
         """
         n_queries = queries.shape[2]
         for factor in (mx.nan, 1):

@@ -1,4 +1,4 @@
-"""How far a model's predictions of a text move when its cache is quantized, token by token.
+"""How much a model's predictions of a text change when its cache is quantized, token by token.
 
 The Kullback-Leibler divergence from full precision, in nats, is computed for every next token. A
 few hundred tokens then say as much as a perplexity over thousands.
@@ -21,8 +21,8 @@ from ..live.packed import GRID
 _TEXTS = Path(__file__).with_name("texts.json")
 """Short texts of many kinds, all written for this project.
 
-The first `GRID` tokens, the context, lose nothing: a query sees its own block of the grid as
-computed. Each later part uses the context's names and facts in another language or format, and the
+The first `GRID` tokens, the context, lose nothing: a query sees its own block of the grid in full
+precision. Each later part uses the context's names and facts in another language or format, and the
 last part copies a passage of the context."""
 
 AT_ONCE = GRID // 2
@@ -119,7 +119,8 @@ def _predictions(own_logits: mx.array, its_logits: mx.array, targets: mx.array) 
     own_nll, nll = (
         -mx.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in (own, quantized)
     )
-    divergence = mx.maximum((mx.exp(own) * (own - quantized)).sum(axis=-1), 0)  # but for rounding
+    # Because of rounding
+    divergence = mx.maximum((mx.exp(own) * (own - quantized)).sum(axis=-1), 0)
     same = own.argmax(axis=-1) == quantized.argmax(axis=-1)
     numbers: list[Any] = [x.tolist() for x in (nll, nll - own_nll, divergence, same)]
     return Predictions(*numbers)
@@ -163,8 +164,8 @@ def placed(
 ) -> tuple[list[int], dict[str, range]]:
     """Return the ids of all parts as one text, and the positions of each but the context.
 
-    The context is repeated up to `GRID` tokens. There are 800 to 1,050 ids in all, and some
-    hundreds more if a vocabulary knows few languages.
+    The context is repeated up to `GRID` tokens. The result has 800 to 1,050 ids, and some hundreds
+    more if a vocabulary covers few languages.
     """
     (_, context), *passages = (all_parts() if texts is None else texts).items()
     ids, again = encode(tokenizer, context)

@@ -20,10 +20,10 @@ from ..live.attention import backend
 from ..live.packed import GRID
 
 MIN_CHUNK = 32
-"""Tokens that are always computed at once, even if memory is short."""
+"""The number of tokens that may always be computed at once, even if memory is short."""
 
 CHECKPOINT_EVERY = 2048
-"""Tokens between the checkpoints that a model with windows or states gets during a prompt."""
+"""Tokens of a prompt between two checkpoints of a model with windows or states."""
 
 _MOST_TOKENS = 1 << 16
 
@@ -35,7 +35,7 @@ _STEP_BYTES = 7 * 256 * 4
 """`ssm_attn` of mlx-lm makes about seven arrays [heads, 256, 256] of float32 for 256 tokens."""
 
 _LOOPED_STATES = 4
-"""Mamba and Jamba loop over tokens and keep several states of each."""
+"""Mamba and Jamba loop over tokens and keep several states for each token."""
 
 _FUSED_DIMS = (64, 80, 128)
 """Head dims for which every GPU has a fused kernel, in 16 bits."""
@@ -45,14 +45,14 @@ _TOP_K = r"num_experts_per_tok(en)?|top_k_experts|moe_(top_?)?k"
 _EXPERTS = r"(n|num|moe_num)_(routed_|local_)?experts"
 
 _LEAST_LEARNED = 256
-"""Shorter chunks are mostly overhead, which does not grow with their tokens."""
+"""The memory of shorter chunks is mostly overhead, which does not grow with the tokens."""
 
 _LEAST_FACTOR = 0.1
-"""A peak of few bytes may be an accident: other memory was freed."""
+"""A small peak may be wrong, because other memory was freed at the same time."""
 
 _MOST_ON_GPU = 2.0
-"""A GPU's peak has every layer that MLX has queued: on an H100, 6 to 16 times the formula's bytes.
-MLX waits before it exceeds its memory limit, so shorter chunks would save no needed memory."""
+"""On a GPU the peak includes every layer that MLX has queued: on an H100, 6 to 16 times the
+formula's bytes. MLX waits before it exceeds its memory limit, so shorter chunks are not needed."""
 
 _MARGIN, _EASING = 1.2, 0.1
 """Peaks of similar chunks differ by some percent. A prediction that was too high falls by a tenth
@@ -77,7 +77,7 @@ class PrefillMemory:
     stops_every: int | None = None
     window: int | None = None
     most_factor: float = math.inf
-    """No factor is higher."""
+    """The highest factor."""
     _factors: Mapping[int, float] = field(default_factory=dict)
     """The measured bytes of chunks over the formula's, by the power of two of the position;
     replaced, never changed."""
@@ -97,8 +97,8 @@ class PrefillMemory:
         score_bytes = float(max(scores, default=0))
         key_bytes = max((g.full_precision_bytes // len(g.slots) for g in spec.full), default=0)
         if spec.quantized and backend() != "cpu":
-            # A GPU copies the dequantized keys and values for each block of the grid that a chunk
-            # ends in, since the attention before may still read them.
+            # A GPU copies the dequantized keys and values for each span of a chunk, because the
+            # previous attention may still read them.
             score_bytes = max(score_bytes, key_bytes / GRID)
         stops_every = None if spec.any_prefix else CHECKPOINT_EVERY
         window = None if spec.full else max(spec.sliding, default=0)
@@ -126,8 +126,8 @@ class PrefillMemory:
     def learn(self, n_tokens: int, position: int, n_bytes: int) -> None:
         """Learn that a chunk after `position` cached tokens took `n_bytes`.
 
-        Predictions rise at once and fall slowly. A short chunk, unless the limit made it short, is
-        mostly overhead: it raises predictions only if it took more than longer chunks should.
+        Predictions rise at once and fall slowly. A short chunk is mostly overhead, unless the limit
+        made it short. It raises predictions only if it took more than longer chunks should take.
         """
         predicted = self._formula(n_tokens, position)
         place, before = position.bit_length(), self._factor(position)
@@ -144,11 +144,11 @@ class PrefillMemory:
         self._factors = {**self._factors, place: factor}
 
     def _factor(self, position: int) -> float:
-        """Return the factor of this place; at an unknown place, up to twice the highest factor."""
+        """Return the factor for this position; if unknown, up to twice the highest factor."""
         factors, place = self._factors, position.bit_length()
         if place in factors:
             return factors[place]
-        # If the formula was too low at another place, it may be twice as low here.
+        # If the formula was too low at another position, it may be twice as wrong here.
         highest = max(factors.values(), default=0.0)
         return min(max(1.0, 2 * highest if highest > _MARGIN else highest), self.most_factor)
 
@@ -173,7 +173,7 @@ class SequenceMemory:
     windows: tuple[tuple[int, int], ...] = ()
     n_layers: int = 1
     n_arrays: int = 1
-    """Arrays of a block, or of a checkpoint."""
+    """The number of arrays of a block, or of a checkpoint."""
     prefill: PrefillMemory | None = None
 
     @classmethod
@@ -210,7 +210,7 @@ class SequenceMemory:
     def caches_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
         """Return the most bytes of the caches of sequences with the given lengths, in one batch.
 
-        All rows of a batch are as long as the longest. `room`: tokens that each has beyond its end.
+        All rows of a batch are as long as the longest. `room`: spare tokens per sequence.
         """
         n_rows = len(replies) + len(prompts)
         if not n_rows:
@@ -228,14 +228,14 @@ class SequenceMemory:
             return 0
         n_rows, longest = len(replies) + len(prompts), max(*replies, *prompts, 0, 0)
         shortest = self.prefill.peak_bytes(MIN_CHUNK, longest) if prompts else 0
-        # When rows come or go the batch is copied, one layer after the other.
+        # When rows are added or removed, the batch is copied, one layer after the other.
         layers = 2 * self.caches_bytes(replies, prompts, room) // self.n_layers
         dequantized = int(n_rows * longest * self.prefill.key_bytes)
         return max(self.chunk_bytes, shortest, dequantized, layers)
 
 
 def _activation_bytes(model: Any) -> tuple[int, int]:
-    """Return the bytes of a token in the widest layer, and of a number in most weights or scales.
+    """Return the bytes of a token in the widest layer, and of one number in most weights or scales.
 
     A matrix [..., out, in], packed or not, makes `out` numbers for each of its parts. In a stack of
     experts, only the experts that a token is routed to make numbers.
@@ -276,7 +276,7 @@ def _state_bytes(group: LayerGroup) -> int:
 
 
 def _score_bytes(group: LayerGroup, n_heads: int, itemsize: int) -> int:
-    """Return the bytes of the scores and masks of a token and a key in one layer."""
+    """Return the bytes of scores and masks for a pair of token and key in one layer."""
     assert group.keys is not None and group.values is not None
     is_latent = group.keys.dim != group.values.dim  # positions have their own scores
     if backend() == "cpu" or is_latent or group.keys.dim not in _FUSED_DIMS or itemsize > 2:
@@ -285,7 +285,7 @@ def _score_bytes(group: LayerGroup, n_heads: int, itemsize: int) -> int:
 
 
 def _arguments(model: Any, name: str) -> Iterator[int]:
-    """Yield the numbers among a model's arguments whose whole name is like the pattern `name`."""
+    """Yield the numbers among a model's arguments whose whole name matches the pattern `name`."""
     left: list[Any] = [getattr(model, "args", None), getattr(model, "config", None)]
     visited = list[Any]()
     while left:

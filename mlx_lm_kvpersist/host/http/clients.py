@@ -29,7 +29,7 @@ WATCH_S = 0.1
 POLL_S = 0.01
 """How often to look whether the last reply has ended, when the server ends."""
 PROBE_AGAIN_S = 1.0
-"""The pause between the first two probes of a reply; each later pause is twice as long."""
+"""The pause between the first two probes of a reply; it doubles with each probe."""
 HEADERS_AFTER_S = 2.0
 """How long a stream's headers wait for the request's own status, and for the plugins' headers."""
 KEEPALIVE_S = 10.0
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 
 class ClientConnection(io.BufferedIOBase):
-    """Writes to a client in place of http.server's writer. HTTP thread; the watching: any.
+    """Writes to a client in place of http.server's writer. HTTP thread; any thread may watch.
 
     A client that closes its connection sends a FIN, and so does a client that has nothing more to
-    send and waits for its reply. Only the first answers later bytes with a reset. So after a FIN,
-    `has_left` writes bytes that change no reply: before the head the first bytes of its version,
-    one at a time, and later comments, if the reply is a stream of events.
+    send and waits for its reply. Only a closed client answers later bytes with a reset. So after a
+    FIN, `has_left` writes bytes that do not change the reply: before the head the first bytes of
+    the version, one at a time, and later comments, if the reply is a stream of events.
 
-    version: of the protocol, with which the head of every reply begins, such as "HTTP/1.0".
+    version: the protocol version with which the head of every reply begins, such as "HTTP/1.0".
     """
 
     def __init__(self, connection: socket.socket, version: str) -> None:
@@ -71,7 +71,7 @@ class ClientConnection(io.BufferedIOBase):
             self._keepalive_at_s = 0.0
 
     def begin_keepalives(self, make_keepalive: Callable[[], bytes]) -> None:
-        """Show from now on, while the reply is a silent stream, that the server is at work."""
+        """From now on, show the client of a silent stream that the server is working."""
         with self.lock:
             self._make_keepalive = make_keepalive
             self._keepalive_at_s = time.monotonic() + HEADERS_AFTER_S
@@ -117,11 +117,11 @@ class ClientConnection(io.BufferedIOBase):
 
     def keep_alive(self) -> None:
         """Send a keepalive if the reply is a stream that has been silent for long."""
-        with suppress(OSError, ValueError):  # the HTTP thread will meet the error, too
+        with suppress(OSError, ValueError):  # the HTTP thread will get the error, too
             self._send_if_idle(self._keepalive)
 
     def _send_if_idle(self, make: Callable[[], bytes]) -> None:
-        """Send some bytes; never wait for the client, nor for a thread that writes to it."""
+        """Send some bytes; wait neither for the client nor for a thread that writes to it."""
         if not self.lock.acquire(blocking=False):
             return
         try:
@@ -132,7 +132,7 @@ class ClientConnection(io.BufferedIOBase):
             self.lock.release()
 
     def _probe(self) -> bytes:
-        """Return a probe that a client which has left answers with a reset, b"" if none is due."""
+        """Return bytes that make a client reset if it has left; b"" if no probe is due."""
         now_s, n_probes = time.monotonic(), self._n_probes
         if now_s < self._probe_at_s or (self._has_head and not self._is_stream):
             return b""
@@ -171,11 +171,11 @@ class Clients:
         return len(self._waiting)
 
     def begin(self, client: ClientConnection, request: ClientRequest) -> None:
-        """Watch a client from now on. Any number of times."""
+        """Watch a client from now on. May be called again."""
         self._waiting[client] = request
 
     def end(self, client: ClientConnection) -> None:
-        """The reply has ended. Any number of times."""
+        """The reply has ended. May be called again."""
         self._waiting.pop(client, None)
 
     def wait_for_none(self, timeout_s: float) -> bool:
@@ -195,13 +195,13 @@ class Clients:
             for client, request in self._waiting.copy().items():
                 if client.has_left():
                     request.client_gone = True
-                    self.end(client)  # its thread may have ended without a word
+                    self.end(client)  # its thread may have ended without saying so
                 else:
                     client.keep_alive()
 
 
 class PluginHTTPServer(StockServer):
-    """Listens as stock's server does; after SIGTERM until the replies that have begun have ended.
+    """Listens as stock's server does; after SIGTERM, until the begun replies have ended.
 
     New requests get 503 during that time.
     """
@@ -229,7 +229,7 @@ class PluginHTTPServer(StockServer):
         self.shutdown()
 
     def _handle_request_noblock(self) -> None:
-        """Accept a connection. Interrupted here, socketserver would close it unanswered."""
+        """Accept a connection. An interrupt here would close it without an answer."""
         with uninterrupted():
             super()._handle_request_noblock()  # type: ignore[misc]
 

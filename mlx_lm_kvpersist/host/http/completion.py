@@ -1,7 +1,7 @@
-"""A reply on its way from stock's loop to its client, in the form of the client's API.
+"""Sends a reply from stock's loop to its client, in the form of the client's API.
 
 A request can wait for other requests, for restored blocks, or for a long chunk, and clients and
-proxies give up if nothing comes. So a stream has headers early, and keepalives while it waits.
+proxies give up if nothing comes. So a stream gets its headers early, and keepalives while it waits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..hooks import ClientRequest, frozen
 class Completion:
     """One reply. HTTP thread; `keepalive` on the thread of the clients.
 
-    api: None for stock's own, whose errors are OpenAI's. reply: the `ReplyFormat`; None on a path
-    that is not known here, where stock itself sends the reply.
+    api: None for stock's own API, whose errors are OpenAI's. reply: the `ReplyFormat`; None for a
+    path that this package does not know, for which stock sends the reply.
     """
 
     stop_words: StopWords | None = None
@@ -32,7 +32,7 @@ class Completion:
     is_sent = True
     """Whether the client gets the reply."""
     doing = "waiting"
-    """The server's present work, for the reader of a stream."""
+    """The server's current work, as shown to the reader of a stream."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class Completion:
         self._context: Any = None
         """Stock's, of the reply."""
         self._is_open = False
-        """Whether a head was sent: stock's, or an early one."""
+        """Whether a head was sent: stock's head, or an early head."""
         self._reasoning: list[str] = []
         self._tool_calls: list[dict[str, Any]] = []
         self._finish_reason = "stop"
         self._unread: list[str] = []
-        """The text of calls that could not be read."""
+        """The text of calls that could not be parsed."""
 
     def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
         """Return the reply's tokens, up to a stop word in their text. It begins with `context`."""
@@ -82,7 +82,7 @@ class Completion:
             yield response
             if self.stop_words is not None and self.stop_words.found is not None:
                 self._context.stop()
-                return  # stock ends the reply as at its last token
+                return  # stock then ends the reply as after its last token
 
     def begin(self, head: bytes, headers: Iterable[tuple[str, str]]) -> None:
         """Send the head of a stream; `headers` come from plugins."""
@@ -98,7 +98,7 @@ class Completion:
             self._send(self.reply.begin(n_prompt, max(0, n_cached)))
 
     def show_progress(self, n_done: int, n_all: int) -> None:
-        """Note how far the prompt is computed. Stock's own streams have a comment that tells it."""
+        """Record how far the prompt is computed. Stock's own streams show it in a comment."""
         self.doing = f"prefill {n_done:,} of {n_all:,}"
         if self._api is None and self.streams:
             self._client.write(f": keepalive {n_done}/{n_all}\n\n".encode())
@@ -162,13 +162,13 @@ class Completion:
         self._handler.answer_json(status, error(status, message, code))
 
     def keepalive(self) -> bytes:
-        """Return a comment, and events for clients that do not count a comment."""
+        """Return a comment, and events for clients that ignore comments."""
         head = self._early_head()
         events = _encoded(self.reply.wait())
         return head + f": {self.doing}\n".encode() + (events or b"\n")
 
     def _early_head(self) -> bytes:
-        """Return what the handler sends before a stream whose request still waits, once."""
+        """Return the bytes to send, once, before a stream whose request still waits."""
         if self._is_open:
             return b""
         self._is_open = True
@@ -239,7 +239,7 @@ class ChatReply:
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._tokens: list[Any] = []
-        """Stock's responses, which the whole reply tells the log probabilities of."""
+        """Stock's responses, from which the whole reply gets its log probabilities."""
         self._last_chunk: dict[str, Any] = {}
         self.n_prompt = self.n_cached = self._n_new = 0
 
@@ -283,7 +283,7 @@ class ChatReply:
     def whole(self) -> dict[str, Any]:
         handler, tokens = self._handler, self._tokens
         for call in self._calls:
-            del call["index"]  # only chunks have one
+            del call["index"]  # only chunks have it
         handler.stream = False
         response = handler.stock_response(
             self.content,
@@ -299,30 +299,31 @@ class ChatReply:
 
 
 def _with_reasoning(response: dict[str, Any]) -> dict[str, Any]:
-    """Give a reply's reasoning a second name, which half of the clients read."""
+    """Give a reply's reasoning a second name, because many clients read only that name."""
     choice = response["choices"][0]
-    message = choice.get("delta") or choice.get("message") or {}  # a text completion has neither
+    # Text completions have no reasoning
+    message = choice.get("delta") or choice.get("message") or {}
     if message.get("reasoning"):
         message["reasoning_content"] = message["reasoning"]
     return response
 
 
 class StopWords:
-    """Cuts a text, which comes in pieces, at the first stop word that is complete.
+    """Cuts a text, which arrives in pieces, at the first complete stop word.
 
-    Text that may be the beginning of a stop word is held back until that is known.
+    Text that may be the beginning of a stop word is held back until this is known.
     """
 
     found: str | None = None
     """The stop word that ended the text."""
 
     def __init__(self, words: Iterable[str]) -> None:
-        # The longest of several words that are complete at one place begins first.
+        # If several words are complete at the same place, the longest word began first.
         self._words = sorted(filter(None, words), key=len, reverse=True)
         self._held = ""
 
     def cut(self, piece: str) -> str:
-        """Return what can be shown now; after a stop word nothing more."""
+        """Return the text that can be shown now; nothing after a stop word."""
         if self.found is not None:
             return ""
         text = self._held + piece
@@ -336,7 +337,7 @@ class StopWords:
         return shown
 
     def rest(self) -> str:
-        """Return what was held back: the text has ended without a stop word."""
+        """Return the text that was held back: the reply has ended without a stop word."""
         rest, self._held = self._held, ""
         return rest
 

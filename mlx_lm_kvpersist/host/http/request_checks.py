@@ -54,12 +54,12 @@ def tidy(body: Any) -> Any:
 
 
 def late_body(timeout_s: float) -> RequestRefused:
-    """Return what a client is told that stopped sending."""
+    """Return the refusal for a client that stopped sending."""
     return RequestRefused(f"the body did not come within {timeout_s:.0f} s", 408)
 
 
 def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
-    """Return what a client is told of an error. The log has an error that has no status.
+    """Return the refusal that a client gets for an error. An error without a status is logged.
 
     timeout_s: how long the server waits for a body.
     """
@@ -68,7 +68,7 @@ def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
     if isinstance(error, TimeoutError):
         return late_body(timeout_s)
     if isinstance(error, RecursionError):
-        return RequestRefused(f"the body is no JSON that can be read: {error}")
+        return RequestRefused(f"the body is not valid JSON: {error}")
     status, code = getattr(error, "status", 500), getattr(error, "code", None)
     if status == 500:
         logger.exception("kvpersist: a reply failed", exc_info=error)
@@ -76,7 +76,7 @@ def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
 
 
 def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Return a request's parameters by the attributes in which stock's handler has them.
+    """Return a request's parameters, by the names of the attributes of stock's handler.
 
     args: the server's options, which have some of the defaults.
     """
@@ -120,7 +120,7 @@ def check_bias(bias: Any) -> None:
 
 
 def check_parameters(body: Mapping[str, Any], values: Any) -> None:
-    """Refuse parameters that stock's own checks let pass. HTTP thread, after these.
+    """Refuse wrong parameters that stock's own checks accept, after these. HTTP thread.
 
     values: has the parameters as attributes, with the server's defaults in them.
     """
@@ -138,12 +138,12 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
     require(is_seed, "seed", values.seed, "an integer from 0 to 2**64 - 1")
     top = values.top_logprobs
     require(top is not True, "top_logprobs", top, "an integer")
-    if values.temperature != 0:  # else mlx-lm asks no sampler
+    if values.temperature != 0:  # otherwise mlx-lm calls no sampler
         require(values.top_k is not True, "top_k", values.top_k, "an integer")
         require(values.min_p == values.min_p, "min_p", values.min_p, "a number from 0 to 1")
         is_right = not values.xtc_probability > 0 or values.xtc_threshold <= 0.5
         require(is_right, "xtc_threshold", values.xtc_threshold, "a number from 0 to 0.5")
-    options = body.get("stream_options") if values.stream else None  # read in a stream only
+    options = body.get("stream_options") if values.stream else None  # read only for a stream
     require(options is None or isinstance(options, dict), "stream_options", options, "an object")
     stop = body.get("stop")
     is_right = not stop or isinstance(stop, str | list | dict)  # stock takes an object's keys
@@ -153,9 +153,9 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
 
 
 def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
-    """Refuse a model that does not exist: stock would drop the loaded one first. HTTP thread.
+    """Refuse a model that does not exist: stock would first drop the loaded model. HTTP thread.
 
-    own: the names of the command line's model, if any. loaded: the one that is loaded now.
+    own: the names of the command line's model, if any. loaded: the model that is loaded now.
     """
     if name in (*own, loaded) or _is_file(name, "config.json"):
         return
@@ -170,7 +170,7 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
     """Refuse a draft model or an adapter that does not exist, for the same reason. HTTP thread.
 
-    args: the server's.
+    args: the server's options.
     """
     if require_text("draft_model", draft) != "default_model":
         check_model(draft, [args.draft_model] if args.draft_model else [], None)
@@ -192,7 +192,7 @@ def _short(name: str) -> str:
 
 def check_chat(body: Mapping[str, Any]) -> None:
     """Refuse messages, or arguments of a template, of a wrong form. HTTP thread."""
-    kwargs = body.get("chat_template_kwargs") or {}  # stock heeds none that is false
+    kwargs = body.get("chat_template_kwargs") or {}  # stock ignores false values
     require(isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "an object")
     check_messages(body.get("messages"))
 
@@ -200,7 +200,7 @@ def check_chat(body: Mapping[str, Any]) -> None:
 def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
     """Tell whether the reply continues the last message. An empty last message is left out instead.
 
-    places: the names of the messages in the body of another API.
+    places: the names of the messages in the body of an API other than stock's.
     """
     messages, continues = body["messages"], body.get("continue_final_message", False)
     require(isinstance(continues, bool), "continue_final_message", continues, "a boolean")
@@ -241,8 +241,8 @@ def check_messages(messages: Any) -> None:
 def check_ids(args: Any, n_logits: int) -> None:
     """Refuse token ids and counts beyond a model's vocabulary. Generation thread.
 
-    args: stock's GenerationArguments. n_logits: how many tokens the model can choose from.
-    Negative ids count from the end, as stock has it.
+    args: stock's GenerationArguments. n_logits: how many tokens the model can choose from. Negative
+        ids count from the end, as in stock.
     """
     top_k = args.sampling.top_k if args.sampling.temperature != 0 else 0
     limit = f"{n_logits:,}, the size of this model's vocabulary"

@@ -43,25 +43,25 @@ else:
     Stock = object
 
 CLIENT_TIMEOUT_S = 300.0
-"""How long a client may send nothing of its request, or take nothing of its reply."""
+"""How long a client may pause while it sends its request or receives its reply."""
 RETRY_AFTER_S = 5
 DEFAULT_MODEL = "default_model"
 """Stock's name for the model of `--model`."""
 LAST_ANSWERS_S = 5.0
-"""How long the process waits until clients whose replies were cut off have been told."""
+"""How long the process waits until the clients of interrupted replies have got their errors."""
 _UNSAID = {400: "Request should be a JSON dictionary", 411: "Content-Length header is required"}
-"""Stock's messages for errors that it answers without an exception."""
+"""Stock's messages for errors that it sends without an exception."""
 
 logger = logging.getLogger(__name__)
 
 
 class PluginAPIHandler(Stock):  # type: ignore[misc]
-    """Answers as stock does, between the plugins' hooks. One object a connection, on its thread.
+    """Answers as stock does, between the plugins' hooks: an object per connection, on its thread.
 
     A connection that is kept open carries several requests: the state of a request is reset when
     the next one begins. Stock's `do_POST` parses requests to stock's own paths, and each other API
-    parses its own. Then stock's loop (`handle_completion`) always streams, and hands each part of
-    the reply to a `Completion`. Nobody reads the bytes that the loop writes.
+    parses its own. Then stock's loop (`handle_completion`) always streams, and passes each part of
+    the reply to a `Completion`. The bytes that the loop itself writes are discarded.
     """
 
     timeout = CLIENT_TIMEOUT_S
@@ -81,7 +81,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     completion: Any = None
     """The `Completion` of the request, while one is generated."""
     places: Sequence[str] = ()
-    """The name of each message in the body of another API."""
+    """The name of each message in the body of an API other than stock's."""
     stock_response: Callable[..., dict[str, Any]]
     """Stock's `generate_response`: it makes a chunk of a reply, or the whole reply."""
     _status = 0
@@ -173,12 +173,12 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 # Stock catches only json's own error while it reads a body.
                 if self.body or isinstance(error, RequestRefused):
                     raise
-                message = f"the body is no JSON that can be read: {error}"
+                message = f"the body is not valid JSON: {error}"
                 raise RequestRefused(message) from error
 
     @contextmanager
     def failures_told(self, api: API | None) -> Iterator[None]:
-        """Tell the client, in the form of its API, what is raised in the block."""
+        """Send the client, in the form of its API, an error that is raised in the block."""
         try:
             yield
         except ConnectionError:
@@ -188,7 +188,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 raise
             self.close_connection = True
             completion, self.completion = self.completion, None
-            self._headers_buffer: list[bytes] = []  # of a reply that did not come
+            self._headers_buffer: list[bytes] = []  # the headers are for a reply that did not come
             refusal = request_checks.refusal_of(error, self.timeout)
             fail = (completion or Completion(self, api)).fail
             fail(refusal.status, str(refusal), refusal.code)
@@ -222,9 +222,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         try:
             body = json.loads(read.decode())
         except (ValueError, RecursionError) as error:
-            raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
+            raise RequestRefused(f"the body is not valid JSON: {error}") from error
         if not isinstance(body, dict):
-            raise RequestRefused("the body is no JSON object")
+            raise RequestRefused("the body is not a JSON object")
         return body
 
     def serve(self, api: API) -> None:
@@ -315,7 +315,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.wfile.write(json.dumps({"status": status}).encode())
 
     def handle_models_request(self) -> None:
-        """List the server's own model, what stock lists, and two further names of the own model.
+        """List the server's own model, stock's list, and two further names of the own model.
 
         Routers take the first name, Claude Code offers only names that begin with "claude", and
         clients are configured with `default_model`. A path that names a model is answered with
@@ -356,7 +356,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         request_checks.check_chat(self.body)
         continues = request_checks.is_continued(self.body, self.places)
         reads_images = self.response_generator.reads_images(self.requested_model)
-        if reads_images is not None:  # else it is known once the model is loaded
+        if reads_images is not None:  # otherwise it is known when the model is loaded
             self.body["messages"] = fit_attachments(self.body["messages"], reads_images)
         if self.body.get("tool_choice") == "none":
             self.body.pop("tools", None)
@@ -388,8 +388,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def handle_completion(
         self, request: Any, stop_words: Iterable[str], *args: Any, **kwargs: Any
     ) -> None:
-        """Generate a reply. Stock looks for the tokens of stop words, and is given none."""
-        if self.completion is None:  # on one of stock's own paths
+        """Generate a reply. Stock compares tokens with stop words, so it gets no stop words."""
+        if self.completion is None:  # for one of stock's own paths
             self.completion = Completion(self, None, ChatReply(self), self.stream)
         completion = self.completion
         completion.stop_words = StopWords(stop_words) if stop_words else None
@@ -408,7 +408,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.answer_json(200, completion.reply.whole())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        """Begin an answer. An error of stock's is raised instead: one place sends all errors."""
+        """Begin an answer. Stock's errors are raised instead: all errors are sent in one place."""
         error = sys.exc_info()[1]
         if isinstance(error, RequestRefused | GenerationStopped | ConnectionError):
             raise error
@@ -427,7 +427,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             super()._set_stream_headers(status_code)
 
     def log_request(self, *args: Any) -> None:
-        """Log an answer, but none to a health check: supervisors ask every few seconds."""
+        """Log an answer, except to a health check: supervisors ask every few seconds."""
         if not self.requestline.startswith("GET /health "):
             super().log_request(*args)
 
@@ -438,10 +438,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.send_header("Retry-After", str(RETRY_AFTER_S))
 
     def end_headers(self) -> None:
-        """Add the plugins' headers as late as possible: without streaming, the reply is known."""
+        """Add the plugins' headers late: without streaming, the reply is then known."""
         completion = self.completion
         if completion is not None and self._status == 0:
-            return  # the head of a stream that is not sent as one
+            return  # the head of a stream that the client does not get as a stream
         self._has_replied = True
         if completion is None or completion.request is None or self._status != 200:
             super().end_headers()
@@ -466,7 +466,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         reasoning_text: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Hand a part of the reply on. Stock writes what this returns to nobody."""
+        """Pass on a part of the reply. Stock's copy of the returned bytes is discarded."""
         if self.completion.reply is None:
             fields = {**kwargs, "tool_calls": tool_calls, "reasoning_text": reasoning_text}
             return self.stock_response(text, finish_reason, *args, **fields)
@@ -474,7 +474,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return {}
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """End the reply. Stock writes what this returns to nobody."""
+        """End the reply. Stock's copy of the returned bytes is discarded."""
         if self.completion.reply is None:
             return self.stock_usage(*args, **kwargs)
         self.completion.end(*args, **kwargs)
@@ -513,7 +513,7 @@ def handler_with(
 
 
 def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[Any], None]) -> None:
-    """Call `work` with a handler that has no client, and headers of its own to set."""
+    """Call `work` with a handler that has no client, but headers that can be set."""
 
     class NoClient(handler_class):  # type: ignore[misc]
         def handle(self) -> None:
@@ -562,7 +562,7 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
             call.arguments["response_generator"].stop_and_join()
             raise
         finally:
-            clients.wait_for_none(LAST_ANSWERS_S)  # those whose replies were cut off are told
+            clients.wait_for_none(LAST_ANSWERS_S)  # clients of interrupted replies get an error
             clients.is_closed = True
 
     return run_http_server

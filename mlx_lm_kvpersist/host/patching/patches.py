@@ -2,8 +2,8 @@
 
 docs/plugins.md shows the table. All targets but two are globals of `mlx_lm.server`. The stock
 objects are not changed, so other users of mlx_lm in the process are not affected. The exceptions
-are attention over packed keys, which differs only for keys that bring an attention of their own,
-and MLX's wired limit, which mlx-lm sets in three modules. If there are several CUDA GPUs,
+are attention over packed keys, which differs only for keys with their own attention function, and
+MLX's wired limit, which mlx-lm sets in three modules. If there are several CUDA GPUs,
 `mlx.core.clear_cache` is replaced.
 """
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Overrides:
-    """Expects that a class of the host has the methods that `by` overrides, and calls them alike.
+    """Expects that a class of the host has the methods that `by` overrides, with equal parameters.
 
     Our method takes every parameter of stock's method, by name or with `*args` and `**kwargs`, and
     takes no other parameter. A parameter that is taken with `*args` or `**kwargs` must have a
@@ -205,12 +205,12 @@ def subclass(plugin: type[Any]) -> Callable[[type[Any]], type[Any]]:
 
 
 def back_on_its_device(stock: Callable[[], None]) -> Callable[[], None]:
-    """Return `clear_cache` whose thread ends on the GPU that it computes on."""
+    """Return a `clear_cache` that leaves the thread on the GPU that it computes on."""
 
     @wraps(stock)
     def clear_cache() -> None:
         stock()
-        mx.eval(mx.ones(1) + 1)  # MLX makes the GPU of an operation the thread's current one
+        mx.eval(mx.ones(1) + 1)  # MLX makes the GPU of an operation the thread's current GPU
 
     return clear_cache
 
@@ -246,7 +246,7 @@ PATCHES: tuple[Patch, ...] = (
                 ("insert_segments", "next", "next_generated", "extract_cache", "remove"),
             ),
             Uses("BatchGenerator.insert_segments", "_unprocessed_sequences"),
-            Uses("ResponseGenerator._generate", "BatchGenerator"),  # which the next patch wraps
+            Uses("ResponseGenerator._generate", "BatchGenerator"),  # the next patch wraps this
         ),
         replace=plugin_batch_generator,
         verify=probes.batches_follow_plugins,
@@ -374,7 +374,7 @@ def needed() -> tuple[Patch, ...]:
 
 
 class PatchChecks:
-    """A plugin of our own: proves every patch after the other plugins are configured."""
+    """An internal plugin: tests every patch after the other plugins are configured."""
 
     @hookimpl(trylast=True)
     def configure(self) -> None:

@@ -70,7 +70,7 @@ class ProbeCache:
 
 
 class ProbeRequest(hooks.TakenRequest):
-    """Feeds one token more than the prompt has."""
+    """Gives the model one token more than the prompt has."""
 
     def __init__(self, plugin: ProbePlugin, prompt: hooks.Prompt) -> None:
         super().__init__(prompt)
@@ -201,7 +201,7 @@ def options_reach_plugins(server: ModuleType) -> None:
 
 
 def loaded_models_make_plugin_caches(server: ModuleType) -> None:
-    """A provider, made like `main`'s and given a model, calls plugins and gets caches."""
+    """A provider that is made as in `main` and given a model calls plugins and gets caches."""
 
     def load(*args: Any, return_config: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         model, tokenizer = ProbeModel(), SimpleNamespace(chat_template=None)
@@ -224,7 +224,7 @@ def loaded_models_make_plugin_caches(server: ModuleType) -> None:
 
 
 class ProbeModel:
-    """The part of a model that makes its caches: stock makes two caches without batches."""
+    """The part of a model that makes its caches: stock makes two caches that cannot be batched."""
 
     layers = (None, None)
 
@@ -269,7 +269,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
 
 
 def taken(prompt: hooks.Prompt) -> Taken:
-    """Return a request for a text as the probe's plugin takes it."""
+    """Return a request for a text, as taken by the probe's plugin."""
     request = SimpleNamespace(request_type="text", prompt="p", messages=[])
     plugin_request = take_request(hooks.ClientRequest(request), prompt)
     assert plugin_request is not None
@@ -366,7 +366,7 @@ def batches_follow_plugins(server: ModuleType) -> None:
 
 
 def packed_keys_attend_themselves(base: ModuleType) -> None:
-    """The function that models call lets packed keys attend."""
+    """The function that models call uses the attention of packed keys."""
     queries = mx.ones((1, 2, 1, 32))
     packed = mx.quantize(mx.ones((1, 1, 3, 32)), group_size=32, bits=4)
     cache = SimpleNamespace(bits=4, group_size=32)
@@ -447,7 +447,7 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
         def serve_forever(self) -> None:
             self.make_handler(ours, ("127.0.0.1", 0), self)
 
-    # From 0.32.0 a state machine over text, before that a state in every response.
+    # From 0.32.0 on a state machine over text, before that a state in every response.
     states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
     context = SimpleNamespace(prompt=[1], prompt_cache_count=0, text_sm=states, tool_parser=None)
     context.has_tool_calling = context.has_thinking = False
@@ -467,7 +467,7 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
 
 
 def run_starts_and_stops_plugins(server: ModuleType) -> None:
-    """`run`, called as `main` calls it, asks configure and shutdown around stock's."""
+    """`run`, called as `main` calls it, calls configure and shutdown around stock's `run`."""
     with probing() as plugin:
 
         def serve(*args: Any, **kwargs: Any) -> None:
@@ -482,7 +482,7 @@ def run_starts_and_stops_plugins(server: ModuleType) -> None:
 
 
 def buffers_are_read_after_clearing(mlx: ModuleType) -> None:
-    """A host array takes over a GPU's buffer after `clear_cache`, as stock's prompts make it do."""
+    """A host array takes over a GPU's buffer after `clear_cache`, as with stock's prompts."""
     numbers = mlx.random.normal((1 << 16,))
     mlx.eval(numbers)
     mlx.clear_cache()

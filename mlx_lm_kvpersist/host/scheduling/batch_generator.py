@@ -1,4 +1,4 @@
-"""The server's batch generator: steps of the replies, and between them prompts that are computed.
+"""The server's batch generator: steps of the replies and, between them, chunks of prompts.
 
 A prompt waits in the queue, is computed in chunks (`prefill.py`), and joins the replies. If memory
 is short, replies are parked and computed again later. Prompts that failed in one call of the model
@@ -38,10 +38,10 @@ else:
     Stock = object
 
 CLEAR_EVERY = 512
-"""Steps of the replies after which freed memory is given back, as in stock."""
+"""The number of steps of the replies after which freed memory is returned, as in stock."""
 
 LOOKS_FIRST: ContextVar[Callable[[], bool]] = ContextVar("looks_first", default=lambda: False)
-"""Tells whether the server's loop looks for requests before the next step of its generator."""
+"""Returns whether the server's loop looks for requests before the next step of its generator."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class Decision:
 
     `stopped`: prompts whose clients left. `parks`: whether the youngest reply is parked, because
     memory does not suffice. `returning`: parked sequences for which there is room again. `begins`:
-    groups of prompts that begin to reply together. `chunk`: how many tokens of which prompts are
-    computed in one call, first the prompt whose turn it is. `error`: the plugin's error while
+    groups of prompts whose replies begin together. `chunk`: how many tokens of which prompts are
+    computed in one call; the prompt whose turn it is comes first. `error`: the plugin's error while
     the step was decided.
     """
 
@@ -100,7 +100,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._weighed: tuple[int, ...] = ()
         """The running sequences at the last weighing of memory."""
         self._is_short = False
-        """Whether memory did not suffice in the last step: then no prompt begins."""
+        """Whether memory did not suffice in the last step; if so, no prompt begins."""
         self._n_steps = 0
         self._progress: list[Any] = []
         """The responses of the running step for prompts."""
@@ -128,7 +128,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             return [], []
         with mx.stream(self.stream):
             for response in self._tokens:
-                response.prompt_cache = None  # it is saved; stock keeps the list for another step
+                response.prompt_cache = None  # saved; stock keeps the list for another step
             self._progress = []
             self._tokens, step_s = self._decode()
             if not self._is_short:
@@ -163,7 +163,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return {uid: sequences[uid] for uid in uids if uid in sequences}
 
     def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
-        """Forget sequences. A plugin saves a reply as it saves replies that have ended."""
+        """Remove sequences. The plugin saves an interrupted reply like a reply that has ended."""
         self._save_interrupted(uids)
         caches = self.extract_cache(uids) if return_prompt_caches else {}
         self.queue = deque(waiting for waiting in self.queue if waiting.uid not in uids)
@@ -274,7 +274,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         row = copy.copy(batch)
         row.prompt_cache = []
         row.filter([place])
-        for name in ("samplers", "logits_processors"):  # 0.31.3 does not filter lists of None
+        for name in ("samplers", "logits_processors"):  # 0.31.3 cannot filter lists of None
             setattr(row, name, getattr(batch, name)[place : place + 1])
         ids = [*tokens, row._next_tokens.item()]
         tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
@@ -316,7 +316,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if waiting and n_free <= 0 and n_running < self.completion_batch_size:
             shortest = min(waiting, key=lambda prompt: prompt.n_left)
             if all(shortest.n_left < prefill.n_left for prefill in self.prefills.all):
-                waiting, n_free = [shortest], 1  # it will not take long
+                waiting, n_free = [shortest], 1  # they will not take long
         for prompt in waiting[: max(n_free, 0)]:
             self.queue.remove(prompt)
             try:
@@ -383,7 +383,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             if uid in uids and isinstance(tokens, TakenTokens):
                 try:
                     tokens.taken.insert(tokens, self.replies.extract_cache(place), REPLY)
-                except Exception:  # nothing catches it in stock
+                except Exception:  # stock would not catch the exception
                     logger.exception("kvpersist: an interrupted reply could not be saved")
 
     def _response(self, prompt: Prefill, *, is_end: bool = False) -> Any:
@@ -392,7 +392,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return PromptProcessingBatch.Response(prompt.uid, progress, is_end, is_end)
 
     def _copy_rows(self) -> None:
-        """Make the caches of the rows that came or stayed."""
+        """Evaluate the caches of the rows that were added or stayed."""
         if self.replies.uids != self._copied:
             self._copied = list(self.replies.uids)
             self._eval_parts(self.replies.prompt_cache)
@@ -407,7 +407,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 mx.eval(layers)
                 n_bytes, layers = 0, []
 
-    # Failures. Stock forgets a request after a response, when its context has been told to stop.
+    # Failures. Stock removes a request after a response if its context was told to stop.
 
     def _guarded(self, prefills: Collection[Prefill], act: Callable[[], None], step: Step) -> None:
         """Act on prompts. An exception ends the request of a prompt that is alone.
@@ -417,7 +417,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """
         try:
             act()
-            if step == "prompt":  # the first step of a reply is not evaluated yet
+            if step == "prompt":  # the first step of a reply has not been evaluated yet
                 self._caches.failures.succeeded(step)
         except Exception as error:
             together = list(prefills)
@@ -429,7 +429,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 self._wait_again(prefill, [*prefill.tokens, *chain.from_iterable(prefill.segments)])
             if len(together) > 1:
                 logger.warning(
-                    "kvpersist: prompts failed together and are tried by themselves: %r", error
+                    "kvpersist: prompts failed together and are tried one at a time: %r", error
                 )
             self._caches.failures.failed(error, step)
 
@@ -453,7 +453,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             raise error
         if not isinstance(error, ClientGone):
             logger.error("kvpersist: a request failed", exc_info=error)
-        reply.fail(error.with_traceback(None))  # its frames hold the caches
+        reply.fail(error.with_traceback(None))  # the exception's frames hold the caches
         self._progress.append(PromptProcessingBatch.Response(uid, (0, 0), False, False))
 
 

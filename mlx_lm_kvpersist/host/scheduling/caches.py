@@ -33,17 +33,17 @@ Step = Literal["prompt", "reply"]
 """A step computes a part of prompts, or the next tokens of replies."""
 
 MOST_IN_A_ROW = 8
-"""Failures of one kind of step without a success between them that end the server."""
+"""The number of failures of one kind of step, without a success in between, that end the server."""
 _N_TRIES = 3
 _PAUSE_S = 0.1
-"""Seconds between two tries: a step's error may be reported again at the next try."""
+"""Seconds between two tries: the error of a step may be reported again at the next try."""
 
 
 class StepFailures:
     """Counts the failures of steps since the last success. Generation thread.
 
     A successful step of the replies resets all counts. A step of a prompt resets only the count of
-    prompts: if each reply fails after its prompt was computed, no request is served.
+    prompts: otherwise the server would continue although each reply fails after its prompt.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StepFailures:
             self._n["reply"] = 0
 
     def failed(self, error: Exception, step: Step) -> None:
-        """A step failed; its clients were told.
+        """A step failed, and its clients got errors.
 
         Raises DeviceFailed if the device computes nothing, or too many steps failed in a row.
         """
@@ -91,14 +91,14 @@ def caches_of(model: Any) -> PluginCaches:
 
 
 class PluginCaches:
-    """Takes the place of a model's `make_cache`: caches as a plugin makes and merges them.
+    """Replaces a model's `make_cache`: a plugin makes and merges the caches.
 
     mlx-lm's `make_prompt_cache` asks the model first, so one attribute is enough. A plugin's
     exception would end the generation thread here: it is logged, and stock's caches are made.
     """
 
     def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
-        # A model that refers to itself would keep its weights until a garbage collection.
+        # A model in a reference cycle would keep its weights until a garbage collection.
         self._model: Any = weakref.ref(model)
         self._plugin, self._support = plugin, support
         self.ranks = ranks()
@@ -141,7 +141,7 @@ class PluginCaches:
         return manager.safely(self._plugin, "model_loaded", function, *args, **kwargs)
 
     def _stock(self) -> list[Any]:
-        from mlx_lm.models.cache import KVCache  # commands that import this module start sooner
+        from mlx_lm.models.cache import KVCache  # imported late, so that commands start sooner
 
         model = self._model()
         own = getattr(type(model), "make_cache", None)
@@ -151,8 +151,8 @@ class PluginCaches:
 class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
     """A prompt cache for the batched path, where nothing catches an exception. Generation thread.
 
-    An exception here, or a fetch that leaves no token to feed, ends stock's generation thread. So
-    plugins cannot raise through this class, and every fetch leaves at least one token.
+    An exception here, or a fetch that leaves no token to compute, ends stock's generation thread.
+    So this class catches the exceptions of plugins, and every fetch leaves at least one token.
     """
 
     def fetch_nearest_cache(

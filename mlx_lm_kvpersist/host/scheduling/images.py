@@ -1,7 +1,7 @@
 """The images of a prompt: ids that identify them in every comparison of prompts.
 
-The model reads the same ids for every image of a size. Stock tells images apart by 60 bits of their
-URLs; here the first token of an image is the whole SHA-256 of its pixels (`image_ids`).
+The model reads the same ids for all images of one size. Stock tells images apart by 60 bits of
+their URLs; here the first token of an image is the whole SHA-256 of its pixels (`image_ids`).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def named(messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> list[Map
 def fed_images(fed: Sequence[int], prompt: Sequence[int], vision: Any) -> tuple[list[int], Any]:
     """Return the ids that the model reads for `fed`, and stock's record of its images.
 
-    fed: ids of `with_images`; they become the key of the computed caches. `prompt` and `vision` as
-    rendered.
+    fed: ids of `with_images`; they become the key of the computed caches. `prompt` and `vision`:
+    the rendered ids and images.
     """
     patch = prompt[vision.starts[0]]
     starts = [place for place, key in enumerate(fed) if key < GOES_ON]

@@ -30,11 +30,11 @@ _LENGTHS = (
 )
 """Fields of a config.json with the tokens that a model was trained for."""
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-"""Where a model that also reads images has the configuration of its text."""
+"""The fields in which a model that also reads images has the configuration of its text part."""
 _STRETCHES = ("linear", "dynamic")
 """Kinds of rope scaling whose factor multiplies the length in the same configuration."""
 _UNSTATED = 10**9
-"""Tokenizers without a limit state 1e30."""
+"""Tokenizers without a limit have the value 1e30."""
 
 if TYPE_CHECKING:
     from mlx_lm.server import ModelProvider as Stock
@@ -63,7 +63,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     def n_logits(self) -> int:
         """The number of ids that the loaded model, and its draft model, can sample."""
         if self._n_logits is None:
-            # MLX is lazy: this builds a graph and computes nothing.
+            # MLX is lazy: this call builds a graph and computes nothing.
             token = mx.array([[0]])
             models = (model for model in (self.model, self.draft_model) if model is not None)
             self._n_logits = min(int(model(token).shape[-1]) for model in models)
@@ -72,7 +72,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     def _load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
         if ranks().are_several and self.cli_args.model not in (None, model_path):
             served = self.cli_args.model
-            raise ValueError(f"several machines serve {served} alone, not {model_path}")
+            raise ValueError(f"several machines can serve only {served}, not {model_path}")
         self.is_loading = True
         ranks().wait_for(LOADING_S)
         self._n_logits = self._plugin_error = self.max_context = None
@@ -114,7 +114,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        """Load like stock; the command line's model has its adapter under each of its names."""
+        """Load like stock; the command line's model gets its adapter under each of its names."""
         if model_path in self._own_names:
             model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path
@@ -188,16 +188,16 @@ def own_names(args: Any) -> list[str]:
 
 def loaded_name(provider: Any) -> str | None:
     """Return the loaded model's name, None while no model is loaded. Any thread."""
-    key = provider.model_key  # read once: another model may be loaded between two reads
+    key = provider.model_key  # read only once: another model may be loaded between two reads
     return key[0] if key is not None else None
 
 
 def max_context(model: str, tokenizer: Any) -> int | None:
     """Return a loaded model's context length in tokens, None if its files do not state it.
 
-    model: a folder, or a repository of Hugging Face in this machine's cache.
-    The largest of several lengths counts: a wrong refusal is worse than none. A tokenizer alone
-    does not count, because it is often another model's.
+    model: a folder, or a repository of Hugging Face in this machine's cache. The largest of several
+    lengths counts: a wrong refusal is worse than none. A tokenizer's length does not count if no
+    other is stated, because it is often another model's.
     """
     folder = Path(model)
     try:
@@ -239,10 +239,10 @@ def _is_length(value: Any) -> bool:
 
 
 class WiredLimit:
-    """Takes the place of `mx.set_wired_limit`: the host sets a limit, plugins choose what is true.
+    """Replaces `mx.set_wired_limit`: the host sets a limit, and plugins choose the real limit.
 
-    Nothing reaches MLX before a model is loaded, because its size decides. MLX wires what is
-    already allocated when its limit grows (`ResidencySet::resize`), so nothing is lost by that.
+    MLX gets no limit before a model is loaded, because the model's size decides. MLX wires what is
+    already allocated when its limit grows (`ResidencySet::resize`), so a late limit loses nothing.
     """
 
     def __init__(self, stock: Callable[[int], object]) -> None:
@@ -253,13 +253,13 @@ class WiredLimit:
         self._chosen_bytes: int | None = 0
 
     def __call__(self, limit: int) -> int:
-        """Set what the host asks for, in bytes; return what it asked for before."""
+        """Set the limit that the host asks for, in bytes; return the host's previous limit."""
         before, self.asked_bytes = self.asked_bytes, limit
         self._pass_on()
         return before
 
     def choose(self, limit: int | None) -> None:
-        """Let at most `limit` bytes be wired from now on; None: as many as the host asks for."""
+        """Limit the wired memory to `limit` bytes from now on; None: to the host's limit."""
         self._chosen_bytes = limit
         self._pass_on()
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 _SHORT = 64
-"""The time of a chunk of at most this many tokens may be only overhead."""
+"""A chunk of at most this many tokens may take only overhead."""
 
 _MOST_FOR_OVERHEAD = 256
 """If overhead dominates, a chunk may be longer than its time allows, up to this length."""
@@ -20,7 +20,7 @@ _LEAST_S = 1e-9
 class _Line(NamedTuple):
     """seconds = overhead_s + tokens * token_s, fitted to chunks around `n` tokens and `s` seconds.
 
-    If `is_told_apart` is False, the chunks were too similar to separate overhead from tokens.
+    If not `is_told_apart`, the chunks were too similar to separate overhead and time per token.
     """
 
     n: float
@@ -65,7 +65,7 @@ class Pace:
 
         The result is at most four times the length of recent chunks. If overhead alone takes that
         time, the result takes as long as the overhead: fewer tokens would hardly be faster. An
-        unknown place counts as twice as slow as the last measured place before it.
+        unknown position counts as twice as slow as the last measured position before it.
         """
         place = position.bit_length()
         if not self._sums:
@@ -82,7 +82,7 @@ class Pace:
         return int(max(worth_it, min(n + (seconds - s) / token_s, 4 * n)))
 
     def seconds(self, position: int, n_tokens: int) -> float | None:
-        """Return how long tokens after `position` cached ones take if nothing else is computed.
+        """Return how long tokens after `position` cached tokens take if nothing else is computed.
 
         The estimate is for chunks of the usual length. None while no chunk was measured; short
         chunks do not count, because their time may be only overhead.
@@ -115,5 +115,5 @@ class Pace:
 
 
 def _nearest(place: int, places: Collection[int]) -> int:
-    """Return the last of `places` up to `place`, else the first."""
+    """Return the last of `places` up to `place`, otherwise the first."""
     return max((candidate for candidate in places if candidate <= place), default=min(places))

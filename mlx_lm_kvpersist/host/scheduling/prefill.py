@@ -1,8 +1,8 @@
 """The prompts that are being computed: their order, chunk sizes, and prompts that share a call.
 
-While replies run, a chunk takes no longer than the plugin allows. The prompt with the least left
-goes first, but the oldest prompt gets every fourth chunk. If the rest of a prompt leaves room in a
-chunk, the rests of more prompts are computed with it. Generation thread.
+While replies run, a chunk takes no longer than the plugin allows. The prompt with the fewest tokens
+left goes first, but the oldest prompt gets every fourth chunk. If a prompt's last tokens leave room
+in a chunk, the last tokens of other prompts are computed with them. Generation thread.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Prefill:
     row: Any = None
     """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False
-    """Whether it was parked, or failed with other prompts: then it is computed in its own calls."""
+    """Whether it was parked, or failed with other prompts: then computed in separate calls."""
     batch: Any = None
     """A batch of stock's with this row."""
     n_done: int = 0
-    """How many ids of the segments are computed."""
+    """How many ids of the segments have been computed."""
     n_tokens: int = field(init=False)
     """How many ids the segments had before the first was computed."""
     passed_over: int = 0
@@ -107,7 +107,7 @@ class Prefill:
         self.n_tokens = self.n_left
 
     def again(self, segments: list[list[int]], tokens: list[int], caches: list[Any]) -> Prefill:
-        """Return the same request with other segments, computed in its own calls."""
+        """Return the same request with other segments, to be computed in separate calls."""
         changes: dict[str, Any] = {"segments": segments, "tokens": tokens, "caches": caches}
         return replace(self, **changes, is_alone=True, batch=None, n_done=0)
 
@@ -129,7 +129,7 @@ class Prefills:
         self._model, self._caches, self._limits = model, caches, caches.limits
         self._step_size = step_size
         self._waited_s = 0.0
-        """How long the last chunk waited for the device to end a step of the replies."""
+        """How long the last chunk waited until the device had ended a step of the replies."""
         self.all: list[Prefill] = []
 
     def drop(self, prefills: Collection[Prefill]) -> None:
@@ -151,7 +151,7 @@ class Prefills:
         begins = _groups(ready, unready, beside=beside)
         if not unready:
             return begins, {}, None
-        # Only the oldest prompt ages: otherwise a short prompt would wait for many long prompts.
+        # Only the oldest prompt ages, so that a short prompt does not wait for many long ones.
         oldest, turn = unready[0], min(unready, key=lambda prefill: prefill.n_left)
         if oldest.passed_over >= MOST_PASSED_OVER:
             turn = oldest
@@ -186,7 +186,7 @@ class Prefills:
     def _most_tokens(self, prefill: Prefill, step_s: float | None) -> int:
         """Return how many tokens of a prompt may be computed now.
 
-        The step of the replies may have kept the device busy until the last chunk began.
+        The step of the replies may have kept the device busy at the beginning of the last chunk.
         """
         stall_s = None
         if step_s is not None:
@@ -226,7 +226,7 @@ class Prefills:
         if len(chunk) > 1 or width > chunk[turn]:
             layers = zip(*(prefill.batch.prompt_cache for prefill in chunk), strict=True)
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
-            # A model makes one mask for all layers of a kind: their caches must agree about it.
+            # A model makes one mask for all layers of a kind: their caches must need the same.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
             # All ranks have layers of the same kinds.
@@ -261,8 +261,8 @@ def _groups(
     """Return the uids of prompts with one token left, in groups that begin to reply together.
 
     The processors of a request may fail, so it begins in a group of its own. If no replies run,
-    ready prompts wait for one chunk of prompts that have little left, because chunks are short
-    while replies run.
+    ready prompts wait for one chunk of prompts with few tokens left, because chunks are short while
+    replies run.
     """
     is_short = any(prefill.n_left <= IDLE_CHUNK for prefill in unready)
     if is_short and not (beside or any(prefill.has_waited for prefill in ready)):
@@ -289,7 +289,7 @@ def compute_chunk(
 
     inputs: ids, [B, N]. states: the caches that are evaluated. beside: whether a step of replies
     may run on the device, and cause the peak. options: more arguments of the model. Returns how
-    long the device was busy with that step before, in seconds.
+    long the device was busy with that step before the chunk, in seconds.
     """
     started, peak = time.perf_counter(), PeakMemory()
     model(mx.array(inputs), cache=caches, **options)

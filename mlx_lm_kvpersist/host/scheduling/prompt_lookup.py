@@ -1,10 +1,10 @@
 """Prompt-lookup decoding: a reply that repeats known text is computed several tokens in a step.
 
 If the last four ids have occurred before in the conversation, or a few more in what the plugin has
-stored, the ids that followed are drafts: the model checks them in one call, behind the token that
-is due. Drafts are kept as far as the model samples them; the caches forget the rest. A greedy
-reply then equals the reply of one token a step, except for the rounding of other kernels, and
-every sampled token is drawn from the same distribution:
+stored, the ids that followed are drafts: the model checks them in one call, together with the next
+token. Drafts are kept as far as the model samples them; wrong drafts are trimmed from the caches. A
+greedy reply then equals the reply of one token a step, except for the rounding of other kernels,
+and every sampled token is drawn from the same distribution:
 https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
@@ -25,11 +25,11 @@ N_SHOWN = 16
 MOST_DRAFTED = 16
 """Drafts of one step, at most."""
 MOST_CREDIT = 4.0
-"""The most steps that right drafts are credited with, to pay for later wrong drafts."""
+"""The most steps that right drafts can gain in advance for later wrong drafts."""
 PAID_OFF = 0.01
 """The part of a step by which each step without drafts reduces the loss of wrong drafts."""
 _INDEXED_AT_ONCE = 2048
-"""Older ids that are looked at in one step."""
+"""The number of older ids that are indexed in one step."""
 
 
 class Occurrences:
@@ -93,7 +93,7 @@ class PromptLookup:
             else:
                 self._n_ids = max(2, min(self._n_ids, 2 * n_right or self._n_ids // 2))
         else:
-            # Slow steps are the work of other requests, or the first of a shape.
+            # Other requests, or the first use of a shape, make steps slow.
             step_s = self._step_s or seconds
             self._step_s = 0.9 * step_s + 0.1 * min(seconds, 2 * step_s)
             if self._gain < 0:
@@ -103,12 +103,12 @@ class PromptLookup:
         return responses, bool(ids)
 
     def _ids(self, batch: Any) -> list[int]:
-        """Return the token that is due and its drafts; nothing if no draft is known.
+        """Return the next token and its drafts; nothing if no draft is known.
 
         The device may still compute that token. The method waits only if drafts are possible.
         """
         (uid,), (ids,), n_most = batch.uids, batch.tokens, batch.max_tokens[0]
-        n_room = self._most_taken_back(batch.prompt_cache) - 1  # the token that is due stays
+        n_room = self._most_taken_back(batch.prompt_cache) - 1  # the next token stays
         n_ids = min(self._n_ids, n_most - batch._num_tokens[0] - 1, n_room)
         if n_ids < 1:
             return []
@@ -121,7 +121,7 @@ class PromptLookup:
         due = batch._next_tokens.item()
         if drafted[0] != due:
             drafted = [due, *self._after([*ids[-N_SHOWN:], due], n_ids)]
-        n_logits = batch._next_logprobs[0].shape[-1]  # beyond, MLX would read any memory
+        n_logits = batch._next_logprobs[0].shape[-1]  # beyond it, MLX would read other memory
         drafted = list(takewhile(lambda token: token < n_logits, drafted))
         return drafted if len(drafted) > 1 else []
 
@@ -134,11 +134,11 @@ class PromptLookup:
 
 
 def checked(batch: Any, ids: list[int]) -> list[Any]:
-    """Give the model the token that is due and drafts; return responses to the right drafts."""
+    """Give the model the next token and the drafts; return the responses for the right drafts."""
     logits = batch.model(mx.array([ids]), cache=batch.prompt_cache)[0]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     sampler = (batch.samplers[0] if batch.samplers else None) or batch.fallback_sampler
-    # Row by row: a sampler may make one random choice for all rows of a call.
+    # Row by row, because a sampler may make one random choice for all rows of a call.
     sampled: Any = mx.concatenate([sampler(row) for row in mx.split(logprobs, len(ids))])
     mx.eval(sampled, logprobs)
     pairs = zip(ids[1:], sampled.tolist(), strict=False)

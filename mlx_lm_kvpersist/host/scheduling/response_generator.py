@@ -1,4 +1,4 @@
-"""The server's response generator: plugins, waiting requests, and the end of its thread.
+"""The server's response generator: plugins, the order of waiting requests, the thread's end.
 
 Plugins see a request before and after it is tokenized. While other sequences are served, a request
 whose data a plugin prefetches waits until the data is in RAM. Other requests pass it, so only its
@@ -39,9 +39,9 @@ else:
     Stock = object
 
 ARRIVING_S = 0.1
-"""The longest wait for a request that is being read or tokenized."""
+"""The longest time to wait for a request that is being read or tokenized."""
 _N_BEFORE = 8
-"""Number of tokens before a reply that are decoded together with its first tokens."""
+"""The number of tokens before a reply that are decoded together with its first tokens."""
 LOOK_S = 0.005
 """How often to look whether the request is still being read."""
 FAILED_S = 1.0
@@ -93,7 +93,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     _serving = False
     _model: Any = None
-    """The model of the request that entered last, which is the model of the served sequences."""
+    """The model of the request that entered last, and thus of the served sequences."""
     _entering: Waiting | None = None
     """The request that entered last."""
     _has_looked = False
@@ -242,7 +242,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     @property
     def _stop(self) -> bool:
-        """Whether the thread ends. Several ranks end between the same two requests."""
+        """Whether the thread ends. All ranks end after the same request."""
         return self._stops
 
     @_stop.setter
@@ -252,7 +252,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._stops = stops
 
     def _share_object(self, obj: Any) -> Any:
-        """Return rank 0's object; unlike stock, notice a rank that is at another message."""
+        """Return rank 0's object; unlike stock, detect a rank that expects another message."""
         return self._ranks.told(obj, "what stock shares")
 
     def _joins(self, waiting: Waiting) -> bool:
@@ -266,10 +266,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 and has_text_only(request.messages)
             )
         except Exception:
-            return True  # tokenizing fails too, and tells the client
+            return True  # tokenizing will also fail, and inform the client
 
     def _begin(self, waiting: Waiting) -> None:
-        """Tokenize a request and let plugins prefetch its data; its client gets a failure."""
+        """Tokenize a request and let plugins prefetch its data; a failure goes to the client."""
         _, request, args = waiting.queued
         tokenizer = self.model_provider.tokenizer
         waiting.has_begun = True
@@ -331,7 +331,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         manager.ask("reply_timed", request=ClientRequest.of(request), times_s=tuple(times_s))
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
-        """Return stock's tuple; if a plugin takes the request, with that plugin's prompt.
+        """Return stock's tuple, with the plugin's prompt if a plugin takes the request.
 
         Stock reports an exception to the client. So `prepare_messages` may refuse a request;
         `take_request` only makes a request faster.
@@ -405,7 +405,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             raise RequestRefused("no model is loaded yet, try again in a moment", 503)
         if not provider.is_loaded(args.model.model):
             name = args.model.model
-            raise RequestRefused(f"{name} is not loaded, expected {loaded}, the model that is")
+            raise RequestRefused(f"{name} is not loaded, expected {loaded}, the loaded model")
         if not has_text_only(request.messages):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")
         rendered = self._render(provider.tokenizer, request, args)
@@ -497,7 +497,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return bool(runs and not self.requests.is_closed)
 
     def generation_available(self) -> bool:
-        """Return True: stock asks before it queues a request, and the queue knows more."""
+        """Return True: stock asks before it queues a request, and the queue itself can refuse."""
         return True
 
     def _generate(self) -> None:
@@ -512,7 +512,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._has_ended.set()
 
     def join(self) -> None:
-        """Wait for the end of the thread: what ranks without clients do."""
+        """Wait for the end of the thread. Ranks without clients call this."""
         try:
             if self._ranks.are_several:
                 self._has_ended.wait()  # after an interrupted Thread.join, a thread counts as ended
@@ -548,7 +548,7 @@ def vision_of(tokenized: Sequence[Any]) -> Any:
 
 
 class Continuing:
-    """A tokenizer of mlx-lm for a reply that continues the last message, the assistant's."""
+    """A tokenizer of mlx-lm for a reply that continues the assistant's last message."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -1,7 +1,7 @@
 """A request that is served alone: its prompt is computed in chunks, like prompts in a batch.
 
-Stock would compute the prompt in one call, and all would be lost if the client left. Here plugins
-save each chunk, and stock computes the last token. Generation thread.
+Stock would compute the prompt in one call, and lose the whole prompt if the client left. Here
+plugins save each chunk, and stock computes the last token. Generation thread.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ComputedModel:
 def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
     """Compute a prompt except its last token, which stays for stock in `options`.
 
-    Returns the number of the prompt's tokens. Raises ClientGone if the client has left.
+    Returns the number of tokens of the prompt. Raises ClientGone if the client has left.
     """
     assert request.prompt is not None
     keys, n_cached, draft, request.draft = request.prompt.ids, request.n_cached, request.draft, None
@@ -107,7 +107,7 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
     rest, caches = options["prompt"], options["prompt_cache"]
     step_size: int = options["prefill_step_size"]
     ranks = caches_of(model).ranks
-    ranks.told(None, "a request that is served alone")  # it compares the ranks' restores
+    ranks.told(None, "a request that is served alone")  # the call compares the ranks' restores
     model_caches = list(caches) if n_cached else make_prompt_cache(model)
     models = [ComputedModel(model, model_caches, n_cached)]
     if draft_model is not None:
@@ -127,7 +127,7 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
         if not size:
             raise ClientGone
         segment = bisect_right(ends, position)
-        # Models at different places first compute to one place.
+        # Models with different numbers of tokens first compute to the same position.
         further = (computed.n_tokens for computed in models if computed.n_tokens > position)
         end = min([ends[segment], *further, position + size])
         rows = None if embeddings is None else embeddings[position - n_cached : end - n_cached]

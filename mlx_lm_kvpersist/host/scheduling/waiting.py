@@ -1,4 +1,4 @@
-"""Requests between the server's queue and the batch, and replies on their way to the clients."""
+"""Requests between the server's queue and the batch, and the queues of replies."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..hooks import ClientRequest, Prompt
 from ..manager import Taken
 
 GAP_S = 0.05
-"""How long requests may begin and enter between two steps of the replies."""
+"""How long new requests may work between two steps of the replies."""
 
 QUIET_GAP_S = 0.25
 """The same while no reply has begun: prompts that arrive together are computed together."""
 
 WORK_S = 0.005
-"""If a plugin took longer to answer, it has worked for the request."""
+"""If a plugin took longer to answer, it counts as having worked for the request."""
 
 LARGE_S = 0.25
 """A request that has worked longer lets shorter requests pass."""
 
 WEIGH_EVERY = 32
-"""Tokens of replies after which memory is weighed, although no reply came or went."""
+"""The number of reply tokens after which memory is weighed, although no reply began or ended."""
 ASK_EVERY = 8
-"""Steps of replies after which several ranks ask rank 0; they wait for the answer."""
+"""The number of steps after which several ranks ask rank 0; they wait for the answer."""
 ARRIVING: dict[int, float] = {}
 """The HTTP threads, by their numbers, that read or tokenize a request now, and since when."""
 
@@ -41,7 +41,7 @@ class ReplyQueue:
     """
 
     stops_stock = True
-    """Whether stock is told at once to end the reply; otherwise its generator ends the reply."""
+    """Whether stock is told at once to end the reply; if not, its generator ends the reply."""
 
     def __init__(self, queue: Any, request: ClientRequest) -> None:
         self._queue, self._request = queue, request
@@ -63,7 +63,7 @@ class ReplyQueue:
         return self.is_gone or self._is_told_to_stop
 
     def put(self, item: Any) -> None:
-        """Pass on an item of stock's. Raises DeviceFailed, which ends the server, from `item`."""
+        """Pass on an item of stock's. Raises `item` if it is a DeviceFailed, to end the server."""
         if self._context is None and not isinstance(item, Exception):
             self._context, self._stop_stock = item, item.stop
             item.stop = self._stop
@@ -141,14 +141,14 @@ class Waiting:
 
 
 class Line(deque[Waiting]):
-    """The requests that have not entered yet, in the order in which they came.
+    """The requests that have not entered yet, in the order of arrival.
 
-    Between two steps of the replies they may take about GAP_S, and one request works. While no
-    reply has begun they may take QUIET_GAP_S, and all work. At least one makes progress.
+    Between two steps of the replies, one request works, for about GAP_S. While no reply has begun,
+    all requests work, for QUIET_GAP_S. At least one request makes progress.
     """
 
     _gap_began_s: float | None = None
-    """When the last step of the replies had ended; None once the next may begin."""
+    """When the last step of the replies ended; None when the next step may begin."""
     _n_gaps = 0
     _has_moved = False
     """Whether a request has begun, worked or entered since."""
@@ -156,7 +156,7 @@ class Line(deque[Waiting]):
     """Whether some requests must wait until after the next step."""
 
     def step_ended(self) -> bool:
-        """Let a waiting request work; return whether to look at the line before the next step."""
+        """Let a waiting request work; return whether to check again before the next step."""
         self._begin_gap()
         return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self)
 
@@ -207,11 +207,11 @@ class Line(deque[Waiting]):
         return None
 
     def begin_batch(self) -> None:
-        """Let the next look begin a new gap: no reply runs."""
+        """Let the next check begin a new pause: no reply runs."""
         self._gap_began_s = None
 
     def left_s(self, gap_s: float) -> float:
-        """Return the seconds that are left of the current gap."""
+        """Return the remaining seconds of the current pause."""
         if self._gap_began_s is None:
             self._begin_gap()
         assert self._gap_began_s is not None
@@ -226,7 +226,7 @@ class Line(deque[Waiting]):
                 return
 
     def _in_turn(self) -> list[Waiting]:
-        """Return the requests in order; in two of three gaps, long-worked requests come last."""
+        """Return the requests in order; in two of three pauses, long-worked requests come last."""
         in_order = list(self)
         if self._n_gaps % 3:
             in_order.sort(key=lambda one: one.spent_s > LARGE_S)

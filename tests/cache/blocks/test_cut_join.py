@@ -287,7 +287,7 @@ def test_states_count_no_tokens() -> None:
 def test_a_cache_that_the_model_did_not_use_must_be_empty() -> None:
     spec = ModelCacheSpec(SPEC.groups[:1], SPEC.template)
     assert n_cached_tokens(spec, caches_of(5, spec)) == 5
-    with pytest.raises(ValueError, match="cache 1, which the model did not use, holds something"):
+    with pytest.raises(ValueError, match="cache 1, which the model did not use, is not empty"):
         n_cached_tokens(spec, caches_of(5))
 
 

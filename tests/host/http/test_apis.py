@@ -48,10 +48,10 @@ def test_a_stream_and_a_whole_reply(words: WordsServer, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("sent", "status", "says"),
     [
-        (request(b"{bad"), 400, "the body is no JSON that can be read"),
-        (request(b"\xff"), 400, "the body is no JSON that can be read"),
-        (request(b"[" * 100_000), 400, "the body is no JSON that can be read"),
-        (request(b"[1]"), 400, "the body is no JSON object"),
+        (request(b"{bad"), 400, "the body is not valid JSON"),
+        (request(b"\xff"), 400, "the body is not valid JSON"),
+        (request(b"[" * 100_000), 400, "the body is not valid JSON"),
+        (request(b"[1]"), 400, "the body is not a JSON object"),
         (request(b"{}", -1), 400, "Content-Length is -1, expected 0 or more"),
         (request(b"{}", "two"), 400, "Content-Length is 'two', expected a number of bytes"),
         (request(b"{}", "--5"), 400, "Content-Length is '--5', expected a number of bytes"),

@@ -173,8 +173,8 @@ def test_a_reply_of_no_tokens_is_refused() -> None:
         ("/v1/completions", b'{"prompt": null}', "prompt is null"),
         ("/v1/completions", b"{}", "prompt is null, expected text"),
         (CHAT, b"{}", "messages is null, expected a list of objects"),
-        (CHAT, b"[" * 100_000, "the body is no JSON that can be read: maximum recursion"),
-        (CHAT, b'{"messages": "\xff"}', "the body is no JSON that can be read: 'utf-8'"),
+        (CHAT, b"[" * 100_000, "the body is not valid JSON: maximum recursion"),
+        (CHAT, b'{"messages": "\xff"}', "the body is not valid JSON: 'utf-8'"),
     ],
 )
 def test_bodies_that_stock_does_not_answer(

@@ -216,7 +216,7 @@ def bar(handler: Any) -> None:
         (
             b"POST /read HTTP/1.1\r\nContent-Length: 1\r\n\r\n7",
             400,
-            openai_error(400, "the body is no JSON object"),
+            openai_error(400, "the body is not a JSON object"),
         ),
     ],
 )
