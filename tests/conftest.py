@@ -14,7 +14,12 @@ from hypothesis import settings
 
 from tests.support import ServerProcess, StartServer, make_tiny_model
 from tests.support.clock import Clock
-from tests.support.host import environment, patched_server, server, stock_environment  # noqa: F401
+from tests.support.host import (  # noqa: F401
+    environment,
+    patched_server,
+    server,
+    stock_environment,
+)
 from tests.support.synthetic.smollm2 import NOT_FETCHED, is_fetched, make_smollm2
 from tests.support.zygote import Zygote
 
@@ -41,8 +46,18 @@ _LONG_MODULES = {
     *("tests.cli.test_quality", "tests.cache.measuring.test_prefill_memory"),
     *("tests.cli.test_servers", "tests.benchmarks.test_servers", "tests.store.test_lock"),
     *("tests.patches_check.test_installed", "tests.test_round_trip"),
+    *("tests.support_test.test_server_process", "tests.support_test.test_zygote"),
 }
-"""Modules that take four seconds or more."""
+"""Modules that take four seconds or more, or start processes."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module of which `make quick` runs no test: clients' packages take seconds."""
+    if "not full" not in config.option.markexpr:
+        return None
+    name = ".".join(collection_path.relative_to(config.rootpath).with_suffix("").parts)
+    folders = {f"tests.{folder}" for folder in _SERVER_FOLDERS}
+    return name in folders | _LONG_MODULES or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,7 +81,15 @@ def _module_of(item: pytest.Item) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def zygotes() -> Iterator[None]:
+def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers find no model that somebody downloaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zygotes(hub_cache: None) -> Iterator[None]:
     """On Linux servers are forked from processes that have imported transformers."""
     ServerProcess.zygotes[sys.executable] = made = (Zygote(), Zygote())
     yield

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decode, shared, stall, start, streams, together, ttft
+from benchmarks import decode, servers, shared, stall, start, streams, together, ttft
 from benchmarks.checks import (
     SERVED,
     Expected,
@@ -164,6 +164,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(BenchmarkServer, "stop", lambda self: None)
     monkeypatch.setattr(BenchmarkServer, "cpu_s", lambda self: None)
     monkeypatch.setattr(stall, "_ALONE_S", 0.01)
+    monkeypatch.setattr(servers, "_QUIET_S", 0.0)
     return answers
 
 

@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,9 +19,14 @@ import pytest
 
 from mlx_lm_kvpersist.cli import doctor
 from mlx_lm_kvpersist.host.patching import versions
-from tests.support.host import PTH, Environment
+from tests.support.host import PTH, Environment, place_of_transformers
 
 from .test_permissions import nobody
+
+
+@pytest.fixture(scope="module")
+def environment(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return replace(environment, path=place_of_transformers(tmp_path_factory.mktemp("first")))
 
 
 def findings(done: Any) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_lm_kvpersist import _startup
 from mlx_lm_kvpersist.host.stopping import requested_plugins
-from tests.support.host import PTH, Environment
+from tests.support.host import PTH, Environment, place_of_transformers
 
 STOCK_FORMS = {
     "console script": ("mlx_lm.server",),
@@ -25,23 +25,12 @@ FORMS = {
     **STOCK_FORMS,
     "python -m mlx_lm_kvpersist server": ("python", "-m", "mlx_lm_kvpersist", "server"),
 }
-TRANSFORMERS = """
-class AutoTokenizer:
-    register = staticmethod(lambda *args, **options: None)
-class PreTrainedTokenizerBase: ...
-PreTrainedTokenizer = PreTrainedTokenizerFast = PreTrainedTokenizerBase
-"""
-"""What mlx-lm imports of transformers, which takes four fifths of a start. No model is loaded."""
 OURS = "import sys; print([m for m in sys.modules if m.startswith('mlx_lm_kvpersist')])"
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("first")
-    (package := folder / "transformers").mkdir()
-    (package / "__init__.py").write_text(TRANSFORMERS, encoding="utf-8")
-    (package / "tokenization_utils_base.py").write_text(TRANSFORMERS, encoding="utf-8")
-    return str(folder)
+    return place_of_transformers(tmp_path_factory.mktemp("first"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,12 @@ from tests.support.synthetic import train_tokenizer
 EXAMPLES = settings(max_examples=40)
 """Of a property, for each kind of tokenizer."""
 
-KINDS = ["byte-level", "byte-level-bos", "sentencepiece", "sentencepiece-legacy"]
+KINDS = [
+    *("byte-level", "sentencepiece"),
+    pytest.param("byte-level-bos", marks=pytest.mark.slow),
+    pytest.param("sentencepiece-legacy", marks=pytest.mark.slow),
+]
+"""Two by default, and two more among the slow tests."""
 
 
 @pytest.fixture(scope="session", params=KINDS)

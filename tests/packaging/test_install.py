@@ -7,13 +7,25 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from dataclasses import replace
 from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
 from tests.packaging.conftest import PYTHONS, files_of, uv
-from tests.support.host import PTH, REPOSITORY, Environment, make_environment
+from tests.support.host import (
+    PTH,
+    REPOSITORY,
+    Environment,
+    make_environment,
+    place_of_transformers,
+)
+
+
+def quick_environment(folder: Path) -> Environment:
+    """Make an environment with stock mlx-lm for programs that load no model."""
+    return replace(make_environment(folder / "venv"), path=place_of_transformers(folder))
 
 
 def assert_activates(environment: Environment) -> None:
@@ -70,7 +82,7 @@ def test_the_metadata_names_each_python_and_where_to_look(wheel: Path) -> None:
 
 def test_the_wheel_activates_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     """Stock mlx-lm is borrowed from this environment; the package comes from the wheel alone."""
-    environment = make_environment(tmp_path / "venv")
+    environment = quick_environment(tmp_path)
     uv("pip", "install", "--quiet", "--no-deps", "--python", environment.python, wheel)
     assert (environment.site_packages / PTH.name).is_file()
     where = environment.run("python", "-c", "import mlx_lm_kvpersist as p; print(p.__file__)")
@@ -114,7 +126,7 @@ def run_tool(*command: str | Path) -> None:
 
 
 def test_an_editable_install_activates(tmp_path: Path) -> None:
-    environment = make_environment(tmp_path / "venv")
+    environment = quick_environment(tmp_path)
     uv("pip", "install", "--quiet", "--no-deps", "--python", environment.python, "-e", REPOSITORY)
     assert_activates(environment)
 

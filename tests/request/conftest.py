@@ -24,7 +24,12 @@ from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support.synthetic import make_tiny_model
 
-KINDS = ["byte-level", "byte-level-bos", "sentencepiece", "sentencepiece-legacy"]
+KINDS = [
+    *("byte-level", "sentencepiece"),
+    pytest.param("byte-level-bos", marks=pytest.mark.slow),
+    pytest.param("sentencepiece-legacy", marks=pytest.mark.slow),
+]
+"""Two by default, and two more among the slow tests."""
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 from typing import Any, cast
 
 import mlx.core as mx
@@ -35,7 +34,7 @@ from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.drive import Row, alone
 from models_check.stored import StoredModel
-from tests.support import keeps_short_chunks, wait_until
+from tests.support import keeps_short_chunks, wait_until, writer_held
 
 WINDOW = 16
 SHAPE = TensorShape(1, 32, "float32")
@@ -310,13 +309,10 @@ def test_far_back_there_is_the_first_point_of_all(stored: StoredModel) -> None:
 
 def test_points_give_way_also_while_nothing_is_written(stored: StoredModel) -> None:
     """The session's leaf on disk is then where an early turn ended, which is not another's end."""
-    release = Event()
     wholes = hold(stored, 1)
     stored.store.drain()
-    stored.store.writer.submit(release.wait)
-    assert hold(stored, 8)[0] == wholes[0]
-    release.set()
-    stored.store.drain()
+    with writer_held(stored.store):
+        assert hold(stored, 8)[0] == wholes[0]
     row = stored.row([[*wholes[0], *random_ids(7, 9)]], 1, None)
     is_batched = hasattr(stored.spec.template[0], "merge")
     assert row.n_cached == (40 if is_batched else len(wholes[0]))

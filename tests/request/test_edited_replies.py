@@ -17,6 +17,7 @@ from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.request.replies import remember
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support.chat import Chat, ChatTurn
+from tests.support.pairs import every_pair
 from tests.support.wire import Message
 
 from .test_replies import (
@@ -181,9 +182,9 @@ REASONING = {
 }
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-@pytest.mark.parametrize("edit", REASONING)
-@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+@every_pair(
+    name=["reasoning", "reasoning_content"], edit=list(REASONING), finish_reason=["stop", "length"]
+)
 def test_an_edit_of_reasoning_is_read_as_edited(
     tokenizers: dict[str, Any], store: BlockStore, name: str, edit: str, finish_reason: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -17,6 +18,7 @@ from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.records import DISK
+from tests.support.pairs import every_pair
 
 from .conftest import Conversations
 from .test_lookup import TOLERANCE
@@ -47,23 +49,35 @@ class Shown(Conversations):
         return super().forward([one if one >= 0 else 5 + -one % 200 for one in ids], caches)
 
 
-@pytest.fixture(scope="module", params=["4", "16"])
-def talk(
-    request: pytest.FixtureRequest, loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Shown]:
-    choice = PrecisionChoice(16, 16) if request.param == "16" else PrecisionChoice()
-    loaded = replace(loaded, spec=probe_model(loaded.model, choice))
-    store = BlockStore(tmp_path_factory.mktemp("images"), StoreLimits(1 << 30, 1 << 30))
-    talk = Shown(loaded, store)
-    talk.remember(IDS, n_prompt=760)
-    yield talk
-    store.close()
+PRECISIONS = {"default": PrecisionChoice(), "16": PrecisionChoice(16, 16)}
 
 
-@pytest.mark.parametrize("is_hot", [True, False], ids=["RAM", "disk"])
-@pytest.mark.parametrize(
-    "n",
-    [50, 89, 90, 150, 151, 257, 261, 400, 512, 523, 524, 530, 548, 549, 600, 712, 713, 767, 811],
+@pytest.fixture(scope="module")
+def talks(
+    loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Shown]]:
+    """A conversation that was stored in each precision."""
+    with ExitStack() as stack:
+        made = {}
+        for name, choice in PRECISIONS.items():
+            store = BlockStore(tmp_path_factory.mktemp(name), StoreLimits(1 << 30, 1 << 30))
+            stack.callback(store.close)
+            spec = probe_model(loaded.model, choice)
+            made[name] = Shown(replace(loaded, spec=spec), store)
+            made[name].remember(IDS, n_prompt=760)
+        yield made
+
+
+@pytest.fixture(params=PRECISIONS)
+def talk(request: pytest.FixtureRequest, talks: dict[str, Shown]) -> Shown:
+    return talks[request.param]
+
+
+@every_pair(
+    is_hot=[True, False],
+    n=[50, 89, 90, 150, 151, 257, 261, 400, 512, 523, 524, 530, 548, 549, 600, 712, 713, 767, 811],
+    talk=list(PRECISIONS),
+    indirect=["talk"],
 )
 def test_a_prompt_goes_on_as_if_all_of_it_were_computed(talk: Shown, n: int, is_hot: bool) -> None:
     if not is_hot:

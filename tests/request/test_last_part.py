@@ -21,6 +21,7 @@ from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Servin
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.records import Commit
 from tests.store.conftest import ROOT, chain
+from tests.support import wait_until
 
 from .conftest import store_in
 
@@ -51,14 +52,16 @@ class Slow:
         with mock.patch.object(module, "LAST_PART_S", LONG_S):
             self.finishing = threading.Thread(target=serving.finish, args=(state,))
             self.finishing.start()
-            self.finishing.join(0.3)
-            if self.finishing.is_alive() and not self._is_waiting():
-                self.finishing.join(LONG_S)  # it has not come so far yet
+            wait_until(lambda: self._is_waiting() or not self._is_finishing(), "the last part")
         assert not self.may_write.is_set()
-        return not self.finishing.is_alive()
+        return not self._is_finishing()
+
+    def _is_finishing(self) -> bool:
+        return self.finishing is not None and self.finishing.is_alive()
 
     def _is_waiting(self) -> bool:
-        return self.store.writer._n_waiting > 0
+        with self.store.writer._changed:  # whoever has it looks first whether there is a need
+            return self.store.writer._n_waiting > 0
 
     def saved(self, n_saved: int, n_prompt: int, n_all: int, first: int = 0) -> RequestState:
         """Return a turn that has ended, the first `n_saved` of whose blocks are on disk."""

@@ -14,6 +14,8 @@ from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 
 from .conftest import Conversations
 
+pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+
 
 class TwoRanks(Ranks):
     """Rank 0 of two. The other reports the same, but has at most `n_other` tokens."""

@@ -23,6 +23,7 @@ from mlx_lm_kvpersist.request.serving import RequestState, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support import n_not_sent, serves_holes
 from tests.support.chat import Chat, ChatTurn
+from tests.support.pairs import every_pair
 from tests.support.synthetic import train_tokenizer
 from tests.support.wire import Message
 
@@ -148,9 +149,11 @@ def is_fed_as_it_was(turn: ChatTurn, after: ChatTurn) -> bool:
     return after.fed[: len(own)] == own and after.n_reused >= len(own)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", [" yes", "yes ", "\n\nyes\n", "  yes", "yes", " ", "ü🎉 ü"])
-@pytest.mark.parametrize("trim", ["", "| trim"])
+@every_pair(
+    kind=KINDS,
+    text=[" yes", "yes ", "\n\nyes\n", "  yes", "yes", " ", "ü🎉 ü"],
+    trim=["", "| trim"],
+)
 def test_white_space_of_a_reply_comes_back(
     tokenizers: dict[str, Any], store: BlockStore, kind: str, text: str, trim: str
 ) -> None:
@@ -339,9 +342,9 @@ def test_a_reply_is_fed_up_to_its_stop_string(
     assert stop + "<|im_end|>" not in read(chat, after.fed)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("trim", ["", "| trim"])
-@pytest.mark.parametrize("text", [" yes and so", "caf\u00e9  on", " 🎉🎉 on\n\nand"])
+@every_pair(
+    kind=KINDS, trim=["", "| trim"], text=[" yes and so", "caf\u00e9  on", " 🎉🎉 on\n\nand"]
+)
 def test_any_beginning_of_an_interrupted_reply_is_found(
     tokenizers: dict[str, Any], store: BlockStore, kind: str, trim: str, text: str
 ) -> None:

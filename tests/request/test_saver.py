@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -27,10 +28,15 @@ from tests.support.store_files import block_path
 IDS = random_ids(3, 600)
 
 
+built = functools.cache(build)
+LOGITS: dict[int, mx.array] = {}
+"""Of the whole text, by the id of a model, which lives as long as these tests."""
+
+
 @pytest.fixture
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
     """A model of the class that the test names in front of an empty store."""
-    model = build(getattr(request, "param", "llama"))
+    model = built(getattr(request, "param", "llama"))
     made = StoredModel(model, probe_model(model), tmp_path)
     yield made
     made.close()
@@ -44,6 +50,13 @@ def computed(stored: StoredModel, n_tokens: int) -> tuple[mx.array, list[Any]]:
     logits = mx.concatenate([stored.model(x, cache=caches)[0] for x in chunks], axis=0)
     mx.eval(logits)
     return logits, caches
+
+
+def expected_of(stored: StoredModel) -> mx.array:
+    """Return the logits of the whole text, [n, vocab], computed once for each model."""
+    if id(stored.model) not in LOGITS:
+        LOGITS[id(stored.model)] = computed(stored, len(IDS))[0]
+    return LOGITS[id(stored.model)]
 
 
 def keep(stored: StoredModel, n_tokens: int) -> None:
@@ -75,7 +88,7 @@ def check(stored: StoredModel, n_tokens: int, n_reused: int, expected: mx.array)
 
 def test_every_position_of_an_unfinished_block_is_restored(stored: StoredModel) -> None:
     keep(stored, 511)
-    expected = computed(stored, 512)[0]
+    expected = expected_of(stored)
     for n_tokens in range(258, 513):
         check(stored, n_tokens, n_tokens - 1, expected)
     check(stored, 257, 256, expected)
@@ -98,7 +111,7 @@ def test_a_block_has_one_file_in_one_of_two_forms(stored: StoredModel) -> None:
 
 def test_an_unfinished_block_becomes_whole_in_another_process(stored: StoredModel) -> None:
     keep(stored, 300)
-    expected = computed(stored, 600)[0]
+    expected = expected_of(stored)
     row = stored.row([IDS[:590]], 1, None, "s")
     assert row.n_cached == 300
     for start, stop in ((300, 512), (512, 600)):
@@ -120,7 +133,7 @@ def test_a_prompt_goes_on_within_the_block_that_its_reply_has_filled(stored: Sto
         stored.model(mx.array([IDS[start:stop]]), cache=caches)
     stored.loaded.save(sequence, IDS, caches, REPLY, stored.store)
     stored.store.drain()
-    expected = computed(stored, 600)[0]
+    expected = expected_of(stored)
     for n_tokens, n_reused in ((300, 299), (280, 279), (400, 299), (600, 599)):
         check(stored, n_tokens, n_reused, expected)
     stored.store.pool.drop_chain(block.key for block in sequence.chain)
@@ -134,7 +147,7 @@ def test_a_prompt_goes_on_within_the_block_that_its_reply_has_filled(stored: Sto
 @pytest.mark.parametrize("stored", ["gemma3_text", "falcon_h1", "qwen3_next"], indirect=True)
 def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> None:
     """Each turn in another process: the block ends at checkpoints, and then becomes whole."""
-    expected = computed(stored, 600)[0]
+    expected = expected_of(stored)
     n_before = 0
     for n_tokens in (100, 200, 300, 555):
         row = stored.row([IDS[: n_tokens - 5]], 1, None, "s")
@@ -152,7 +165,7 @@ def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> No
 def test_a_turn_that_continues_blocks_of_a_read_only_tier_is_restored_without_it(
     stored: StoredModel,
 ) -> None:
-    expected, tier = computed(stored, 600)[0], ReadOnly()
+    expected, tier = expected_of(stored), ReadOnly()
     keep(stored, 300)
     blocks = blocks_of(stored)
     checkpoints = stored.store.checkpoints([block.key for block in blocks]).values()
@@ -196,7 +209,7 @@ def test_an_unfinished_block_that_is_not_right_is_computed_again(
     stored.store.drain()  # it looks for rows without a file when it is opened
     path = block_path(stored.folder, blocks_of(stored)[-1].key)
     damaged(path) if form == "damaged" else packed(stored, path)
-    expected = computed(stored, 310)[0]
+    expected = expected_of(stored)
     check(stored, 305, 256, expected)
     assert stored.outcomes[-1].reason is Reason.DAMAGED
     keep(stored, 300)
@@ -214,7 +227,7 @@ def test_what_was_cut_back_over_a_blocks_end_is_stored_as_it_was_computed(
     stored.restart()
     assert [block.stop for block in blocks_of(stored)] == [256, 500]
     assert [one.n_tokens for one in stored.store.index.sessions()] == [500]
-    check(stored, 505, 500, computed(stored, 505)[0])
+    check(stored, 505, 500, expected_of(stored))
 
 
 @pytest.mark.parametrize("stored", ["llama", "gemma3_text"], indirect=True)

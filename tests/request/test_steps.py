@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +39,32 @@ def every_restore_is_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_module, "MIN_PREFETCH_BYTES", 0)
 
 
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """Return a model of a class, and the folder of a store with its answer to the prompt."""
+
+    @cache
+    def answered_by(name: str) -> tuple[Any, Path]:
+        model, folder = build(name), tmp_path_factory.mktemp(name)
+        with closing(StoredModel(model, probe_model(model), folder)) as stored:
+            stored.answer([random_ids(1, N_PROMPT)], 4)
+        return model, folder
+
+    return answered_by
+
+
 @pytest.fixture
-def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
-    """A model of the class that the test names, which has answered a prompt."""
-    model = build(getattr(request, "param", "llama"))
-    made = StoredModel(model, probe_model(model), tmp_path)
-    made.answer([random_ids(1, N_PROMPT)], 4)
-    made.store.drain()
-    yield made
-    made.close()
+def stored(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    answered: Callable[[str], tuple[Any, Path]],
+) -> Iterator[StoredModel]:
+    """A model of the class that the test names, with the answered prompt on disk."""
+    model, folder = answered(getattr(request, "param", "llama"))
+    shutil.copytree(folder, tmp_path / "store")
+    with closing(StoredModel(model, probe_model(model), tmp_path / "store")) as made:
+        made.store.drain()  # its first look at what is stored may open the index once more
+        yield made
 
 
 def look_up(stored: StoredModel, *, hot: bool = False) -> Lookup:
@@ -196,6 +216,7 @@ def test_the_buffers_are_not_all_made_in_one_step(
         made[-1] += sum(x.nbytes for _, x in tree_flatten(list(arrays)) if x.size > 0)
         evaluate(*arrays)
 
+    look_up(stored).restore()
     lookup = look_up(stored, hot=True)
     monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.cut_join.mx.eval", counted)
     monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.cut_join._ROOM_BYTES", 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ServerProcess, StartServer, wait_until
+from tests.support.pairs import every_pair
 
 from .stored import wait_for_writer
 
@@ -62,22 +63,22 @@ def test_every_chunk_of_a_stream_has_one_type(
     assert "usage" in chunks[-1]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("model", ["gpt-5", "no/such-model", "/no/such folder"])
-@pytest.mark.parametrize(
-    ("path", "asks"),
-    [
-        (CHAT, {"messages": USER}),
-        ("/v1/completions", {"prompt": "Hello?"}),
-        ("/v1/messages", {"messages": USER, "max_tokens": 3}),
-        ("/v1/responses", {"input": "Hello?"}),
-    ],
+ASKS: dict[str, dict[str, object]] = {
+    CHAT: {"messages": USER},
+    "/v1/completions": {"prompt": "Hello?"},
+    "/v1/messages": {"messages": USER, "max_tokens": 3},
+    "/v1/responses": {"input": "Hello?"},
+}
+
+
+@every_pair(
+    stream=[True, False], model=["gpt-5", "no/such-model", "/no/such folder"], path=list(ASKS)
 )
 def test_a_model_that_is_not_there_is_named_beside_the_one_that_is(
-    server: ServerProcess, path: str, asks: dict[str, object], model: str, stream: bool
+    server: ServerProcess, path: str, model: str, stream: bool
 ) -> None:
     n_loaded = server.log.count("kvpersist: the store")
-    status, _, body = server.request("POST", path, {**asks, "model": model, "stream": stream})
+    status, _, body = server.request("POST", path, {**ASKS[path], "model": model, "stream": stream})
     assert (status, json.loads(body)["error"]["message"]) == (
         404,
         f"there is no model {model}; this server has {server.model}; ask for default_model",

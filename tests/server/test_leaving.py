@@ -75,7 +75,7 @@ def test_in_the_queue(server: ServerProcess, stream: bool) -> None:
     """A request with a seed is served alone, and the others wait for its end."""
     with quiet(server, len(APIS)), ThreadPoolExecutor(1) as pool:
         start = len(server.log)
-        alone = pool.submit(server.chat, USER, seed=1, max_tokens=1500)
+        alone = pool.submit(server.chat, USER, seed=1, max_tokens=500)
         wait_until(lambda: n_computed(server, start) == 1, "the reply that is served alone")
         clients = [send(server, path, stream=stream) for path in APIS]
         for client in clients:

@@ -212,11 +212,9 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
 @pytest.fixture(scope="module")
 def servers(started: StartServer, tiny_model: Path) -> Iterator[list[ServerProcess]]:
     """A stock server, and one with the plugin, that keeps what stock keeps."""
-    environment = {"HF_HUB_CACHE": str(started.store.with_name("hub"))}
-    started.store.with_name("hub").mkdir()
     begin = (
-        lambda: started(tiny_model, env=environment),
-        lambda: started.with_plugin(tiny_model, *FULL_PRECISION, env=environment),
+        lambda: started(tiny_model),
+        lambda: started.with_plugin(tiny_model, *FULL_PRECISION),
     )
     with ThreadPoolExecutor(2) as pool:
         servers = [each.result() for each in [pool.submit(one) for one in begin]]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Gone, Leaf
+from tests.support import hold, writer_held
 from tests.support.store_files import block_path, checkpoint_path
 
 from .conftest import (
@@ -61,24 +61,6 @@ def check_holds(store: BlockStore, checkpoint: Checkpoint, tier: str) -> None:
     for name, array in expected.items():
         assert loaded.arrays[name].dtype == array.dtype
         assert mx.array_equal(loaded.arrays[name], array)
-
-
-@contextmanager
-def writer_held(store: BlockStore) -> Iterator[None]:
-    """Let turns wait; they are written afterwards."""
-    go_on, held = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        held.set()
-        go_on.wait(60)
-
-    store.writer.submit(wait)
-    assert held.wait(60)
-    try:
-        yield
-    finally:
-        go_on.set()
-        store.drain()
 
 
 def test_checkpoints_outlive_the_process(store: BlockStore) -> None:
@@ -527,17 +509,6 @@ def test_a_checkpoint_that_cannot_be_trusted_goes_to_quarantine(
     check_holds(store, checkpoint, "disk")
 
 
-def hold_writer(store: BlockStore) -> threading.Event:
-    """Let the store's writer wait for an event."""
-    event = threading.Event()
-
-    def wait() -> None:
-        event.wait()
-
-    store.writer.submit(wait)
-    return event
-
-
 def test_what_goes_to_quarantine_is_gone_while_it_goes(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -550,7 +521,7 @@ def test_what_goes_to_quarantine_is_gone_while_it_goes(
     ]
     read = store.view.ask
     for ask, block in asked:
-        may_go = hold_writer(store)
+        may_go = hold(store.writer)
         store.lose(block, "canary")
 
         def read_and_let_go(*args: Any, may_go: Any = may_go, **types: Any) -> Any:

@@ -19,9 +19,9 @@ from mlx_lm_kvpersist.store.folder import StoreLock
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf, Session
 from mlx_lm_kvpersist.store.small_state import SmallState
+from tests.support import writer_held
 
 from .conftest import ROOT, arrays_of, chain, save_turn
-from .test_checkpoints import writer_held
 
 
 class Asked:

@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.store.session_file import SessionFile
 from mlx_lm_kvpersist.store.stored_sessions import StoredSessions
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import ABANDON_S, POSTPONE_S
-from tests.support import wait_until
+from tests.support import hold, wait_until
 
 from .conftest import (
     ROOT,
@@ -216,8 +216,7 @@ def test_what_fell_out_of_ram_alone_is_not_safe(talk: Talk) -> None:
 
 def test_where_other_sessions_end_is_known_before_it_is_written(talk: Talk) -> None:
     talk.turn()
-    release = Event()
-    talk.store.writer.submit(release.wait)
+    release = hold(talk.store.writer)
     first, second = chain([0], [1])
     leaf = Leaf("another", second.key, 2)
     new = [(second, arrays_of(second))]

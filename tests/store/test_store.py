@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.records import Gone, KVBlock, Leaf, Saved
+from tests.support import writer_held
 from tests.support.store_files import block_path
 
 from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state, unused_checkpoints
@@ -159,14 +158,10 @@ def test_what_failed_a_check_is_found_no_more(store: BlockStore) -> None:
     """The canary may find it while it is in RAM; the writer may be busy for long."""
     nodes = chain([1], [2])
     save_turn(store, nodes)
-    may_go_on = threading.Event()
-    store.writer.submit(may_go_on.wait)
-    try:
+    with writer_held(store):
         store.lose(nodes[1], "the canary differs")
         assert nodes[1].key not in store and nodes[1].key not in store.pool
         assert store.children(nodes[0].key) == []
-    finally:
-        may_go_on.set()
 
 
 def test_blocks_of_an_unended_turn_move_no_session(store: BlockStore) -> None:
@@ -306,17 +301,14 @@ def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore)
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "first")
     longer = chain([1], [2, 3, 4])
-    may_go_on = threading.Event()
-    store.writer.submit(may_go_on.wait)
-    for nodes, name, replaced in (
-        (longer, "first", ((tail.key, longer[1].key),)),
-        ([head, tail], "second", ()),
-    ):
-        new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
-        leaf = Leaf(name, nodes[-1].key, nodes[-1].stop, replaced)
-        store.commit(Commit(ROOT, tuple(nodes), leaf), new)
-    may_go_on.set()
-    store.drain()
+    with writer_held(store):
+        for nodes, name, replaced in (
+            (longer, "first", ((tail.key, longer[1].key),)),
+            ([head, tail], "second", ()),
+        ):
+            new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
+            leaf = Leaf(name, nodes[-1].key, nodes[-1].stop, replaced)
+            store.commit(Commit(ROOT, tuple(nodes), leaf), new)
     assert {session.name: session.leaf for session in store.index.sessions()} == {
         "first": longer[1].key,
         "second": tail.key,
@@ -361,18 +353,6 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     assert [entry.pins for entry in store.pool._entries.values()] == [0]
 
 
-@contextmanager
-def waiting_writer(store: BlockStore) -> Iterator[None]:
-    """Let commits wait; in the end they are written."""
-    may_go = threading.Event()
-    store.writer.submit(lambda: may_go.wait(60))
-    try:
-        yield
-    finally:
-        may_go.set()
-        store.drain()
-
-
 def test_what_was_evicted_from_disk_stays_in_ram_while_a_turn_needs_it(tmp_path: Path) -> None:
     """One server whose disk is small, and whose RAM is full of what others wait for."""
     store = BlockStore(tmp_path / "store", StoreLimits(1 << 20, 4 << 20))
@@ -385,7 +365,7 @@ def test_what_was_evicted_from_disk_stays_in_ram_while_a_turn_needs_it(tmp_path:
         store.disk.forget(node.key, Gone.EVICTED)
     assert store.index.totals().n_blocks == 9 and len(store.pool) == 14
     store.pool.pin([node.key for node in prefetched], prefetch=True)
-    with waiting_writer(store):
+    with writer_held(store):
         store.commit(Commit(ROOT, tuple(first)), [(first[5], arrays_of(first[5]))])
         store.commit(Commit(ROOT, tuple(second)), [(second[0], arrays_of(second[0]))])
     assert store.turns_not_saved == 0

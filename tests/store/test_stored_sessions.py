@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import KVBlock, Leaf, Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
+from tests.support import writer_held
 
 from .conftest import ROOT, arrays_of, chain, save_turn, state, window
 
@@ -223,14 +223,8 @@ def test_what_a_busy_store_was_asked_is_not_done_later(
     save_turn(store, chain([1]), "s")
     (session,) = store.index.sessions()
     monkeypatch.setattr(stored_sessions, "_TIMEOUT_S", 0.1)
-    may_go_on = threading.Event()
-    store.writer.submit(may_go_on.wait)
-    try:
-        with pytest.raises(RequestRefused, match="nothing is changed"):
-            StoredSessions(store).pin(session.id, True)
-    finally:
-        may_go_on.set()
-    store.drain()
+    with writer_held(store), pytest.raises(RequestRefused, match="nothing is changed"):
+        StoredSessions(store).pin(session.id, True)
     assert not store.index.sessions()[0].pinned
 
 

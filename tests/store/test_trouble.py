@@ -28,6 +28,7 @@ from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.records import read_sidecar
+from tests.support import wait_until, writer_held
 from tests.support.store_files import block_path
 
 from .conftest import ROOT, chain, leaves, save_turn, state
@@ -106,24 +107,6 @@ TROUBLES = {
 }
 
 
-@contextmanager
-def writer_held(store: BlockStore) -> Iterator[None]:
-    may_go_on, is_held = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        is_held.set()
-        may_go_on.wait(60)
-
-    store.drain()
-    store.writer.submit(wait)
-    assert is_held.wait(60)
-    try:
-        yield
-    finally:
-        may_go_on.set()
-        store.drain()
-
-
 def files_of(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -141,8 +124,7 @@ def test_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -> N
             assert stored.reader.load(what, ROOT) is None
         assert list(stored.reader.load_all(NODES, ROOT)) == [None, None]
         ahead = stored.reader.prefetch([(node, 1) for node in NODES], ROOT)
-        while not ahead.finished:
-            pass
+        wait_until(lambda: bool(ahead.finished), "what is read ahead")
         ahead.release()
     stored.drain()
     assert stored.blocks_quarantined == 0
@@ -257,8 +239,7 @@ def test_what_was_written_anew_does_not_go_to_quarantine(stored: BlockStore) -> 
         late = stored.writer._tasks.pop()
         save = threading.Thread(target=save_turn, args=(stored, NODES, "s"))
         save.start()
-        while not stored.writer._tasks:
-            pass
+        wait_until(lambda: bool(stored.writer._tasks), "the turn in the queue")
         stored.writer._tasks.append(late)
     save.join()
     assert read_file(block_path(stored.folder, node.key))[0] == node

@@ -26,7 +26,7 @@ from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import Task, Writer
-from tests.support import wait_until
+from tests.support import hold, wait_until
 from tests.support.clock import Clock
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -195,9 +195,8 @@ def test_nobody_waits_longer_than_asked_for_what_is_written(clock: Clock, writer
 
 def test_a_turn_that_has_ended_goes_before_prompts_that_are_still_computed(writer: Writer) -> None:
     """Its own prompt goes with it, in order: what the turn lets go of is not written after it."""
-    may_go_on, may_end = threading.Event(), threading.Event()
+    may_go_on, may_end = hold(writer), threading.Event()
     saved: list[str] = []
-    writer.submit(partial(may_go_on.wait, 60))
     turn = chain([1], [2], [3])
     save(writer, chain([7], [8]), lambda: saved.append("a long prompt"), ended=False)
     writer.submit(partial(may_end.wait, 60))
@@ -269,8 +268,7 @@ def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
 def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
     store: BlockStore,
 ) -> None:
-    begin, is_saved, may_go_on = threading.Event(), threading.Event(), threading.Event()
-    store.writer.submit(begin.wait)
+    begin, is_saved, may_go_on = hold(store.writer), threading.Event(), threading.Event()
     store.commit(Commit(ROOT, (), None, {b"digest": b"old!"}), [])
     store.writer.submit(is_saved.set)
     store.writer.submit(may_go_on.wait)
@@ -356,9 +354,7 @@ def test_what_is_being_written_counts(writer: Writer) -> None:
 
 def test_a_turn_of_any_size_waits_behind_what_is_no_turn(writer: Writer) -> None:
     """Such as the sweep of a server that has just started."""
-    may_go_on, dropped = threading.Event(), list[str]()
-    writer.submit(partial(may_go_on.wait, 60))
-    wait_until(lambda: not writer._tasks, "the other work being done")
+    may_go_on, dropped = hold(writer), list[str]()
     submit(writer, 1000, abandon=partial(dropped.append, "big"))
     assert (writer.n_bytes, dropped) == (1000, [])
     submit(writer, 1000, abandon=partial(dropped.append, "bigger"))
@@ -373,10 +369,8 @@ def test_a_big_turn_does_not_wait_beside_a_prompt_that_goes_beyond_it(
     writer: Writer, is_running: bool
 ) -> None:
     """The prompt's commit has the turn's blocks, and is the one that is kept."""
-    may_go_on, dropped, nodes = threading.Event(), list[str](), chain([1], [2], [3])
-    if is_running:
-        writer.submit(partial(may_go_on.wait, 60))
-        wait_until(lambda: not writer._tasks, "the other work being done")
+    dropped, nodes = list[str](), chain([1], [2], [3])
+    may_go_on = hold(writer) if is_running else threading.Event()
     with writer._changed:  # the writer takes nothing meanwhile
         for name, n_blocks, n_bytes in (("prompt", 3, 90), ("turn", 2, 1000)):
             keys = tuple(node.key for node in nodes[:n_blocks])
@@ -444,9 +438,7 @@ def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_what_is_not_written_at_the_end_is_counted(
     store: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.drain()
-    hangs = threading.Event()
-    store.writer.submit(partial(hangs.wait, 60))
+    hangs = hold(store.writer)
     for number in range(3):
         nodes = chain([number])
         store.commit(Commit(ROOT, tuple(nodes)), [(nodes[0], arrays_of(nodes[0]))])
@@ -614,8 +606,7 @@ def test_what_another_process_announced_counts(
 
 def test_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
     """It holds no bytes: only what does is left out when too much waits."""
-    may_go_on, left_out = threading.Event(), list[str]()
-    writer.submit(partial(may_go_on.wait, 60))
+    may_go_on, left_out = hold(writer), list[str]()
     turns = {"reply": {}, "first": {b"1": 6}, "second": {b"2": 6}}
     writer.max_bytes = 10
     for name, sizes in turns.items():
@@ -655,14 +646,14 @@ def test_notes_that_wait_are_bounded_and_nothing_else_is_left_out(
 ) -> None:
     """Another process may hold the store's lock for hours."""
     monkeypatch.setattr(writer_module, "MOST_TASKS", 10)
-    goes_on, done = threading.Event(), list[str]()
+    done = list[str]()
 
     def note(name: str, index: object) -> None:
         done.append(name)
 
     with closing(BlockStore(tmp_path / "store", StoreLimits(4 << 20, 4 << 20))) as store:
         store.drain()
-        store.writer.submit(goes_on.wait)
+        goes_on = hold(store.writer)
         for n in range(100):
             store.change_index("note", partial(note, f"note {n}"))
             store.touch([chain([1])[0].key])

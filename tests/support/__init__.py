@@ -10,7 +10,7 @@ from .synthetic import (
     synthetic_conversation,
     synthetic_text,
 )
-from .waiting import wait_until
+from .waiting import hold, wait_until, writer_held
 from .zoo import make_zoo_model, whole_characters
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ServerProcess",
     "StartServer",
     "heed_biases",
+    "hold",
     "keeps_short_chunks",
     "make_tiny_model",
     "make_zoo_model",
@@ -33,4 +34,5 @@ __all__ = [
     "synthetic_text",
     "wait_until",
     "whole_characters",
+    "writer_held",
 ]

@@ -36,6 +36,13 @@ kvpersist = mlx_lm_kvpersist.plugin:KVPersistPlugin
 misspelt = tests.host.plugins:Misspelt
 wrong = tests.host.plugins:WrongArguments
 """
+TRANSFORMERS = """
+class AutoTokenizer:
+    register = staticmethod(lambda *args, **options: None)
+class PreTrainedTokenizerBase: ...
+PreTrainedTokenizer = PreTrainedTokenizerFast = PreTrainedTokenizerBase
+"""
+"""What mlx-lm imports of transformers, which takes two thirds of a start. No model is loaded."""
 SCRIPT = """\
 #!{python}
 import sys
@@ -169,6 +176,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
     yield made
     del ServerProcess.zygotes[str(made.python)]
     zygote.close()
+
+
+def place_of_transformers(folder: Path) -> str:
+    """Write what programs import that load no model; return the folder as a PYTHONPATH."""
+    (package := folder / "transformers").mkdir()
+    for name in ("__init__", "tokenization_utils_base"):
+        (package / f"{name}.py").write_text(TRANSFORMERS, encoding="utf-8")
+    return str(folder)
 
 
 @pytest.fixture

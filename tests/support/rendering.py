@@ -13,12 +13,11 @@ from mlx_lm.server import CompletionRequest, ResponseGenerator, process_message_
 from mlx_lm_kvpersist.api.messages import MessagesAPI
 from mlx_lm_kvpersist.api.responses import ResponsesAPI
 from mlx_lm_kvpersist.api.session_keys import normalise
+from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.history import Templates
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, hookimpl
 from mlx_lm_kvpersist.host.http import request_checks
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
-
-from .host import plugged
 
 APIS: dict[str, Any] = {"messages": MessagesAPI(), "responses": ResponsesAPI()}
 
@@ -27,6 +26,10 @@ class _Normalises:
     @hookimpl
     def prepare_messages(self, messages: list[Any], tools: Any) -> None:
         normalise(messages, tools)
+
+
+_PLUGINS = manager.PluginManager()
+_PLUGINS.register(_Normalises())
 
 
 class _Generator(PluginResponseGenerator, ResponseGenerator):  # type: ignore[misc]
@@ -60,7 +63,7 @@ class Renderer:
         seen = ClientRequest.of(request)
         seen.continues, seen.places = continues, places
         args = SimpleNamespace(chat_template_kwargs=body.get("chat_template_kwargs"))
-        with plugged(_Normalises()):
+        with manager.using(_PLUGINS):
             made: Prompt = self._generator._render(self.tokenizer, request, args).prompt
         return made
 

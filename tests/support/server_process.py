@@ -242,7 +242,7 @@ class ServerProcess:
         environment = {**os.environ, **VARIABLES, **self.env}
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._process = None
-        zygotes = self.zygotes.get(self.python, ())
+        zygotes = [each for each in self.zygotes.get(self.python, ()) if each.fits(environment)]
         if zygotes and self.cwd is None and self.launcher[0].endswith(("-m", ".py")):
             zygote = zygotes[self._n_starts % len(zygotes)]
             self._process = zygote.fork(self.command, self.log_path, environment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,15 @@ class StartServer:
     def __init__(self, folder: Path) -> None:
         self.store = folder / "store"  # where `with_plugin` keeps its blocks
         self._folder = folder
-        self._stack = ExitStack()
-        self._n_started = 0
+        self._servers: list[ServerProcess] = []
 
     def __call__(self, model: Path, *extra: str, **options: Any) -> ServerProcess:
         """Start the stock server with further arguments; `options` are ServerProcess's."""
-        self._n_started += 1
-        options.setdefault("log_path", self._folder / f"server-{self._n_started}.log")
-        return self._stack.enter_context(ServerProcess(model, *extra, **options))
+        log_path = self._folder / f"server-{len(self._servers) + 1}.log"
+        server = ServerProcess(model, *extra, **{"log_path": log_path, **options})
+        self._servers.append(server)
+        server.start()
+        return server
 
     def with_plugin(self, model: Path, *extra: str, **options: Any) -> ServerProcess:
         """Start the server as users do, with the plugin, on this test's own store."""
@@ -35,4 +35,7 @@ class StartServer:
         return self(model, *plugin, *extra, **options)
 
     def close(self) -> None:
-        self._stack.close()
+        """End the servers at once: a test that is about their end has ended them before."""
+        for server in self._servers:
+            if server.alive:
+                server.kill9()

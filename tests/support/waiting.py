@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic, sleep  # a test may replace those of the module
+
+from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.writer import Writer
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
@@ -13,3 +18,30 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
         if monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         sleep(0.02)
+
+
+def hold(writer: Writer) -> threading.Event:
+    """Have a store's writer do nothing until the event is set; return the event.
+
+    The writer already waits then: what is submitted next stays in its queue.
+    """
+    may_go_on, holds = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        holds.set()
+        may_go_on.wait(60)
+
+    writer.submit(wait)
+    assert holds.wait(60)
+    return may_go_on
+
+
+@contextmanager
+def writer_held(store: BlockStore) -> Iterator[None]:
+    """Have the store's writer do nothing inside the block; what waits is written afterwards."""
+    may_go_on = hold(store.writer)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        store.drain()

@@ -76,14 +76,19 @@ class Forked:
 class Zygote:
     """The process that forks, started when it is first asked.
 
-    python: an interpreter whose packages are those of this one, and perhaps more.
+    python: an interpreter whose packages are those of this one, and perhaps more. env: set on top
+    of this process's environment.
     """
 
-    def __init__(self, python: str = sys.executable) -> None:
+    def __init__(self, python: str = sys.executable, env: Mapping[str, str] | None = None) -> None:
         self._python = python
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._env = {**os.environ, **VARIABLES}
+        self._env = {**os.environ, **VARIABLES, **(env or {})}
+
+    def fits(self, env: Mapping[str, str]) -> bool:
+        """Say whether it has read the variables of this environment that imports read."""
+        return _read_at_import(env) == _read_at_import(self._env)
 
     def fork(
         self,
@@ -104,7 +109,7 @@ class Zygote:
         without handles of processes; if the zygote has read other variables, or has ended, as
         without transformers.
         """
-        if sys.platform != "linux" or _read_at_import(env) != _read_at_import(self._env):
+        if sys.platform != "linux" or not self.fits(env):
             return None
         errors_path = errors_path or log_path
         log_path.touch()

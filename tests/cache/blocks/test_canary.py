@@ -18,6 +18,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import arrays_of
 from mlx_lm_kvpersist.round_trip import tiny_model
 from tests.support.joined import Pieces, join
+from tests.support.pairs import every_pair
 
 from ..conftest import packed_tokens
 
@@ -109,10 +110,13 @@ def test_after_an_image_its_calls_have_one_row(monkeypatch: pytest.MonkeyPatch) 
     assert calls.rows == [1] * 8
 
 
-@pytest.mark.parametrize("choice", list(CHOICES))
-@pytest.mark.parametrize("n_tokens", [1, 5, 8, 40, 256, 257, 260, 300])
-@pytest.mark.usefixtures("least_rows")
-def test_quiet_over_what_the_model_computed(n_tokens: int, choice: str) -> None:
+@every_pair(
+    choice=list(CHOICES),
+    n_tokens=[1, 5, 8, 40, 256, 257, 260, 300],
+    least_rows=[1, 33],
+    indirect=["least_rows"],
+)
+def test_quiet_over_what_the_model_computed(n_tokens: int, choice: str, least_rows: int) -> None:
     model = tiny_model()
     spec, pieces = stored(model, IDS[:n_tokens], CHOICES[choice])
     # Noise that computing again does not repeat: the stored values are put back, not the new ones.

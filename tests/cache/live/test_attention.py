@@ -32,6 +32,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     SequenceQuantizedKVCache,
 )
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
+from tests.support.pairs import every_pair
 
 from ..conftest import N_HEADS, address, random_kv, same_bits
 
@@ -182,9 +183,11 @@ def test_precisions(precision: KVPrecision) -> None:
     check(Case(precision=precision, n_queries=1), None)
 
 
-@pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("strategy", get_args(Strategy))
-@pytest.mark.parametrize("dims", [(40, 72), (80, 80), (100, 104), (112, 112), (120, 64)], ids=str)
+@every_pair(
+    rotated=[False, True],
+    strategy=get_args(Strategy),
+    dims=[(40, 72), (80, 80), (100, 104), (112, 112), (120, 64)],
+)
 def test_padded_heads_attend_as_whole_ones(
     dims: tuple[int, int], strategy: Strategy, rotated: bool
 ) -> None:
@@ -252,9 +255,7 @@ def mask_shape(case: Case, name: str) -> tuple[int, ...]:
     return tuple(sizes[letter] for letter in name.strip("[]").split(", "))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("n_queries", [1, 6])
-@pytest.mark.parametrize("is_bool", [True, False], ids=["bool", "added"])
+@every_pair(shape=SHAPES, n_queries=[1, 6], is_bool=[True, False])
 def test_shapes_of_masks(shape: str, n_queries: int, is_bool: bool) -> None:
     case = Case(n_queries=n_queries, n_rows=3, n_keys=40 if n_queries > 1 else 2)
     noise = mx.random.normal(mask_shape(case, shape), key=mx.random.key(4))

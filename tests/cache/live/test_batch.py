@@ -18,6 +18,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     SequenceQuantizedKVCache,
 )
 from mlx_lm_kvpersist.cache.live.quantized import batch_of as any_batch
+from tests.support.pairs import every_pair
 
 from ..conftest import K_DIM, N_HEADS, address, packed_tokens, random_kv, same_packed
 
@@ -331,9 +332,9 @@ def plain_attention(
     return mx.softmax(scores, axis=-1) @ values
 
 
-@pytest.mark.parametrize("window", [None, 1, 6, 20, 500])
-@pytest.mark.parametrize("n_new", [1, 2, 11])
-@pytest.mark.parametrize("lengths", [(8,), (8, 8), (30, 8, 0), (0, 0)])
+@every_pair(
+    window=[None, 1, 6, 20, 500], n_new=[1, 2, 11], lengths=[(8,), (8, 8), (30, 8, 0), (0, 0)]
+)
 def test_attention_of_a_row_is_attention_alone(
     lengths: tuple[int, ...], n_new: int, window: int | None
 ) -> None:

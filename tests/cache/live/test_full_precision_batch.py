@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
+from tests.support.pairs import every_pair
 
 from ..conftest import address, random_kv, same_bits
 from . import test_schedules as schedules
@@ -87,9 +88,7 @@ def test_it_is_stocks_after_any_steps(seed: int) -> None:
         same_state(ours, stock)
 
 
-@pytest.mark.parametrize("lengths", [(5,), (5, 5), (0, 0), (5, 3)])
-@pytest.mark.parametrize("n_new", [1, 4])
-@pytest.mark.parametrize("window", [None, 6, 9])
+@every_pair(lengths=[(5,), (5, 5), (0, 0), (5, 3)], n_new=[1, 4], window=[None, 6, 9])
 def test_attention_under_its_masks_is_that_under_stocks(
     lengths: tuple[int, ...], n_new: int, window: int | None
 ) -> None:

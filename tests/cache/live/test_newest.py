@@ -29,6 +29,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
 )
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.host.scheduling.single import MOST_DRAFTED
+from tests.support.pairs import every_pair
 
 from ..conftest import K_DIM, N_HEADS, V_DIM, random_kv, rounded
 
@@ -175,8 +176,7 @@ class Streams:
 CASES = [(precision, plan) for precision in ("4 bits", "rotated") for plan in PLANS]
 
 
-@pytest.mark.parametrize(("precision", "plan"), CASES)
-@pytest.mark.parametrize("seed", range(2))
+@every_pair(precision=["4 bits", "rotated"], plan=list(PLANS), seed=range(2))
 def test_random_cuts_joins_leaves_and_trims_follow_the_rule(
     precision: str, plan: str, seed: int
 ) -> None:

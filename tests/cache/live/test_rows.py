@@ -23,6 +23,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from models_check.build import build
+from tests.support.pairs import every_pair
 
 from ..conftest import K_DIM, N_HEADS, random_kv
 
@@ -71,9 +72,9 @@ def padded(arrays: list[mx.array], width: int) -> mx.array:
     return mx.concatenate([mx.pad(x, size, constant_values=99.0) for x, size in pairs])
 
 
-@pytest.mark.parametrize("window", [None, 24])
-@pytest.mark.parametrize("kind", ["full precision", "dequantize", "packed", "tiled"])
-@pytest.mark.parametrize("seed", range(3))
+@every_pair(
+    window=[None, 24], kind=["full precision", "dequantize", "packed", "tiled"], seed=range(3)
+)
 def test_rows_are_as_alone(kind: str, window: int | None, seed: int) -> None:
     rng = random.Random(seed)
     n_rows = rng.randint(2, 5)

@@ -28,6 +28,7 @@ from mlx_lm_kvpersist.cache.live.attention import (
 from mlx_lm_kvpersist.cache.measuring import attention_check
 from mlx_lm_kvpersist.cache.measuring.attention_check import plan_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported
+from tests.support.pairs import every_pair
 
 from ..conftest import tiny_gemma3
 
@@ -89,9 +90,11 @@ def computed_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention_check, name, few)
 
 
-@pytest.mark.parametrize("precision", [KVPrecision.of(8, 64, 4, rotated=True), "6, 2"], ids=str)
-@pytest.mark.parametrize("shape", [SHAPE, AttentionShape(3, 1, 96, 64)], ids=str)
-@pytest.mark.parametrize("backend", ["cpu", "cuda", "metal"])
+@every_pair(
+    precision=[KVPrecision.of(8, 64, 4, rotated=True), "6, 2"],
+    shape=[SHAPE, AttentionShape(3, 1, 96, 64)],
+    backend=["cpu", "cuda", "metal"],
+)
 def test_every_strategy_is_right_here(
     shape: AttentionShape,
     precision: KVPrecision | str,

@@ -1,0 +1,57 @@
+"""How an error ends the server: with one line on stderr.
+
+`_startup` imports this module in every Python that is started with `--plugin`, so at import it
+needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def requested_plugins(argv: Sequence[str]) -> list[str]:
+    """Return the names given with `--plugin`, in order, each once.
+
+    Plugins add options, so they must be known before the options are parsed. A `--plugin`
+    without a name is left for argparse to complain about.
+    """
+    names: list[str] = []
+    for arg, following in zip(argv, [*argv[1:], "-"], strict=False):
+        if arg.startswith("--plugin="):
+            names.append(arg.removeprefix("--plugin="))
+        elif arg == "--plugin" and not following.startswith("-"):
+            names.append(following)
+    return list(dict.fromkeys(names))
+
+
+def stop(error: BaseException) -> NoReturn:
+    """End the process with one line on stderr."""
+    report(error)
+    raise SystemExit(1) from error
+
+
+def report(error: BaseException) -> None:
+    """Print what stops the server as one line on stderr.
+
+    With `--log-level DEBUG` a traceback comes before it.
+    """
+    from ..errors import KVPersistError, PatchError
+
+    # Options may not be parsed yet.
+    pairs = itertools.pairwise(sys.argv)
+    if "--log-level=DEBUG" in sys.argv or ("--log-level", "DEBUG") in pairs:
+        traceback.print_exception(error)
+    message = " ".join(str(error).split())
+    if isinstance(error, PatchError):
+        from .patching.versions import found_and_known
+
+        message = f"{message} ({found_and_known()})"
+    if not isinstance(error, KVPersistError):
+        reason = f"stopped by an unexpected {type(error).__name__}: {message}"
+        message = f"{reason} (--log-level DEBUG shows the traceback)"
+    options = "".join(f" --plugin {name}" for name in requested_plugins(sys.argv[1:]))
+    print(f"mlx_lm.server{options}: {message}", file=sys.stderr, flush=True)

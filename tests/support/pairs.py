@@ -1,0 +1,41 @@
+"""Parameters whose values meet in pairs by default, and all together among the slow tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def every_pair(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with so few combinations that each two values of two parameters meet.
+
+    All other combinations are slow. `indirect` names the parameters that are fixtures.
+    """
+    combined = list(product(*values.values()))
+    chosen = pair_cover([len(each) for each in values.values()])
+    cases = [
+        pytest.param(*each, marks=() if n in chosen else pytest.mark.slow)
+        for n, each in enumerate(combined)
+    ]
+    return pytest.mark.parametrize(list(values), cases, indirect=list(indirect))
+
+
+def pair_cover(sizes: Sequence[int]) -> set[int]:
+    """Return combinations in which each two values meet, by their number in the whole product.
+
+    sizes: how many values each parameter has. The combination with the most new pairs goes first.
+    """
+    pairs = [
+        {(i, j, case[i], case[j]) for i, j in combinations(range(len(sizes)), 2)}
+        for case in product(*map(range, sizes))
+    ]
+    left: set[tuple[int, int, int, int]] = set().union(*pairs)
+    chosen = set[int]()
+    while left:
+        best = max(range(len(pairs)), key=lambda n: len(pairs[n] & left))
+        chosen.add(best)
+        left -= pairs[best]
+    return chosen
