@@ -1,7 +1,7 @@
 """How an error ends the server: with one line on stderr.
 
-`_startup` imports this module in every Python that is started with `--plugin`, so at import it
-needs the standard library only.
+`_startup` imports this module in every Python process that is started with `--plugin`, so it
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stop(error: BaseException) -> NoReturn:
 
 
 def report(error: BaseException) -> None:
-    """Print what stops the server as one line on stderr.
+    """Print the error that stops the server as one line on stderr.
 
     With `--log-level DEBUG` a traceback comes before it.
     """
