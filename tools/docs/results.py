@@ -45,9 +45,9 @@ def in_short() -> str:
         )
     ]
     agents = medians(results, bursts.QUESTION, bursts.LAST)
-    rows.insert(
-        2, ("the first tokens of all six agents with a new system prompt", *_compared(agents, "s"))
-    )
+    if None not in agents:
+        what = "the first tokens of all six agents with a new system prompt"
+        rows.insert(2, (what, *_compared(agents, "s")))
     if n_decoded := _shortest_decoded(results):
         decoded = medians(results, decoding.QUESTION, f"1 of {tokens(n_decoded)}")
         what = f"the rest of a reply, after a prompt of {n_decoded:,} tokens"
