@@ -48,7 +48,7 @@ ENDS_S = 30.0
 def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models that can be divided; those of a pipeline need an index of their files."""
     folder, made = tmp_path_factory.mktemp("divided"), {}
-    made["tensor"] = make_tiny_model(folder / "llama")
+    made["tensor"] = make_tiny_model(folder / "llama", n_heads=4, n_kv_heads=2)
     for kind in ("pipeline", "hybrid"):
         made[kind] = path = make_zoo_model(folder / kind, MODELS[kind])
         with safe_open(path / "model.safetensors", "np") as weights:
