@@ -6,6 +6,7 @@ No other text of README.md or docs/ repeats these figures. After a measurement, 
 
 from __future__ import annotations
 
+import re
 from textwrap import fill
 
 from benchmarks import decode as decoding
@@ -154,8 +155,10 @@ def conditions(prompts: str = "") -> str:
     smoke = (
         "" if results.is_preset else " This tiny model shows no more than that the commands work."
     )
+    # NVIDIA's names end with the memory: NVIDIA H100 80GB HBM3.
+    device = re.sub(r" \d+GB\b.*", "", results.device.get("device_name", results.folder))
     text = (
-        f"{prompts}{results.device.get('device_name', results.folder)} ({results.kind.upper()}), "
+        f"{prompts}{device} ({results.kind.upper()}), "
         f"mlx-lm {part['versions']['mlx-lm']}, {model}, the default precision; "
         f"measured on {part['date'][:10]} at `{'`, `'.join(results.commits)}`.{smoke}"
     )
