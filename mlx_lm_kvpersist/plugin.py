@@ -235,8 +235,8 @@ class KVPersistPlugin:
     def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:
         state = RequestState.of(request)
         state.move(Stage.DONE)
-        if self._serving is not None and request.client_gone:
-            self._serving.remember(state)  # no reply is sent that would remember it
+        if (serving := self._serving) and request.client_gone:
+            serving.remember(state)  # no reply is sent that would remember it
         outcome = state.outcome
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)

@@ -157,7 +157,7 @@ def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
     if path.suffix == ".toml":
         text = _without_lines(current, before or "", after)
         return text if before is not None else text.lstrip() or None
-    former = json.loads(before or "{}")
+    former = json.loads((before or "").strip() or "{}")
     table = _without(json.loads(current, object_pairs_hook=_table), former, json.loads(after))
     # A program that only wrote the same entries in another style has changed nothing.
     return before if json.dumps(table) == json.dumps(former) else _in_json(table, current)

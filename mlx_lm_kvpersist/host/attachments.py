@@ -21,7 +21,8 @@ PART_KINDS = (
     *("audio", "audio_url", "input_audio", "video", "video_url", "input_video"),
 )
 """The types of a message's parts that clients send. Only text and images can be read."""
-_CLOSING_TAG = re.compile(r"\s*</[\w-]+>\s*")
+_TAGS = re.compile(r"\s*(</[\w-]+>|<([\w-]+)>.*</\2>)\s*", re.DOTALL)
+"""A text that a client adds by itself: a closing tag, or an element such as `system-reminder`."""
 """Codex writes a tag on each side of an image, before the question."""
 _MEDIA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)")
 
@@ -111,7 +112,7 @@ def _question(messages: list[Message]) -> int | None:
 def _is_followed_up(content: list[Part], i: int) -> bool:
     """Tell whether a question was added behind a part and its text."""
     texts = [str(block["text"]) for block in content[i + 1 :] if block["type"] == "text"]
-    return len([text for text in texts if not _CLOSING_TAG.fullmatch(text)]) > 1
+    return len([text for text in texts if not _TAGS.fullmatch(text)]) > 1
 
 
 def _is_read(block: Part, reads_images: bool) -> bool:

@@ -342,7 +342,7 @@ class BlockStore:
     def _save(self, tasks: Sequence[Task]) -> None:
         """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned.
 
-        Notes share a transaction. A note that fails takes no other note with it.
+        Notes share a transaction. If the disk refuses one note, the others are still written.
         """
         if tasks[0].is_note:
             self.disk_tier.change("note what requests reused", partial(self._note, tasks))

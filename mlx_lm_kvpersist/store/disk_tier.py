@@ -35,7 +35,8 @@ class _Job:
     make: Callable[[], Commit]
     result: Saved | Exception | None = None
     commit: Commit = field(init=False)
-    """The commit of the last plan, and the `files` that were missing."""
+    """The commit of the last plan, its `keys`, and the `files` that were missing."""
+    keys: Collection[bytes] = ()
     files: list[NewFile] = field(default_factory=list)
     reserved_bytes: int = 0
     paths: dict[bytes, Path] = field(default_factory=dict)
@@ -128,6 +129,8 @@ class Saving:
         except BaseException:
             for job in begun:
                 self._move_out(job)
+                self._staging.announce(-job.reserved_bytes)
+                job.reserved_bytes = 0
             left = [job for job in jobs if job.result is None]
             if len(left) == len(jobs):
                 raise
@@ -175,6 +178,7 @@ class Saving:
         job.commit = replace(
             commit, blocks=tuple(blocks), checkpoints=checkpoints, superseded=superseded
         )
+        job.keys = job.commit.keys()
         return True
 
     def _report_missing(self, key: bytes) -> bool:
@@ -190,7 +194,7 @@ class Saving:
     def _make_room(self, jobs: Sequence[_Job]) -> None:
         """Make room for the files that commits lack; a failure is the job's result."""
         disk = self._disk
-        keep = {*self._keep, *chain.from_iterable(job.commit.keys() for job in jobs)}
+        keep = {*self._keep, *chain.from_iterable(job.keys for job in jobs)}
         counted: set[bytes] = set()
         for job in jobs:
             # A block that several commits need is written once.

@@ -237,6 +237,16 @@ def test_undo_keeps_what_was_changed_since(is_written_again: bool, home: Path) -
     assert contents(home).keys() == {GLOBAL}
 
 
+def test_undo_of_a_file_that_held_white_space_keeps_what_was_changed_since(home: Path) -> None:
+    file = home / GLOBAL
+    file.parent.mkdir()
+    file.write_text("\n")
+    assert everywhere() == 0
+    file.write_text(json.dumps({**read(file), "theme": "dark"}))
+    assert connect("claude", "--undo") == 0
+    assert read(file) == {"theme": "dark"}
+
+
 def test_a_program_that_formats_the_settings_changes_nothing(home: Path) -> None:
     file = home / GLOBAL
     file.parent.mkdir()

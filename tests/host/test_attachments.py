@@ -82,6 +82,7 @@ def test_one_line_stands_for_what_a_model_does_not_read(name: str, part: Message
         [user(text("Look."), PNG, text("source: ship.png"))],
         [user(PNG, text("Look."), PNG, text("And that?"))],
         [user(text('<image name="[Image #1]">'), PNG, text("</image>"), text("Look."))],
+        [user(PNG, text("Look."), text("<system-reminder>\nBe\nbrief.</system-reminder>\n"))],
     ],
 )
 def test_an_image_in_a_question_is_refused_by_a_model_of_text(messages: list[Message]) -> None:

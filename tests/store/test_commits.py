@@ -6,18 +6,21 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.block import Block
+from mlx_lm_kvpersist.block import Block, Record
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import StoreLock
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.records import Leaf, Session
+from mlx_lm_kvpersist.store.records import Leaf, NewFile, Saved, Session
 from mlx_lm_kvpersist.store.small_state import SmallState
 from tests.support import writer_held
 
@@ -239,6 +242,33 @@ def test_turns_are_saved_although_sqlite_ends_their_transaction_with_another_tur
     assert store.turns_not_saved == 1 and store.disk.sweep() == 0
     assert {session.name for session in store.index.sessions()} == {"s0", "s1"}
     assert len(list((store.folder / "sessions").iterdir())) == 2 and not store.index.faults()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_commit_that_fails_costs_other_commits_neither_their_plan_nor_their_room(
+    is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the other commit's file would not fit into the budget."""
+    real, large, small = Index.commit, *chain([1]), *chain([2])
+    sizes = {large.key: 3 << 20, small.key: 1000}
+
+    def commit(index: Index, new: Commit, *args: Any) -> object:
+        if new.replies:
+            refuse()
+        return real(index, new, *args)
+
+    def file_of(_root: object, block: Record) -> NewFile:
+        size = sizes[block.key]
+        return NewFile(block, size, lambda path: path.write_bytes(bytes(size)))
+
+    refused = Commit(ROOT, () if is_first else (small,), replies={b"digest": b"ids"})
+    saved = Commit(ROOT, (large,))
+    commits = [refused, saved] if is_first else [saved, refused]
+    monkeypatch.setattr(Index, "commit", commit)
+    with closing(DiskStore(tmp_path, StoreLimits(1 << 30, 6 << 20))) as disk:
+        results = Saving(disk, file_of).save([partial(replace, each) for each in commits])
+        assert sorted(isinstance(result, Saved) for result in results) == [False, True]
+        assert disk.index.keys() == {large.key} and disk.n_evicted == 0
 
 
 def of_nth(n: int, real: Callable[..., None], fail: Callable[..., None]) -> object:
