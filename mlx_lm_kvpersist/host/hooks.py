@@ -235,8 +235,8 @@ class ModelSupport:
 class Prepared:
     """A prompt that enters: the tokens that the model reads, and caches that hold their beginning.
 
-    `caches`, one per layer, hold the first `n_cached` tokens, but never the last token; None stands
-    for empty caches. `draft` has those of the draft model, which may hold more or fewer.
+    `caches`, one per layer, hold the first `n_cached` tokens, but never the last token; None means
+    empty caches. `draft` has the draft model's caches, which may hold more or fewer tokens.
     """
 
     prompt: Prompt
@@ -327,7 +327,7 @@ class TakenRequest:
         """Let a sequence that was taken out of its batch enter again with `prompt`, which has the
         request's prompt and the tokens produced so far.
 
-        There are no such tokens if the prompt failed in a call with other prompts. `advance` and
+        If the prompt failed in a call with other prompts, no token was produced. `advance` and
         `enter` are called for it as before.
         """
         self.prompt = prompt

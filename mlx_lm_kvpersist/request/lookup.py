@@ -145,8 +145,8 @@ class Lookup:
     def _find(self, prompt: Prompt, known: Sequence[Block] | None = None) -> StoredPrefix:
         """Match a prompt with the stored text, and replace its beginning by the stored ids.
 
-        O(prompt). If the prompt begins with the blocks `known`, the cost is O(known) and that of
-        the later tokens; at most MAX_MATCHED_TOKENS of these are matched by text.
+        O(prompt). If the prompt begins with the blocks `known`, it is O(known + later tokens), and
+        at most MAX_MATCHED_TOKENS of the later tokens are matched by text.
         """
         self._n_changes = self._store.n_changes
         store, tokens, text = self._store, self.model.text, self.text

@@ -289,7 +289,7 @@ class BlockStore:
         """Return numbers and bytes of the records in each tier, and counts of events. Any thread.
 
         "written_last_hour_bytes" counts the bytes of all processes, "written_turn_bytes" is the
-        mean of this process's turns. Without `all_files`, no folder is read.
+        mean of this process's turns. If `all_files` is false, no folder is read.
         """
         tiers: dict[str, dict[str, Any]] = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
@@ -342,7 +342,7 @@ class BlockStore:
     def _save(self, tasks: Sequence[Task]) -> None:
         """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned.
 
-        Notes share a transaction. If the disk refuses one note, the others are still written.
+        Notes share a transaction. If the disk refuses one note, the next notes are written.
         """
         if tasks[0].is_note:
             self.disk_tier.change("note what requests reused", partial(self._note, tasks))
