@@ -147,6 +147,7 @@ class _Step:
     """A block whose first `n_equal` characters (or bytes of ids) stand at `position`.
 
     It begins in a character of bytes `pending`. Its packed ids end at `ids_end` from the root.
+    `has_own_ids`: whether the ids from the root to its end are the prompt's own.
     """
 
     node: Block
@@ -155,6 +156,7 @@ class _Step:
     position: int
     n_equal: int
     ids_end: int
+    has_own_ids: bool
 
 
 def _steps(
@@ -174,17 +176,20 @@ def _steps(
     start = ids_start = 0
     for node in after:
         n_equal = len(node.packed_ids if tokens is None else node.text)
+        is_own = packed_ids.startswith(node.packed_ids, ids_start)
         ids_start += len(node.packed_ids)
-        last = _Step(node, last, b"", start, n_equal, ids_start)
+        is_own = is_own and (last is None or last.has_own_ids)
+        last = _Step(node, last, b"", start, n_equal, ids_start, is_own)
         start += n_equal
     steps = [last] if last is not None else []
     own: list[tuple[int, int]] | None = None
     open_ends = [(last.node.key if last is not None else root, start, last)]
     while open_ends:
         parent, position, before = open_ends.pop()
-        n_tokens, pending, ids_end = 0, b"", 0
+        n_tokens, pending, ids_end, begins_own = 0, b"", 0, True
         if before is not None:
             n_tokens, pending, ids_end = before.node.stop, before.node.pending, before.ids_end
+            begins_own = before.has_own_ids
         for node in source.children(parent, prompt[position : position + AHEAD]):
             if node.start != n_tokens or not node.is_genuine:
                 continue
@@ -203,7 +208,8 @@ def _steps(
                 n_alike = n_chars_alike(tokens.controls(node.ids, pending), own, position, n_equal)
                 is_whole, n_equal = is_whole and n_alike == n_equal, n_alike
             end = ids_end + len(node.packed_ids)
-            step = _Step(node, before, pending, position, n_equal, end)
+            is_own = begins_own and has_same_ids
+            step = _Step(node, before, pending, position, n_equal, end, is_own)
             steps.append(step)
             if is_whole:
                 open_ends.append((node.key, position + n_equal, step))
@@ -228,7 +234,8 @@ def common_prefix(content: Any, prompt: Any, position: int) -> int:
 def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
     """Return tokens and characters of a block up to its last token that ends in the common part.
 
-    A token that ends inside a character counts if the prompt has a replacement character there.
+    A token that ends inside a character counts if the prompt has a replacement character there, or
+    if the prompt has the same ids up to the end of the block.
     """
     node, n_equal = step.node, step.n_equal
     if tokens is None:
@@ -237,7 +244,7 @@ def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
         id_ends = [0, *accumulate(len(pack_ids([token_id])) for token_id in node.ids)]
         n_tokens = bisect_right(id_ends, n_equal) - 1
         return n_tokens, id_ends[n_tokens]
-    if n_equal == len(node.text) and not node.pending:
+    if n_equal == len(node.text) and (step.has_own_ids or not node.pending):
         return node.n_tokens, n_equal
     ends = tokens.ends(node.ids, step.pending, n_equal)
     for n_tokens in range(len(ends), 0, -1):

@@ -98,15 +98,17 @@ def first_token_s(results: DeviceResults, state: str, n_tokens: int) -> Sides:
 
 
 def first_token() -> str:
-    """Return seconds to the first token, for each length that both sides were measured with."""
+    """Return seconds to the first token, one row for each length that was measured."""
     results = shown_results()
     rows = [
-        (text, f"{n:,}", *map(shown_number, sides))
+        (f"{n:,}", *(_both(first_token_s(results, state, n)) for state in _STATES))
         for n, _ in points(results, "new prompt", OURS)
-        for state, text in _STATES.items()
-        if None not in (sides := first_token_s(results, state, n))
     ]
-    return show_table(("first token after, s", "tokens", "stock", "with the plugin"), rows)
+    return show_table(("tokens", *_STATES.values()), rows)
+
+
+def _both(sides: Sides) -> str:
+    return " / ".join("-" if side is None else shown_number(side) for side in sides)
 
 
 def decode() -> str:
