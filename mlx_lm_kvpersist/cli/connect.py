@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..errors import ConfigError, KVPersistError
 from ..store.folder import whole_file
@@ -100,7 +101,8 @@ def context_of(url: str) -> int | None:
     except KVPersistError:
         print(
             f"No server answers at {url}. Start it with `mlx_lm.server --plugin kvpersist "
-            "--model ...`, and connect again: the client then knows the model's context length.\n"
+            f"--port {urlsplit(url).port or 80} --model ...`, and connect again: the client then "
+            "knows the model's context length.\n"
         )
     except (KeyError, TypeError, ValueError, StopIteration):  # of another program's server
         print(f"The server at {url} states no context length, so the client does not know it.\n")

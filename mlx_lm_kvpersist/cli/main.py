@@ -9,6 +9,7 @@ import argparse
 import importlib
 import io
 import json
+import os
 import sqlite3
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -91,9 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command in _OF_RANKS:
             return _of_each_rank(run, args)
         result = run(args)
-        return result if isinstance(result, int) else result.tell(args)
+        status: int = result if isinstance(result, int) else result.tell(args)
+        sys.stdout.flush()
+        return status
     except KVPersistError as error:
         message = str(error)
+    except BrokenPipeError:  # the reader, such as `head`, has all that it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except PermissionError as error:
         message = f"no permission for {error.filename}; run the command as the owner of the folder"
     except OSError as error:

@@ -63,15 +63,20 @@ class Report:
         return self.status
 
 
-def shown(text: str, max_chars: int = 40) -> str:
-    """Return a client's text in one line of printable characters, at most `max_chars` of them."""
+def shown(text: str, max_chars: int = 40, *, is_end: bool = False) -> str:
+    """Return a client's text in one line of printable characters, at most `max_chars` of them.
+
+    Of a longer text it is the beginning or, if `is_end`, the end.
+    """
     escaped = "".join(
         char
         if char.isprintable() and char != "\\"
         else char.encode("unicode_escape", "surrogatepass").decode()
-        for char in text[: max_chars + 1]
+        for char in (text[-max_chars - 1 :] if is_end else text[: max_chars + 1])
     )
-    return escaped if len(escaped) <= max_chars else escaped[: max_chars - 1] + "…"
+    if len(escaped) <= max_chars:
+        return escaped
+    return f"…{escaped[1 - max_chars :]}" if is_end else f"{escaped[: max_chars - 1]}…"
 
 
 def fitted(text: str, width: int) -> str:
@@ -211,7 +216,7 @@ def _cell(name: str, value: Any, max_chars: int) -> str:
         return local_time(datetime.fromisoformat(value).timestamp())
     if name == "precision":
         value = layout_in_words(value)
-    return shown(str(value), max_chars)
+    return shown(str(value), max_chars, is_end=name == "text_end")
 
 
 @contextmanager

@@ -378,8 +378,10 @@ class BlockStore:
                     self.disk_tier.store([Commit(commit.root, (block,))], {block.key: entry}.get)
 
     def _set_saved(self, commit: Commit) -> None:
-        if commit.records or commit.replies:
-            self.turns_saved += commit.leaf is not None
+        if (
+            commit.leaf and commit.records
+        ):  # a chunk or a remembered reply may fit where no turn does
+            self.turns_saved += 1
             self._failures.clear()
         for tier in self.lower[1:]:
             tier.store([commit], self.pool.get)

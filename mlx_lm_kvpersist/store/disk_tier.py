@@ -208,9 +208,12 @@ class Saving:
             try:
                 if not disk.make_room(n_bytes, keep, job.commit.root):
                     raise StoreError(
-                        f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
-                        f"({show_bytes(disk.limits.max_disk_bytes)}) and --kvpersist-min-free "
-                        f"({show_bytes(disk.limits.min_free_bytes)})"
+                        f"{show_bytes(n_bytes)} of a turn do not fit into --kvpersist-disk "
+                        f"({show_bytes(disk.limits.max_disk_bytes)}, of which "
+                        f"{show_bytes(disk.used_bytes())} are used), or would leave less free than "
+                        f"--kvpersist-min-free ({show_bytes(disk.limits.min_free_bytes)}; "
+                        f"{show_bytes(disk.free_bytes())} are free); raise the one or lower the "
+                        "other"
                     )
                 self._staging.announce(n_bytes)
                 job.reserved_bytes += n_bytes

@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -457,6 +458,7 @@ def test_it_is_said_that_no_server_answers(
     assert connect("claude") == 0
     out = capsys.readouterr().out
     assert f"No server answers at {URL}" in out and "COMPACT" not in out
+    assert f"--plugin kvpersist --port {urlsplit(URL).port} --model" in out
 
 
 def test_folders_of_the_users_choice(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -198,6 +199,21 @@ def test_an_error_is_one_line(
     monkeypatch.setattr("mlx_lm_kvpersist.cli.doctor.run", fail)
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().err == f"mlx-lm-kvpersist doctor: {said}\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    program = """
+import sys
+from mlx_lm_kvpersist.cli import doctor, main as cli
+doctor.run = lambda args: print("all is well") or 0
+sys.exit(cli.main(["doctor"]))
+"""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=False, cwd=ROOT)
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from mlx_lm_kvpersist.cli.output import shown as shown_in_line
 from mlx_lm_kvpersist.store.index import Index
 from tests.store.conftest import chain, state, window
 from tests.support.store_files import block_path, checkpoint_path
@@ -162,6 +163,12 @@ def test_rename_gives_a_title(run: CommandLine) -> None:
     assert run.json("sessions", "rename", "first", "")["title"] is None
     assert "at most 200 characters" in run.error("sessions", "rename", "first", "x" * 201)
     assert "no session" in run.error("sessions", "rename", "nobody", "x")
+
+
+def test_the_end_of_a_text_is_shown_from_its_end() -> None:
+    assert shown_in_line("first\nlast", 6) == "first…"
+    assert shown_in_line("first\nlast", 6, is_end=True) == "…nlast"
+    assert shown_in_line("a\nb", 6, is_end=True) == "a\\nb"
 
 
 def test_show(run: CommandLine) -> None:

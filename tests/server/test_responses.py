@@ -87,7 +87,7 @@ def test_a_round_trip_with_tools(server: ScriptedServer, client: OpenAI, kept: s
         usage = reply.usage
         assert usage is not None
         if n_turn:
-            assert usage.input_tokens_details.cached_tokens == n_before, server.process.log()
+            assert usage.input_tokens_details.cached_tokens == n_before, server.process.log
         assert (usage.output_tokens_details.reasoning_tokens > 0) == (n_turn < 2)
         assert usage.total_tokens == usage.input_tokens + usage.output_tokens
         n_before = usage.total_tokens

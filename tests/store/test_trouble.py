@@ -27,7 +27,7 @@ from mlx_lm_kvpersist.store.files import read_file, write_block
 from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
-from mlx_lm_kvpersist.store.records import read_sidecar
+from mlx_lm_kvpersist.store.records import Commit, read_sidecar
 from tests.support import wait_until, writer_held
 from tests.support.store_files import block_path
 
@@ -293,6 +293,22 @@ def test_every_failure_is_counted_by_its_kind(
         "check what is stored: disk": 1,
         "read the index: disk": 1,
     }
+
+
+def test_only_a_saved_turn_says_that_turns_are_saved_again(tmp_path: Path) -> None:
+    store = BlockStore(
+        tmp_path / "store", StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=1 << 20)
+    )
+    long = chain(*([n] for n in range(40)))
+    save_turn(store, long)
+    assert store.stats()["failures"] == ["save a turn: limit"] and store.turns_saved == 0
+    store.commit(Commit(ROOT, (), replies={b"k" * 16: b"ids"}), [])
+    store.commit(Commit(ROOT, (long[0],)), [])
+    store.drain()
+    assert store.stats()["failures"] == ["save a turn: limit"]
+    save_turn(store, long[:1])
+    assert store.stats()["failures"] == [] and store.turns_saved == 1
+    store.close()
 
 
 def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> None:
