@@ -34,7 +34,7 @@ from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.drive import Row, alone
 from models_check.stored import StoredModel
-from tests.support import keeps_short_chunks, wait_until, writer_held
+from tests.support import keeps_short_chunks, settle, writer_held
 
 WINDOW = 16
 SHAPE = TensorShape(1, 32, "float32")
@@ -386,7 +386,7 @@ def postponing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store
 @contextmanager
 def killed(stored: StoredModel) -> Iterator[StoredModel]:
     """Give another process's view of the store: what a kill leaves once the queue is empty."""
-    wait_until(lambda: stored.store.writer.n_tasks == 0, "the queue")
+    settle(stored.store.writer)
     other = StoredModel(stored.model, stored.spec, stored.folder)
     yield other
     other.close()
@@ -472,7 +472,7 @@ def test_a_conversation_that_goes_on_costs_others_no_more_than_a_kill_may(
     ends += [[*SYSTEM, *history], [*SYSTEM, *turn_of(postponing, "third", before, 301)]]
     for seed in range(400, 425):
         if falls_out:
-            wait_until(lambda: postponing.store.writer.n_tasks == 0, "the queue")
+            settle(postponing.store.writer)
             postponing.store.pool.release(1 << 40)
         history = turn_of(postponing, "second", history, seed)
     lost = [len(ids) - left_of(postponing, ids) for ids in ends]

@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.store.session_file import SessionFile
 from mlx_lm_kvpersist.store.stored_sessions import StoredSessions
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import ABANDON_S, POSTPONE_S
-from tests.support import hold, wait_until
+from tests.support import hold, settle
 
 from .conftest import (
     ROOT,
@@ -66,7 +66,7 @@ class Talk:
 
     def settle(self) -> None:
         """Return when nothing is left to be written but what is postponed."""
-        wait_until(lambda: self.store.writer.n_tasks == 0, "the queue")
+        settle(self.store.writer)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_what_is_postponed_keeps_no_blocks_on_a_full_disk(tmp_path: Path) -> Non
         new: list[tuple[Record, Arrays]] = [(node, arrays_of(node)) for node in nodes]
         new.append((end, arrays_of_checkpoint(end)))
         store.commit(Commit(ROOT, tuple(nodes), leaf, checkpoints=(end,)), new, loss_s=1.0)
-        wait_until(lambda: store.writer.n_tasks == 0, "the queue")
+        settle(store.writer)
     assert store.stats()["failures"] == [] and store.turns_not_saved == 0
     assert keys[-1] in store.index
     store.close()

@@ -10,7 +10,7 @@ from .synthetic import (
     synthetic_conversation,
     synthetic_text,
 )
-from .waiting import hold, wait_until, writer_held
+from .waiting import hold, settle, wait_until, writer_held
 from .zoo import make_zoo_model, whole_characters
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "parse_outcome",
     "reads_lists_of_calls",
     "serves_holes",
+    "settle",
     "synthetic_conversation",
     "synthetic_text",
     "wait_until",

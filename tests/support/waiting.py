@@ -20,6 +20,15 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
         sleep(0.02)
 
 
+def settle(writer: Writer) -> None:
+    """Return when nothing is left to be written but what is postponed.
+
+    The writer does not wait for more turns then, as it does while nobody waits for it.
+    """
+    writer.finish(lambda: not writer.n_tasks, 60.0)
+    assert not writer.n_tasks
+
+
 def hold(writer: Writer) -> threading.Event:
     """Have a store's writer do nothing until the event is set; return the event.
 
