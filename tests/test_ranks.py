@@ -27,13 +27,17 @@ us = Ranks(group.size(), group.rank())
 
 
 def of_ranks(tmp_path: Path, *scripts: str) -> list[tuple[int, str, str]]:
-    """Run a script a rank; return their exit statuses, what they print, and say on stderr."""
+    """Run a script a rank; return their exit statuses, what they print, and say on stderr.
+
+    The stdin of a rank ends when all ranks before it have ended.
+    """
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([[f"{HOST}:{free_port()}"] for _ in scripts]), encoding="utf-8")
     running = [
         subprocess.Popen(
             [sys.executable, "-c", BEGIN + textwrap.dedent(script)],
             env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -114,16 +118,13 @@ def test_values_that_differ_end_the_ranks_at_the_next_message(tmp_path: Path) ->
 
 def test_a_rank_that_waits_for_too_long_ends(tmp_path: Path) -> None:
     waits = """
-        us.patience_s = 0.5
+        us.patience_s = 0.1
         us.watch()
         us.told(1, "one")
     """
-    sleeps = """
-        import time
-        time.sleep(2)
-    """
-    (code, _, errors), _ = of_ranks(tmp_path, waits, sleeps)
-    assert code == 1 and "not heard of the other ranks for 0.5 s" in errors
+    is_silent = "sys.stdin.read()"
+    (code, _, errors), _ = of_ranks(tmp_path, waits, is_silent)
+    assert code == 1 and "not heard of the other ranks for 0.1 s" in errors
 
 
 def test_one_process_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
