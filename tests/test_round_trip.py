@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
+from unittest import mock
 
 import mlx.core as mx
 import pytest
 
+from mlx_lm_kvpersist import round_trip
 from mlx_lm_kvpersist.cache.blocks import cut_join as blocks
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.live import attention, packed
@@ -30,6 +32,25 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 def patched() -> Iterator[None]:
     """mlx-lm's attention takes packed keys, as in the server that runs the check."""
     with server_attention():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def references() -> Iterator[None]:
+    """Compute each reference once: it takes half of a check, and no fault below changes it.
+
+    It is computed by mlx-lm's own caches, and the faults are in ours.
+    """
+    known: dict[tuple[Any, ...], mx.array] = {}
+    compute = round_trip._reference
+
+    def reference(model: Any, ids: list[int], precisions: Any) -> mx.array:
+        key = model.args.head_dim, tuple(ids), tuple(precisions)
+        if key not in known:
+            known[key] = compute(model, ids, precisions)
+        return known[key]
+
+    with mock.patch.object(round_trip, "_reference", reference):
         yield
 
 

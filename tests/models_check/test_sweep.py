@@ -78,8 +78,16 @@ def test_llama_is_kept_and_reused_up_to_the_block_where_it_is_left() -> None:
 # What the sweep would say if we were wrong.
 
 
+@pytest.fixture
+def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conversation ends with the first turn that follows a restart."""
+    monkeypatch.setattr("models_check.sweep.N_TURNS", 3)
+
+
 @pytest.mark.parametrize("name", ["llama", pytest.param("mamba2", marks=pytest.mark.slow)])
-def test_what_other_tokens_left_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_other_tokens_left_is_found_out(
+    name: str, few_turns: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = LoadedModel.save
 
     def save_others(
@@ -111,7 +119,9 @@ def test_a_window_that_is_one_token_off_is_found_out(monkeypatch: pytest.MonkeyP
     assert "cut anywhere: logits" in finding.reason
 
 
-def test_a_store_that_finds_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_finds_nothing_is_found_out(
+    few_turns: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LoadedModel, "save", lambda *_: 0)
     finding = sweep("llama")
     assert finding.result == "WRONG"
