@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,10 +77,14 @@ def loaded_in(provider: Any, choice: PrecisionChoice, ranks: Ranks = ALONE) -> L
 
 @dataclass
 class Conversations:
-    """A store with a model in front, driven as the server drives it, without the server."""
+    """A store with a model in front, driven as the server drives it, without the server.
+
+    computed: the caches of turns that reused nothing, by their ids, for other tests of the model.
+    """
 
     loaded: LoadedModel
     store: BlockStore
+    computed: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
 
     @property
     def root(self) -> Root:
@@ -102,13 +107,23 @@ class Conversations:
         assert list(reuse.prompt.ids) == prompt
         caches, n_reused = reuse.caches or self.loaded.spec.make_cache(), reuse.outcome.n_reused
         sequence = RunningSequence(self.root, n_prompt, n_reused, reuse.chain, session=session)
+        is_new = n_reused == 0
         if len(prompt) - 1 > n_reused:
-            self.forward(prompt[n_reused:-1], caches)
+            caches = self._go_on(prompt[:-1], n_reused, caches, is_new)
             self.loaded.save(sequence, prompt[:-1], caches, "user", self.store)
             n_reused = len(prompt) - 1
-        self.forward(ids[n_reused:], caches)
+        caches = self._go_on(ids, n_reused, caches, is_new)
         cache_type = REPLY if len(ids) > n_prompt else "user"
         self.loaded.save(sequence, ids, caches, cache_type, self.store)
+
+    def _go_on(self, ids: list[int], n_cached: int, caches: list[Any], is_new: bool) -> list[Any]:
+        """Return caches that hold `ids`; those of a new turn are computed once for all tests."""
+        if not is_new or tuple(ids) not in self.computed:
+            self.forward(ids[n_cached:], caches)
+            if not is_new:
+                return caches
+            self.computed[tuple(ids)] = copy.deepcopy(caches)
+        return copy.deepcopy(self.computed[tuple(ids)])
 
     def look_up(self, ids: list[int]) -> Reuse:
         prompt = Prompt(ids, [ids], ["user"])
@@ -126,8 +141,16 @@ class Conversations:
         return list(reuse.prompt.ids), caches, reuse.outcome
 
 
+@pytest.fixture(scope="module")
+def computed(loaded: LoadedModel) -> dict[tuple[int, ...], list[Any]]:
+    """What the model computed for the turns of a module."""
+    return {}
+
+
 @pytest.fixture
-def talk(loaded: LoadedModel, tmp_path: Path) -> Iterator[Conversations]:
+def talk(
+    loaded: LoadedModel, computed: dict[tuple[int, ...], list[Any]], tmp_path: Path
+) -> Iterator[Conversations]:
     store = BlockStore(tmp_path / "store", StoreLimits(1 << 30, 1 << 30))
-    yield Conversations(loaded, store)
+    yield Conversations(loaded, store, computed)
     store.close()
