@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt, Route, TakenRequest, hookimpl
+from mlx_lm_kvpersist.host.http import clients
 
 
 class EchoRequest(TakenRequest):
@@ -32,7 +33,10 @@ class EchoRequest(TakenRequest):
 
 
 class Echo:
-    """Records every hook with what identifies the request, in a file and at /echo."""
+    """Records every hook with what identifies the request, in a file and at /echo.
+
+    DRAIN_S is how long replies may continue after SIGTERM, if not as long as in any server.
+    """
 
     def __init__(self) -> None:
         self.calls: list[list[Any]] = []
@@ -53,6 +57,7 @@ class Echo:
     @hookimpl
     def configure(self, args: Namespace) -> None:
         self.path = args.echo_file
+        clients.DRAIN_S = float(os.environ.get("DRAIN_S", clients.DRAIN_S))
         self.record("configure", args.plugin)
 
     @hookimpl

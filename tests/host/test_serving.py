@@ -164,6 +164,7 @@ def test_a_signal_ends_a_server_that_is_generating(
         *("--plugin", "echo", "--echo-file", str(record)),
         python=str(environment.python),
         log_path=tmp_path / "server.log",
+        env={"DRAIN_S": "0.1"},
     ) as server:
         events = server.events(
             "/v1/chat/completions", {"messages": HELLO, "max_tokens": 100_000, "stream": True}

@@ -181,10 +181,12 @@ def test_a_server_that_is_stopped_answers_whoever_waits(
         *("--plugin", "echo", "--echo-file", str(tmp_path / "calls.json")),
         python=str(environment.python),
         log_path=tmp_path / "server.log",
+        env={"DRAIN_S": "0.1"},
     ) as server:
         events = server.events(CHAT, {**LONG, "stream": True})
         next(events)
         streamed = InThread(lambda: list(events))
         assert server.terminate(60.0) == 0
         streamed.join(60)
+        assert "have not ended within 0.1 s" in server.log
     assert "the server ends" in json.loads(streamed.result[-1][1])["error"]["message"]
