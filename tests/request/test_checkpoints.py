@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -225,10 +226,16 @@ if keeps_short_chunks():
     FAMILIES.append("llama4")
 
 
+@cache
+def built(name: str, window: int | None = None) -> tuple[Any, ModelCacheSpec]:
+    """Return a model of the zoo, perhaps with a window of another length, and its spec."""
+    model = build(name, config={"sliding_window": window} if window else {})
+    return model, probe_model(model)
+
+
 @pytest.fixture(params=FAMILIES)
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
-    model = build(request.param)
-    model_with_store = StoredModel(model, probe_model(model), tmp_path)
+    model_with_store = StoredModel(*built(request.param), tmp_path)
     yield model_with_store
     model_with_store.close()
 
@@ -337,8 +344,8 @@ def test_a_part_that_is_lost_costs_its_point_only(stored: StoredModel) -> None:
 
 
 def test_a_long_prompt_keeps_the_windows_before_its_points_alone(tmp_path: Path) -> None:
-    model = build("gemma3_text")
-    stored = StoredModel(model, probe_model(model), tmp_path)
+    model, spec = built("gemma3_text")
+    stored = StoredModel(model, spec, tmp_path)
     (window,) = stored.spec.sliding
     reply = alone(model, stored.row([random_ids(1, 40), random_ids(2, 2000)], 6, None))
     stored.store.drain()
@@ -351,8 +358,7 @@ def test_a_long_prompt_keeps_the_windows_before_its_points_alone(tmp_path: Path)
 
 def test_a_window_of_several_blocks_has_as_many_points(tmp_path: Path) -> None:
     """Ends of blocks between points, which a long window covers, are no points."""
-    model = build("gemma3_text", config={"sliding_window": 300})
-    stored = StoredModel(model, probe_model(model), tmp_path)
+    stored = StoredModel(*built("gemma3_text", 300), tmp_path)
     wholes = hold(stored, 5, n_user=270)
     stored.store.drain()
     for n_back in range(3):
@@ -374,9 +380,8 @@ SYSTEM = random_ids(1, 40)
 def postponing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
     """A model whose states are written when 100 tokens or more would be lost."""
     name, _, window = request.param.partition("/")
-    model = build(name, config={"sliding_window": int(window)} if window else {})
     limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=MAX_LOSS_S)
-    stored = StoredModel(model, probe_model(model), tmp_path, limits)
+    stored = StoredModel(*built(name, int(window) if window else None), tmp_path, limits)
     for n_tokens in (512, 1024, 512, 1024):
         stored.loaded.speed.pace.learn(1, n_tokens, n_tokens / TOKENS_PER_S)
     yield stored

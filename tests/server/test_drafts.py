@@ -63,7 +63,7 @@ def test_a_conversation_goes_on_when_its_draft_comes_changes_and_goes(
     server: ServerProcess, drafts: list[str]
 ) -> None:
     """Each turn after a kill; it says what it says where nothing is stored."""
-    talk: list[Message] = [{"role": "system", "content": synthetic_text(1500, seed=61)}]
+    talk: list[Message] = [{"role": "system", "content": synthetic_text(600, seed=61)}]
     for draft in drafts:
         ask(server, [user(9)], draft)
     n_before = 0

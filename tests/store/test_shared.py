@@ -27,7 +27,7 @@ from mlx_lm_kvpersist.store.objects import ANSWER_S, ListedObject, Objects, surp
 from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.shared import Plan, SharedTier, Wanted
 from mlx_lm_kvpersist.store.shared_objects import Conversation, conversation_key, opening_of
-from tests.support import wait_until
+from tests.support import settle, wait_until
 from tests.support.clock import Clock
 
 from . import conftest
@@ -89,6 +89,7 @@ def counts(store: BlockStore) -> dict[str, int]:
 
 def put_all(store: BlockStore) -> None:
     """Return when all that waits was put, or nothing can be."""
+    settle(store.writer)
     wait_until(lambda: tier_of(store).putting.has_done_all, "everything is put")
 
 
