@@ -378,9 +378,8 @@ class BlockStore:
                     self.disk_tier.store([Commit(commit.root, (block,))], {block.key: entry}.get)
 
     def _set_saved(self, commit: Commit) -> None:
-        if (
-            commit.leaf and commit.records
-        ):  # a chunk or a remembered reply may fit where no turn does
+        # A chunk or a remembered reply may fit where no turn does.
+        if commit.leaf and commit.records:
             self.turns_saved += 1
             self._failures.clear()
         for tier in self.lower[1:]:
