@@ -184,7 +184,8 @@ class Talk:
             return
         # Up to where each has the control tokens of the prompt, as far as it has its text.
         ends = [self.n_alike(ids, text, asked) for ids in sources]
-        assert len(tokens.decode(fed[:n_reused])) <= max(end for end, _ in ends)
+        n_chars = len(tokens.feed(fed[:n_reused])[0])  # a block may end inside a character
+        assert n_chars <= max(end for end, _ in ends)
         if all(is_confused for _, is_confused in ends):
             first = min(end for end, _ in ends)
             self.n_confused += 1
