@@ -29,6 +29,8 @@ PROG = "mlx-lm-kvpersist"
 _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
 _BUDGETS = (*_STORE, "disk", "min-free")
+_SIGPIPE_STATUS = 141
+"""What a shell reports for a program whose reader has gone: 128 and the number of the signal."""
 _WHICH = "a session's id, the beginning of an id, or a session's name or title"
 
 
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
     except BrokenPipeError:  # the reader, such as `head`, has all that it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _SIGPIPE_STATUS
     except PermissionError as error:
         message = f"no permission for {error.filename}; run the command as the owner of the folder"
     except OSError as error:

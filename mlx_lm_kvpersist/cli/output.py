@@ -66,7 +66,7 @@ class Report:
 def shown(text: str, max_chars: int = 40, *, is_end: bool = False) -> str:
     """Return a client's text in one line of printable characters, at most `max_chars` of them.
 
-    Of a longer text it is the beginning or, if `is_end`, the end.
+    If the text is longer, the result is its beginning or, with `is_end`, its end.
     """
     escaped = "".join(
         char

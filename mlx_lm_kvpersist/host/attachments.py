@@ -22,8 +22,8 @@ PART_KINDS = (
 )
 """The types of a message's parts that clients send. Only text and images can be read."""
 _TAGS = re.compile(r"\s*(</[\w-]+>|<([\w-]+)>.*</\2>)\s*", re.DOTALL)
-"""A text that a client adds by itself: a closing tag, or an element such as `system-reminder`."""
-"""Codex writes a tag on each side of an image, before the question."""
+"""A text that the client adds to the user's words: a closing tag, or an element such as
+`system-reminder`. Codex writes a tag on each side of an image, before the question."""
 _MEDIA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)")
 
 Message = dict[str, Any]

@@ -378,7 +378,7 @@ class BlockStore:
                     self.disk_tier.store([Commit(commit.root, (block,))], {block.key: entry}.get)
 
     def _set_saved(self, commit: Commit) -> None:
-        # A chunk or a remembered reply may fit where no turn does.
+        # A chunk or a remembered reply may fit although no turn fits.
         if commit.leaf and commit.records:
             self.turns_saved += 1
             self._failures.clear()
