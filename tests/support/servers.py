@@ -10,7 +10,7 @@ from .server_process import ServerProcess
 FULL_PRECISION = ("--kvpersist-kv-bits", "16")
 """Options with which a reply has the numbers of stock's."""
 AT_ONCE = ("-m", "tests.support.at_once")
-"""The launcher of a server that postpones no checkpoint."""
+"""The launcher of a server that postpones no checkpoint and waits for the shared store."""
 
 
 class StartServer:
