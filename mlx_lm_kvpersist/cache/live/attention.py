@@ -140,15 +140,20 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         """Return the same tokens in the form that is quantized: rotated and padded."""
         return pk.prepared(self.computed(rows, heads, first, last), self.quantization)
 
-    def joined(self, packed: mx.array, own: mx.array, spans: Sequence[_Span]) -> mx.array:
-        """Return keys, or values, of the span's own block, as its queries see them.
+    def placed(
+        self, packed: mx.array, own: mx.array, at: tuple[Any, ...], spans: Sequence[_Span]
+    ) -> mx.array:
+        """Return keys, values or scores `packed` with the span's own block at the place `at`, as
+        its queries see it.
 
         A single span may have several rows: each token is in `packed` or in `own`, and the other
-        array has zeros for it. A single row has all of the block's tokens in `own`, so `packed` is
-        not read: a read before a write makes MLX copy the buffer. If there are several spans, the
-        block may be packed.
+        array has zeros for it. A single row has all of the block's tokens in `own`. If there are
+        several spans, the block may be packed. `packed` is not read first: MLX would copy it.
         """
-        return own if len(spans) > 1 or self[0].shape[0] == 1 else packed + own
+        if len(spans) == 1 and self[0].shape[0] > 1:
+            return packed.at[at].add(own)
+        packed[at] = own
+        return packed
 
 
 def dequantized_attention(
@@ -164,7 +169,7 @@ def dequantized_attention(
     A tile has at most `tile_bytes`: some heads or some rows, at least one head of one row.
     """
     n_rows, n_heads = queries.shape[:2]
-    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
+    n_kv_heads, n_keys = keys[0].shape[1], _n_to_read(keys, values)
     n_repeats, n_at_once = n_heads // n_kv_heads, n_rows * n_kv_heads
     if tile_bytes is not None:
         # The number of numbers in one token's dequantized key and value of one head.
@@ -204,17 +209,19 @@ def _fused(
     spans = keys.spans(queries.shape[2], mask)
     first, last = spans[0].first, keys.n_tokens
     is_padded = queries.shape[2] > 1 and mask == "causal" and builds_for_each_length()
+    is_whole = queries.shape[2] <= _FEW and not is_padded
+    n_read = _n_to_read(keys, values) if is_whole else last
     n_more = -last % PADDED_TOKENS if is_padded else 0
     keys_and_values, rounded = [], []
     for x in (keys, values):
-        array = x.dequantized(*where, slice(last), after, queries.dtype)
+        array = x.dequantized(*where, slice(n_read), after, queries.dtype)
         if n_more:
             array = mx.pad(array, [(0, 0), (0, 0), (0, n_more), (0, 0)])
         if len(spans) > 1:
             rounded.append(x.dequantized(*where, slice(first, last), after, queries.dtype))
         if first < last:
             own = x.prepared(*where, first, last)
-            array[:, :, first:last] = x.joined(array[:, :, first:last], own, spans)
+            array = x.placed(array, own, (..., slice(first, last), slice(None)), spans)
         keys_and_values.append(array)
     out: list[mx.array] = []
     for done, span in zip([None, *spans], spans, strict=False):
@@ -238,6 +245,16 @@ def _fused(
             )
         )
     return mx.concatenate(out, axis=2)
+
+
+def _n_to_read(keys: PackedKV, values: PackedKV) -> int:
+    """Return how many tokens of the buffers a step reads: all if little room is spare.
+
+    MLX copies a slice before it reads it.
+    """
+    capacity, n_keys = keys[0].shape[2], keys.n_tokens
+    is_whole = (capacity - n_keys) * 4 <= capacity and values[0].shape[2] == capacity
+    return capacity if is_whole else n_keys
 
 
 def builds_for_each_length() -> bool:
@@ -276,11 +293,9 @@ def packed_attention(
     every = slice(None)
     all_keys: Packed = keys
     all_values: Packed = values
-    # CUDA's quantized_matmul refuses slices. Buffers with little spare room are used as a whole,
-    # with the spare tokens hidden; otherwise the tokens are copied.
-    capacity = keys[0].shape[2]
-    if (capacity - n_keys) * 4 > capacity or values[0].shape[2] != capacity:
-        capacity = n_keys
+    # CUDA's quantized_matmul refuses slices. Spare tokens that are read are hidden.
+    capacity = _n_to_read(keys, values)
+    if capacity == n_keys:
         all_keys, all_values = (
             pk.each(mx.contiguous, pk.view(x, 0, n_keys)) for x in (keys, values)
         )
@@ -302,7 +317,7 @@ def packed_attention(
         first, last = span.first, span.last
         if first < last:
             own = block @ keys.computed(every, every, first, last).swapaxes(-1, -2)
-            scores[..., first:last] = keys.joined(scores[..., first:last], own, spans)
+            scores = keys.placed(scores, own, (..., slice(first, last)), spans)
         if mask is not None:
             scores = scores.reshape(n_rows, n_kv_heads, -1, n, capacity)
         scores = _hidden(scores, mask, n_queries, n_keys, at)

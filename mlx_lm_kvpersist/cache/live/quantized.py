@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import gt, sub
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
@@ -14,6 +14,8 @@ from ..geometry.precision import KVPrecision, Quantization
 from . import packed as pk
 from .attention import AttentionPlan, PackedKV
 from .batch import Buffers, FullPrecisionBatchKVCache, Newest, PaddedBatch, ints
+
+_Value = TypeVar("_Value")
 
 _MOST_TAKEN_BACK = 32
 """The most tokens that a draft model computes ahead (host: `MOST_DRAFTED`)."""
@@ -112,10 +114,7 @@ class PackedCache(Buffers):
             return
         # Rows end at the same column, here and in `newest`.
         ranges = [(n - a, n - b) for n, a, b in zip(self.lengths, first, last, strict=True)]
-        rows = [slice(i, i + 1) for i in range(len(ranges))]
-        if len(set(ranges)) == 1:
-            rows, ranges = [slice(None)], ranges[:1]
-        for row, (start, stop) in zip(rows, ranges, strict=True):
+        for row, (start, stop) in _by_rows(ranges):
             if start > stop:
                 at, own = (slice(x.size() - start, x.size() - stop) for x in (self, self.newest))
                 for packed, computed, quantization in self._sides:
@@ -134,11 +133,10 @@ class PackedCache(Buffers):
 
     def _clear(self, stop: int) -> None:
         """Write zeros over tokens that are not packed, up to token `stop` of the buffers."""
-        first = [self.size() - n + m for n, m in zip(self.lengths, self.n_packed, strict=True)]
-        at = slice(min(first), stop)
-        is_packed = (mx.arange(at.start, stop) < mx.array(first)[:, None])[:, None, :, None]
-        for buffer in (*self.keys, *self.values):
-            buffer[:, :, at] = mx.where(is_packed, buffer[:, :, at], mx.zeros((), buffer.dtype))
+        firsts = [self.size() - n + m for n, m in zip(self.lengths, self.n_packed, strict=True)]
+        for row, first in _by_rows(firsts):
+            for buffer in (*self.keys, *self.values) if first < stop else ():
+                buffer[row, :, first:stop] = 0
 
     def trim(self, n: int) -> int:
         n_packed, stop = self.n_packed, self.size()
@@ -175,6 +173,15 @@ class PackedCache(Buffers):
             for x, own in zip((keys, values), self.newest.only(n_own), strict=True):
                 x[:, :, self.size() - max(n_own) :] += own
         return keys, values
+
+
+def _by_rows(values: Sequence[_Value]) -> Iterator[tuple[slice, _Value]]:
+    """Yield the rows with their values: all rows at once if the values are equal."""
+    if len(set(values)) == 1:
+        yield slice(None), values[0]
+        return
+    for i, value in enumerate(values):
+        yield slice(i, i + 1), value
 
 
 class SequenceQuantizedKVCache(PackedCache):

@@ -16,6 +16,10 @@ _USUAL_CHUNK = 512
 
 _LEAST_S = 1e-9
 
+_MUCH_FASTER = 8.0
+"""If a chunk is this many times as fast as recent chunks, these did not measure the model: CUDA
+compiles kernels for a minute in the first chunk of a server."""
+
 
 class _Line(NamedTuple):
     """seconds = overhead_s + tokens * token_s, fitted to chunks around `n` tokens and `s` seconds.
@@ -56,7 +60,12 @@ class Pace:
         if is_first and self.tokens(position, seconds / 2) > n_tokens:
             return
         new = 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
-        old = self._sums.get(place, (0.0,) * len(new))
+        old = self._sums.get(place)
+        if old is not None:
+            weight, n, s, *_ = old
+            is_similar = n_tokens >= n / weight / 2
+            old = None if is_similar and s / weight > _MUCH_FASTER * seconds else old
+        old = old or (0.0,) * len(new)
         sums = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
         self._sums = {**self._sums, place: sums}
 

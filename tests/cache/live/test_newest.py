@@ -238,23 +238,42 @@ def test_keys_padded_to_few_lengths_follow_the_rule(
     assert not words  # also for few queries, as those that check draft tokens
 
 
-def test_a_single_sequence_decodes_without_a_copy_of_what_is_dequantized() -> None:
+@pytest.mark.parametrize("n_rows", [1, 3])
+def test_a_step_does_not_copy_what_is_dequantized(n_rows: int) -> None:
     """The newest keys are written into it; a read of their place before would be such a copy."""
     n_heads, n_keys, dim = 4, 8000, 64
-    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 64, 4, rotated=True), PLANS["dequantize"])
-    cache.update_and_fetch(*mx.random.normal((2, 1, n_heads, n_keys, dim)))
-    queries = mx.random.normal((1, n_heads, 1, dim))
+    cache = BatchQuantizedKVCache(
+        [0] * n_rows, KVPrecision.of(8, 64, 4, rotated=True), PLANS["dequantize"]
+    )
+    cache.update_and_fetch(*mx.random.normal((2, n_rows, n_heads, n_keys, dim)))
+    queries = mx.random.normal((n_rows, n_heads, 1, dim))
     peaks = []
     for _ in range(2):  # the first call makes what later ones find
-        keys, values = cache.update_and_fetch(*mx.random.normal((2, 1, n_heads, 1, dim)))
+        keys, values = cache.update_and_fetch(*mx.random.normal((2, n_rows, n_heads, 1, dim)))
         mx.eval(cache.state, queries)
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         mx.eval(keys.attend(queries, values, SCALE, None))
         peaks.append(mx.get_peak_memory() - before)
-    dequantized_bytes = 2 * n_heads * n_keys * dim * 4
+    dequantized_bytes = 2 * n_rows * n_heads * n_keys * dim * 4
     assert peaks[-1] < 2.5 * dequantized_bytes  # MLX's attention on the CPU copies what it reads
+
+
+def test_recalled_tokens_do_not_copy_the_older_ones() -> None:
+    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 64, 4, rotated=True))
+    cache.update_and_fetch(*mx.random.normal((2, 1, 4, 20_000, 64)))
+    keys, values = mx.random.normal((2, 1, 4, 10, 64))
+    cache.newest = Newest(1)
+    mx.eval(cache.state, keys, values)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    cache.recall(keys, values)
+    mx.eval(cache.state)
+    assert mx.get_peak_memory() - before < cache.nbytes / 4
+    assert not any(mx.any(x[:, :, 19_990:]).item() for x in (*cache.keys, *cache.values))
+    assert all(mx.all(x[:, :, 19_000]).item() for x in (cache.keys[1], cache.values[1]))
 
 
 HEADS = [(40, 40), (72, 72), (80, 80), (88, 96), (100, 100), (104, 80), (112, 112), (120, 64)]

@@ -217,3 +217,11 @@ def test_a_view_of_the_whole_buffer_does_not_see_later_writes() -> None:
     cache.update_and_fetch(*random_kv(99, 2))
     for a, b in zip(views, packed_tokens(filled(5), 0, 5), strict=True):
         assert same_packed(a, b)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_a_fast_rotation_is_the_product_with_the_matrix(dim: int) -> None:
+    x, side = mx.random.normal((2, 3, dim)), Quantization(8, 32, rotated=True)
+    rotated = pk.prepared(x, side)
+    assert mx.allclose(rotated, x @ pk.rotation(dim, dim, x.dtype), atol=1e-5)
+    assert mx.allclose(pk.as_it_came(rotated, side), x, atol=1e-5)

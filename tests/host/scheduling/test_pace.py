@@ -67,6 +67,16 @@ def test_a_kernel_that_is_compiled_is_no_slow_device() -> None:
     assert pace.tokens(5000, 0.1) < before / 2
 
 
+def test_a_first_chunk_that_compiles_kernels_is_forgotten() -> None:
+    pace = Pace()
+    pace.learn(0, 512, 60.0)
+    pace.learn(0, 512, 0.1)
+    assert pace.tokens(0, 0.3) == pytest.approx(1536, abs=1)
+    for _ in range(3):  # much shorter chunks are quicker, but say nothing about long ones
+        pace.learn(0, 32, 0.01)
+    assert pace.seconds(0, 512) == pytest.approx(0.1, rel=0.3)
+
+
 def test_the_time_of_a_prompt_adds_up_over_its_positions() -> None:
     pace = Pace()
     assert pace.seconds(0, 1000) is None
