@@ -29,7 +29,7 @@ def measure(run: Run, n_repeats: int) -> None:
     sides = run.sides()
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as name:
         for side in sides:  # reads the files of the model and the packages into the page cache
-            _start(run, side, Path(name) / "warm", "Hello?")
+            _start(run, side, Path(name) / "warm", "Hello?", keeps_kernels=False)
         for repeat in range(n_repeats):
             for side in rotated(sides, repeat):
                 folder = Path(name) / f"{side}-{repeat}"
@@ -45,15 +45,20 @@ def measure(run: Run, n_repeats: int) -> None:
     )
 
 
-def _server(run: Run, side: str, folder: Path) -> BenchmarkServer:
+def _server(run: Run, side: str, folder: Path, *, keeps_kernels: bool = True) -> BenchmarkServer:
     folder.mkdir(exist_ok=True)
     # MLX keeps the compiled kernels of CUDA in this folder.
-    kernels = {"MLX_PTX_CACHE_DIR": str(folder / "kernels")}
+    kernels = {"MLX_PTX_CACHE_DIR": str(folder / "kernels")} if keeps_kernels else None
     return BenchmarkServer(run.model.path, run.side(side), folder, kernels)
 
 
-def _start(run: Run, side: str, folder: Path, question: str) -> float:
-    """Return the seconds from the command to the first token of a short reply."""
+def _start(
+    run: Run, side: str, folder: Path, question: str, *, keeps_kernels: bool = True
+) -> float:
+    """Return the seconds from the command to the first token of a short reply.
+
+    keeps_kernels: whether the folder has the compiled kernels; otherwise all servers share them.
+    """
     message: Message = {"role": "user", "content": question}
     started_s = time.perf_counter()
     with _server(run, side, folder) as server:
