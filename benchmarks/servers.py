@@ -84,8 +84,13 @@ class BenchmarkServer(ServerProcess):
             *(flag.replace("{store}", str(self.store)) for flag in side.flags),
             # Another checkout may have no such file, so this checkout's file starts all servers.
             launcher=(str(REPOSITORY / "benchmarks" / "server.py"),),
-            # A .pth file imports the package before the launcher runs.
-            env={"PYTHONPATH": os.pathsep.join(filter(None, path)), **(env or {})},
+            env={
+                # A .pth file imports the package before the launcher runs.
+                "PYTHONPATH": os.pathsep.join(filter(None, path)),
+                # The files of an installed package are compiled: so are those of a checkout, once.
+                "PYTHONDONTWRITEBYTECODE": "",
+                **(env or {}),
+            },
             log_path=folder / f"{side.name}.log",
             start_timeout_s=600.0,
             request_timeout_s=600.0,
