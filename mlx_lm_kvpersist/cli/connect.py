@@ -138,7 +138,7 @@ def undo(name: str) -> None:
             with suppress(OSError):  # it holds other files, or is gone
                 Path(folder).rmdir()
         kept = "" if former == written["before"] else ", but for what was changed since"
-        print(f"{file} is as it was{kept}.")
+        print(f"{file} is {'removed' if former is None else 'as it was'}{kept}.")
     if failures:
         raise ConfigError("; ".join(failures))
 
@@ -248,7 +248,10 @@ def _text(settings: Settings, before: str) -> str:
     """Return a file's text with the settings added. Raises ValueError if it cannot be merged."""
     if isinstance(settings, str):
         return _merged_toml(before, settings)
-    current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
+    try:
+        current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
+    except ValueError as error:
+        raise ValueError(f"it is not plain JSON, perhaps it has comments: {error}") from error
     merged = _merged(current, settings)
     return before if merged == current else _in_json(merged, before)
 

@@ -71,7 +71,10 @@ def choose(index: Index, wanted: str) -> Session:
     if len(matches) > 1:
         what = "branches have the name" if named else "ids begin with"
         ids = ", ".join(session.id for session in matches)
-        raise StoreError(f"{len(matches)} {what} {shown(wanted)}; say which by id: {ids}")
+        raise StoreError(
+            f"{len(matches)} {what} {shown(wanted)}; say which by id: {ids} "
+            "(`mlx-lm-kvpersist sessions show ID` describes one)"
+        )
     return matches[0]
 
 
@@ -199,6 +202,7 @@ def rm(args: argparse.Namespace) -> Report:
         {"removed": removed, **counts(freed), "bytes": freed.n_bytes},
         *(f"removed {name}" for name in names),
         f"freed {show_bytes(freed.n_bytes)}: {amount(freed)}",
+        "A running server still has them in RAM: delete them on its page, or restart it.",
     )
 
 

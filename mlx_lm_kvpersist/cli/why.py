@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> Report:
     ]
     listed = table(["received", "id", "what was reused"], rows)
     none = f"no request yet in {args.url or args.kvpersist_dir}"
+    if not args.url:
+        none += "; for a server with another folder, say --kvpersist-dir FOLDER or --url"
     sums = _sums(records, store, stats.get("memory"))
     return Report(records, listed if rows else none, "", *sums)
 

@@ -73,16 +73,22 @@ def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) ->
 def load_plugins(names: Sequence[str]) -> PluginManager:
     """Return a manager with the named plugins, each from an entry point of the same name.
 
-    Raises PluginNotFound for a name that is not installed, and pluggy's PluginValidationError
-    for a hook that the server does not have or that takes other arguments.
+    Raises PluginNotFound for a name that is not installed, and PluginFault for a hook that the
+    server does not have or that takes other arguments.
     """
     manager = PluginManager()
-    # pluggy asks the plugin first that was registered last.
-    for name in reversed(names):
-        plugin = find_entry_point(name).load()
-        manager.register(plugin() if isinstance(plugin, type) else plugin, name=name)
-    # A misspelt hook would otherwise never be called, and nobody would know.
-    manager.check_pending()
+    name = ""
+    try:
+        # pluggy asks the plugin first that was registered last.
+        for name in reversed(names):
+            plugin = find_entry_point(name).load()
+            manager.register(plugin() if isinstance(plugin, type) else plugin, name=name)
+        # A misspelt hook would otherwise never be called, and nobody would know.
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginFault(
+            f"the plugin {manager.get_name(error.plugin) or name}: {error}"
+        ) from error
     return manager
 
 

@@ -387,6 +387,19 @@ def test_only_a_regular_file_is_read(home: Path, capsys: pytest.CaptureFixture[s
     assert "it is not a regular file" in capsys.readouterr().err
 
 
+def test_comments_are_refused_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = home / FILES["opencode"]
+    file.parent.mkdir(parents=True)
+    file.write_text(text := '{// mine\n"model": "x"}')
+    assert connect("opencode", "--write") == 1
+    assert "perhaps it has comments" in capsys.readouterr().err and file.read_text() == text
+
+
+def test_undo_says_that_it_removes_a_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert connect("opencode", "--write") == connect("opencode", "--undo") == 0
+    assert f"{home / FILES['opencode']} is removed." in capsys.readouterr().out
+
+
 def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = home / FILES["claude"]
     file.parent.mkdir()

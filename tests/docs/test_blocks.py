@@ -44,7 +44,7 @@ def test_every_block_says_its_language() -> None:
 
 def test_every_program_is_known() -> None:
     known = {"curl", "make", "mlx-lm-kvpersist", "mlx_lm.server", "pip", "python", "pipx", "uv"}
-    known |= {"uvx"}
+    known |= {".", "cd", "git", "python3", "uvx"}
     assert {words[0].rpartition("/")[2] for _, words in SHELL} <= known | OTHER_PROGRAMS
 
 

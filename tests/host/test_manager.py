@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pluggy
 import pytest
 
 from mlx_lm_kvpersist.errors import PluginFault, PluginNotFound
@@ -54,7 +53,7 @@ def test_an_unknown_name_is_told_with_the_known_ones(entry_points: dict[str, str
 
 @pytest.mark.parametrize("name", ["misspelt", "wrong"])
 def test_a_hook_that_the_server_lacks_fails(entry_points: dict[str, str], name: str) -> None:
-    with pytest.raises(pluggy.PluginValidationError):
+    with pytest.raises(PluginFault, match=f"^the plugin {name}: "):
         manager.load_plugins([name])
 
 

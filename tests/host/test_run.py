@@ -127,3 +127,15 @@ def test_a_server_may_open_more_files_than_a_mac_allows_at_first(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
     run.allow_open_files()
     assert limits == ([] if after is None else [after])
+
+
+def test_an_unknown_option_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = run.PluginArgumentParser(prog="server")
+    parser.add_argument("--kvpersist-disk")
+    for typed, said in (
+        ("--kvpersist-dsk", "; did you mean --kvpersist-disk?\n"),
+        ("--x", "--x\n"),
+    ):
+        with plugged(Echo()), pytest.raises(SystemExit) as end:
+            parser.parse_args([typed])
+        assert end.value.code == 2 and capsys.readouterr().err.endswith(said)
