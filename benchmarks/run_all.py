@@ -2,7 +2,7 @@
 
     python -m benchmarks.run_all --preset gpu-1 --out FOLDER
 
-Presets are `smoke` (a tiny model, two minutes), `cpu`, and `gpu-1` to `gpu-6`, which may run at the
+Presets are `smoke` (a tiny model, two minutes), `cpu`, and `gpu-1` to `gpu-5`, which may run at the
 same time on GPUs of their own. Each writes one file into its folder, a sample at a time. A server
 that does not do what is to be measured ends the run with an error.
 """
@@ -81,7 +81,15 @@ PRESETS = {
             _step("store", n_tokens=8192, n_repeats=3),
         ),
     ),
-    "gpu-1": Preset(_8B, (_step("ttft", contexts={8192: 3, 32768: 3}),)),
+    "gpu-1": Preset(
+        _8B,
+        (
+            _step("ttft", contexts={8192: 3, 32768: 3}),
+            # Servers of their own: one GPU may not hold all prompts of the stock server.
+            _step("ttft", contexts={1024: 2, 4096: 2, 16384: 2}),
+            _step("ttft", contexts={65536: 1}),
+        ),
+    ),
     "gpu-2": Preset(
         _8B,
         (_step("decode", batches={4096: (1, 2, 8), 16384: (2,)}, n_repeats=3, max_tokens=128),),
@@ -96,14 +104,6 @@ PRESETS = {
     # A first start compiles kernels for more than a minute.
     "gpu-4": Preset(_8B, (_step("start", n_repeats=1), _step("store", n_tokens=8192, n_repeats=3))),
     "gpu-5": Preset(_8B, (_step("stall", context=16384, n_repeats=3),)),
-    "gpu-6": Preset(
-        _8B,
-        (
-            _step("ttft", contexts={1024: 2, 4096: 2, 16384: 2}),
-            # Servers of their own: 80 GB do not hold it beside the stock server's other prompts.
-            _step("ttft", contexts={65536: 1}),
-        ),
-    ),
 }
 
 
