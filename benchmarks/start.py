@@ -57,7 +57,7 @@ def _start(
 ) -> float:
     """Return the seconds from the command to the first token of a short reply.
 
-    keeps_kernels: whether the folder has the compiled kernels; otherwise all servers share them.
+    keeps_kernels: whether the server keeps its compiled kernels in `folder`, and shares none.
     """
     message: Message = {"role": "user", "content": question}
     started_s = time.perf_counter()

@@ -250,7 +250,7 @@ def _text(settings: Settings, before: str) -> str:
         return _merged_toml(before, settings)
     try:
         current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"it is not plain JSON, perhaps it has comments: {error}") from error
     merged = _merged(current, settings)
     return before if merged == current else _in_json(merged, before)

@@ -202,7 +202,7 @@ def rm(args: argparse.Namespace) -> Report:
         {"removed": removed, **counts(freed), "bytes": freed.n_bytes},
         *(f"removed {name}" for name in names),
         f"freed {show_bytes(freed.n_bytes)}: {amount(freed)}",
-        "A running server still has them in RAM: delete them on its page, or restart it.",
+        "A server that runs now still has them in RAM: delete them on its page, or restart it.",
     )
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 def install(names: Sequence[str]) -> None:
     """Load the named plugins and patch `mlx_lm.server`, all or nothing.
 
-    Raises UnsupportedVersion, PluginNotFound, a PatchError, or whatever a plugin raises while it
-    is loaded; the server is then as it was before.
+    Raises UnsupportedVersion, PluginNotFound, PluginFault, a PatchError, or whatever a plugin
+    raises while it is loaded; the server is then as it was before.
     """
     from . import manager
     from .patching import versions

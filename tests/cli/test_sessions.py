@@ -231,7 +231,7 @@ def test_rm_all_wants_yes(run: CommandLine, capsys: pytest.CaptureFixture[str]) 
         assert end.value.code == 2
     assert len(run.ids()) == 3
     *_, last = run.in_terminal(80, "sessions", "rm", "--all", "--yes")
-    assert last.startswith("A running server still has them")
+    assert last.startswith("A server that runs now still has them")
     assert run.ids() == {} and block_files(run.folder) == {}
 
 

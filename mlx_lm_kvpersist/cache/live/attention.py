@@ -41,7 +41,7 @@ Mask = mx.array | str | None
 
 MAX_DEQUANTIZED_BYTES = 256 << 20
 """The most bytes of dequantized keys and values, or of scores, at one time, if the work can be
-divided."""
+divided. Spare room, which a step may also read, does not count."""
 
 PADDED_TOKENS = 4096
 """If MLX builds a kernel for each number of keys, keys are padded to multiples of this number."""
@@ -148,7 +148,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
 
         A single span may have several rows: each token is in `packed` or in `own`, and the other
         array has zeros for it. A single row has all of the block's tokens in `own`. If there are
-        several spans, the block may be packed. `packed` is not read first: MLX would copy it.
+        several spans, the block may be packed. No slice of `packed` is taken: MLX would copy it.
         """
         if len(spans) == 1 and self[0].shape[0] > 1:
             return packed.at[at].add(own)
@@ -248,9 +248,9 @@ def _fused(
 
 
 def _n_to_read(keys: PackedKV, values: PackedKV) -> int:
-    """Return how many tokens of the buffers a step reads: all if little room is spare.
+    """Return how many tokens of the buffers a step reads: all if at most a quarter is spare.
 
-    MLX copies a slice before it reads it.
+    MLX copies a slice before it dequantizes it or multiplies by it.
     """
     capacity, n_keys = keys[0].shape[2], keys.n_tokens
     is_whole = (capacity - n_keys) * 4 <= capacity and values[0].shape[2] == capacity

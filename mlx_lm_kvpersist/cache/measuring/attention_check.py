@@ -267,34 +267,43 @@ class _Layer:
         return mx.random.normal(shape, key=mx.random.key(shape[2])).astype(self.dtype)
 
     def disagreeing(self, strategies: Sequence[Strategy], n_queries: int) -> Iterator[Strategy]:
-        """Yield the strategies that differ from plain arithmetic for `n_queries` a head."""
+        """Yield the strategies that differ from plain arithmetic for `n_queries` a head.
+
+        A step is also checked with two rows, whose newest tokens are added in another way.
+        """
         queries = self._random((1, self.n_heads * self.n_repeats, n_queries, self.k_dim))
         expected = self._plain(queries.astype(mx.float32) * self.scale)
+        most = _TOLERANCE * mx.linalg.norm(expected, axis=-1)
         for strategy in strategies:
-            error = mx.linalg.norm(self._attend(strategy, queries) - expected, axis=-1)
-            if not (error <= _TOLERANCE * mx.linalg.norm(expected, axis=-1)).all().item():
-                yield strategy
+            for n_rows in (1, 2) if n_queries == 1 and self.n_keys < _MANY_KEYS else (1,):
+                result = self._attend(strategy, queries, n_rows)
+                if not (mx.linalg.norm(result - expected, axis=-1) <= most).all().item():
+                    yield strategy
 
-    def _attend(self, strategy: Strategy, queries: mx.array) -> mx.array:
-        """Attend by a strategy; return the result in float32.
+    def _attend(self, strategy: Strategy, queries: mx.array, n_rows: int) -> mx.array:
+        """Attend by a strategy, for equal rows; return the result in float32.
 
         First the same call is made with NaN. It leaves NaN in the memory that the second call gets,
         so a kernel that reads uninitialized memory cannot be right by chance.
         """
         n_queries = queries.shape[2]
+
+        def rows(x: mx.array, factor: float = 1) -> mx.array:
+            return mx.repeat(x * factor if factor != 1 else x, n_rows, axis=0)
+
         for factor in (mx.nan, 1):
             keys, values = (
                 PackedKV.of(
-                    (weights, scales * factor, biases * factor),
+                    (rows(weights), rows(scales, factor), rows(biases, factor)),
                     side,
                     self.n_keys,
                     strategy,
-                    newest=newest * factor,
+                    newest=rows(newest, factor),
                     n_own=_N_COMPUTED - n_queries,
                 )
                 for side, newest, (weights, scales, biases) in self.sides
             )
-            scaled = queries * factor
+            scaled = rows(queries, factor)
             mx.eval(scaled, keys, values, keys.newest, values.newest)
             mask = "causal" if n_queries > 1 else None
             result = keys.attend(scaled, values, self.scale, mask).astype(mx.float32)

@@ -17,8 +17,8 @@ _USUAL_CHUNK = 512
 _LEAST_S = 1e-9
 
 _MUCH_FASTER = 8.0
-"""If a chunk is this many times as fast as recent chunks, these did not measure the model: CUDA
-compiles kernels for a minute in the first chunk of a server."""
+"""If a token of the second chunk takes this many times less than one of the first, the first did
+not measure the model: CUDA compiles kernels for a minute in the first chunk of a server."""
 
 
 class _Line(NamedTuple):
@@ -52,7 +52,7 @@ class Pace:
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
         """Learn that a chunk of `n_tokens` after `position` cached ones took `seconds`.
 
-        The first chunk of a size may be slow because kernels are compiled for it.
+        The first chunk of a size, or at a place, may be slow because kernels are compiled for it.
         """
         place = position.bit_length()
         is_first = n_tokens not in self._sizes
@@ -60,12 +60,10 @@ class Pace:
         if is_first and self.tokens(position, seconds / 2) > n_tokens:
             return
         new = 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
-        old = self._sums.get(place)
-        if old is not None:
-            weight, n, s, *_ = old
-            is_similar = n_tokens >= n / weight / 2
-            old = None if is_similar and s / weight > _MUCH_FASTER * seconds else old
-        old = old or (0.0,) * len(new)
+        old = self._sums.get(place, (0.0,) * len(new))
+        weight, n, s, *_ = old
+        if weight == 1 and s / n > _MUCH_FASTER * seconds / n_tokens:
+            old = (0.0,) * len(new)
         sums = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
         self._sums = {**self._sums, place: sums}
 

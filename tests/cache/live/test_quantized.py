@@ -225,3 +225,14 @@ def test_a_fast_rotation_is_the_product_with_the_matrix(dim: int) -> None:
     rotated = pk.prepared(x, side)
     assert mx.allclose(rotated, x @ pk.rotation(dim, dim, x.dtype), atol=1e-5)
     assert mx.allclose(pk.as_it_came(rotated, side), x, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_a_rotation_of_16_bits_neither_overflows_nor_rounds_more(dtype: mx.Dtype) -> None:
+    side = Quantization(8, 64, rotated=True)
+    large = pk.prepared(mx.full((1, 128), 1000.0, dtype), side)
+    assert mx.allclose(large[0, 0].astype(mx.float32), mx.array(1000 * 128**0.5), rtol=0.01)
+    x, exact = mx.random.normal((64, 128)).astype(dtype), pk.rotation(128, 128, mx.float32)
+    error = pk.prepared(x, side).astype(mx.float32) - x.astype(mx.float32) @ exact
+    most = 2**-8 if dtype == mx.bfloat16 else 2**-11
+    assert mx.sqrt(mx.mean(error * error)) < most

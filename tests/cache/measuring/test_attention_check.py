@@ -244,7 +244,8 @@ def test_cuda_computes_no_packed_product_unless_it_is_asked_for(
     monkeypatch.setattr(pk, "matmul", multiplied)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
     assert plan_attention(model, spec).plans == {"0": DEQUANTIZES}
-    assert queries_of == {"fused": [1, 1, 4, 4], "packed": []}  # each over NaN first
+    # Each over NaN first; a step also with two rows.
+    assert queries_of == {"fused": [1, 1, 1, 1, 4, 4], "packed": []}
     assert plan_attention(model, spec, "packed").plans == {"0": forced_plan("packed")}
     assert queries_of["packed"]
 

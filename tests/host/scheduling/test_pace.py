@@ -72,9 +72,9 @@ def test_a_first_chunk_that_compiles_kernels_is_forgotten() -> None:
     pace.learn(0, 512, 60.0)
     pace.learn(0, 512, 0.1)
     assert pace.tokens(0, 0.3) == pytest.approx(1536, abs=1)
-    for _ in range(3):  # much shorter chunks are quicker, but say nothing about long ones
-        pace.learn(0, 32, 0.01)
-    assert pace.seconds(0, 512) == pytest.approx(0.1, rel=0.3)
+    for seconds in (3.0, 0.1, 3.0, 0.1):  # later, a slow chunk may be a busy device
+        pace.learn(0, 512, seconds)
+    assert pace.tokens(0, 0.3) < 200
 
 
 def test_the_time_of_a_prompt_adds_up_over_its_positions() -> None:
