@@ -230,7 +230,8 @@ class SequenceMemory:
         shortest = self.prefill.peak_bytes(MIN_CHUNK, longest) if prompts else 0
         # When rows are added or removed, the batch is copied, one layer after the other.
         layers = 2 * self.caches_bytes(replies, prompts, room) // self.n_layers
-        dequantized = int(n_rows * (longest + room) * self.prefill.key_bytes)
+        n_read = longest + min(room, longest // 3)  # a step reads spare room up to a quarter
+        dequantized = int(n_rows * n_read * self.prefill.key_bytes)
         return max(self.chunk_bytes, shortest, dequantized, layers)
 
 
