@@ -3,7 +3,8 @@
 Clients send the whole conversation with each request, so a message that the template refuses would
 end the conversation for good. Each kind of refusal is tested alone, with a short conversation, when
 it first matters. A conversation that the template renders is left unchanged, with one exception: a
-system message that the template leaves out or moves is adapted, since moving it changes the prompt.
+system message that the template leaves out, moves, or counts as the assistant's is adapted, since
+otherwise the next turn would change the prompt or be refused.
 
 An adaptation depends on the messages up to its own, so the prompts of a conversation only grow.
 """

@@ -211,7 +211,8 @@ def test_what_stock_renders_is_left_byte_for_byte(
 ) -> None:
     body = said(messages, *[TOOL] * has_tools)
     stock = renderers[shape].stock(body)
-    if stock is not None and not (shape == "harmony" and hidden_system(messages)):
+    # Harmony's template moves a late system message; Gemma's counts it as the assistant's.
+    if stock is not None and not (shape in ("harmony", "gemma") and hidden_system(messages)):
         assert list(renderers[shape].prompt(body).ids) == stock
         return
     try:
