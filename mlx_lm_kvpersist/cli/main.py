@@ -30,7 +30,7 @@ _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
 _BUDGETS = (*_STORE, "disk", "min-free")
 _SIGPIPE_STATUS = 141
-"""What a shell reports for a program whose reader has gone: 128 and the number of the signal."""
+"""The status of a program whose reader has ended, as shells report it: 128 + SIGPIPE."""
 _WHICH = "a session's id, the beginning of an id, or a session's name or title"
 
 

@@ -12,7 +12,7 @@ def install(names: Sequence[str]) -> None:
     """Load the named plugins and patch `mlx_lm.server`, all or nothing.
 
     Raises UnsupportedVersion, PluginNotFound, PluginFault, a PatchError, or whatever a plugin
-    raises while it is loaded; the server is then as it was before.
+    raises while it is loaded; the server is then unchanged.
     """
     from . import manager
     from .patching import versions

@@ -96,10 +96,10 @@ def _is_transform(dim: int, padding: int, dtype: mx.Dtype) -> bool:
     6.0 on an H100. But the kernel rounds to `dtype` between its stages: seven times on a CPU, two
     or three times on a GPU. And the sums of a stage, which it does not scale, overflow float16.
     """
-    is_exact = dtype == mx.float32
+    is_close = dtype == mx.float32
     if dtype == mx.bfloat16:
-        is_exact = mx.default_device().type == mx.DeviceType.gpu
-    return is_exact and not padding and dim & (dim - 1) == 0
+        is_close = mx.default_device().type == mx.DeviceType.gpu
+    return is_close and not padding and dim & (dim - 1) == 0
 
 
 def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
