@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +171,16 @@ def test_the_pool_gets_what_is_left_but_a_share_at_least(loaded: Any, store: Blo
         assert memory.admits(claim(order))
     assert store.pool.n_bytes <= store.pool.max_bytes < before
     assert memory.parts()["pool"] == store.pool.n_bytes
+
+
+@pytest.mark.parametrize(("room", "n_read"), [(0, 3000), (512, 3512), (2000, 4000)])
+def test_a_step_dequantizes_spare_room_up_to_a_quarter(
+    loaded: Any, store: BlockStore, room: int, n_read: int
+) -> None:
+    takes = account(loaded, store)._takes
+    assert takes.prefill is not None
+    takes = replace(takes, prefill=replace(takes.prefill, key_bytes=1e9))
+    assert takes.step_bytes([3000, 10], (), room) == 2 * n_read * 1e9
 
 
 def test_what_several_restore_has_to_fit_together(loaded: Any, store: BlockStore) -> None:
