@@ -47,7 +47,7 @@ def measure(run: Run, n_repeats: int) -> None:
 
 def _server(run: Run, side: str, folder: Path, *, keeps_kernels: bool = True) -> BenchmarkServer:
     folder.mkdir(exist_ok=True)
-    # MLX keeps the compiled kernels of CUDA in this folder.
+    # MLX keeps the compiled kernels of CUDA in this folder, or in one that all servers share.
     kernels = {"MLX_PTX_CACHE_DIR": str(folder / "kernels")} if keeps_kernels else None
     return BenchmarkServer(run.model.path, run.side(side), folder, kernels)
 
@@ -57,11 +57,11 @@ def _start(
 ) -> float:
     """Return the seconds from the command to the first token of a short reply.
 
-    keeps_kernels: whether the server keeps its compiled kernels in `folder`, and shares none.
+    keeps_kernels: whether `folder` has the server's compiled kernels; else they are shared.
     """
     message: Message = {"role": "user", "content": question}
     started_s = time.perf_counter()
-    with _server(run, side, folder) as server:
+    with _server(run, side, folder, keeps_kernels=keeps_kernels) as server:
         asked_s = time.perf_counter()
         reply = server.ask([message], 2, SERVED)
         seconds = asked_s - started_s + reply.ttft_s
