@@ -14,8 +14,8 @@ _LIMITS = """\
 
 Nothing was measured on Apple silicon: Metal has other kernels, and its memory is shared with the
 CPU. A GPU's figures are of MLX's CUDA backend. A synthetic model has random weights in the shape of
-the real model, so its times and bytes are real and its replies mean nothing. On a GPU of
-80 GB the stock server ended while it computed the prompt of 64K, so stock has no figures there."""
+the real model, so its times and bytes are real and its replies mean nothing. On a GPU, ratios of
+times below half a second differ by up to a quarter between two runs of the same code."""
 _HEADER = ("device", "row", "side", "unit", "stock", "plugin", "ratio", "goal", "result")
 
 
