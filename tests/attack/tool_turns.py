@@ -3,7 +3,8 @@
 python -m tests.attack.tool_turns STORE LOG
 
 It goes on where the log ends, which gets a line of JSON for each turn: how many tokens it reused,
-of how many, and its reply. A turn takes as long as it counts.
+of how many, and its reply. A turn takes as long as it counts, and begins when the writer has
+written the earlier ones: so a busy machine does not add to what a kill costs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mlx_lm_kvpersist.store.block_store import StoreLimits
 from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.stored import StoredModel
+from tests.support.waiting import settle
 
 TOKENS_PER_S = 100.0
 MAX_LOSS_S = 1.0
@@ -66,6 +68,7 @@ def main(folder: Path, log: Path) -> None:
     stored = model(folder)
     while True:
         time.sleep(TURN_S)
+        settle(stored.store.writer)
         before.append(turn(stored, before))
         os.write(descriptor, (json.dumps(before[-1]) + "\n").encode())
 
