@@ -13,14 +13,14 @@ from .sweep import Finding
 
 _INTRO = f"""# Models
 
-This page shows how the plugin keeps the conversations of each architecture of mlx-lm. The results
-come from tiny models with random float32 weights on a CPU, with mlx-lm {{mlx_lm}} and mlx {{mlx}}.
-The command `mlx-lm-kvpersist spec --model M` shows how your model is kept.
+This page shows how the plugin stores the caches of each architecture of mlx-lm. The results come
+from tiny models with random float32 weights on a CPU, with mlx-lm {{mlx_lm}} and mlx {{mlx}}.
+The command `mlx-lm-kvpersist spec --model M` shows how your model's cache is stored.
 
 - *Layers*: the kinds of caches that the model's layers have.
-- *Resumes at*: where a prompt that leaves a stored conversation resumes: at the last multiple of
+- *Resumes at*: a prompt that diverges from a stored conversation resumes at the last multiple of
   256 tokens, or at an earlier checkpoint. A prompt that continues a conversation reuses all of it.
-- *In one batch*: what the server computes together.
+- *In one batch*: the prompts or replies that the server computes together.
 
 {{summary}}.
 
@@ -28,14 +28,14 @@ The command `mlx-lm-kvpersist spec --model M` shows how your model is kept.
 
 ## How this was tested
 
-Each model holds a conversation of {N_TURNS} turns in the stock server's batch generator. The
+Each model has a conversation of {N_TURNS} turns in the stock server's batch generator. The
 conversation is longer than a block and longer than the model's windows. The plugin has its default
 precision: keys in 8 bits, values in 4, rotated. The test compares the conversation with:
 
 - the model's own caches, rounded as the plugin rounds them;
 - the same conversation with a store that is closed and opened in the middle;
 - the conversation after a restart, one turn back and with another continuation;
-- prompts that leave the conversation in the middle of a turn;
+- prompts that diverge from the conversation in the middle of a turn;
 - the conversation in a batch with other conversations and a new prompt;
 - a conversation that begins shorter than the windows, with a restart before each turn.
 

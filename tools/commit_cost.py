@@ -1,8 +1,8 @@
 """`python -m tools.commit_cost`: CPU time of a commit of one block, by the conversation's length.
 
-Two conversations grow in stores of their own, one from 8 blocks and one from 256. Their commits
-take turns, so that other work on the machine slows both. Printed are the medians of all threads'
-CPU time, from the commit to the end of its transaction, and their ratio.
+Two conversations grow in separate stores, one from 8 blocks and one from 256. Their commits
+alternate, so that other work on the machine slows both. The output has the median CPU time of all
+threads, from the commit to the end of its transaction, and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.store.records import Leaf
 
 ROOT = Root("commit-cost", "layout")
 LENGTHS = (8, 256)
-"""Blocks of a conversation before the first commit that is measured."""
+"""Blocks of a conversation before the first measured commit."""
 
 
 class Conversation:
@@ -58,7 +58,7 @@ class Conversation:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commits", type=int, default=60, help="of each conversation")
+    parser.add_argument("--commits", type=int, default=60, help="commits of each conversation")
     n_commits = parser.parse_args().commits
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stores:
         growing = {n: Conversation(Path(folder) / f"{n}", n) for n in LENGTHS}

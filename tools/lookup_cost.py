@@ -1,9 +1,9 @@
 """`python -m tools.lookup_cost`: the generation thread's time to look up a long stored prompt.
 
-A conversation is stored in RAM. Its prompt spells a word of it with other tokens, so stored ids are
-spliced in front of the rest. Printed are milliseconds of CPU time, the median of some requests: of
-the lookup, before the request is queued, and of the generation thread, until the restore begins and
-with it. Before some restores another conversation is stored.
+A conversation is stored in RAM. The prompt spells one word of it with other tokens, so stored ids
+are spliced in front of the rest. The output has medians of CPU time in milliseconds: of the lookup,
+before the request is queued, and of the generation thread, before the restore and with the restore.
+Before every second restore another conversation is stored.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mlx_lm_kvpersist.round_trip import tiny_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 
 N_WORDS = 900
-"""Ids of words; the ids after them are the letters that spell them."""
+"""Number of words, whose ids come first; the next ids are the letters that spell the words."""
 
 
 class Words:
-    """A tokenizer of numbered words, and of the letters that they are made of."""
+    """A tokenizer of numbered words and of their letters."""
 
     eos_token_ids = frozenset[int]()
 
@@ -107,7 +107,7 @@ def main() -> None:
                 ended = time.thread_time()
                 assert prepared.n_cached == asked.tokens, prepared.n_cached
                 name = "after another commit" if is_changed else "unchanged"
-                times.setdefault("the lookup, on a thread of its own", []).append(ahead - started)
+                times.setdefault("the lookup, on an HTTP thread", []).append(ahead - started)
                 times.setdefault(f"taken and admitted, {name}", []).append(taken - ahead)
                 times.setdefault(f"entered with the restore, {name}", []).append(ended - begun)
     for name, seconds in times.items():

@@ -1,7 +1,7 @@
-"""`python -m tools.measures [CHECKOUT]`: measures of how simple the package is, in any checkout.
+"""`python -m tools.measures [CHECKOUT]`: measures of the package's simplicity, in any checkout.
 
-The counts read the source. The last lines come from `python -m tools.trace` in that checkout, which
-needs a server that starts.
+Most measures are counted in the source. The last lines come from `python -m tools.trace` in that
+checkout, whose server must start.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Change the source in small ways, run the tests that should notice, and list what none noticed.
+"""Change the source in small ways, run the tests, and list the changes that no test noticed.
 
-`make mutate` runs it over the folders that decide what a reply is made of: api, cache, host, match,
-request and store. Mutants are made in copies of the tree, never in the tree itself. Results are
-kept in `.mutants/results.json`: an interrupted run goes on where it stopped. `mutants.toml` lists
-the mutants that may survive, each with the reason.
+`make mutate` changes the folders that determine a reply: api, cache, host, match, request and
+store. Mutants are made in copies of the tree, never in the tree itself. Results are saved in
+`.mutants/results.json`, so an interrupted run can continue. `mutants.toml` lists the mutants that
+may survive, each with the reason.
 
-mutmut and cosmic-ray do not serve here: mutmut forks processes that have loaded MLX, whose
-threads do not outlive a fork; cosmic-ray changes the tree that it runs in, starts Python anew for
-each mutant, and does not remove statements. On a platform without `fork` this does not run.
+mutmut and cosmic-ray are not suitable: mutmut forks processes that have loaded MLX, whose threads
+do not survive a fork; cosmic-ray changes the tree that it runs in, restarts Python for each mutant,
+and does not remove statements. On a platform without `fork` this script does not run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ACCEPTED = Path(__file__).with_name("mutants.toml")
 MIN_TIMEOUT_S = 30.0
 TIMES_BASELINE = 5.0
 
-# Of tokenizers, one kind: with all four the tests of matching take a minute.
+# One kind of tokenizer: with all four kinds the tests of matching take a minute.
 _MATCHING = ["tests/match", "-k", "byte-level-bos or not byte-level and not sentencepiece"]
 _ONE_KIND = ["-k", "not sentencepiece and not bos"]
 _LOOKUP = ["tests/request/test_costs.py", "tests/request/test_lookup.py"]
@@ -174,7 +174,7 @@ TESTS = {
     "store/verify": [*_FOLDER, "tests/store/test_foreign_files.py", "tests/cli/test_store.py"],
     "store": _FOLDER,
 }
-"""The tests of a module or folder, where they are not `tests/<folder>/test_<module>.py`."""
+"""The tests of a module or folder, if they are not `tests/<folder>/test_<module>.py`."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -210,11 +210,11 @@ class Mutant:
     start: int
     stop: int
     place: str
-    """The column, and how many equal lines stand before: what `line` is for the key."""
+    """The column and the number of equal lines before; the key has it, not `line`."""
 
     @property
     def key(self) -> str:
-        """A name that stays while the line does, wherever in the file it goes."""
+        """A name that stays the same if the line moves within the file."""
         text = "\0".join((self.file, self.line_text, self.place, self.before, self.after))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -256,7 +256,7 @@ Change = tuple[ast.expr | ast.stmt, str]
 
 
 def _changes(tree: ast.Module) -> Iterator[Change]:
-    """Yield each node that is to be replaced, with the source of what replaces it."""
+    """Yield each node to replace, with the source of its replacement."""
     unread = {id(part) for node in ast.walk(tree) for part in _not_run(node)}
     pending: list[ast.AST] = [tree]
     while pending:
@@ -271,7 +271,7 @@ def _changes(tree: ast.Module) -> Iterator[Change]:
 
 
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a node that no test need notice: annotations, decorators, messages."""
+    """Yield the parts of a node that need no test: annotations, decorators, messages."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield from node.decorator_list
     if isinstance(node, ast.FunctionDef) and node.returns:
@@ -367,7 +367,7 @@ class Tree:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        # By hash: two versions of a file can have one size and one time.
+        # By hash: two versions of a file can have the same size and time.
         by_hash = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder / PACKAGE, quiet=2, invalidation_mode=by_hash)
         self.mutant: Mutant | None = None
@@ -376,14 +376,14 @@ class Tree:
     def start(self, targets: Sequence[str], loaded: Path | None = None) -> int:
         """Fork a process that runs tests in this tree; it exits with pytest's status.
 
-        `loaded` is where it writes the names of the modules that the tests imported.
+        The process writes the names of the modules that the tests imported to `loaded`.
         """
         pid = os.fork()
         if pid:
             return pid
         status = 99
         try:
-            os.setsid()  # so that the servers of tests can be ended with it
+            os.setsid()  # its process group includes the servers of tests
             os.chdir(self.folder)
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
@@ -391,7 +391,7 @@ class Tree:
             os.environ.update(PYTHONPATH=str(self.folder), HF_HUB_OFFLINE="1")
             sys.path.insert(0, str(self.folder))
             sys.dont_write_bytecode = True
-            # What was imported before the fork is not rewritten, and need not be.
+            # Modules imported before the fork are not rewritten, and need not be.
             options = ["-xq", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
             options += ["-p", "no:cacheprovider", "-m", "not slow"]
             status = int(pytest.main([*options, *targets]))
@@ -401,7 +401,7 @@ class Tree:
             os._exit(status)
 
     def change(self, mutant: Mutant) -> bool:
-        """Put a mutant in place; False when it is no Python."""
+        """Apply a mutant; return False if the result is not valid Python."""
         path = self.folder / mutant.file
         self.mutant, self._source = mutant, path.read_bytes()
         changed = self._source[: mutant.start] + mutant.after.encode() + self._source[mutant.stop :]
@@ -413,13 +413,13 @@ class Tree:
         return True
 
     def restore(self) -> None:
-        """Take the mutant out again."""
+        """Restore the original file."""
         assert self.mutant is not None
         (self.folder / self.mutant.file).write_bytes(self._source)
 
 
 def accepted_mutants(path: Path = ACCEPTED) -> list[dict[str, str]]:
-    """Return the mutants that may survive: file, line (its text), reason, perhaps after."""
+    """Return the mutants that may survive: `file`, `line` (its text), `reason`, perhaps `after`."""
     found: list[dict[str, str]] = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
     return found
 
@@ -434,10 +434,10 @@ def is_accepted(mutant: Mutant, accepted: Sequence[dict[str, str]]) -> bool:
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import what the tests import: forked processes start with it.
+    """Import modules that the tests import, so that forked processes start with them.
 
-    Not the project, which is to be changed; nor MLX, whose threads do not outlive a fork; nor
-    pytest's plugins, which it wants to load itself.
+    Exceptions: the project, which will be changed; MLX, whose threads do not survive a fork; and
+    pytest's plugins, which pytest loads itself.
     """
     project = (PACKAGE, "tests", "models_check", "patches_check", "benchmarks", "__main__")
     plugins = ("pytest", "_pytest", "hypothesis", "_hypothesis", "xdist", "anyio", "execnet")
@@ -448,7 +448,7 @@ def preload(names: Sequence[str]) -> None:
 
 
 def baselines(tree: Tree, files: Sequence[str]) -> dict[str, float]:
-    """Return how long the tests of each file may take: inf if they fail in the tree as it is."""
+    """Return how long the tests of each file may take: inf if they fail without a mutant."""
     took: dict[str, float] = {}
     timeouts = {}
     loaded = tree.folder / "loaded-modules"
@@ -458,7 +458,7 @@ def baselines(tree: Tree, files: Sequence[str]) -> dict[str, float]:
             started = time.monotonic()
             _, status = os.waitpid(tree.start(targets_of(file), loaded), 0)
             took[key] = math.inf if status else time.monotonic() - started
-            print(f"{key}: {f'{took[key]:.1f} s' if not status else 'fail as it is'}", flush=True)
+            print(f"{key}: {f'{took[key]:.1f} s' if not status else 'they fail'}", flush=True)
             if not status:
                 preload(loaded.read_text(encoding="utf-8").split("\n"))
         timeouts[file] = max(MIN_TIMEOUT_S, TIMES_BASELINE * took[key])
@@ -466,7 +466,7 @@ def baselines(tree: Tree, files: Sequence[str]) -> dict[str, float]:
 
 
 def run(mutants: Sequence[Mutant], n_jobs: int, results: dict[str, dict[str, object]]) -> None:
-    """Test mutants, `n_jobs` at a time, and write down each result as it comes."""
+    """Test mutants, `n_jobs` at a time, and save each result at once."""
     RESULTS.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         free = [Tree(Path(folder) / str(number)) for number in range(n_jobs)]
@@ -507,13 +507,13 @@ def run(mutants: Sequence[Mutant], n_jobs: int, results: dict[str, dict[str, obj
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 when a mutant survived that no reason is given for."""
+    """Run the mutants that the command line selects; return 1 if one survived without a reason."""
     parser = argparse.ArgumentParser(description="Test the tests: change the source and run them.")
-    parser.add_argument("--module", action="append", help="only files whose path has this in it")
+    parser.add_argument("--module", action="append", help="only files with this in their path")
     parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--jobs", type=int, default=1, help="runs of pytest at a time")
-    parser.add_argument("--again", action="store_true", help="test those with a result again")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--jobs", type=int, default=1, help="number of pytest runs at a time")
+    parser.add_argument("--again", action="store_true", help="also test mutants that have a result")
     parser.add_argument("--survivors", action="store_true", help="test the survivors again")
     args = parser.parse_args()
     results: dict[str, dict[str, object]] = {}

@@ -1,4 +1,4 @@
-"""`python -m tools.release_notes`: print what CHANGELOG.md says about the package's version."""
+"""`python -m tools.release_notes`: print CHANGELOG.md's section about the package's version."""
 
 from __future__ import annotations
 

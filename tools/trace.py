@@ -1,14 +1,14 @@
-"""`python -m tools.trace`: functions of the package that a start, a save, a restore and a chat run.
+"""`python -m tools.trace`: functions of the package that a start, save, restore or chat runs.
 
 start: a server with a tiny model starts, with the default options, until its model is loaded.
-save: the prompt and the reply of a request are stored. The calls of `insert` count, and all
-work of the writer's thread. restore: the prompt is dropped from RAM, and asked again. The calls of
-`take_request` and `enter` count, from the tokenized prompt to the restored caches, the canary's
-forward pass included. chat: a short chat is asked again, without streaming. The time from the
-accepted connection to the last byte of the reply counts.
+save: the prompt and the reply of a request are stored. Counted: calls of `insert`, and all work of
+the writer's thread. restore: the prompt is removed from RAM, and sent again. Counted: calls of
+`take_request` and `enter`, from the tokenized prompt to the restored caches, with the canary's
+forward pass. chat: a short chat is sent again, without streaming. Counted: all calls from the
+accepted connection to the last byte of the reply.
 
-All threads count, each function once; comprehensions count with the function that holds them.
-`--list` names the functions.
+Each function counts once, on any thread; comprehensions are part of the function that contains
+them. `--list` names the functions.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ Functions = set[tuple[str, str]]
 
 
 class Trace:
-    """The functions of the package that run on a journey."""
+    """The functions of the package that run in a journey."""
 
     def __init__(self) -> None:
         self._functions: Functions = set()
         self._is_on = False
         self._threads: tuple[str, ...] = ()
-        # Before the server's threads start: a thread asks for its profiler only then.
+        # Before the server's threads start: a thread gets its profiler only when it starts.
         threading.setprofile(self)
         sys.setprofile(self)
 
@@ -61,7 +61,7 @@ class Trace:
         if event != "call" or code.co_name.startswith("<"):
             return
         thread = threading.current_thread().name
-        # The thread "clients" looks at sockets now and then.
+        # The thread "clients" checks sockets from time to time.
         if not (self._is_on or thread in self._threads) or thread == "clients":
             return
         path = Path(code.co_filename)
@@ -73,10 +73,10 @@ class Trace:
     def journey(
         self, *entries: tuple[Any, str], threads: tuple[str, ...] = ()
     ) -> Iterator[Functions]:
-        """Yield the functions that run from now on, to the end of the block.
+        """Yield the functions that run until the end of the block.
 
-        entries: objects with the name of a function: only its calls count, if there are any
-        entries. threads: names of threads that always count.
+        entries: objects with the name of a function. If there are any, only calls of these
+            functions count. threads: names of threads that always count.
         """
         self._functions, self._threads, self._is_on = set(), threads, not entries
         with ExitStack() as stack:
@@ -143,7 +143,7 @@ class Server:
         return n_cached
 
     def settle(self, *, forget: bool) -> None:
-        """Wait until all turns are on disk; drop them from RAM if they are to be forgotten."""
+        """Wait until all turns are on disk; with `forget`, remove them from RAM."""
         store = self.plugin._store
         assert store is not None
         wait_until(lambda: self.ask("GET", "/v1/kvpersist/stats")[0] == 200, "statistics")
@@ -199,7 +199,7 @@ def main() -> None:
             names = sorted(name for at, name in functions if at == file)
             print(f"  {file}: {', '.join(names)}")
     sys.stdout.flush()
-    os._exit(0)  # the server's threads go on
+    os._exit(0)  # the server's threads still run
 
 
 if __name__ == "__main__":

@@ -326,7 +326,7 @@ def described(spec: ModelCacheSpec) -> str:
         own_bytes = sum(group.full_precision_bytes for group in spec.full)
         size += (
             f" ({spec.bits_per_number:.1f} on average with scales), "
-            f"{spec.bytes_per_token / own_bytes:.2f} of full memory"
+            f"{spec.bytes_per_token / own_bytes:.0%} of unquantized"
         )
     served = "replies in batches" if spec.batches else "one request at a time"
     return f"{size}; {served}, {attention}"

@@ -190,7 +190,7 @@ def test_a_start_says_where_and_how(start_server: StartServer, tiny_model: Path)
         r": \d[\d.]* \w+ a token, keys 8 bits, values 4, rotated \(\d\.\d on average with scales\)",
         line,
     )
-    assert "of full memory; replies in batches, " in line
+    assert "of unquantized; replies in batches, " in line
     assert "attention: prefill " in line
     (line,) = (line for line in server.log.splitlines() if "conversations in" in line)
     assert f"{start_server.store} (" in line and "and up to " in line and " of RAM" in line

@@ -1,1 +1,1 @@
-"""Parts of the documentation that are made from the code: `python -m tools.docs` writes them."""
+"""Parts of the documentation that are generated from code: `python -m tools.docs` writes them."""

@@ -1,4 +1,4 @@
-"""Write every made part of the pages: `python -m tools.docs`."""
+"""Write every generated part of the pages: `python -m tools.docs`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The picture of the README: Claude Code goes on after `kill -9` of its server.
+"""The picture of the README: Claude Code continues after `kill -9` of its server.
 
-`make picture` installs Claude Code from npm and plays it against the real server. The model is tiny
-and has random weights: its prompts, caches and speed are its own, its replies are written here.
+`make picture` installs Claude Code from npm and runs it with the real server. The model is tiny and
+has random weights: prompts, caches and speed are real, the replies are written here.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _START_S = 300.0
 
 
 def draw(programs: Path, folder: Path) -> str:
-    """Play the conversation in an empty folder, and return the picture.
+    """Run the conversation in an empty folder, and return the picture.
 
-    programs: the folder with `claude`. Raises TimeoutError with a screen that was not as expected.
+    programs: the folder with `claude`. Raises TimeoutError with the screen if a text is missing.
     """
     work, bin_folder = folder / "work", folder / "bin"
     for each in (work, bin_folder):
@@ -55,7 +55,7 @@ def draw(programs: Path, folder: Path) -> str:
         "HTTPS_PROXY": "http://127.0.0.1:9",  # Claude Code reaches nothing but the server
         "NO_PROXY": "127.0.0.1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_CODE_DISABLE_TERMINAL_TITLE": "1",  # a title would take a reply
+        "CLAUDE_CODE_DISABLE_TERMINAL_TITLE": "1",  # a title would use a reply
         "DISABLE_AUTOUPDATER": "1",
         "SCRIPTED_REPLIES": str(script),
         "PS1": "$ ",
@@ -90,7 +90,7 @@ def draw(programs: Path, folder: Path) -> str:
 
 
 def _turn(claude: Terminal, question: str) -> str:
-    """Ask, wait for the answer and until it is written; return the id of its first request."""
+    """Ask, wait until the answer is shown and stored; return the id of its first request."""
     n_before = len(_requests())
     claude.type(question)
     claude.read_until(lambda screen: "esc to interrupt" in screen)
@@ -102,13 +102,13 @@ def _turn(claude: Terminal, question: str) -> str:
 
 
 def _requests() -> list[dict[str, Any]]:
-    """Return the requests that the running server knows, the newest first."""
+    """Return the requests that the running server lists, the newest first."""
     requests: list[dict[str, Any]] = ask(_URL, REQUESTS_PATH)
     return requests
 
 
 def _wait_until_ready() -> None:
-    """Wait until the model is loaded and its conversations are kept."""
+    """Wait until the model is loaded and its conversations can be stored."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
         time.sleep(0.5)
@@ -124,7 +124,7 @@ def main() -> None:
     """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("programs", type=Path, help="the folder with claude")
-    parser.add_argument("file", type=Path, help="an SVG")
+    parser.add_argument("file", type=Path, help="the SVG to write")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="claude-") as folder:
         drawn = draw(args.programs.resolve(), Path(folder).resolve())

@@ -1,7 +1,7 @@
-"""What conversations take on disk, and their turns write, asked of caches of real models' shapes.
+"""The bytes that conversations and turns take on disk, computed with caches of real models' shapes.
 
-The shapes are those of the makers' config.json, as far as a cache depends on them; all other sizes
-are small, so that a forward pass costs nothing.
+Sizes that change a cache come from the models' config.json; all other sizes are small, so that a
+forward pass costs nothing.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ SHAPES: dict[str, tuple[str, Config]] = {
 
 
 def spec_of(name: str) -> ModelCacheSpec:
-    """Return the spec of a model of this shape in bfloat16, as a server finds it.
+    """Return the spec of a model of this shape in bfloat16, as a server determines it.
 
-    Nothing is evaluated: shapes and dtypes are known before.
+    Nothing is evaluated: shapes and dtypes are known without values.
     """
     architecture, config = SHAPES[name]
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
@@ -123,7 +123,7 @@ def spec_of(name: str) -> ModelCacheSpec:
 
 
 def in_bits(group: LayerGroup, bits: int) -> LayerGroup:
-    """Return a group with all of its keys and values in these bits, where it is quantized."""
+    """Return a group with its keys and values in these bits, if the group is quantized."""
     if group.precision is None:
         return group
     return replace(group, precision=KVPrecision.of(bits, group.precision.group_size))
@@ -148,7 +148,7 @@ def row(name: str) -> str:
 
 
 def table() -> str:
-    """Return what a token takes, and how many fit into the default budget."""
+    """Return the bytes of a token, and the number of tokens that fit into the default budget."""
     return "\n".join(
         [
             "| model | default | 8 bits | 16 bits | a checkpoint | tokens in 64G |",
@@ -159,15 +159,15 @@ def table() -> str:
 
 
 N_TURN, TOKENS_PER_S, MAX_LOSS_S = 500, 1000, 2
-"""Tokens of a turn; the speed of prompts, and the seconds that a kill may cost."""
+"""Tokens of a turn; the speed of prompts; the seconds of computing that a kill may cost."""
 
 
 def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
-    """Return what a turn writes: in a row of turns, after a rest, and with all checkpoints written.
+    """Return the bytes of a turn: in a row of turns, after a rest, and with all checkpoints.
 
-    A turn has two checkpoints. In a row, one is written of those in `MAX_LOSS_S`, with whole
-    windows; otherwise what is new of windows. A state has half a block of newest tokens as they
-    were computed, on average.
+    A turn has two checkpoints. In a row, one checkpoint per `MAX_LOSS_S` is written, with whole
+    windows; otherwise only the new tokens of windows. On average, a state has half a block of
+    newest tokens in full precision.
     """
     blocks = N_TURN * spec.bytes_per_token
     if spec.any_prefix:
@@ -187,7 +187,7 @@ def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
 
 
 def turns_table() -> str:
-    """Return what a turn writes, for models with windows or states, and one without."""
+    """Return the bytes of a turn, for models with windows or states, and for one without."""
     rows = [
         "| model | in a row | after a rest | every turn at once |",
         "| --- | --- | --- | --- |",
@@ -200,12 +200,12 @@ def turns_table() -> str:
 
 
 PACES = (250, 1000, 4000)
-"""Tokens of a prompt that are computed in a second."""
+"""Prompt tokens that are computed per second."""
 SHARED_SHAPES = ("Llama 3.2 1B", "Llama 3.1 8B", "Qwen3 30B-A3B, Coder 30B-A3B", "Qwen3 32B")
 
 
 def break_even() -> str:
-    """Return the MiB a second from which fetching a prompt is quicker than computing it."""
+    """Return the MiB per second above which fetching a prompt is faster than computing it."""
     rows = [
         f"| model | a token | {' | '.join(f'{pace:,} tokens/s' for pace in PACES)} |",
         f"|{' --- |' * (2 + len(PACES))}",
@@ -232,9 +232,9 @@ BILLIONS = {
     "Qwen3-Next 80B-A3B": 79.7,
     "GLM-4.5-Air": 106.0,
 }
-"""Parameters of models of these shapes: of the larger one if a shape has two."""
+"""Billions of parameters, by shape; of the larger model if a shape has two."""
 WEIGHT_BITS = 4.5
-"""Bits of a 4-bit weight of mlx-lm, with the scale and the bias of its group of 64."""
+"""Bits of a 4-bit weight of mlx-lm, including the scale and bias of each group of 64 weights."""
 OFFERED_GIB = {16: 16 * 2 / 3, 32: 32 * 2 / 3, 64: 48, 128: 96}
 """GiB that macOS recommends for the GPU, by the GiB of the Mac."""
 

@@ -1,6 +1,6 @@
 """`python -m tools.docs.operator_page docs/page.png`: take the picture of the operator's page.
 
-The server is real, with SmolLM2-135M, and is killed in the middle. The requests look like those of
+A real server with SmolLM2-135M is killed between two turns. The requests look like requests of
 known clients. Needs SmolLM2 (`python -m tests.support.synthetic.smollm2`), Chromium and OpenBLAS.
 """
 
@@ -44,7 +44,7 @@ _TALKS = {
 
 
 def play(server: ServerProcess) -> None:
-    """Hold four conversations of four turns; the server is killed after the first turn."""
+    """Run four conversations of four turns; kill the server after the first turn."""
     talks: dict[str, list[Message]] = {question: [_SYSTEM] for question in _TALKS}
     for turn in range(4):
         for question, messages in talks.items():
@@ -66,7 +66,7 @@ def wait_for_writer(server: ServerProcess) -> None:
 
 
 def take_picture(url: str, path: Path) -> None:
-    """Write a PNG of the page, as soon as it shows the requests."""
+    """Write a PNG of the page as soon as the page shows the requests."""
     browser_path = chromium.find()
     if browser_path is None:
         raise SystemExit(f"Chromium was not found: {chromium.HOW}")

@@ -34,7 +34,7 @@ def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def _spelt(action: argparse.Action) -> str:
-    """Return an option as a user writes it, or a positional argument."""
+    """Return an option, or a positional argument, as a user writes it."""
     value: Any = action.metavar
     if action.choices is not None:
         value = "{" + ",".join(map(str, action.choices)) + "}"
@@ -51,7 +51,7 @@ def _cell(text: str) -> str:
 
 
 def commands() -> str:
-    """Return a row for each command, or group of commands, with what it does."""
+    """Return a table with a row for each command, or group of commands."""
     rows = ["| command | what it does |", "| --- | --- |"]
     for action in make_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -64,7 +64,7 @@ def commands() -> str:
 def leaves(
     parser: argparse.ArgumentParser, name: str = ""
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield every command that can be run, by its words."""
+    """Yield every command that can be run, with its name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for word, command in action.choices.items():

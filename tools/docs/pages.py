@@ -1,4 +1,4 @@
-"""Pages with made parts: between `<!-- made: NAME -->` and `<!-- end of NAME -->`."""
+"""Pages with generated parts, between `<!-- made: NAME -->` and `<!-- end of NAME -->`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _PART = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end of \2 -->)", re.DOT
 
 @cache
 def made(name: str) -> str:
-    """Return a part's text. Raises KeyError where there is no such part."""
+    """Return a part's text. Raises KeyError if no part has this name."""
     return PARTS[name]()
 
 
 def remade(page: str) -> str:
-    """Return a page with its parts made anew."""
+    """Return a page with its parts generated again."""
     return _PART.sub(lambda part: f"{part[1]}\n{made(part[2])}\n\n{part[3]}", page)
 
 
 def parts(page: str) -> dict[str, str]:
-    """Return the parts of a page as they stand there."""
+    """Return the current parts of a page, by name."""
     return {part[2]: part[0] for part in _PART.finditer(page)}

@@ -1,6 +1,6 @@
 """Tables of figures for README.md and docs/, from the files of `benchmarks/results`.
 
-No other text of README.md or docs/ repeats these figures. After a measurement, run
+No other text in README.md or docs/ repeats these figures. After a measurement, run
 `python -m benchmarks.report` and `python -m tools.docs`.
 """
 
@@ -29,12 +29,12 @@ _STATES = {
 
 
 def shown_results() -> DeviceResults:
-    """Return the results that the pages show: those of a GPU, if there are any."""
+    """Return the results for the pages: a GPU's, if there are any."""
     return kept_results()[0]
 
 
 def in_short() -> str:
-    """Return a few rows that users feel, with the better side in bold, and their conditions."""
+    """Return the rows that users notice most, with the better side in bold, and the conditions."""
     results = shown_results()
     n = longest(results)
     rows = [
@@ -47,14 +47,15 @@ def in_short() -> str:
     ]
     agents = medians(results, bursts.QUESTION, bursts.LAST)
     if None not in agents:
-        what = "the first tokens of all six agents with a new system prompt"
+        what = "the last first token of six agents with one new system prompt"
         rows.insert(2, (what, *_compared(agents, "s")))
     if n_decoded := _shortest_decoded(results):
         decoded = medians(results, decoding.QUESTION, f"1 of {tokens(n_decoded)}")
         what = f"the rest of a reply, after a prompt of {n_decoded:,} tokens"
         rows.append((what, *_compared(decoded, "tokens/s")))
     table = show_table(("you wait for", "stock", "with the plugin"), rows)
-    return f"{table}\n\n{conditions(f'Turns and the new prompt have {n:,} tokens. ')}"
+    prompts = f"Prompts: {n:,} tokens; the agents' system prompt: 2,048. "
+    return f"{table}\n\n{conditions(prompts)}"
 
 
 def _compared(sides: Sides, unit: str) -> tuple[str, str]:
@@ -89,7 +90,7 @@ def longest(results: DeviceResults) -> int:
 
 
 def first_token_s(results: DeviceResults, state: str, n_tokens: int) -> Sides:
-    """Return seconds of stock and the plugin; after a restart stock computes a new prompt."""
+    """Return the seconds of stock and the plugin; after a restart, stock computes a new prompt."""
     stock_state = "new prompt" if state == "after a restart" else state
     return (
         results.median(ttft.QUESTION, f"{stock_state}, {tokens(n_tokens)}", STOCK),
@@ -112,7 +113,7 @@ def _both(sides: Sides) -> str:
 
 
 def decode() -> str:
-    """Return tokens a second of replies at the same time."""
+    """Return the tokens per second of replies at the same time."""
     results = shown_results()
     names = [
         row["what"]
@@ -126,7 +127,7 @@ def decode() -> str:
 
 
 def together() -> str:
-    """Return seconds of requests that arrive together."""
+    """Return the seconds of requests that arrive together."""
     results = shown_results()
     rows = [
         (
@@ -147,16 +148,14 @@ def together() -> str:
 def conditions(prompts: str = "") -> str:
     """Return the device, the versions, the model, the day and the commit of the figures.
 
-    prompts: a sentence about the lengths of the prompts, to begin with.
+    prompts: the first sentence, about the prompts' lengths.
     """
     results = shown_results()
     part = results.parts[0]
     model = part["model"]["name"]
     if part["model"]["random_weights"]:
         model = f"random weights in the shape of {model.rpartition(':')[2]}"
-    smoke = (
-        "" if results.is_preset else " This tiny model shows no more than that the commands work."
-    )
+    smoke = "" if results.is_preset else " This tiny model shows only that the commands work."
     # NVIDIA's names end with the memory: NVIDIA H100 80GB HBM3.
     device = re.sub(r" \d+GB\b.*", "", results.device.get("device_name", results.folder))
     text = (

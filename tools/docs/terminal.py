@@ -1,4 +1,4 @@
-"""A program in a terminal of its own, and a picture of what it shows."""
+"""A program in its own terminal, and a picture of its screen."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ class Terminal:
     def type(self, text: str) -> None:
         """Type a line and press Enter."""
         os.write(self._fd, text.encode())
-        self.read(1.0)  # a program may take what comes at once for a paste
+        self.read(1.0)  # a program may treat fast input as a paste
         os.write(self._fd, b"\r")
 
     def read(self, seconds: float) -> None:
-        """Show what the program writes within `seconds`."""
+        """Show the program's output of the next `seconds`."""
         end = time.monotonic() + seconds
         while (rest := end - time.monotonic()) > 0:
             if select.select([self._fd], [], [], rest)[0]:
                 try:
                     self._stream.feed(os.read(self._fd, 65536))
-                except OSError:  # it has ended
+                except OSError:  # the program has ended
                     return
 
     def read_until(self, is_there: Callable[[str], bool], timeout_s: float = 300.0) -> None:
-        """Read until the screen is as wanted. Raises TimeoutError with the screen."""
+        """Read until `is_there(screen)`. Raises TimeoutError with the screen."""
         end = time.monotonic() + timeout_s
         while not is_there("\n".join(self.lines)):
             if time.monotonic() > end:
@@ -98,14 +98,14 @@ class Terminal:
 
 
 def _colour(name: str) -> str:
-    """Return rich's name of a colour that pyte names."""
+    """Return rich's name for a colour of pyte."""
     if re.fullmatch(r"[0-9a-f]{6}", name):
         return f"#{name}"
     return _COLOURS.get(name, name.replace("bright", "bright_"))
 
 
 def picture(terminals: Mapping[str, Text], columns: int = 112) -> str:
-    """Return an SVG of terminals below each other, by title, with the fonts of its reader."""
+    """Return an SVG of terminals, by title, one below the other, with the reader's fonts."""
     drawn, top, width = [], 0.0, 0.0
     for n, (title, text) in enumerate(terminals.items()):
         console = Console(record=True, width=columns, file=io.StringIO(), highlight=False)
