@@ -267,7 +267,7 @@ def test_a_kill_costs_a_hybrid_model_no_more_than_it_may(tmp_path: Path, n_kills
         lost.append(turns[0]["of"] - turns[0]["reused"])
         # The kill may have come before the writer had written the process's last turn.
         assert lost[-1] <= may_lose + tool_turns.N_TOOL + tool_turns.N_REPLY
-        # If this turn is also the process's last, the tokens that it computes again may be lost, too.
+        # If this turn is also the last of the process, what it computes may be lost as well.
         may_lose = max(at_most, lost[-1] if len(turns) == 1 else 0)
     print(f"lost in {n_kills} kills: at most {max(lost)} tokens, {mean(lost):.0f} on average")
     with closing(tool_turns.model(tmp_path / "uninterrupted", 0.0)) as whole:

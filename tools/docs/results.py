@@ -14,6 +14,7 @@ from benchmarks import together as bursts
 from benchmarks import ttft
 from benchmarks.chart import CONTEXTS, points
 from benchmarks.report import DeviceResults, kept_results, show_table, shown_number
+from benchmarks.run_all import PRESETS
 from benchmarks.runs import tokens
 from benchmarks.servers import OURS, OURS_16, STOCK
 
@@ -54,7 +55,9 @@ def in_short() -> str:
         what = f"the rest of a reply, after a prompt of {n_decoded:,} tokens"
         rows.append((what, *_compared(decoded, "tokens/s")))
     table = show_table(("you wait for", "stock", "with the plugin"), rows)
-    prompts = f"Prompts: {n:,} tokens; the agents' system prompt: 2,048. "
+    steps = [step for part in results.parts for step in PRESETS[part["part"]].steps]
+    n_system = next(step.arguments["system"] for step in steps if step.name == "together")
+    prompts = f"Prompts: {n:,} tokens; the agents' system prompt: {n_system:,}. "
     return f"{table}\n\n{conditions(prompts)}"
 
 
