@@ -31,7 +31,7 @@ _OF_RANKS = ("sessions", "store", "why")
 _BUDGETS = (*_STORE, "disk", "min-free")
 _SIGPIPE_STATUS = 141
 """The status of a program whose reader has ended, as shells report it: 128 + SIGPIPE."""
-_WHICH = "a session's id, the beginning of an id, or a session's name or title"
+_WHICH = "a session's id, the beginning or end of an id, or a session's name or title"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -409,7 +409,8 @@ def _add_why(commands: Any) -> None:
         "request",
         nargs="?",
         metavar="REQUEST_ID",
-        help="the header X-KVPersist-Request of a reply, or its end (default: list all)",
+        help="the header X-KVPersist-Request of a reply, or the beginning or end of it (default: "
+        "list all)",
     )
     why.add_argument(
         "--url", help="ask this running server, such as http://127.0.0.1:8080, instead of the store"
