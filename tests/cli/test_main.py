@@ -241,3 +241,17 @@ def test_server_passes_everything_on(
     monkeypatch.setattr(cli, "serve", seen.append)
     assert cli.main(["server", *argv]) == 0
     assert seen == [served]
+
+
+@pytest.mark.parametrize("command", ["spec", "bench", "quality", "demo"])
+def test_a_model_that_is_nowhere_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cli.main([command, "--model", "nope"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == (
+        f"mlx-lm-kvpersist {command}: --model nope cannot be loaded (no such folder, not "
+        "downloaded before, and the hub cannot be reached); expected a folder with an MLX model, "
+        "or a repository of Hugging Face\n"
+    )
