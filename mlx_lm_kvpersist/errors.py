@@ -5,6 +5,7 @@ Every exception of the package is a KVPersistError.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import sqlite3
@@ -17,6 +18,20 @@ LOG_AGAIN_S = 3600.0
 """How long a kind of failure is not logged again."""
 COUNTING = Lock()
 """Held only while counters of several threads are changed or read."""
+
+_REMEDIES = {
+    errno.EROFS: "mount the volume for writing, or choose another folder",
+    errno.EACCES: "let this user write to the folder, or choose another folder",
+    errno.EPERM: "let this user write to the folder, or choose another folder",
+    errno.ENOSPC: "free space on the volume, or choose another folder",
+    errno.EDQUOT: "free space on the volume, or choose another folder",
+}
+
+
+def remedy(error: Exception) -> str:
+    """Return "; " and the remedy if a file cannot be written for a usual reason, otherwise ""."""
+    advice = _REMEDIES.get(getattr(error, "errno", None) or 0)
+    return f"; {advice}" if advice else ""
 
 
 class KVPersistError(Exception):

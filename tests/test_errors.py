@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
 
 import pytest
 
-from mlx_lm_kvpersist.errors import LOG_AGAIN_S, Failures
+from mlx_lm_kvpersist.errors import LOG_AGAIN_S, Failures, remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "let this user write"),
+        (OSError(errno.EROFS, "Read-only file system"), "mount the volume"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free space"),
+        (OSError("no route"), ""),
+        (ValueError("another"), ""),
+    ],
+)
+def test_an_unwritable_folder_has_a_remedy(error: Exception, said: str) -> None:
+    assert remedy(error).startswith(f"; {said}") if said else remedy(error) == ""
 
 
 @pytest.fixture

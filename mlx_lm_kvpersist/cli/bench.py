@@ -20,7 +20,7 @@ from typing import Any
 from ..api.admin import SPEC_PATH
 from ..cache.geometry.precision import layout_in_words
 from ..errors import ConfigError, KVPersistError
-from ..host.scheduling.model_provider import check_model_name, max_context
+from ..host.scheduling.model_provider import cannot_load, check_model_name, max_context
 from ..units import show_bytes
 from .machine import conditions, cpu_gflops, device, openblas_advice, versions
 from .output import ongoing, utc_time
@@ -189,7 +189,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--minutes {args.minutes:g} is too short; give 1 or more")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder for {args.json}; make it first")
-    check_model_name(args.model)
     path = fetched(args.model)
     conditions_of_run = measured_conditions(args.model, path)
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder_name:
@@ -227,17 +226,19 @@ def measured_conditions(name: str, path: Path) -> dict[str, Any]:
 
 
 def fetched(model: str) -> Path:
-    """Return a model's folder; a model on the hub is downloaded now, as the server would do."""
+    """Return a model's folder; a model on the hub is downloaded now, as the server would do.
+
+    Raises ConfigError.
+    """
+    check_model_name(model)
     if Path(model).exists():
         return Path(model)
     from mlx_lm.utils import _download
 
     try:
         return Path(_download(model))
-    except Exception as error:
-        # The hub raises exceptions of many classes.
-        reason = " ".join(str(error).split())[:300] or repr(error)
-        raise KVPersistError(f"the model {model} cannot be fetched: {reason}") from error
+    except Exception as error:  # the hub raises exceptions of many classes
+        raise cannot_load(model, error) from error
 
 
 def _model(name: str, path: Path) -> dict[str, Any]:

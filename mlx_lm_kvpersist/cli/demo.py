@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ..host.scheduling.model_provider import check_model_name
+from .bench import fetched
 from .output import console, ongoing, shown
 from .servers import OWN_TEXT, Message, Reply, StartedServer, document
 
@@ -26,7 +26,7 @@ _TEMPLATE = (
 def run(args: argparse.Namespace) -> int:
     """Run the demo; return 0 if the conversation was restored from disk, otherwise 1."""
     if args.model is not None:
-        check_model_name(args.model)
+        fetched(args.model)  # the servers ask no hub
     first = "make a tiny model with random weights" if args.model is None else f"take {args.model}"
     with (
         tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name,

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 from .. import __version__
 from .._startup import serve
 from ..config import add_options
-from ..errors import KVPersistError
-from ..host.stopping import requested_plugins
+from ..errors import KVPersistError, remedy
+from ..host.stopping import requested_plugins, with_nearest
 from ..units import parse_days, parse_size
 
 PROG = "mlx-lm-kvpersist"
@@ -31,11 +31,11 @@ _OF_RANKS = ("sessions", "store", "why")
 _BUDGETS = (*_STORE, "disk", "min-free")
 _SIGPIPE_STATUS = 141
 """The status of a program whose reader has ended, as shells report it: 128 + SIGPIPE."""
-_WHICH = "a session's id, the beginning of an id, or a session's name or title"
+_WHICH = "a session's id, the beginning or end of an id, or a session's name or title"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors suggest a command.
+    """A parser whose errors suggest a command or an option.
 
     `commands` has the parsers of a group's commands by name; it is empty for a command. The epilog
     is an example, which follows the help and each error.
@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         is_bare = message.startswith("the following arguments are required")
         example = f"\n{self.epilog}" if self.epilog and is_bare else ""
-        super().error(message + example)
+        super().error(with_nearest(message, self._option_string_actions) + example)
 
     def check_command(self, words: Sequence[str]) -> None:
         """If `words` do not begin with a command, end the process with the most similar command."""
@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"no permission for {error.filename}; run the command as the owner of the folder"
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        message += remedy(error)
     except sqlite3.Error as error:
         message = f"the index of the store cannot be used: {error}"
     except KeyboardInterrupt:
@@ -409,7 +410,8 @@ def _add_why(commands: Any) -> None:
         "request",
         nargs="?",
         metavar="REQUEST_ID",
-        help="the header X-KVPersist-Request of a reply, or its end (default: list all)",
+        help="the header X-KVPersist-Request of a reply, or the beginning or end of it (default: "
+        "list all)",
     )
     why.add_argument(
         "--url", help="ask this running server, such as http://127.0.0.1:8080, instead of the store"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 import shlex
 import sqlite3
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from ..config import default_folder, encryption_of
 from ..errors import StoreError
 from ..store.database import is_empty
 from ..store.disk import DiskStore
-from ..store.folder import RANK_FOLDER, OwnFiles
+from ..store.folder import RANK_FOLDER, OwnFiles, check_writable
 from ..store.index import Index
 from ..store.index_schema import is_damage
 from ..store.records import StoreLimits
@@ -59,8 +57,7 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
     """Open the index of a store to read it; no lock is taken and nothing is repaired.
 
     `check_all` checks the whole index for damage, which takes half a minute for 10,000 sessions.
-    Raises PermissionError if SQLite may not write files next to the index, which it does even to
-    read.
+    Raises OSError if SQLite cannot write files next to the index, which it does even to read.
     """
     files = existing(args)
     folder = files.folder
@@ -68,8 +65,8 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
     advice = "mlx-lm-kvpersist store rebuild rebuilds it from the files"
     if is_empty(path):
         raise StoreError(f"{path} is missing; {advice}")
-    if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    for each in (folder, path):
+        check_writable(each)
     try:
         with closing(Index(path, files, check_all=check_all)) as index:
             yield index

@@ -102,6 +102,13 @@ def called(name: str | None, note: Mapping[str, str]) -> str:
     return shown(text, _NAME_CHARS)
 
 
+def by_id(ids: Sequence[str], wanted: str) -> list[str]:
+    """Return the id that equals `wanted`, otherwise all ids that begin or end with it."""
+    if wanted in ids:
+        return [wanted]
+    return [one for one in ids if wanted and (one.startswith(wanted) or one.endswith(wanted))]
+
+
 def age(seconds: float) -> str:
     """Return a time in its largest unit, such as "3 d"; "now" if it is under a minute."""
     for unit, unit_s in _UNITS_S.items():

@@ -24,6 +24,7 @@ from .output import (
     Report,
     age,
     amount,
+    by_id,
     called,
     counted,
     counts,
@@ -40,7 +41,9 @@ from .servers import ask
 
 _EXCERPT_CHARS = 240
 _COMPUTED_S = 3600.0
-_TSV_COLUMNS = "id name title model precision namespace tokens bytes blocks pinned used".split()
+_TSV_COLUMNS = (
+    "id name title model precision namespace tokens bytes blocks pinned used client words".split()
+)
 _ORDERS: dict[str, Callable[[tuple[Session, str, dict[str, Any]]], Any]] = {
     "used": lambda found: -found[0].used,
     "size": lambda found: -found[2]["bytes"],
@@ -53,23 +56,23 @@ _ORDERS: dict[str, Callable[[tuple[Session, str, dict[str, Any]]], Any]] = {
 def choose(index: Index, wanted: str) -> Session:
     """Return the session whose id, name or title is `wanted`.
 
-    The beginning of an id is enough. Ids are compared first, then names, so that no title hides
-    them. Raises StoreError unless one session matches.
+    The beginning or the end of an id is enough. Whole ids are compared first, then names, so that
+    no title hides them. Raises StoreError unless one session matches.
     """
     sessions = index.sessions()
     named = [session for session in sessions if session.name == wanted] or [
         session for session in sessions if wanted and _title(index, session) == wanted
     ]
-    begun = [session for session in sessions if wanted and session.id.startswith(wanted)]
-    by_id = [session for session in begun if session.id == wanted]
-    matches = by_id or named or begun
+    chosen = by_id([session.id for session in sessions], wanted)
+    with_id = [session for session in sessions if session.id in chosen]
+    matches = with_id if chosen == [wanted] else named or with_id
     if not matches:
         raise StoreError(
-            f"no session has the id, the name or the title {shown(wanted)}; "
-            "`mlx-lm-kvpersist sessions list` shows all"
+            f"no session has the name or the title {shown(wanted)}, or an id that begins or ends "
+            "with it; `mlx-lm-kvpersist sessions list` shows all"
         )
     if len(matches) > 1:
-        what = "branches have the name" if named else "ids begin with"
+        what = "branches have the name" if named else "ids begin or end with"
         ids = ", ".join(session.id for session in matches)
         raise StoreError(
             f"{len(matches)} {what} {shown(wanted)}; say which by id: {ids} "
@@ -85,10 +88,11 @@ def _title(index: Index, session: Session) -> str | None:
 def describe(index: Index, session: Session) -> dict[str, Any]:
     chain = index.outline([session.leaf])
     root = index.root(session.root)
+    note = index.state.note(session.id)
     return {
         "id": session.id,
         "name": session.name,
-        "title": _title(index, session),
+        **{name: note.get(name) or None for name in ("title", "client", "words")},
         "model": root.model if root else None,
         "fingerprint": root.fingerprint if root else None,
         "precision": root.layout if root else None,

@@ -14,21 +14,20 @@ from ..cache.geometry.probe import architecture_of, spec_of
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.packed import GRID
 from ..config import precision_of
-from ..errors import KVPersistError, ModelNotSupported
-from ..host.scheduling.model_provider import check_model_name
+from ..errors import ModelNotSupported
+from ..host.scheduling.model_provider import cannot_load, check_model_name
 from ..units import show_bytes
 from .output import Report, records
 
 
 def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
-    """Return the model and the tokenizer of a folder or a hub name. Raises KVPersistError."""
+    """Return the model and the tokenizer of a folder or a hub name. Raises ConfigError."""
     check_model_name(name)
     try:
         loaded: Any = load(name, adapter_path=adapter_path)
     except Exception as error:
         # The hub, tokenizers and damaged files raise exceptions of many classes.
-        reason = " ".join(str(error).split())[:300] or repr(error)
-        raise KVPersistError(f"the model {name} cannot be loaded: {reason}") from error
+        raise cannot_load(name, error) from error
     return loaded[0], loaded[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,13 @@ from ..api.admin import REQUESTS_PATH, STATS_PATH
 from ..errors import KVPersistError
 from ..units import show_bytes
 from .opening import reading
-from .output import Report, local_time, shown, table
+from .output import Report, by_id, local_time, shown, table
 from .servers import ask
 
 Record = dict[str, Any]
+WRITTEN_S = 2.0
+"""How long to wait for a record: a server writes it to the store shortly after the reply."""
+_LOOK_AGAIN_S = 0.05
 _NO_PARTS = ("total", "weights", "active", "waiting", "pressure")
 """Fields of the statistics' `memory` that are not parts of its total."""
 
@@ -27,16 +31,24 @@ def run(args: argparse.Namespace) -> Report:
         store = stats["store"]
     else:
         with reading(args) as index:
-            records = index.state.requests()
+            ends_s = time.monotonic() + WRITTEN_S
+            while not _chosen(records := index.state.requests(), args.request):
+                if time.monotonic() > ends_s:
+                    break
+                time.sleep(_LOOK_AGAIN_S)
             store = {"written_last_hour_bytes": index.state.written_last_hour()}
     if args.request is not None:
-        records = [record for record in records if record["id"].endswith(args.request)]
-        if not records:
+        found = _chosen(records, args.request)
+        if not found:
             raise KVPersistError(
-                f"no request {args.request!r} among the last requests; leave out the id to list "
-                "them"
+                f"no request {args.request!r} among the last requests: no id begins or ends with "
+                "it; leave out the id to list them"
             )
-        return Report(records[0], *_explained(records[0]))
+        if len(found) > 1:
+            raise KVPersistError(
+                f"{len(found)} ids begin or end with {shown(args.request)}; type more of the id"
+            )
+        return Report(found[0], *_explained(found[0]))
     rows = [
         [local_time(record["received"]), record["id"], shown(record["sentence"], 400)]
         for record in records
@@ -47,6 +59,14 @@ def run(args: argparse.Namespace) -> Report:
         none += "; for a server with another folder, say --kvpersist-dir FOLDER or --url"
     sums = _sums(records, store, stats.get("memory"))
     return Report(records, listed if rows else none, "", *sums)
+
+
+def _chosen(records: list[Record], wanted: str | None) -> list[Record]:
+    """Return the records whose id is `wanted`, or begins or ends with it; all without `wanted`."""
+    if wanted is None:
+        return records
+    ids = by_id([record["id"] for record in records], wanted)
+    return [record for record in records if record["id"] in ids]
 
 
 def _sums(records: list[Record], store: Record, memory: Record | None) -> Iterator[str]:

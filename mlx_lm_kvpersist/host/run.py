@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from ..errors import ConfigError
 from ..ranks import ranks
 from . import manager
-from .stopping import report, stop
+from .stopping import report, stop, with_nearest
 
 GRACE_S = 30.0
 """How long a signalled server may take to end."""
@@ -71,14 +71,7 @@ class PluginArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with a message, and with the option most like an unknown one."""
-        unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-        if unknown and message.startswith("unrecognized arguments"):
-            from difflib import get_close_matches  # imported late, because few starts need it
-
-            near = get_close_matches(unknown[0], self._option_string_actions, 1)
-            message += f"; did you mean {near[0]}?" if near else ""
-        super().error(message)
+        super().error(with_nearest(message, self._option_string_actions))
 
     def format_help(self) -> str:
         if self._plugin_option is not None:

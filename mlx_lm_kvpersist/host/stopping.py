@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 
@@ -26,6 +26,17 @@ def requested_plugins(argv: Sequence[str]) -> list[str]:
         elif arg == "--plugin" and not following.startswith("-"):
             names.append(following)
     return list(dict.fromkeys(names))
+
+
+def with_nearest(message: str, options: Iterable[str]) -> str:
+    """Add the most similar option to argparse's message about an unknown option."""
+    unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+    if unknown and message.startswith("unrecognized arguments"):
+        from difflib import get_close_matches  # imported late, because few starts need it
+
+        near = get_close_matches(unknown[0], list(options), 1)
+        message += f"; did you mean {near[0]}?" if near else ""
+    return message
 
 
 def stop(error: BaseException) -> NoReturn:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint, Record
-from ..errors import Failures, StoreError
+from ..errors import Failures, StoreError, remedy
 from ..match.tree import AHEAD
 from ..units import show_bytes
 from .disk import DiskStore
@@ -395,6 +395,8 @@ class BlockStore:
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
         self._failures.add(kind)
         message = "cannot %s: %s; serving continues from memory"
+        if advice := remedy(error):
+            message += f"{advice} with --kvpersist-dir"
         self.failures.add(message, what, error, kind=kind, level=logging.ERROR)
 
 

@@ -12,7 +12,6 @@ lock              held while any of these files change
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -32,7 +31,16 @@ from ..errors import StoreError
 from ..units import show_bytes
 from .database import is_empty, is_locked
 from .files import FOLDERS, Arrays, file_bytes, metadata_of, write_block
-from .folder import INDEX_FILES, PLAIN, Encryption, OwnFiles, StoreLock, staged_bytes, sweep_staged
+from .folder import (
+    INDEX_FILES,
+    PLAIN,
+    Encryption,
+    OwnFiles,
+    StoreLock,
+    check_writable,
+    staged_bytes,
+    sweep_staged,
+)
 from .index import Index
 from .index_schema import is_damage
 from .rebuild import rebuild_index
@@ -86,8 +94,7 @@ class DiskStore:
         """Why this process recently removed blocks and checkpoints, by key. Any thread."""
         try:
             self.files.take_into_use()
-            if not os.access(folder, os.W_OK):  # SQLite's error would say less
-                raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+            check_writable(folder)  # SQLite's error would say less
             index = partial(Index, folder / "index.sqlite", self.files, check_all=check_all)
             self.index = self._opened(index)
         except (OSError, sqlite3.Error) as error:

@@ -328,6 +328,14 @@ def has_own_name(name: str) -> bool:
     return _FORMS.fullmatch(name) is not None
 
 
+def check_writable(path: Path) -> None:
+    """Raise OSError, with the reason, if a file or folder cannot be written."""
+    if not os.access(path, os.W_OK):
+        is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+        reason = errno.EROFS if is_read_only else errno.EACCES
+        raise OSError(reason, os.strerror(reason), str(path))
+
+
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     """Open a file, without waiting for a pipe. Raises BlockCorrupt if it is not a regular file."""
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)

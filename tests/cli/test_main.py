@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -50,6 +51,10 @@ def test_all_commands_stand_in_one_tree() -> None:
     [
         (["show", "Cakes", "for", "Anna"], "for Anna; a name with blanks needs quotes\n"),
         (["show", "Cakes", "--color"], "--color\n"),
+        (
+            ["show", "A", "--kvpersist-dri", "x"],
+            "--kvpersist-dri x; did you mean --kvpersist-dir?\n",
+        ),
     ],
 )
 def test_what_a_command_does_not_know_is_named_with_its_usage(
@@ -184,6 +189,10 @@ finally:
             "no permission for /a/b; run the command as the owner of the folder",
         ),
         (OSError(5, "Input/output error", "/a/b"), "/a/b: Input/output error"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "/a/b"),
+            "/a/b: Read-only file system; mount the volume for writing, or choose another folder",
+        ),
         (OSError("no route"), "no route"),
     ],
 )
@@ -232,3 +241,17 @@ def test_server_passes_everything_on(
     monkeypatch.setattr(cli, "serve", seen.append)
     assert cli.main(["server", *argv]) == 0
     assert seen == [served]
+
+
+@pytest.mark.parametrize("command", ["spec", "bench", "quality", "demo"])
+def test_a_model_that_is_nowhere_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cli.main([command, "--model", "nope"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == (
+        f"mlx-lm-kvpersist {command}: --model nope cannot be loaded (no such folder, not "
+        "downloaded before, and the hub cannot be reached); expected a folder with an MLX model, "
+        "or a repository of Hugging Face\n"
+    )

@@ -37,11 +37,11 @@ def test_what_is_said_of_each_rank(of_ranks: CommandLine) -> None:
 def test_changes_are_made_for_each_rank(of_ranks: CommandLine) -> None:
     assert of_ranks("sessions", "rm", "first") == 0
     assert of_ranks("sessions", "rm", "more") == 0  # rank 1 alone has it
-    assert "rank-0-of-2: no session has the id, the name or the title more; " in of_ranks.err
+    assert "rank-0-of-2: no session has the name or the title more, " in of_ranks.err
     for its in of_ranks.json("sessions", "list").values():
         assert [one["name"] for one in its["sessions"]] == ["last", None]
     assert of_ranks("sessions", "rm", "nobody") == 1
-    assert "no session has the id, the name or the title nobody; " in of_ranks.err
+    assert "no session has the name or the title nobody, " in of_ranks.err
 
 
 def test_what_is_for_one_store_asks_which(of_ranks: CommandLine, tmp_path: Path) -> None:

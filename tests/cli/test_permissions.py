@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,6 +83,16 @@ def test_a_store_that_may_only_be_read_is_not_changed(store: CommandLine, argv: 
         said = store.error(*with_file(argv, store))
     assert str(store.folder) in said and "ermission" in said
     assert block_files(store.folder) == before
+
+
+@pytest.mark.parametrize("argv", [["sessions", "list"], ["sessions", "rm", "last"]], ids=" ".join)
+def test_a_read_only_file_system_is_no_matter_of_permission(
+    store: CommandLine, argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    said = store.error(*argv)
+    assert "Read-only file system" in said and " folder" in said and "ermission" not in said
 
 
 def test_gc_speaks_of_pins_only_where_something_is_pinned(store: CommandLine) -> None:

@@ -143,7 +143,7 @@ def test_bad_texts(
     ("argv", "said"),
     [
         (("--model", "/no/such/folder"), "the model folder /no/such/folder does not exist"),
-        (("--model", "."), "the model . cannot be loaded: "),
+        (("--model", "."), "--model . cannot be loaded (FileNotFoundError: "),
     ],
 )
 def test_bad_options(argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

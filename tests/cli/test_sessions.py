@@ -60,7 +60,7 @@ def varied(run: CommandLine) -> CommandLine:
     )
     with closing(Index(run.folder / "index.sqlite")) as index:
         for session in index.sessions():
-            index.state.add_note(session.id, words="words of it")
+            index.state.add_note(session.id, words="words of it", client="an editor")
             if session.name == "first":
                 index.state.add_note(session.id, title="The parser")
     assert run("sessions", "pin", LONG_NAME) == 0
@@ -86,10 +86,11 @@ def test_the_list_in_a_pipe_is_tab_separated(varied: CommandLine) -> None:
     assert varied("sessions", "list") == 0
     rows = [line.split("\t") for line in varied.out.splitlines()]
     found = varied.json("sessions", "list")["sessions"]
+    assert {(one["client"], one["words"]) for one in found} == {("an editor", "words of it")}
     assert {len(row) for row in rows} == {len(rows[0])} and len(rows) == len(found) + 1
     for row, session in zip(rows[1:], found, strict=True):
         fields = dict(zip(rows[0], row, strict=True))
-        for name in ("id", "used", "title"):
+        for name in ("id", "used", "title", "client", "words"):
             assert fields[name] == (session[name] or "")
         for name in ("tokens", "bytes", "pinned"):
             assert fields[name] == json.dumps(session[name])
@@ -256,12 +257,21 @@ def test_an_id_comes_before_a_name(run: CommandLine) -> None:
     assert run.json("sessions", "show", victim)["name"] == "first"
 
 
-def test_an_ambiguous_beginning_of_an_id(run: CommandLine) -> None:
+@pytest.mark.parametrize("side", [slice(None, 1), slice(-1, None)], ids=["beginning", "end"])
+def test_an_ambiguous_part_of_an_id(run: CommandLine, side: slice) -> None:
     for number in range(40):
         fill(run.folder, {f"n{number}": chain([1000 + number])})
     ids = list(run.ids().values())
-    start = next(i[0] for i in ids if sum(other[0] == i[0] for other in ids) > 1)
-    assert "ids begin with" in run.error("sessions", "show", start)
+    part = next(i[side] for i in ids if sum(other[side] == i[side] for other in ids) > 1)
+    assert "ids begin or end with" in run.error("sessions", "show", part)
+
+
+def test_either_side_of_an_id_is_enough(run: CommandLine) -> None:
+    for session_id in run.ids().values():
+        for part in (session_id[:10], session_id[-10:]):
+            assert run.json("sessions", "show", part)["id"] == session_id
+        said = run.error("sessions", "show", session_id[3:-3])
+        assert "or an id that begins or ends with it" in said
 
 
 def test_pin_outlives_gc_and_rebuild(run: CommandLine) -> None:

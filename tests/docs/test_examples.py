@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ServerProcess, StartServer
+from tests.support import ServerProcess, StartServer, wait_until
 
 from .blocks import blocks
 
@@ -46,7 +46,7 @@ def test_sdks(sdk: str, server: ServerProcess, capsys: pytest.CaptureFixture[str
 
 
 def test_curl(server: ServerProcess, tmp_path: Path) -> None:
-    """Each answers with JSON, and with a status that says that it worked."""
+    """Each answers with JSON, and with a status that says that it worked. One names its session."""
     assert shutil.which("curl") is not None, "the pages use curl: install it"
     ran = 0
     for block in CURLS:
@@ -58,4 +58,10 @@ def test_curl(server: ServerProcess, tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
             assert json.loads(done.stdout)
             ran += 1
-    assert ran >= 3
+    assert ran >= 4
+
+    def names() -> set[str]:
+        stored = json.loads(server.request("GET", "/v1/kvpersist/sessions")[2])["sessions"]
+        return {session["name"] for session in stored}
+
+    wait_until(lambda: "my chat" in names(), "the session that an example names")

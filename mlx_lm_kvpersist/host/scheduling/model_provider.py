@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 from ...errors import ConfigError
 from ...ranks import LOADING_S, PATIENCE_S, ranks
@@ -136,11 +137,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         except Exception as error:
             if error is self._plugin_error:
                 raise
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"--model {self.cli_args.model} cannot be loaded ({type(error).__name__}: {reason}"
-                "); expected a folder with an MLX model, or a repository of Hugging Face"
-            ) from error
+            raise cannot_load(self.cli_args.model, error) from error
         self.is_ready = True
 
 
@@ -166,6 +163,20 @@ def check_model_name(name: str) -> None:
             f"the model folder {name} does not exist; expected a folder, or a name on the hub "
             "such as mlx-community/SmolLM2-135M-Instruct"
         )
+
+
+def cannot_load(name: str, error: Exception) -> ConfigError:
+    """Return the error for a model of `--model`, in one line: the hub's own texts are long."""
+    if isinstance(error, LocalEntryNotFoundError):
+        reason = "no such folder, not downloaded before, and the hub cannot be reached"
+    elif isinstance(error, RepositoryNotFoundError):
+        reason = "no such folder, and no repository on the hub that you may read"
+    else:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ConfigError(
+        f"--model {name} cannot be loaded ({reason}); expected a folder with an MLX model, or a "
+        "repository of Hugging Face"
+    )
 
 
 def own_names(args: Any) -> list[str]:
