@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,6 @@ _MODEL = "default_model"
 _CLAUDE_MODEL = "claude-local"
 """Names with this prefix mean the server's own model; Claude Code lists only such names."""
 _NO_KEY = "none"
-_DECODER = json.JSONDecoder()
 _MAX_OUTPUT = 32_000
 
 
@@ -254,69 +253,15 @@ def _text(settings: Settings, before: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not plain JSON, perhaps it has comments: {error}") from error
     merged = _merged(current, settings)
-    if merged == current:
-        return before
-    whole = _in_json(merged, before)  # raises ValueError
-    if not current:
-        return whole
-    after = before
-    for start, stop, new in sorted(_edits(before, _skip(before), settings), reverse=True):
-        after = after[:start] + new + after[stop:]
-    return after
+    return before if merged == current else _in_json(merged, before)
 
 
 def _in_json(table: Mapping[str, Any], like: str) -> str:
-    """Return a table as JSON, with the indentation and the line ends of a text."""
-    text = json.dumps(table, indent=_indent(like), ensure_ascii=False, allow_nan=False)
+    """Return a table as JSON, in the style of a text."""
+    indented = re.search(r"^([ \t]+)\S", like, re.MULTILINE)
+    indent = indented[1] if indented else 2
+    text = json.dumps(table, indent=indent, ensure_ascii=False, allow_nan=False)
     return _with_line_ends([text, ""], like)
-
-
-def _indent(text: str) -> str:
-    indented = re.search(r"^([ \t]+)\S", text, re.MULTILINE)
-    return indented[1] if indented else "  "
-
-
-def _edits(
-    text: str, at: int, settings: Mapping[str, Any], outer: str = ""
-) -> Iterator[tuple[int, int, str]]:
-    """Yield (start, stop, new text) for each part of a JSON object, at `at`, that settings change.
-
-    New entries are separated like the first entry from its brace. `outer`: what separates the
-    entries of the enclosing object, if each has a line.
-    """
-    values: dict[str, tuple[int, int]] = {}
-    end = at + 1
-    first = at = _skip(text, end)
-    margin = text[end:first]
-    while text[at] == '"':
-        key, at = _DECODER.raw_decode(text, at)
-        start = _skip(text, _skip(text, at) + 1)
-        _, end = _DECODER.raw_decode(text, start)
-        values[key] = start, end
-        at = _skip(text, end)
-        at = _skip(text, at + (text[at] == ","))
-    if not values:
-        margin = outer and outer + _indent(text)
-    has_lines = "\n" in margin
-    between, indent = (f",{margin}", _indent(text)) if has_lines else (", ", None)
-    added = []
-    for key, value in settings.items():
-        if key in values and isinstance(value, Mapping):
-            yield from _edits(text, values[key][0], value, margin if has_lines else "")
-            continue
-        new = json.dumps(value, indent=indent, ensure_ascii=False).replace("\n", margin)
-        if key in values:
-            yield *values[key], new
-        else:
-            added.append(f"{json.dumps(key)}: {new}")
-    if added:
-        entries = between.join(added)
-        yield (end, end, between + entries) if values else (end, at, margin + entries + outer)
-
-
-def _skip(text: str, at: int = 0) -> int:
-    """Return the place of the next character that is no white space."""
-    return len(text) - len(text[at:].lstrip())
 
 
 def _merged_toml(before: str, settings: str) -> str:
