@@ -474,7 +474,7 @@ def test_a_loose_mode_is_mentioned_once(folder: Path, caplog: pytest.LogCaptureF
     folder.chmod(0o755)
     DiskStore(folder, StoreLimits(0, 1 << 40)).close()
     assert [r.getMessage() for r in caplog.records if "chmod 700" in r.getMessage()] == [
-        f"kvpersist: others may look into the store {folder} (mode 755): chmod 700 it"
+        f"kvpersist: other users may list the store {folder} (mode 755): use chmod 700"
     ]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
