@@ -149,7 +149,7 @@ class OwnFiles:
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & 0o077:
             logger.warning(
-                "kvpersist: other users may list the store %s (mode %o): use chmod 700", folder, mode
+                "kvpersist: other users may list %s (mode %o); run chmod 700 on it", folder, mode
             )
 
     def check_store(self) -> None:

@@ -146,7 +146,7 @@ class BlockPool:
         return blocks[::-1]
 
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
-        """Keep the pool's entries of these keys until `unpin`; return them.
+        """Keep the pool's entries for these keys until `unpin`; return them.
 
         As a last resort, an entry that only commits have pinned may be evicted if a tier below has
         it.
