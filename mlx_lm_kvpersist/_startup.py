@@ -108,7 +108,7 @@ class ServerLoader(Loader):
             wrap_main(module)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return what `python -m mlx_lm.server` runs.
+        """Return the code that `python -m mlx_lm.server` runs.
 
         runpy asks the loader for code and executes it as `__main__`, a second copy that no
         import hook sees. So it runs `main` of the imported, wrapped module.

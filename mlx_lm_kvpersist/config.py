@@ -247,8 +247,8 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
     """
     if n_ranks > 1 and args.kvpersist_shared is not None:
         raise ConfigError(
-            "--kvpersist-shared keeps whole models' conversations, and each process of mlx.launch "
-            "has a part of one; leave it out, or serve from one process"
+            "--kvpersist-shared stores whole models' conversations, and each process of mlx.launch "
+            "has a part of a model; leave it out, or serve from one process"
         )
     precision, stock_kv_bits = precision_of(args), getattr(args, "kv_bits", None)
     args.kv_bits = None
@@ -331,11 +331,11 @@ def precision_of(args: Namespace) -> PrecisionChoice:
     bits = bits or DEFAULT_BITS
     if bits not in KV_BITS:
         raise ConfigError(
-            f"--kv-bits {bits} cannot be kept; give 4 or 8, or --kvpersist-kv-bits in its place"
+            f"--kv-bits {bits} is not supported; use 4 or 8, or --kvpersist-kv-bits in its place"
         )
     if group_size not in (None, *GROUP_SIZES):
         raise ConfigError(
-            f"--kv-group-size {group_size} cannot be kept; choose one of "
+            f"--kv-group-size {group_size} is not supported; use one of "
             f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
         )
     return replace(KV_BITS[bits], group_size=group_size)

@@ -77,7 +77,7 @@ class SelfTestFailed(KVPersistError):
 
 
 class ModelNotSupported(KVPersistError):
-    """A model's cache cannot be kept; it is served as the stock server does."""
+    """A model's cache is not supported; the model is served as the stock server does."""
 
 
 class RequestRefused(KVPersistError, ValueError):

@@ -53,7 +53,7 @@ class KVPersistPlugin:
         self._store: BlockStore | None = None
         self._sessions: StoredSessions | None = None
         self._serving: Serving | None = None
-        """Requests of the loaded model, if its conversations are kept."""
+        """Requests of the loaded model, if its conversations are stored."""
         self._refused: set[str] = set()
         self._address = ""
         """Where the server listens."""
@@ -236,13 +236,13 @@ class KVPersistPlugin:
         state = RequestState.of(request)
         state.move(Stage.DONE)
         if (serving := self._serving) and request.client_gone:
-            serving.remember(state)  # no reply is sent that would remember it
+            serving.remember(state)  # otherwise sending the reply remembers it
         outcome = state.outcome
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)
         if record is not None and self._store is not None and state.is_kept:
             self._store.change_index(
-                "remember what a request reused", lambda index: index.state.add_request(record)
+                "remember the result of a request", lambda index: index.state.add_request(record)
             )
 
     @hookimpl

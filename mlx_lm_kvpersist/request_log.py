@@ -84,7 +84,7 @@ class RequestLog:
         for record in self._records.copy():
             record["divergence"] = _unquoted(record)["divergence"]
             if record["session"] == session:
-                with suppress(ValueError):  # newer records have replaced it
+                with suppress(ValueError):  # newer records have replaced this record
                     self._records.remove(record)
 
     def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ def _unquoted(record: dict[str, Any]) -> dict[str, Any]:
 class Times:
     """A histogram of times, for each outcome of a request.
 
-    bounds_s: the upper ends of the buckets, in seconds, which belong to their buckets.
+    bounds_s: the inclusive upper ends of the buckets, in seconds.
     """
 
     def __init__(self, name: str, description: str, bounds_s: Sequence[float]) -> None:
@@ -131,7 +131,7 @@ class Times:
 class Metrics:
     """All metrics.
 
-    store: returns what `BlockStore.stats` returns; memory: what `Memory.parts` returns. None
+    store: returns `BlockStore.stats()`; memory: returns `Memory.parts()`. They return None
     without a store, or without a model.
     """
 
@@ -160,7 +160,7 @@ class Metrics:
             self._n_prefilled += n_prefilled
 
     def observe(self, outcome: str, times_s: Sequence[float]) -> None:
-        """Take the times of a reply's tokens, in seconds since its request was queued."""
+        """Record the times of a reply's tokens, in seconds since its request was queued."""
         with COUNTING:
             if times_s:
                 self._first_token.add(outcome, times_s[:1])

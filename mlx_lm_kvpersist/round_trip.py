@@ -148,7 +148,7 @@ def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
 
 @dataclass(eq=False)
 class _Sequence:
-    """The ids of a sequence, its log-probabilities [_VOCAB] by place in `ids`, its last caches."""
+    """The ids of a sequence, its log-probabilities [_VOCAB] by index in `ids`, its last caches."""
 
     name: str
     ids: list[int]

@@ -101,7 +101,7 @@ class _Tested:
         return self._guarded(hook, lambda: manager.ask(hook, **given))
 
     def _guarded(self, hook: str, act: Callable[[], Any]) -> Any:
-        """Return what a function returns; keep an error that would reach the server's client."""
+        """Return a function's result; record an error that would reach the server's client."""
         try:
             return act()
         except RequestRefused:  # as these hooks may do
@@ -119,7 +119,7 @@ class _Tested:
                 return
             logits = self._model(mx.array([ids]), cache=list(row))
             is_finite = bool(mx.isfinite(logits).all())
-            expect(is_finite, "caches with which logits are not finite", "any")
+            expect(is_finite, "caches that give NaN or infinity", "finite logits")
             rows.append(row)
         is_new = all(first is not second for first, second in zip(*rows, strict=True))
         expect(is_new, "the caches of another sequence", "new ones")
@@ -177,7 +177,7 @@ class _Tested:
 
 
 def tiny_provider() -> Any:
-    """Return what plugins use of a model provider, with a model of two layers without files."""
+    """Return a model provider for plugins, with a model of two layers without files."""
     tokenizer = SimpleNamespace(has_chat_template=False, chat_template=None, eos_token_ids={0})
     args = Namespace(model="tiny", chat_template_args={}, plugin=[])
     key = ("tiny", None, None)

@@ -119,11 +119,11 @@ def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
     k8v4 = precision(tmp_path, "--kvpersist-kv-bits", "k8v4", **stock)
     assert k8v4 == PrecisionChoice(8, 4, None, True)
     for bits in (3, 6):
-        with pytest.raises(ConfigError, match=f"--kv-bits {bits} cannot be kept; give 4 or 8"):
+        with pytest.raises(ConfigError, match=f"--kv-bits {bits} is not supported; use 4 or 8"):
             precision(tmp_path, kv_bits=bits, kv_group_size=64)
     k6v4 = precision(tmp_path, "--kvpersist-kv-bits", "k6v4", kv_bits=6, kv_group_size=64)
     assert k6v4 == PrecisionChoice(6, 4, None, True)
-    with pytest.raises(ConfigError, match="choose one of 32, 64, 128"):
+    with pytest.raises(ConfigError, match="use one of 32, 64, 128"):
         precision(tmp_path, kv_bits=4, kv_group_size=16)
 
 

@@ -1,1 +1,1 @@
-"""HTTP: the fields and headers of requests and replies that concern the cache, and other APIs."""
+"""HTTP: fields and headers for the cache, the operator's routes, agents, and further APIs."""

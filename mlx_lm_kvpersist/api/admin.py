@@ -177,7 +177,7 @@ def is_loopback(host: str) -> bool:
 
 
 def page_view(key: str | None) -> Callable[[Any], None]:
-    """Return the handler of the page. With a key, everybody gets it, and its script asks."""
+    """Return the handler of the page. With a key, everybody gets it, and it asks for the key."""
     page = _PAGE.read_bytes()
     hashes = {tag.decode(): sha256(content).digest() for tag, content in _INLINE.findall(page)}
     inline = [f"{tag}-src 'sha256-{b64encode(digest).decode()}'" for tag, digest in hashes.items()]
@@ -214,7 +214,7 @@ def root_view(key: str | None) -> Callable[[Any], None]:
 
 
 def sessions_view(describe: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return what answers a handler with a list of sessions.
+    """Return a function that lists the sessions.
 
     describe: takes the query's `find` and `skip`, and `by_size` if the largest are to come first.
     """
@@ -235,7 +235,7 @@ def session_changes(
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
     """Return, by path, functions that select, change or export sessions by a request's body.
 
-    sessions: returns the store's `StoredSessions`. forget: as `AgentsAPI` takes it. The first words
+    sessions: returns the store's `StoredSessions`. forget: as for `AgentsAPI`. The first words
         of conversations are searched only if `with_text`.
     """
 

@@ -69,11 +69,11 @@ Call = Callable[[Any, Body], Any]
 
 @dataclass(frozen=True)
 class Service:
-    """The services that agents and warming use, and the key by which they know a client.
+    """The sessions, the keys and the refusal that agents and warming use.
 
     sessions: returns the store's `StoredSessions`, or raises RequestRefused. key: the operator's.
     by_key: whether each API key has a separate namespace. refusal: returns why the loaded model's
-    cache is not kept, "" if it is kept.
+    cache is not supported, "" if it is.
     """
 
     sessions: Callable[[], Any]
@@ -94,7 +94,7 @@ def name_session(headers: Headers, name: str) -> None:
 class AgentsAPI:
     """Answers `/v1/agents`. Requests of one namespace do not see the agents of another.
 
-    forget: removes what is remembered of the requests of a session, given by its name.
+    forget: removes the records of a session's requests, by the session's name.
     """
 
     def __init__(self, service: Service, forget: Callable[[str], None]) -> None:
@@ -138,7 +138,7 @@ class AgentsAPI:
         require(is_id, "id", agent.id, "1 to 64 letters, digits, dots, hyphens or underscores")
         with self._lock:
             if (agent.namespace, agent.id) in self._agents:
-                raise RequestRefused(f"an agent {agent.id} is there; delete it first", 409)
+                raise RequestRefused(f"the agent {agent.id} exists; delete it first", 409)
             if sum(name == agent.namespace for name, _ in self._agents) >= MAX_AGENTS:
                 raise RequestRefused(f"there are {MAX_AGENTS} agents; delete one first", 429)
             if len(self._agents) >= MAX_ALL_AGENTS:
@@ -149,8 +149,8 @@ class AgentsAPI:
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
                     n_prompt, n_cached = handler.prefill(agent.beginning)
-                with suppress(RequestRefused):  # the agent is made even if the disk is slow
-                    self._service.sessions().changed(lambda disk: None)  # it is on disk then
+                with suppress(RequestRefused):  # a slow disk does not prevent the agent
+                    self._service.sessions().changed(lambda disk: None)  # its session is on disk
                 prefilled = {"tokens": n_prompt, "reused": n_cached}
             described = {**self._describe(agent), "prefilled": prefilled}
             return Answer(described, 201, {"Location": f"{AGENTS_PATH}/{quote(agent.id)}"})
@@ -216,7 +216,7 @@ class AgentsAPI:
         agent = self._find(handler)
         with self._lock:
             if agent.n_running:
-                raise RequestRefused(f"the agent {agent.id} generates; delete it afterwards", 409)
+                raise RequestRefused(f"the agent {agent.id} is generating; delete it later", 409)
             self._agents.pop((agent.namespace, agent.id), None)
         sessions = self._service.sessions()
         sessions.each_named(agent.namespace, agent.session, sessions.delete)
@@ -239,7 +239,7 @@ class AgentsAPI:
         return {**fields, "messages": len(agent.beginning["messages"]), **stored}
 
     def _check_operator(self, handler: Any, *, everywhere: bool = False) -> None:
-        """Refuse changes that other clients would notice: all, or those without a namespace."""
+        """Refuse changes that other clients would notice; `everywhere`: also in a namespace."""
         if handler.command != "GET":
             check_site(handler.headers, self._service.key)
         if not everywhere and names_namespace(handler.headers, by_key=self._service.by_key):
@@ -248,7 +248,7 @@ class AgentsAPI:
 
     @contextmanager
     def _running(self, headers: Headers, agent: Agent) -> Iterator[None]:
-        """Give a request the agent's session, and let nobody delete the agent until then."""
+        """Give a request the agent's session; nobody can delete the agent inside the block."""
         name_session(headers, agent.session)
         with self._lock:
             if self._agents.get((agent.namespace, agent.id)) is not agent:
@@ -307,7 +307,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     since_s = time.time()
     handler.prefill(chat_body)
     if why := service.refusal():
-        raise RequestRefused(f"the prompt was computed, but the model is not kept: {why}", 503)
+        raise RequestRefused(f"the prompt was computed, but the model is not supported: {why}", 503)
     tenant, deadline_s = service.namespace(handler.headers), time.monotonic() + _SAVED_S
     while time.monotonic() < deadline_s:
         if (pinned := service.sessions().pin_newest(tenant, name, since_s)) is not None:

@@ -105,8 +105,8 @@ class OpenPart:
 class ReplyParts(ABC):
     """One reply, converted to the events of an API other than stock's.
 
-    White space alone does not make a part: clients drop such a part and would send back another
-    reply.
+    White space alone does not make a part: clients drop such a part and would send back a
+    different reply.
     """
 
     def __init__(self) -> None:

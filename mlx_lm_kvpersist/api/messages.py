@@ -87,7 +87,7 @@ def _tools(tools: Any) -> Iterator[tuple[str, tuple[dict[str, Any], bool]]]:
     """Yield each tool by its name, as a chat completion has it, and whether it is deferred."""
     for place, tool in placed_objects("tools", tools) if tools is not None else ():
         if "input_schema" not in tool and tool.get("type") not in (None, "custom"):
-            continue  # the API's own servers would run it
+            continue  # a tool of Anthropic's own servers
         name = require_text(f"{place}.name", tool.get("name"))
         function = chat.function(place, name, tool, "input_schema")
         yield name, (function, bool(tool.get("defer_loading")))
@@ -187,7 +187,7 @@ def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
     for place, block in _blocks(name, content):
         if block.get("type") == "tool_reference":
             tool_name = require_text(f"{place}.tool_name", block.get("tool_name"))
-            if tool_name in tools:  # otherwise the tool was removed in between
+            if tool_name in tools:  # otherwise the tool has been removed
                 tool = json.dumps(tools[tool_name][0], ensure_ascii=False)
                 read.append({"type": "text", "text": f"<tool>{tool}</tool>\n"})
         else:

@@ -1,4 +1,4 @@
-"""A conversation as its request names it: its name, its namespace, and whether it is kept.
+"""A conversation as its request names it: its name, its namespace, and whether it is stored.
 
 A key is only a hint: the text decides which tokens are reused. Names of people (`user`,
 `safety_identifier`, a whole `metadata.user_id`) are never keys.
@@ -165,10 +165,9 @@ def normalise(messages: Messages, tools: Any) -> None:
     """Normalise a request, in place. Tools stay if they are not a list.
 
     Claude Code's billing line, the first block or line of the first system message, is removed. The
-    same words at any other place are the user's text and stay. Content that is a single text part
-    becomes its
-    text: clients use either form. Reasoning gets both names: stock sends one, most templates read
-    the other.
+    same words in any other place are the user's text and stay. Content that is a single text part
+    becomes its text: clients use either form. Reasoning gets both names: stock sends one name, most
+    templates read the other name.
     """
     match messages[:1]:
         case [{"role": "system", "content": str(text)}] if text.startswith(BILLING_PREFIX):

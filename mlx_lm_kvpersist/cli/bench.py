@@ -163,7 +163,7 @@ class Bench:
                 f"second and loads the model in {speed.load_s:.0f} s; "
                 f"give --minutes {minutes + 1:.0f}, or a smaller model{slow}"
             )
-        # First prompts of a useful length, then more conversations, then longer prompts.
+        # Prefer prompts of useful length, then more conversations, then more tokens.
         return max(fitting, key=lambda plan: (min(plan[0], _WORTH_REPEATING), plan[1], plan[0]))
 
     def rows(self) -> list[dict[str, Any]]:

@@ -135,9 +135,9 @@ def undo(name: str) -> None:
             continue
         record.unlink()
         for folder in written.get("folders", ()):
-            with suppress(OSError):  # it holds other files, or is gone
+            with suppress(OSError):  # it has other files, or does not exist
                 Path(folder).rmdir()
-        kept = "" if former == written["before"] else ", but for what was changed since"
+        kept = "" if former == written["before"] else ", except for later changes"
         print(f"{file} is {'removed' if former is None else 'as it was'}{kept}.")
     if failures:
         raise ConfigError("; ".join(failures))
@@ -209,7 +209,7 @@ def _record_of(path: Path) -> Path:
 
 
 def _write(file: Path, settings: Settings) -> None:
-    """Merge settings into a file and show the difference; first keep the former content.
+    """Merge settings into a file and show the difference; first save the former content.
 
     Raises ValueError if they cannot be merged, OSError or RuntimeError for an unusable file.
     """
@@ -265,7 +265,7 @@ def _in_json(table: Mapping[str, Any], like: str) -> str:
 
 
 def _merged_toml(before: str, settings: str) -> str:
-    """Return a TOML text with the entries of another one in it."""
+    """Return a TOML text with the entries of another text added."""
     tables = _tables(before)
     for header, entries in _tables(settings):
         if header not in dict(tables):
@@ -310,7 +310,7 @@ def _with_line_ends(lines: Sequence[str], like: str) -> str:
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's entries. Raises ValueError if one would be lost."""
+    """Return a JSON object's entries. Raises ValueError if an entry would be lost."""
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = ", ".join(json.dumps(key) for key, _ in pairs)
@@ -382,7 +382,7 @@ def opencode(url: str, n_context: int | None) -> Client:
 
 
 def aider(url: str, n_context: int | None) -> Client:
-    """Aider takes a configuration file, and one with facts about models. JSON is valid YAML."""
+    """Aider takes a configuration file, and a file with facts about models. JSON is valid YAML."""
     model, folder = f"openai/{_MODEL}", Path.home()
     settings = {"openai-api-base": f"{url}/v1", "openai-api-key": _NO_KEY, "model": model}
     file, facts = folder / f".aider.{_NAME}.json", folder / f".aider.{_NAME}.models.json"
@@ -395,7 +395,7 @@ def aider(url: str, n_context: int | None) -> Client:
 
 
 def openwebui(url: str, n_context: int | None) -> Client:
-    """Open WebUI reads variables at its first start; with the last it sends each chat's id."""
+    """Open WebUI reads variables at its first start; the last variable makes it send chats' ids."""
     variables = {
         "OPENAI_API_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": _NO_KEY,

@@ -106,7 +106,7 @@ def mlx() -> Finding:
     try:
         device, gflops = json.loads(output.rpartition("\n")[2])  # other output may come first
     except (TypeError, ValueError):
-        return Finding("mlx", False, f"says {output!r} instead of what it computes on", advice)
+        return Finding("mlx", False, f"says {output!r} instead of its device", advice)
     observed = f"computes on {device}" + (f", {gflops:.3g} GFLOP/s" if gflops else "")
     advice = openblas_advice(gflops)
     slow = ": prompts take many times as long as with OpenBLAS" if advice else ""
@@ -119,7 +119,7 @@ def plugin() -> Finding:
 
 
 def pth_file(folders: Sequence[Path]) -> Finding:
-    """Check that the .pth file exists, is whole, and is not hidden."""
+    """Check that the .pth file exists, is complete, and is not hidden."""
     paths = [folder / PTH_NAME for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
     observed, advice = str(path), ""

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KVPersistError as error:
         message = str(error)
-    except BrokenPipeError:  # the reader, such as `head`, has all that it wants
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _SIGPIPE_STATUS
     except PermissionError as error:
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
     """Run a command for the store that the options name, or for the store of each rank.
 
-    The command fails if all stores raise an error. JSON is an object by folder.
+    The command fails if all stores raise an error. JSON has a key per folder.
     """
     from .opening import folders_of
 
@@ -204,7 +204,7 @@ def make_parser() -> CommandParser:
     )
     _add_quality(add)
     add_spec = _adder(commands, "kv-bits")
-    spec = add_spec("spec", "spec:run", "load a model and say how its cache is kept")
+    spec = add_spec("spec", "spec:run", "load a model and say how its cache is stored")
     spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
     spec.add_argument("--adapter-path", help="a folder with a trained adapter")
     _add_selftest(add)

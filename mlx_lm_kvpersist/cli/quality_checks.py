@@ -27,7 +27,7 @@ MakeCache = Callable[[], list[Any]]
 """Returns an empty prompt cache."""
 
 FIRST_TOKENS = 16
-"""Replies count as the same if they begin with the same tokens, this number of them."""
+"""Replies count as the same if this number of first tokens is the same."""
 
 Window = tuple[list[int], int]
 """Ids, and how many of the first ids are only read; the later ids are predicted."""
@@ -76,7 +76,7 @@ def served(
 ) -> ModelCacheSpec:
     """Return a model's spec with its attention plans: the policy's, or a named strategy's.
 
-    Raises ModelNotSupported if the model's cache cannot be kept.
+    Raises ModelNotSupported if the model's cache is not supported.
     """
     facts = architecture_of(model)
     spec = spec_of(model, choice, facts)

@@ -48,7 +48,7 @@ def answer(
     sent = {"Authorization": f"Bearer {key}"} if key else {}
     sent |= {"Content-Type": "application/json", **(headers or {})}
     payload = None if body is None else json.dumps(body).encode()
-    opener = build_opener(ProxyHandler({}))  # no proxy is used for a server on this machine
+    opener = build_opener(ProxyHandler({}))  # a server on this machine needs no proxy
     try:
         reply: HTTPResponse = opener.open(Request(f"{url}{path}", payload, sent), timeout=timeout_s)
         return reply

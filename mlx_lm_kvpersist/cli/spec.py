@@ -1,4 +1,4 @@
-"""`mlx-lm-kvpersist spec`: a model's caches, how they are kept, and what can be reused."""
+"""`mlx-lm-kvpersist spec`: a model's caches, their stored form, and what can be reused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Run the command; status 1 if the cache cannot be kept. Raises like `load_named`."""
+    """Run the command; status 1 if the cache is not supported. Raises like `load_named`."""
     model, _ = load_named(args.model, args.adapter_path)
     try:
         spec = spec_of(model, precision_of(args), architecture_of(model))

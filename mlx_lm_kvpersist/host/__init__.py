@@ -1,6 +1,6 @@
-"""The seams of `mlx_lm.server`. Knows mlx_lm and no KV.
+"""The patches and hooks of `mlx_lm.server`. This package knows nothing about KV.
 
-Importing this package costs nothing and touches nothing: `install` does the work.
+Its import is cheap and changes nothing: `install` does the work.
 """
 
 from __future__ import annotations

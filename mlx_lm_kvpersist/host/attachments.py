@@ -110,7 +110,7 @@ def _question(messages: list[Message]) -> int | None:
 
 
 def _is_followed_up(content: list[Part], i: int) -> bool:
-    """Tell whether a question was added behind a part and its text."""
+    """Tell whether a question was added after a part and its text."""
     texts = [str(block["text"]) for block in content[i + 1 :] if block["type"] == "text"]
     return len([text for text in texts if not _TAGS.fullmatch(text)]) > 1
 

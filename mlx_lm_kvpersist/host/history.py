@@ -2,9 +2,9 @@
 
 Clients send the whole conversation with each request, so a message that the template refuses would
 end the conversation for good. Each kind of refusal is tested alone, with a short conversation, when
-it first matters. A conversation that the template renders is left unchanged, with one exception: a
-system message that the template leaves out, moves, or counts as the assistant's is adapted, since
-otherwise the next turn would change the prompt or be refused.
+it first matters. A conversation that the template renders is left unchanged. The only exception is
+a system message that the template leaves out, moves, or counts as the assistant's: otherwise the
+next turn would change the prompt or be refused.
 
 An adaptation depends on the messages up to its own, so the prompts of a conversation only grow.
 """
@@ -131,7 +131,7 @@ class Template:
             return None
 
     def fits(self, before: list[str], kind: str) -> bool:
-        """Tell whether the template takes a kind of message here, without moving it."""
+        """Tell whether the template accepts a kind of message after `before`, unmoved."""
         ends, usual, place = _ENDS, before or ["user", "assistant"], None
         if kind == "system":
             # A template that counts messages would treat a system message as the assistant's.
@@ -143,7 +143,7 @@ class Template:
         return self._first((*before, kind), chain(tried, usual_texts)) < len(ends)
 
     def reads_calls(self) -> bool:
-        """Tell whether the template takes calls, and their results."""
+        """Tell whether the template accepts calls, and their results."""
         return self.fits(["user"], "calls") and self.fits(["user", "calls"], "tool")
 
     def reads_parallel_calls(self) -> bool:
@@ -369,7 +369,7 @@ class _Fitting:
             ids, own = [call.get("id") for call in self._open], message.get("tool_call_id")
             self._open.pop(ids.index(own) if own in ids else 0)
             if self._open and kinds[-1] == "tool":
-                return  # as after the first of two results
+                return  # `kinds` already ends with a result
         if kind == "assistant" and "user" in kinds:
             kinds[:] = ["user", kind]
             return

@@ -99,8 +99,8 @@ class ClientRequest:
     """A request as plugins see it, from its arrival to its end, apart from the server's object.
 
     `kind` is "chat" or "text". `messages` are the messages that the client sent, `prompt` is the
-    text of a "text" request. `client_gone`: whether its client has left. Plugins may store what
-    they know about a request in its attributes.
+    text of a "text" request. `client_gone`: whether its client has left. Plugins may store their
+    data about a request in its attributes.
     """
 
     client_gone = False
@@ -152,7 +152,7 @@ class Prompt:
 
 
 def has_text_only(messages: Iterable[Mapping[str, Any]]) -> bool:
-    """Tell whether no message holds anything but text, such as an image."""
+    """Tell whether the messages hold only text, and for example no image."""
     contents = (message.get("content") for message in messages)
     blocks = (block for content in contents if isinstance(content, list) for block in content)
     return all(block.get("type") == "text" for block in blocks)
@@ -195,16 +195,16 @@ class ModelSupport:
 
     `make_caches()` returns one cache per layer for a new sequence, or None for stock's caches.
     `merge(caches)` returns one batch cache for one layer's caches of several sequences, or None:
-    then the first of them merges them, as in stock. `together(caches, n_tokens)` returns one cache
+    then the first cache merges them, as in stock. `together(caches, n_tokens)` returns one cache
     for one layer's caches of several prompts, each a batch of one row, of which the next `n_tokens`
     are computed in one call, padded on the right; or None if each prompt is computed alone. Layers
     with the same attribute `kind` share a mask: prompts are computed together only if these caches
     are of one class. `batches` says whether sequences may be served together at all. Without
-    `limits` prompts are computed as in stock, and nothing is weighed. `draft` has the caches and
+    `limits` prompts are computed as in stock, and `weigh` is not called. `draft` has the caches and
     limits of the draft model, if one was loaded. A single reply that repeats itself or
-    `TakenRequest.draft_ids` is computed several tokens at a time, as many as
-    `most_taken_back(caches)` says that one call may append to a batch's caches so that `trim` can
-    remove any number of them; by default none.
+    `TakenRequest.draft_ids` is computed several tokens at a time. `most_taken_back(caches)` returns
+    how many tokens one call may append to a batch's caches so that `trim` can remove any number of
+    them; by default none.
 
     `weigh(replies, prompts, n_bytes)` records the running sequences, and returns whether the
     replies fit while they grow. It is called when sequences begin, end or grow by more than a few
@@ -454,7 +454,7 @@ def prepare_messages(messages: list[dict[str, Any]], tools: list[Any] | None) ->
 
 @hookspec
 def prompt_rendered(request: ClientRequest, prompt: Prompt) -> None:
-    """A prompt for the loaded model is about to be queued, and waits for this. HTTP thread."""
+    """A prompt for the loaded model is about to be queued after this hook. HTTP thread."""
 
 
 @hookspec(firstresult=True)

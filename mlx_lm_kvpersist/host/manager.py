@@ -64,7 +64,7 @@ class PluginManager(pluggy.PluginManager):
 
 
 def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return a plugin's answer to a hook, with the plugin's name if it is asked more later."""
+    """Return a plugin's answer to a hook, with the plugin's name if it is called again."""
     check, raised = partial(check_answer, hook), RAISED.get(hook, ())
     answer = safely(plugin, hook, function, *args, check=check, raised=raised)
     return (plugin, answer) if hook in NAMED and answer is not None else answer
@@ -93,7 +93,7 @@ def load_plugins(names: Sequence[str]) -> PluginManager:
 
 
 def find_entry_point(name: str) -> metadata.EntryPoint:
-    """Return the entry point of a plugin; raises PluginNotFound with the names there are.
+    """Return the entry point of a plugin; raises PluginNotFound with the installed names.
 
     This package is searched first: searching all installed packages takes longer.
     """
@@ -242,7 +242,7 @@ class Taken:
     """The queue for its tokens (`waiting.ReplyQueue`)."""
 
     def advance(self) -> bool:
-        """Tell whether the request can enter; a plugin that fails is not waited for.
+        """Tell whether the request can enter; True if its plugin fails.
 
         Raises RequestRefused if the plugin does.
         """

@@ -52,7 +52,7 @@ class PrintableFormatter(logging.Formatter):
 class PluginArgumentParser(argparse.ArgumentParser):
     """A parser that takes `--plugin` and the options of the plugins.
 
-    They are added when the command line is parsed, after all stock options, so the help shows them
+    These are added when the command line is parsed, after all stock options, so the help shows them
     last, and an option that clashes with one of stock's is reported for the plugin.
     """
 
@@ -135,8 +135,8 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 def allow_open_files() -> None:
     """Raise the soft limit of open files to OPEN_FILES, as far as the hard limit allows.
 
-    macOS starts processes with 256. Each client takes one, and threads that read stored files take
-    more.
+    macOS starts processes with 256. Each client needs one file, and threads that read stored files
+    need more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)

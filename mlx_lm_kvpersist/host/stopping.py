@@ -17,7 +17,7 @@ def requested_plugins(argv: Sequence[str]) -> list[str]:
     """Return the names given with `--plugin`, in order, each once.
 
     Plugins add options, so they must be known before the options are parsed. A `--plugin`
-    without a name is left for argparse to complain about.
+    without a name is an error that argparse reports.
     """
     names: list[str] = []
     for arg, following in zip(argv, [*argv[1:], "-"], strict=False):

@@ -144,10 +144,10 @@ def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
 
 @dataclass(frozen=True)
 class _Step:
-    """A block whose first `n_equal` characters (or bytes of ids) stand at `position`.
+    """A block whose first `n_equal` characters (or bytes of ids) are at `position`.
 
-    It begins in a character of bytes `pending`. Its packed ids end at `ids_end` from the root.
-    `has_own_ids`: whether the ids from the root to its end are the prompt's own.
+    It begins inside a character, after the bytes `pending`. Its packed ids end at `ids_end`, from
+    the root. `has_own_ids`: whether the ids from the root to its end are the prompt's own.
     """
 
     node: Block
@@ -267,7 +267,7 @@ MAX_ALIKE = 64
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
-"""Finds the first block whose text or ids are greater; all equal ones of the last that are not."""
+"""Finds the first block with greater text or ids (">"), or all equal last blocks before it."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
@@ -349,7 +349,7 @@ def splice(
 
 
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
-    """Return each token's end in bytes; in characters where `text` has replacement characters.
+    """Return each token's end in bytes; in characters if `text` has a replacement character.
 
     A byte that is not valid text becomes a replacement character of three bytes. Counting
     characters takes ten times as long. An end inside a character counts half.

@@ -2,7 +2,7 @@
 
 Such a model continues only from a checkpoint, which holds its states and the last tokens of its
 windows. Checkpoints are at the ends of the system prompt, of the user's messages and of the
-replies, and at some places of a long prompt until it is computed. A checkpoint that takes only a
+replies, and at some positions of a long prompt until it is computed. A checkpoint that takes only a
 few seconds to compute again is postponed: the next checkpoint replaces it.
 """
 
@@ -34,13 +34,13 @@ STATE = "state"
 layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""How many newest checkpoints stay in addition to the first: two for each of three turns."""
+"""The number of newest checkpoints that stay besides the first: two for each of three turns."""
 
 N_SAFE = 2
-"""How many newest checkpoints below RAM stay: a kill loses postponed checkpoints."""
+"""The number of newest checkpoints in lower tiers that stay: a kill loses postponed ones."""
 
 MAX_BRANCHES = 4
-"""The number of older places at which conversations diverge, for which checkpoints stay."""
+"""The number of older positions where conversations diverge, for which checkpoints stay."""
 
 MIN_TOKENS_BETWEEN = 16
 """If checkpoints are nearer to each other, only one of them stays."""
@@ -58,7 +58,7 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Also saves checkpoints, and finds one to resume from. `pace`: the speed of computing."""
+    """Also saves checkpoints, and finds one for a resume. `pace`: the speed of computing."""
 
     pace: Pace = field(default_factory=Pace)
 
@@ -129,7 +129,7 @@ class CheckpointSaver(Saver):
         """Return the seconds to compute a chain's end from the last checkpoint that survives a
         kill.
 
-        It is infinite for the first checkpoint, which other conversations share. Temporary
+        The result is infinite for the first checkpoint, which other conversations share. Temporary
         checkpoints count only while their prompt is computed.
         """
         is_chunk = cache_type == PREFILL
@@ -189,14 +189,14 @@ class CheckpointSaver(Saver):
     def superseded(
         self, sequence: RunningSequence, stored: Stored, store: BlockStore
     ) -> list[Checkpoint]:
-        """Return the windows and states, of those `stored`, that can be deleted.
+        """Return the `stored` windows and states that can be deleted.
 
         These checkpoints stay, with all records that they need: the newest checkpoints, the newest
-        below RAM, and the first, which other conversations share. Before each place where another
-        session ends or conversations diverge, the last checkpoint stays, and the last checkpoint
-        below RAM. So a kill or an eviction costs another conversation no more than
-        `config.MAX_LOSS_S`. Temporary checkpoints stay only at such places. An earlier reply at the
-        place from which this sequence continued loses its checkpoint.
+        in lower tiers, and the first, which other conversations share. Before each position where
+        another session ends or conversations diverge, the last checkpoint stays, and the last
+        in lower tiers. So a kill or an eviction costs another conversation no more than
+        `config.MAX_LOSS_S`. Temporary checkpoints stay only there. An earlier reply at the position
+        from which this sequence continued loses its checkpoint.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -231,7 +231,7 @@ class CheckpointSaver(Saver):
     def _needed_at(
         self, path: Sequence[Block], n_tokens: int, stored: Stored
     ) -> list[Needed] | None:
-        """Return the windows and the state to continue from a place; None if any is missing."""
+        """Return the windows and the state to continue from a position; None if any is missing."""
         needed: list[Needed] = []
         at_end: list[Needed] = []
         n_newest = n_tokens % BLOCK_TOKENS if self.spec.quantized else 0
@@ -279,7 +279,7 @@ def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> l
 
     A reply has one checkpoint, at its end. Another conversation's turn has an earlier one, too.
     """
-    # `n_reused` may be some tokens after the end of the last block that both have.
+    # `n_reused` may be some tokens after the end of the last block of both chains.
     fork = bisect_right([block.stop for block in chain], n_reused) - 1
     if fork < 0 or fork + 1 >= len(chain):
         return []

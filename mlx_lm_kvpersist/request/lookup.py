@@ -89,7 +89,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Caches with `n_tokens` of a prompt, `n_read` of them from below RAM (slowest: `tier`)."""
+    """Caches of `n_tokens`; `n_read` came from lower tiers, the slowest of them `tier`."""
 
     n_tokens: int = 0
     caches: list[Any] | None = None
@@ -101,8 +101,8 @@ class Lookup:
     """A prompt, from the match with the stored text to the caches that hold its beginning.
 
     `prompt` has replies as the ids that the model produced. Several ranks restore the tokens that
-    every rank has: rank 0 matches the prompt, and the other ranks look up its ids, `n_worth` tokens
-    at most, for which rank 0 found a restore faster than computing.
+    every rank has: rank 0 matches the prompt, and the other ranks look up its ids. They look up at
+    most `n_worth` tokens, for which rank 0 found a restore faster than computing.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Lookup:
         if point is not None:
             keys = [need.record.key for need in point.needed]
             self._pinned = self._store.pool.pin(keys, prefetch=True)
-            if self._closed:  # by another thread, at the same time
+            if self._closed:  # another thread has closed it by now
                 self.let_go()
         return sum(entry.n_bytes for entry in self._pinned)
 
@@ -310,7 +310,7 @@ class Lookup:
         between two steps, or if the lookup was closed.
         """
         if self._prefetch is not None:
-            self._prefetch.stop()  # blocks that the prefetch has not read are read faster from here
+            self._prefetch.stop()  # this thread reads the remaining blocks faster
         several = self.model.ranks.are_several  # then no rank stops alone
         try:
             while (reuse := self._reuse) is None:
@@ -334,7 +334,7 @@ class Lookup:
             self._steps = steps
         except StopIteration as end:
             self._reuse = end.value
-        if self._closed and not self.model.ranks.are_several:  # by another thread, at the same time
+        if self._closed and not self.model.ranks.are_several:  # another thread has closed it
             self._steps = self._reuse = None
         self._spent_s += perf_counter() - started
 
@@ -413,7 +413,7 @@ class Lookup:
         """Load the records of a restore point into caches with room for the rest of the prompt.
 
         Yields after each block, and after some buffers have been made. Returns None if a block
-        cannot be read: `lost` gets its key. `read` gets the records from below RAM.
+        cannot be read: `lost` gets its key. `read` gets the records from lower tiers.
 
         in_steps: whether replies continue between the steps, so that no step may be long; otherwise
         all blocks in RAM are joined at once, which takes less time.

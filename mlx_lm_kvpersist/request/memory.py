@@ -1,4 +1,4 @@
-"""One account of all memory but a model's weights: used, promised, and given back.
+"""One account of all memory except a model's weights: used, reserved, and given back.
 
 The pool gets the memory that sequences do not use, and at least a share of the total. A request
 begins if the caches of all requests fit at their full length. The machine reports how much memory
@@ -70,7 +70,7 @@ class Claim:
 
 
 class Memory:
-    """The account of one loaded model and of the store: `total_bytes` for all but the weights.
+    """The account of one loaded model and of the store: `total_bytes` for all except the weights.
 
     `refuses`: whether a request is refused if it would have to wait.
     """
@@ -93,11 +93,11 @@ class Memory:
         most_buffers = int(mx.device_info().get("resource_limit") or 1 << 62)
         self._most_blocks = most_buffers * 3 // 4 // self._takes.n_arrays
         self.live_bytes = 0
-        """Bytes of the caches of replies and of prompts, when last weighed."""
+        """Bytes of the caches of replies and of prompts, at the last update."""
         self._replies: tuple[int, ...] = ()
         self._prompts: tuple[int, ...] = ()
         self._claims: list[Claim] = []
-        """The claims of requests that have begun and were not weighed yet."""
+        """The claims of requests that have begun since the last update."""
         self.waiting: list[Claim] = []
         """The waiting claims, the oldest first."""
         self._n_changes = 0
@@ -137,7 +137,7 @@ class Memory:
     def changed(self) -> None:
         """Give the pool the remaining memory, and set MLX's memory limit.
 
-        Requests that wait ask again.
+        Then waiting requests ask again.
         """
         self._n_changes += 1
         level, self._level = self._level, self._pressure_level()
@@ -254,7 +254,7 @@ class Memory:
         total, weights = show_bytes(self.total_bytes), show_bytes(self.weights_bytes)
         token, chunk = show_bytes(self._takes.token_bytes), show_bytes(self._takes.chunk_bytes)
         return (
-            f"{total} of memory beside the model's {weights}: {token} for each token of a "
+            f"{total} of memory besides the model's {weights}: {token} for each token of a "
             f"conversation, {chunk} for a chunk of a prompt"
         )
 

@@ -114,7 +114,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options that decide how a model's prompts are computed and kept.
+    """The options that decide how a model's prompts are computed and stored.
 
     `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: the memory
     of a chunk of a prompt, without model and caches. `ranks`: the processes that compute the model.
@@ -129,7 +129,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model whose conversations are kept, called `name`; `ranks` compute it.
+    """A model called `name` whose conversations are stored; `ranks` compute it.
 
     `model` may be a weak proxy: the server drops a model before it loads the next, because two may
     not fit into memory.
@@ -146,7 +146,7 @@ class LoadedModel:
     """Whether facts about its architecture ship with the package."""
     speed: Speed = field(default_factory=Speed, compare=False)
     draft: LoadedModel | None = field(default=None, compare=False)
-    """The draft model, whose caches are kept below a root of its own."""
+    """The draft model, whose caches are stored below a separate root."""
     ranks: Ranks = field(default=ALONE, compare=False)
 
     @property
@@ -189,7 +189,7 @@ class LoadedModel:
         return ids
 
     def describe(self) -> dict[str, Any]:
-        """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""
+        """Return the values of `mlx-lm-kvpersist spec --json`, and the layers' attention."""
         plans = {name: asdict(plan) for name, plan in self.spec.plans.items()}
         model = {"model": self.name, "kept": True, "precision": self.precision}
         return {**model, **self.spec.describe(), "attention": plans}
@@ -199,7 +199,7 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
     """Return the provider's model with its caches, fingerprint and speed, and its draft model.
 
     provider: has `model`, `tokenizer` and `model_key`, as mlx-lm's ModelProvider. Raises OSError,
-    and ModelNotSupported if the model's conversations cannot be kept.
+    and ModelNotSupported if the model's conversations cannot be stored.
     """
     model_path, adapter_path, draft_path = provider.model_key
     name, adapter = str(model_path), Path(adapter_path) if adapter_path else None
@@ -258,13 +258,13 @@ def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    if options.ranks.agree(error is None, "whether the model can be kept"):
+    if options.ranks.agree(error is None, "whether the model is supported"):
         return
     if isinstance(error, ModelNotSupported | OSError):
         raise error
     if error is not None:  # stock may still serve an unusual model
         raise ModelNotSupported(f"the model cannot be examined: {error!r}") from error
-    raise ModelNotSupported("another rank cannot keep the model; its log says why")
+    raise ModelNotSupported("another rank does not support the model; its log says why")
 
 
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
@@ -312,7 +312,7 @@ def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:
 
 
 def places(store: BlockStore) -> str:
-    """Return where conversations are kept and how much space they take, for the log."""
+    """Return where conversations are stored and how much space they take, for the log."""
     ram = show_bytes(store.limits.max_ram_bytes)
     return f"conversations in {store.disk}, and up to {ram} of RAM"
 

@@ -34,7 +34,7 @@ class Kind(Enum):
     MISS = "MISS"
     """Nothing of the prompt was reused."""
     STOCK = "STOCK"
-    """The plugin does not keep the prompt: the stock server's own prompt cache is used."""
+    """The plugin does not store the prompt: the stock server uses its own prompt cache."""
 
 
 PENDING = "outcome=PENDING"

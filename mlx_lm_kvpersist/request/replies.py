@@ -188,7 +188,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
 def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> Prompt:
     """Return the prompt with other ids; its segments end as before if a token ends there.
 
-    boundaries: number of tokens before a place in the old ids -> in the new ids.
+    boundaries: a position in the old ids -> the same place in the new ids.
     """
     segments, types = [], []
     start = end = 0

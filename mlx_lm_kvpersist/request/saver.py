@@ -88,7 +88,7 @@ class CheckpointSource(BlockSource, Protocol):
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """A place to continue from, and all records to read for it, in the order of reading."""
+    """A position to resume from, and all records to read for it, in the order of reading."""
 
     n_tokens: int
     needed: list[Needed]

@@ -140,7 +140,7 @@ class RequestState:
 class Serving:
     """Serves the requests of one loaded model.
 
-    `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing.
+    `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
     requests whose prompts are being computed, and some whose prompts are complete.
     """
@@ -329,7 +329,7 @@ class ServedRequest(TakenRequest):
             is_common = self._serving.model.ranks.are_several and lookup is not None
             fed = lookup.stored.prompt if is_common and lookup else state.rendered or self.prompt
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # the prompt's text may differ
+            state.digest = None  # `fed` may have another text
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             outcome = reuse.outcome
             why = outcome.detail or (outcome.reason.text if outcome.reason else "")
@@ -425,7 +425,7 @@ class ServedRequest(TakenRequest):
             state.is_saved.set()
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return the ids that followed a run in stored text; a reply that goes on has them read."""
+        """Return the ids that followed a run in stored text; a longer reply starts to read them."""
         root, runs = self._root, self._serving.store.runs
         self._n_drafted += 1
         if self._n_drafted >= SHORT_REPLY and not self._has_asked_runs:

@@ -41,7 +41,7 @@ _MIN_QUEUE_BYTES = 512 << 10
 
 @dataclass(frozen=True)
 class RamFirst:
-    """A store's blocks; For each block in `complete`, RAM has all blocks that continue it."""
+    """A store's blocks. For each block in `complete`, RAM has all blocks that continue it."""
 
     store: BlockStore
     complete: set[bytes]
@@ -50,11 +50,11 @@ class RamFirst:
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         children = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
-        return list(children) or self.store.children(parent, ahead, limit)  # evicted in between
+        return list(children) or self.store.children(parent, ahead, limit)  # or evicted since
 
 
 class BlockStore:
-    """Blocks and checkpoints by key, in tiers. The generation thread reads and submits."""
+    """Blocks and checkpoints by key, in tiers. The generation thread reads and submits commits."""
 
     def __init__(self, folder: Path, limits: StoreLimits, encryption: Encryption = PLAIN) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ class BlockStore:
         self.reused_tokens: Counter[str] = Counter()
         self.blocks_quarantined = 0
         self._failures: set[str] = set()
-        """Kinds of failure that keep commits from being saved now."""
+        """Kinds of failure that prevent saving now."""
         self.failures = Failures(logger)
         self.n_changes = 0
         """Grows when blocks are added or removed, so that a prompt may be matched again."""
@@ -72,7 +72,7 @@ class BlockStore:
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
-        """The index: with errors, and without them for serving threads."""
+        """The index, which raises errors, and for serving threads a view, which raises none."""
         self.runs = StoredRuns(self.index)
         self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.forgotten = partial(self.pool.set_stored, is_stored=False)
@@ -180,7 +180,7 @@ class BlockStore:
     # Add.
 
     def put(self, blocks: Iterable[tuple[Record, Arrays]]) -> None:
-        """Put blocks into RAM, for as long as there is room."""
+        """Put blocks into RAM while there is room."""
         for block, arrays in blocks:
             self.pool.put(KVBlock.of(block, arrays))
         self.n_changes += 1
@@ -194,7 +194,7 @@ class BlockStore:
     ) -> None:
         """Put a commit's new records into RAM, and save the commit in the background.
 
-        They stay in RAM until then. Checkpoints that can be computed again within `loss_s` are
+        Unsaved records stay in RAM. Checkpoints that can be computed again within `loss_s` are
         postponed. Earlier blocks of the `chain` that only a tier below the disk has are also saved.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
@@ -232,7 +232,7 @@ class BlockStore:
     def is_safe(self, key: bytes) -> bool:
         """Say whether a block or checkpoint is in a tier below RAM, or is being written to it."""
         entry = self.pool.get(key)
-        if entry is None or entry.is_stored:  # another process may have evicted it in between
+        if entry is None or entry.is_stored:  # another process may have evicted it since
             return any(key in tier for tier in self.below)
         return key in self.writer.unwritten()
 
@@ -259,7 +259,7 @@ class BlockStore:
         self.writer.resize(_queue_bytes(max_ram_bytes))
         self.pool.resize(max_ram_bytes)
         if self.pool.n_bytes > max_ram_bytes:
-            self.writer.write_postponed()  # once they are written, they may be evicted
+            self.writer.write_postponed()  # written records may be evicted
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of replies, by digest."""
@@ -279,7 +279,7 @@ class BlockStore:
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
         """Mark a chain's blocks, by key, and checkpoints as used and proven by a restore."""
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
-        self.change_index("mark what was used", lambda index: index.touch(chain[-1], checkpoints))
+        self.change_index("mark used blocks", lambda index: index.touch(chain[-1], checkpoints))
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
@@ -342,10 +342,10 @@ class BlockStore:
     def _save(self, tasks: Sequence[Task]) -> None:
         """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned.
 
-        Notes share a transaction. If the disk refuses one note, the next notes are written.
+        Notes share a transaction. If one note fails, the next notes are written.
         """
         if tasks[0].is_note:
-            self.disk_tier.change("note what requests reused", partial(self._note, tasks))
+            self.disk_tier.change("note the reuse of blocks", partial(self._note, tasks))
             return
         commits = [task.commit for task in tasks if task.commit is not None]
         results: Sequence[Saved | Exception | None]

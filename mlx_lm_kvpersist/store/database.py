@@ -20,9 +20,9 @@ from .folder import OwnFiles
 
 _WAIT_S = 30.0
 _TURN_S = 5.0
-"""How long a thread waits for the connection that is lent, before it opens its own."""
+"""How long a thread waits for the lent connection before it opens its own."""
 _LAST_TURN_S = 1.0
-"""How long closing waits for the thread that has this connection."""
+"""How long closing waits for a thread that has the lent connection."""
 _MOST_AT_ONCE = 400
 """Rows in one statement: SQLite allows at least 999 variables."""
 
@@ -46,7 +46,7 @@ def _text(raw: bytes) -> str | bytes:
 
 
 def is_empty(path: Path) -> bool:
-    """Say whether SQLite would take a file for a new database. It ignores a single byte."""
+    """Say whether SQLite would make a new database of a file: it has at most one byte."""
     return not path.exists() or path.stat().st_size <= 1
 
 
@@ -120,9 +120,9 @@ class Database:
         return db
 
     def close(self) -> None:
-        """Answer no more, and close this thread's connection and the lent one. Any thread.
+        """Answer no more queries; close this thread's and the lent connection. Any thread.
 
-        A thread that still has the lent one closes it afterwards.
+        A thread that still has the lent connection closes it afterwards.
         """
         with suppress(Empty):
             self._lent.get(timeout=_LAST_TURN_S)
@@ -131,14 +131,14 @@ class Database:
         self._lent.put(None)
 
     def disconnect(self) -> None:
-        """Close this thread's connection; if the thread asks again, it gets another."""
+        """Close this thread's connection; a later query of the thread opens another."""
         self._local.__dict__.clear()
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Lend a connection to a thread that comes and goes. Such threads take turns.
+        """Lend a connection to a short-lived thread. Such threads take turns.
 
-        A thread whose turn does not come opens its own: the other may wait for a disk.
+        A thread that waits too long opens its own: the borrower may wait for a disk.
         """
         has_turn, own = True, None
         try:
@@ -182,9 +182,9 @@ class Database:
 
 
 class Rows:
-    """Questions to a database. Any thread.
+    """Queries to a database. Any thread.
 
-    If a question fails, `failed` is called with an action and the error, and the answer is empty;
+    If a query fails, `failed` is called with an action and the error, and the result is empty;
     without `failed`, the error is raised.
     """
 
@@ -195,7 +195,7 @@ class Rows:
         self._failed = failed
 
     def ask(self, sql: str, *values: Any, types: Sequence[Any] = ()) -> list[Any]:
-        """Return the rows of an answer; with `types`, only rows of values of these types."""
+        """Return the rows of a query; with `types`, only rows whose values have these types."""
         try:
             rows = self.database.connection.execute(sql, values).fetchall()
         except (OSError, sqlite3.Error) as error:

@@ -158,10 +158,10 @@ class DiskStore:
         return os.path.exists(self.files.path_of(key, name)) and key in self.index
 
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
-        """Return what `Index.gap` returns.
+        """Return the last missing block before a leaf, as `Index.gap` does.
 
-        Another process may quarantine a block that has children. The chain is walked only if the
-        index was changed elsewhere since this end was known to be complete.
+        Another process may quarantine a block that has children. The chain is walked only if
+        another thread or process changed the index since the chain was known to be complete.
         """
         if leaf == root.key or self._whole.get(leaf) == self.index.version():
             return None
@@ -227,7 +227,7 @@ class DiskStore:
         """Remove unreachable records, and files or rows without the other; return their number."""
         with self.lock.held():
             n_swept = sweep_staged(self.files)
-            if self.index.faults():  # otherwise, files that its rows do not name would be removed
+            if self.index.faults():  # otherwise, the files of damaged rows would be removed
                 rebuild_index(self.files)
             for name in FOLDERS:
                 indexed, present = self.index.keys(name), set[bytes]()
@@ -274,7 +274,7 @@ class DiskStore:
 
     @property
     def reserve_bytes(self) -> int:
-        """Room for the index and its log to grow by while a turn is saved."""
+        """Bytes that the index and its log may grow by while a turn is saved."""
         return min(_INDEX_RESERVE_BYTES, self.limits.max_disk_bytes // 4)
 
     def make_room(
@@ -365,10 +365,10 @@ class DiskStore:
             has_row = self.index.ask("SELECT 1 FROM sessions WHERE id = ?", drawn)
             if not has_row and not os.path.lexists(sidecar_path(self.folder, drawn)):
                 return drawn
-        raise StoreError("a hundred ids were drawn for a session, and other sessions have them all")
+        raise StoreError("a hundred random ids for a session all belong to other sessions")
 
     def remove_session(self, session: Session) -> list[bytes]:
-        """Remove a session and the records that only it needs (also a draft's); return the keys."""
+        """Remove a session and the records that only it and its draft need; return the keys."""
         removed = []
         with self.lock.held():
             chain = [block for block, _ in self.index.chain(session.leaf)]

@@ -86,8 +86,8 @@ class Saving:
                         self._make_room(left)
                         left = [job for job in left if job.result is None]
                         if not left:
-                            staging.close()  # under the lock: no room is made for files in place
-                except Exception as error:  # the lock or the whole transaction has failed
+                            staging.close()  # under the lock: files in place would count twice
+                except Exception as error:  # of the lock or the whole transaction
                     for job in left:
                         job.result = error
                 for job in left:
@@ -185,7 +185,7 @@ class Saving:
         gone = self._disk.gone.get(key)
         why = "was removed by another process, or with its session"
         if gone:
-            why = f"was {gone.value} meanwhile"
+            why = f"has been {gone.value}"
         logger.warning(
             "kvpersist: a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why
         )
@@ -212,8 +212,8 @@ class Saving:
                         f"({show_bytes(disk.limits.max_disk_bytes)}, of which "
                         f"{show_bytes(disk.used_bytes())} are used), or would leave less free than "
                         f"--kvpersist-min-free ({show_bytes(disk.limits.min_free_bytes)}; "
-                        f"{show_bytes(disk.free_bytes())} are free); raise the one or lower the "
-                        "other"
+                        f"{show_bytes(disk.free_bytes())} are free); raise the first or lower "
+                        "the second"
                     )
                 self._staging.announce(n_bytes)
                 job.reserved_bytes += n_bytes
@@ -260,7 +260,7 @@ class Saving:
                 self._disk.asked_again_tokens += file.block.n_tokens
         for replaced, successor in job.commit.leaf.replaced if job.commit.leaf else ():
             if not self._disk.files.path_of(replaced, Block.folder).exists():
-                continue  # it was in RAM alone
+                continue  # only RAM had it
             self._disk.forget(replaced)
             for moved in self._index.sessions_at(successor):
                 write_sidecar(moved, self._disk.files)
@@ -318,7 +318,7 @@ class DiskTier:
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> list[Saved | Exception | None]:
         lost = self._lost.copy()
-        # Postponed checkpoints come without blocks. Without their blocks, they are not written.
+        # A commit without blocks has only checkpoints: it is not written if its blocks are gone.
         waiting = (commit for commit in self._writer.commits() if commit.blocks)
         keep = {key for commit in waiting for key in commit.keys()}
 
@@ -335,7 +335,7 @@ class DiskTier:
         results = saving.save(planned)
         for saved in results:
             if isinstance(saved, Saved):
-                # A record that was lost since then may not have been written again.
+                # A record that was lost during the save may not have been written again.
                 self._lost.difference_update(lost & {record.key for record in saved.commit.records})
         return results
 
@@ -345,13 +345,13 @@ class DiskTier:
 
     def _remove(self, key: bytes, reason: str | None) -> None:
         if key not in self._lost:
-            return  # written again in between
+            return  # it was written again
         if reason is None:
             remove = partial(self.disk.forget_missing, key)
         else:
             remove = partial(self.disk.quarantine, key, reason)
-        if self.change("take a block out of the store", remove) or reason is None:
-            self._lost.discard(key)  # otherwise the damaged file stays
+        if self.change("remove a block from the store", remove) or reason is None:
+            self._lost.discard(key)  # after a failure the damaged file is still there
 
     def change(self, what: str, change: Callable[[], object]) -> bool:
         """Change files or index under the lock. Return False, and log `what`, if that fails."""
@@ -379,7 +379,7 @@ class DiskTier:
             )
 
     def stats(self) -> dict[str, Any]:
-        """Return what `Tier.stats` returns, from the index: no folder is read."""
+        """Return the tier's numbers from the index: no folder is read."""
         with self.disk.index.asked_once() as index:
             totals = index.totals()
         return {

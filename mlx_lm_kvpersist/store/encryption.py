@@ -90,11 +90,11 @@ class Cipher(Plain):
         return hmac.new(self._name_key, key, hashlib.sha256).hexdigest()
 
     def file_name(self, key: bytes) -> str:
-        """Return the name of a file, by a key of 16 bytes: 32 digits."""
+        """Return a file's name, 32 hex digits, for a record's key."""
         return bytes(self._file_names.encryptor().update(key)).hex()
 
     def key_of(self, file_name: str) -> bytes:
-        """Return the key that `file_name` made a name of."""
+        """Return a record's key from its file's name."""
         return bytes(self._file_names.decryptor().update(bytes.fromhex(file_name)))
 
     def connect(self, path: Path, driver: Any = None) -> sqlite3.Connection:

@@ -122,7 +122,7 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
 def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
-    Raises what `read_record` does, and OSError or MemoryError when the arrays cannot be read now.
+    Raises the errors of `read_record`, and OSError or MemoryError if arrays cannot be read now.
     """
     files = _files_of(path, files)
     with files.open(path) as file:
@@ -137,7 +137,7 @@ def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, 
         mx.eval(arrays)
     except (RuntimeError, ValueError) as error:
         # The header and the size are right: the machine cannot read the file now.
-        if not path.exists():  # another process made room
+        if not path.exists():  # another process evicted it
             raise FileNotFoundError(path) from error
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
     return record, root, _checked(arrays, metadata, path.name)
@@ -163,7 +163,7 @@ def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
 
 
 def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str) -> Arrays:
-    """Return a file's arrays, with empty arrays added. Raises BlockCorrupt by the checksum."""
+    """Return a file's arrays, and its empty arrays. Raises BlockCorrupt if the checksum differs."""
     try:
         for empty, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
             if math.prod(shape):  # no memory is allocated before the checksum is verified
@@ -228,7 +228,7 @@ def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, s
         if not all(isinstance(value, str) for value in texts) or type(root.with_text) is not bool:
             raise TypeError("its root has the wrong types")
         if not record.is_genuine:
-            raise ValueError(f"what {record} says of itself does not hash to its key")
+            raise ValueError(f"the metadata of {record} do not hash to its key")
     except MALFORMED as error:
         raise BlockCorrupt(f"{name}: its header cannot be read: {error!r}") from error
     return record, root, metadata

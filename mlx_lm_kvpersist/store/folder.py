@@ -2,7 +2,7 @@
 
 A file in a store's folder or in a shared folder is the plugin's own if its name has exactly a form
 that the plugin gives, if it is a regular file, and if no link leads to it from the folder. All
-other files are neither moved, removed nor counted. The folder itself may be reached through a link.
+other files are not moved, removed or counted. The folder itself may be reached through a link.
 
 Files on their way into a store are written without the lock, and moved under it:
 
@@ -149,7 +149,7 @@ class OwnFiles:
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & 0o077:
             logger.warning(
-                "kvpersist: others may look into the store %s (mode %o): chmod 700 it", folder, mode
+                "kvpersist: other users may list %s (mode %o); run chmod 700 on it", folder, mode
             )
 
     def check_store(self) -> None:
@@ -296,11 +296,11 @@ class OwnFiles:
 
         Each folder on the way is opened in the folder before it, so a link that appears afterwards
         is not followed. Raises StoreError if the file is not own, and FileNotFoundError if a folder
-        is missing, or a file that may not be.
+        is missing, or the file without `may_be_missing`.
         """
         relative = str(path).removeprefix(f"{self.folder}/")
         not_own = StoreError(
-            f"{path} is behind a link or is not a file of the store's; move it away"
+            f"{path} is reached through a link or is not the store's file; move it away"
         )
         if not has_own_name(relative):
             raise not_own
@@ -376,7 +376,7 @@ def _created(path: Path) -> BinaryIO:
 def flush_to_device(descriptor: int) -> None:
     """Return when a file's content would survive a power failure, as far as its volume reports.
 
-    It is for key files and exports; a store's files are not flushed. On macOS `fsync` leaves the
+    Key files and exports are flushed; a store's files are not. On macOS `fsync` leaves the
     content in the cache of the drive; F_FULLFSYNC writes it to the drive, but volumes of other
     systems refuse that.
     """

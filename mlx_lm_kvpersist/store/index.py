@@ -34,7 +34,7 @@ _END = float(1 << 33)
 class Index(Rows):
     """The rows of a store: blocks, checkpoints, sessions, roots.
 
-    Opening makes it if it is missing or empty; without `create`, that raises FileNotFoundError.
+    Opening makes a missing or empty file; without `create`, it raises FileNotFoundError.
     Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
     damaged. `check_all`: see `prepare`. `files` is the store's folder, by default not encrypted.
     """
@@ -70,15 +70,15 @@ class Index(Rows):
                 db = self.database.connection
             prepare(db, self.path, check_all=check_all)
         except UnicodeDecodeError as error:
-            # A message of SQLite's that quotes a damaged schema.
+            # SQLite's message quotes a damaged schema.
             raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error
 
     def close(self) -> None:
-        """Answer no more questions, and close this thread's connection. Any thread."""
+        """Answer no more queries, and close this thread's connection. Any thread."""
         self.database.close()
 
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
-        """Return the index without `hidden` records. If a question fails, `failed` is called."""
+        """Return the index without `hidden` records. If a query fails, `failed` is called."""
         view = copy(self)
         view._failed, view._hidden = failed, hidden
         view.state = SmallState(self.database, failed)
@@ -86,7 +86,7 @@ class Index(Rows):
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
-        """Answer short-lived threads: only one of these threads has a connection at a time."""
+        """Yield the index for a short-lived thread; only one such thread is connected at a time."""
         with self.database.opening:
             try:
                 yield self
@@ -99,7 +99,7 @@ class Index(Rows):
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         """Return the unchecked blocks that continue `parent`; see `BlockSource.children`."""
-        hidden = set(self._hidden)  # before the rows are read, because rows are removed first
+        hidden = set(self._hidden)  # before the rows: a key stays in it until its row is removed
         most = FEW + 1 if ahead is not None else -1 if limit is None else limit
         nodes = self._nodes("parent = ? LIMIT ?", parent, most + len(hidden) * (most > 0))
         if ahead is not None and len(nodes) > FEW:
@@ -302,7 +302,7 @@ class Index(Rows):
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None
         own = [*(block.key for block in commit.blocks), *(old for old, _ in leaf.replaced)]
-        # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
+        # Thousands of sessions may share a name: `+` keeps SQLite from searching by name.
         query = f"{_SESSIONS} +root = ? AND +name IS ? AND leaf IN"
         sessions = read_sessions(self.ask_in(f"{query} (VALUES {{}})", zip(own), root, leaf.name))
         named = "root = ? AND name = ? LIMIT 1"
@@ -431,7 +431,7 @@ class Index(Rows):
             if leaf is not None:
                 moves = [(new, old) for old, new in leaf.replaced]
                 db.executemany("UPDATE sessions SET leaf = ? WHERE leaf = ?", moves)
-                # Now, not after the commit: a crash in between would leave them for ever.
+                # In the same transaction: after a crash, nothing else would remove these rows.
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
         return [key for key, _ in removed]

@@ -11,7 +11,7 @@ from ..errors import IndexDamaged, StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_sessions
 
 INDEX_FORMAT = 7
-"""The format of the store. Others are refused."""
+"""The format of the store. Other formats are refused."""
 APPLICATION_ID = 0x6B767000
 """Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
 
@@ -171,7 +171,7 @@ def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> None:
     """Check the index at `path`, and make its tables if it is empty.
 
     Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
-    damaged. `check_all` reads all pages, which takes longer the more the index holds.
+    damaged. `check_all` reads all pages; its time grows with the index.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (mark,) = db.execute("PRAGMA application_id").fetchone()

@@ -1,7 +1,7 @@
 """Objects by name in a bucket or folder that several servers use, through obstore.
 
-Any URL or folder that obstore supports. Credentials come from the environment, in the variables of
-each service's own tools (https://developmentseed.org/obstore/latest/api/store/).
+It supports each URL or folder that obstore does. Credentials come from the environment, in the
+variables of each service's own tools (https://developmentseed.org/obstore/latest/api/store/).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ListedObject(NamedTuple):
 def surplus(
     objects: Iterable[ListedObject], older_s: float | None, max_bytes: int | None
 ) -> list[ListedObject]:
-    """Return the objects put over `older_s` seconds ago, and the oldest beyond `max_bytes`."""
+    """Return objects put over `older_s` seconds ago, and the oldest objects beyond `max_bytes`."""
     before_s = time.time() - older_s if older_s is not None else 0.0
     in_order = sorted(objects, key=lambda item: item.put_s)
     left = sum(item.n_bytes for item in in_order)
@@ -70,9 +70,9 @@ def _folder_of(url: str) -> Path | None:
 
 
 class Objects:
-    """Objects in one place. Any thread. Operations raise FileNotFoundError or OSError.
+    """Objects in one bucket or folder. Any thread. Operations raise FileNotFoundError or OSError.
 
-    An operation on a foreign file in the place of an object raises StoreError. Raises ConfigError
+    An operation raises StoreError if a foreign file has the object's name. Raises ConfigError
     if obstore is missing or the URL cannot be used.
     """
 
@@ -132,7 +132,7 @@ class Objects:
             raise OSError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """Return an object of at most `max_bytes`. Raises ValueError, unread, if it is larger."""
+        """Return an object of at most `max_bytes`. Raises ValueError if it is larger, unread."""
         with self._failures(name):
             answer = self._obstore.get(self._opened(), name)
             if (n_bytes := answer.meta["size"]) > max_bytes:
@@ -172,7 +172,7 @@ class Objects:
                         yield ListedObject(meta["path"], meta["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove at most 1,000 objects (S3's limit); some may remain if others remove, too."""
+        """Remove at most 1,000 objects (S3's limit); some may remain if another server removes."""
         if self._folder is not None:
             for name in names:
                 OwnFiles(self._folder).remove(self._folder / name)
@@ -182,11 +182,11 @@ class Objects:
 
 
 class TimedObjects:
-    """Objects in one place, with time limits: nothing else ends an operation that hangs.
+    """`Objects` with time limits: nothing else ends an operation that hangs.
 
-    Raises what `Objects` raises, and NoAnswer if an operation takes longer than `ANSWER_S`, or at
-    once until that operation ends or `try_again` is called. The constructor opens the place, and
-    raises ConfigError if it cannot be used.
+    Raises the errors of `Objects`, and NoAnswer if an operation takes longer than `ANSWER_S`. Then
+    all operations raise NoAnswer at once, until that operation ends or `try_again` is called. The
+    constructor opens the bucket or folder, and raises ConfigError if it cannot be used.
     """
 
     def __init__(self, objects: Objects) -> None:

@@ -32,8 +32,8 @@ class BlockPool:
         """Blocks by parent: sorted by text, and by packed ids; equal blocks are sorted by key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._places = SortedList()
-        """Places of the entries that may be evicted, in order. The first place is always
-        corrected."""
+        """Places in the order of eviction of the entries that may be evicted. The first place is
+        always up to date."""
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
         self.lock = RLock()
@@ -122,7 +122,7 @@ class BlockPool:
             return entry
 
     def admit(self, entry: KVBlock) -> KVBlock | None:
-        """Add an entry, pin it for a prefetch, and return what `put` does; None without room."""
+        """Add an entry, pin it for a prefetch, and return it as `put` does; None without room."""
         with self.lock:
             key = entry.block.key
             entry.prefetched += 1
@@ -146,7 +146,7 @@ class BlockPool:
         return blocks[::-1]
 
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
-        """Keep the entries that are here until `unpin`; return them.
+        """Keep the pool's entries for these keys until `unpin`; return them.
 
         As a last resort, an entry that only commits have pinned may be evicted if a tier below has
         it.
@@ -208,7 +208,7 @@ class BlockPool:
                 block, at_end = self._entries.get(key), self._checkpoints.get(key, {})
                 entries = [entry for entry in (block, *map(self._entries.get, at_end)) if entry]
                 if block is not None and isinstance(block.block, Block):
-                    # For a prompt ending in the block
+                    # These records were kept for a prompt that ends in the block.
                     for beginning in beginnings(block.block, self):
                         if self.is_spare(beginning.key):
                             self.remove(beginning.key)
@@ -225,7 +225,7 @@ class BlockPool:
             return self._evict()
 
     def release(self, n_bytes: int) -> int:
-        """Evict `n_bytes`, or all that nothing waits for; return the evicted bytes. Any thread."""
+        """Evict `n_bytes`, or all that may be evicted; return the evicted bytes. Any thread."""
         with self.lock:
             return self._evict(self.n_bytes - n_bytes, last_resorts=False)
 

@@ -67,7 +67,7 @@ class Putting:
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self.waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
-        """Objects to put, with their failed attempts. A key stands for the chain up to it."""
+        """Objects to put, with failed attempts. A key stands for the chain up to its block."""
         self._since_s = 0.0
         self._changes = SimpleQueue[None]()
         self._is_closing = self._is_busy = False
@@ -194,7 +194,7 @@ class Putting:
             self._store.objects.delete([item.name for item in old])
         except Exception as error:  # listing may be forbidden although putting is allowed
             if self._store.answers():
-                self._store.failures.add("the shared store's size cannot be kept: %s", error)
+                self._store.failures.add("the shared store's size cannot be limited: %s", error)
             return
         if old:
             logger.info(

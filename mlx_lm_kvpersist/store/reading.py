@@ -1,6 +1,6 @@
-"""Reading on other threads, which the process does not wait for when it ends.
+"""Reading on other threads. The process does not wait for them when it ends.
 
-They read blocks from tiers into the pool, and runs of ids for drafts.
+The threads read blocks from tiers into the pool, and runs of ids for drafts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _N_THREADS = 3
 MOST_TOKENS = 1 << 19
 """Most tokens whose ids are read for drafts: 8 MiB, in 0.1 s."""
 N_LAST = 6
-"""Ids of a run: after four equal ids the next often differ, and twelve would come too late."""
+"""Ids of a run: after 4 equal ids the next ids often differ; 12 equal ids come too late."""
 _FACTOR = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
@@ -38,7 +38,7 @@ class Prefetch:
 
     def __init__(self, pool: BlockPool, released: Callable[[Prefetch], None]) -> None:
         self.sizes: dict[bytes, int] = {}
-        """Bytes of what has come from disk, by key."""
+        """Bytes of the records read from tiers, by key."""
         self.stopped = False
         self.finished = False
         self._pool = pool
@@ -129,7 +129,7 @@ class Reader:
         return prefetch
 
     def release_prefetched(self) -> None:
-        """Let go of everything that was prefetched."""
+        """Release everything that was prefetched."""
         for prefetch in list(self._prefetches):
             prefetch.release()
 
@@ -144,7 +144,7 @@ class Reader:
         for block, n_bytes in wanted:
             if prefetch.stopped:
                 return
-            come = self.pool.pin([block.key], prefetch=True)  # perhaps for another prompt
+            come = self.pool.pin([block.key], prefetch=True)  # another prompt may have read it
             if not come:
                 sizes = {
                     key: n for running in list(self._prefetches) for key, n in running.sizes.items()
@@ -183,7 +183,7 @@ class Reader:
 
 
 class Runs:
-    """The last end of each run of `N_LAST` ids, in packed ids (see `pack_ids`): 16 bytes an id.
+    """The last end of each run of `N_LAST` ids in packed ids (see `pack_ids`): 16 bytes an id.
 
     Runs are found by polynomial hashes modulo 2**64, as Karp and Rabin do (IBM Journal of Research
     and Development 31, 1987), in a sorted array.

@@ -32,9 +32,9 @@ Progress = Callable[[int, int], None]
 def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None) -> int:
     """Rebuild the index of a store and put it in place; return the number of blocks.
 
-    The rows of an index that can still be read are replaced by one transaction, because a server
-    may have it open: SQLite forbids to move a file that is in use. Any other index goes to
-    quarantine, and some small state is lost with it. The caller holds the store's lock.
+    If the old index can be read, one transaction replaces its rows: a server may have it open, and
+    SQLite forbids moving a file in use. Otherwise the index goes to quarantine, and some small
+    state is lost with it. The caller holds the store's lock.
 
     Damaged files are left out. Raises OSError when a file cannot be read now, because files without
     rows are later removed, and StoreFormatError when index or blocks were written by another
@@ -60,7 +60,7 @@ def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None
             fill(fresh, progress)
             n_blocks = fresh.totals().n_blocks
             fresh.state.salvage(path)
-        for name in INDEX_FILES:  # a log left behind would be read into the new index
+        for name in INDEX_FILES:  # otherwise an old log would be read into the new index
             if (old := files.folder / name).exists():
                 files.move(old, aside / name.replace("index", f"index-{time.time_ns()}"))
         files.move(fresh_path, path)
@@ -71,10 +71,10 @@ def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None
 
 
 def _refill(index: Index, progress: Progress) -> int:
-    """Replace the rows of an index by what the files say; return the number of blocks.
+    """Replace the rows of an index by the files' metadata; return the number of blocks.
 
-    Other processes read the old rows until the transaction ends. What the files do not say is kept
-    if it can be read: sessions without name and pin, times of use, and all small state.
+    Other processes read the old rows until the transaction ends. Data that files lack are kept if
+    they can be read: sessions without name and pin, times of use, and all small state.
     """
     with index.database.transaction() as db:
         used: dict[bytes, float] = {}

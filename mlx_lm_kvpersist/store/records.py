@@ -134,7 +134,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A record whose file `write` makes at a path; it returns the bytes, at most `n_bytes`."""
+    """A record. `write` makes its file at a path, and returns the bytes, at most `n_bytes`."""
 
     block: Record
     n_bytes: int
@@ -200,7 +200,7 @@ class Tier(Protocol):
         """Say whether the tier is known to have a block or a checkpoint."""
 
     def stats(self) -> dict[str, Any]:
-        """Return what statistics and metrics show of the tier.
+        """Return the tier's numbers for statistics and metrics.
 
         The keys are "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes"
         and "asked_again_tokens".
@@ -213,13 +213,13 @@ class LowerTier(Tier, Protocol):
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> Sequence[Saved | Exception | None]:
-        """Store commits; return for each what is stored, or None. Writer thread.
+        """Store commits; return for each what was stored, an error, or None if nothing was.
 
-        `entry_of` returns a record that is in RAM.
+        `entry_of` returns a record that is in RAM. Writer thread.
         """
 
     def remove(self, key: bytes, reason: str | None = None) -> None:
-        """Hide a record that is missing, or that must not be used for a reason; remove it soon."""
+        """Hide a record that is missing or, for `reason`, must not be used; remove it soon."""
 
 
 class ReadTier(LowerTier, BlockSource, Protocol):

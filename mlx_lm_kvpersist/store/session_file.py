@@ -254,7 +254,7 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
         files[item.key] = NewFile(item, n_bytes, partial(write, number))
 
     def commit() -> Commit:
-        # For each plan: a session may have been evicted to make room.
+        # Called for each plan: a session may have been evicted to make room.
         present = _session_through(disk.index, source.root, leaf)
         ends = None if present else leaf
         return Commit(source.root, source.blocks, ends, checkpoints=source.checkpoints)

@@ -180,7 +180,7 @@ class Fetching:
         return left_s
 
     def _land(self, beyond: Sequence[bytes]) -> None:
-        """Put those received blocks into RAM that continue the chain there."""
+        """Put the received blocks that continue the chain in RAM into RAM."""
         missing, got = {record.key for record, _ in self._plan.missing}, self._got
         is_here = takewhile(
             lambda block: block.key in got or block.key not in missing, self._plan.path

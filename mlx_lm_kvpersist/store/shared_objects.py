@@ -3,8 +3,8 @@ skipped for a time.
 
 A damaged object is a miss, and replaced when this server has its content. Any thread.
 
-A conversation is found by its first messages: its object has its newest chain, and the replies that
-another server computed, by their text or by what was remembered.
+A conversation is found by its first messages: its object has its newest chain, and the remembered
+replies, which another server may have computed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
 """The most keys in a table; a full table is cleared."""
 MAX_BYTES = 64 << 20
-"""The most bytes of the object of a conversation, packed or not."""
+"""The size limit of a conversation's object, compressed or not."""
 OPENING_TOKENS = 64
 _MAX_REPLIES = 256
 _FORMAT = 1
@@ -113,7 +113,7 @@ class Breaker:
     def failed(self, error: object) -> None:
         self.failed_with = str(error) or repr(error)
         kind = f"the shared store cannot be {self.what}: …"
-        message = "the shared store cannot be %s: %s; serving goes on"
+        message = "the shared store cannot be %s: %s; serving continues"
         self.failures.add(message, self.what, self.failed_with, kind=kind)
 
     def worked(self) -> None:
@@ -178,7 +178,7 @@ class SharedObjects:
         try:
             record, its_root, arrays = read_content(content, f"object {key.hex()}")
             if record.key != key or its_root.key != root.key:
-                raise BlockCorrupt(f"object {key.hex()} holds {record} of another place")
+                raise BlockCorrupt(f"object {key.hex()} contains another record, {record}")
         except StoreFormatError:
             return None
         except BlockCorrupt as error:

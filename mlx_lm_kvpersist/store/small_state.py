@@ -24,7 +24,7 @@ KEPT = 100
 _MAX_RECORD_CHARS = 4096
 _CHECKSUM_BYTES = 8
 _NOTE = "session "
-"""Before a session's id: the key of its note."""
+"""The prefix of a note's key, before its session's id."""
 _SAVED = "saved"
 _HOUR = 60
 
@@ -125,7 +125,7 @@ class SmallState(Rows):
     def written_last_hour(self) -> int:
         """Return how many bytes all processes wrote to this store within the last hour."""
         now = _minute()
-        # A clock that was set back leaves minutes of the future behind.
+        # If the clock was set back, there are rows of future minutes.
         total = "SELECT CAST(total(n_bytes) AS INTEGER) FROM writes WHERE minute BETWEEN ? AND ?"
         return sum(n_bytes for (n_bytes,) in self.ask(total, now - _HOUR, now + 1))
 
@@ -197,7 +197,7 @@ def _checksum(*contents: bytes) -> bytes:
 
 
 def _checked(key: str, text: str) -> str:
-    """Return a value's text behind its checksum."""
+    """Return the checksum, then the text."""
     return _checksum(key.encode(), text.encode()).hex() + text
 
 

@@ -39,7 +39,7 @@ class StoredSessions:
     def describe(
         self, find: str = "", skip: int = 0, *, by_size: bool = False, with_text: bool = False
     ) -> dict[str, Any]:
-        """Return the sessions after the first `skip` that contain `find`, of `total`.
+        """Return the sessions that contain `find`, after the first `skip`, and their `total`.
 
         The most recently used sessions come first, or the largest sessions if `by_size`. A session
         counts its whole chain; bytes are those on disk. `used` and `created` are seconds since the
@@ -195,7 +195,7 @@ class StoredSessions:
         self._store.writer.submit(partial(run_into, future, partial(change, self._store.disk)))
         self._store.writer.finish(future.done, _TIMEOUT_S)
         if not future.done() and future.cancel():
-            why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing is changed; ask again"
+            why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing was changed; ask again"
             raise RequestRefused(why, 503)
         with _readable():
             return future.result()

@@ -47,7 +47,7 @@ class Threads:
             if self._closed:
                 future.cancel()
             run_into(future, task)
-            # An idle thread must not hold the arrays that it read last.
+            # An idle thread must not refer to the arrays that it read last.
             del future, task
 
 

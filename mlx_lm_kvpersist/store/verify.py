@@ -28,14 +28,14 @@ class Fault(str, Enum):
     CORRUPT = "corrupt"
     """The file of a block or a checkpoint does not match its name, metadata or checksum."""
     UNREADABLE = "unreadable"
-    """The file of a block or a checkpoint cannot be read now: it may be whole."""
+    """The file of a block or a checkpoint cannot be read now: it may be intact."""
     MISSING = "missing"
     """A block or checkpoint of the index has no file."""
     UNREACHABLE = "unreachable"
     """A block's parent is missing or ends at another position, or a checkpoint's block is
     missing."""
     MISMATCH = "mismatch"
-    """The index contradicts the file of a block or checkpoint, and the file is whole."""
+    """The index contradicts the file of a block or checkpoint, and the file is intact."""
     ORPHAN = "orphan"
     """A file that the index does not know."""
     SESSION = "session"
@@ -57,7 +57,7 @@ class Problem:
 def find_problems(
     folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
-    """Return what is wrong with a store; `progress` is called with the files read and all files."""
+    """Return a store's problems; `progress` is called with the numbers of files read and in all."""
     records = [(key, kind) for kind in FOLDERS for key in sorted(index.keys(kind))]
     paths = (path for kind in (*FOLDERS, "sessions") for path in sorted(index.files.paths(kind)))
     checks = [
@@ -83,7 +83,7 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
     """Remove faulty records and the records that need them; bad files go to quarantine."""
     with disk.lock.held():
         if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
-            # This comes first, so that no file stays that a damaged row does not name.
+            # First: otherwise, files that a damaged row does not name would stay.
             rebuild_index(disk.files)
         # The fault may have ended, or be another fault by now.
         for problem in [again for problem in problems if (again := problem.check())]:
@@ -113,7 +113,7 @@ def _check_record(index: Index, key: bytes, kind: str) -> Problem | None:
         record, root, _ = read_file(path, index.files)
         fault = _record_fault(index, record, root, path.stat().st_size)
     except FileNotFoundError:
-        fault = Fault.MISSING, f"{path.name} is not there"
+        fault = Fault.MISSING, f"{path.name} is missing"
     except StoreError as error:
         fault = Fault.CORRUPT, str(error)
     except (OSError, MemoryError) as error:
@@ -124,7 +124,7 @@ def _check_record(index: Index, key: bytes, kind: str) -> Problem | None:
 def _record_fault(
     index: Index, record: Record, root: Root, n_bytes: int
 ) -> tuple[Fault, str] | None:
-    """Return the differences between a record's row and its file, which is whole."""
+    """Return the differences between a record's row and its file, which is intact."""
     if isinstance(record, Checkpoint):
         what, parent_key = "block", record.block
         is_as_indexed = (record, n_bytes) in index.checkpoints([parent_key])
@@ -139,7 +139,7 @@ def _record_fault(
     if not is_as_indexed:
         return Fault.MISMATCH, f"{record}: file and index disagree"
     if parent is None and parent_key != root.key:
-        return Fault.UNREACHABLE, f"its {what} {parent_key.hex()} is not there"
+        return Fault.UNREACHABLE, f"its {what} {parent_key.hex()} is missing"
     stop = parent[0].stop if parent else 0
     if isinstance(record, Block) and record.start != stop:
         reason = f"it begins at token {record.start}, and its parent ends at {stop}"
@@ -172,7 +172,7 @@ def _check_session(index: Index, session_id: str) -> Problem | None:
 def _wrong_end(index: Index, session: Session) -> str | None:
     row = index.block(session.leaf)
     if row is None:
-        return f"its last block {session.leaf.hex()} is not there"
+        return f"its last block {session.leaf.hex()} is missing"
     if row[1] != session.root:
         return f"its last block {session.leaf.hex()} belongs to another model"
     return None

@@ -26,11 +26,11 @@ MAX_AGE_S = 5.0
 POSTPONE_S = 30.0
 MOST_TASKS = 10_000
 ABANDON_S = 300.0
-"""A prompt without a reply for this long was given up: its checkpoints are written."""
+"""A prompt without a reply for this long counts as abandoned: its checkpoints are written."""
 MOST_TOGETHER_BYTES = 64 << 20
 """Waiting turns are saved together, up to this size."""
 GATHER_S = 0.25
-"""How long turns and notes wait for more of them: they share a lock and a transaction."""
+"""How long turns and notes wait for more, to share a lock and a transaction."""
 
 
 @dataclass(eq=False)
@@ -66,14 +66,14 @@ class Writer:
     """Runs tasks on one long-lived thread, in order, except that tasks that save ended turns come
     first.
 
-    `save` is called with turns, or with notes, that wait at the same time. They wait for `GATHER_S`
-    for more of them, unless somebody waits for the writer or half of `max_bytes` waits.
+    `save` is called with turns, or with notes, that wait at the same time. All wait `GATHER_S` for
+    more, unless somebody waits for the writer or half of `max_bytes` waits.
 
-    At most `max_bytes` of blocks and checkpoints wait. If more come, the oldest commit that a later
-    commit contains is left out or, if there is none, the oldest commit, so that no request waits.
-    The newest commit, with the commit that is being written, may take `max_bytes` again. A commit
-    that waits alone, or behind a bigger commit, may always wait. In addition, half of `max_bytes`
-    may be postponed.
+    At most `max_bytes` of blocks and checkpoints wait. If more come, no request waits: the oldest
+    commit that a later commit contains is left out or, if there is none, the oldest commit. The
+    newest commit, with the commit that is being written, may take `max_bytes` again. A commit that
+    waits alone, or after a bigger commit, may always wait. In addition, half of `max_bytes` may be
+    postponed.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
@@ -110,7 +110,7 @@ class Writer:
             return _bytes_of(self._postponed.values())
 
     def commits(self) -> list[Commit]:
-        """Return the tasks that are written now or wait, in this order, and the postponed tasks."""
+        """Return the commits that are written now, those waiting, and those postponed, in order."""
         with self._changed:
             tasks = (*self._commit_tasks(), *self._postponed.values())
             return [task.commit for task in tasks if task.commit is not None]
@@ -133,11 +133,11 @@ class Writer:
         with self._changed:
             if not is_note or len(self._tasks) < MOST_TASKS:
                 self._tasks.append(Task(run, is_note=is_note))
-            if not is_note or len(self._tasks) == 1:  # else it waits for more
+            if not is_note or len(self._tasks) == 1:  # else the writer waits for more
                 self._changed.notify_all()
 
     def submit_commit(self, newest: Task) -> int:
-        """Queue a commit; return how many turns, including its own, are given up for it."""
+        """Queue a commit; return how many turns, including its own, are dropped for it."""
         victims: list[Task] = []
         with self._changed:
             self._tasks.append(newest)
@@ -150,7 +150,7 @@ class Writer:
                     break
                 self._tasks.remove(victim)
                 victims.append(victim)
-            if len(self._tasks) == 1 or self._is_half_full():  # else it waits for more
+            if len(self._tasks) == 1 or self._is_half_full():  # else the writer waits for more
                 self._changed.notify_all()
         for victim in victims:
             victim.let_go()
@@ -177,7 +177,7 @@ class Writer:
         return n_added <= self.max_bytes < _bytes_of(self._running) // 2
 
     def _superseded(self) -> Task | None:
-        """Return the oldest waiting commit whose end a later waiting commit goes beyond."""
+        """Return the oldest waiting commit that a later waiting commit contains."""
         passed: set[bytes] = set()
         oldest = None
         for task in reversed(self._tasks):
@@ -221,7 +221,7 @@ class Writer:
     def write_postponed(
         self, due_s: float = math.inf, ends: Collection[bytes] | None = None
     ) -> None:
-        """Queue the commits that are postponed until `due_s` or at these `ends`. Any thread."""
+        """Queue the postponed commits that are due by `due_s` and at `ends`. Any thread."""
         with self._changed:
             for end, task in list(self._postponed.items()):
                 if task.due_s <= due_s and (ends is None or end in ends):
@@ -250,7 +250,7 @@ class Writer:
         if n_replies != self._n_replies:
             with self._changed:
                 self._n_replies = n_replies
-                if n_replies == 0:  # else nobody waits for it
+                if n_replies == 0:  # then a pause ends
                     self._changed.notify_all()
 
     def rest(self) -> None:
@@ -319,7 +319,7 @@ class Writer:
                     self._end_work()
                     self._running = []
                     self._changed.notify_all()
-            # An idle writer must not hold the arrays of the last commit.
+            # An idle writer must not refer to the arrays of the last commit.
             del tasks
 
     def _gathers_s(self) -> float:
@@ -340,7 +340,7 @@ class Writer:
 
 
 def _go_together(tasks: Sequence[Task], task: Task) -> bool:
-    """Whether a task is saved together with others: all are notes, or all are ended turns."""
+    """Whether a task is saved together with `tasks`: all are notes, or all are ended turns."""
     if not (tasks[0].is_urgent and task.is_urgent):
         return tasks[0].is_note and task.is_note
     return _bytes_of([*tasks, task]) <= MOST_TOGETHER_BYTES

@@ -64,7 +64,7 @@ def test_a_prompt_is_computed_and_pinned() -> None:
 
 
 def test_a_model_that_is_not_kept_is_said_at_once() -> None:
-    with pytest.raises(RequestRefused, match="not kept: its caches are strange") as refused:
+    with pytest.raises(RequestRefused, match="not supported: its caches are strange") as refused:
         warmed("its caches are strange")
     assert refused.value.status == 503
 

@@ -286,7 +286,7 @@ def test_a_block_whose_place_is_taken(
     assert "is not a regular file" in caplog.text and quarantined_reasons(talk) == []
     after = talk.go_on(answer, 3, "s")
     talk.store.drain()
-    assert "is not a file of the store's; move it away" in caplog.text
+    assert "is not the store's file; move it away" in caplog.text
     assert path.lstat().st_ino == there
     path.rmdir() if path.is_dir() else path.unlink()
     talk.go_on(talk.ask([*after, 5]), 3, "s")

@@ -388,7 +388,7 @@ def elsewhere() -> Block:
         (lambda: [made(state(elsewhere()))], "belongs to none"),
         (lambda: [made(CHECKPOINTS[1], root=chain_root("another"))], "belongs to none"),
         (lambda: [made(CHECKPOINTS[1], root=chain_root(5))], "wrong types"),
-        (lambda: [made(CHECKPOINTS[1], kind="window-1")], "does not hash"),
+        (lambda: [made(CHECKPOINTS[1], kind="window-1")], "do not hash"),
         (lambda: [made(CHECKPOINTS[1], format="9")], "format 9"),
     ],
     ids=["none", "twice", "elsewhere", "another-model", "types", "kind", "newer"],

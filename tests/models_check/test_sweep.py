@@ -62,7 +62,7 @@ def test_a_model_is_served_by_the_facts_about_its_architecture(
     monkeypatch.setattr("models_check.sweep.architecture_of", lambda model: facts)
     finding = sweep("llama")
     assert finding.result == "refused"
-    assert finding.reason == "its architecture cannot be kept: it keeps state outside its caches"
+    assert finding.reason == "its architecture is not supported: it keeps state outside its caches"
 
 
 def test_llama_is_kept_and_reused_up_to_the_block_where_it_is_left() -> None:

@@ -147,11 +147,11 @@ class RankThatIsLeft(RankOfTwo):
     """A rank whose other rank cannot keep the model."""
 
     def agree(self, value: bool, what: str) -> bool:
-        return value and what != "whether the model can be kept"
+        return value and what != "whether the model is supported"
 
 
 def test_what_fails_on_one_rank_fails_on_all(provider: Any) -> None:
-    with pytest.raises(ModelNotSupported, match="another rank cannot keep the model"):
+    with pytest.raises(ModelNotSupported, match="another rank does not support the model"):
         loaded_in(ranked(provider), DEFAULT, RankThatIsLeft())
 
 

@@ -474,7 +474,7 @@ def test_a_loose_mode_is_mentioned_once(folder: Path, caplog: pytest.LogCaptureF
     folder.chmod(0o755)
     DiskStore(folder, StoreLimits(0, 1 << 40)).close()
     assert [r.getMessage() for r in caplog.records if "chmod 700" in r.getMessage()] == [
-        f"kvpersist: others may look into the store {folder} (mode 755): chmod 700 it"
+        f"kvpersist: other users may list {folder} (mode 755); run chmod 700 on it"
     ]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
@@ -541,12 +541,12 @@ def test_nothing_is_removed_or_moved_through_a_link(tmp_path: Path) -> None:
     (elsewhere / path.name).write_text("not the store's")
     path.parent.symlink_to(elsewhere)
     assert not OwnFiles(store).remove(path)
-    with pytest.raises(StoreError, match="not a file of the store's"):
+    with pytest.raises(StoreError, match="not the store's file"):
         OwnFiles(store).move(source, path)
     path.parent.unlink()
     path.parent.mkdir()
     path.symlink_to(elsewhere / path.name)
-    with pytest.raises(StoreError, match="not a file of the store's"):
+    with pytest.raises(StoreError, match="not the store's file"):
         OwnFiles(store).move(source, path)
     assert path.is_symlink() and (elsewhere / path.name).read_text() == "not the store's"
     assert source.read_text() == "the store's"

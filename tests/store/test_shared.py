@@ -739,7 +739,7 @@ def test_nothing_is_put_behind_a_link(
     (tmp_path / "bucket" / "kvpersist").symlink_to(tmp_path / "elsewhere")
     put(store)
     assert not list((tmp_path / "elsewhere").iterdir()) and not counts(store)["written"]
-    assert "is behind a link or is not a file" in caplog.text
+    assert "is reached through a link or is not" in caplog.text
 
 
 class Faulty(Hampered):
@@ -910,7 +910,7 @@ def test_a_folder_that_hangs_at_the_start_is_said_once_and_used_when_it_answers(
     wait_for_attempts(store, 3)
     said = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
     assert said == [
-        "kvpersist: the shared store cannot be read: it does not answer; serving goes on"
+        "kvpersist: the shared store cannot be read: it does not answer; serving continues"
     ]
     hanging.go_on()
     wait_until(lambda: not tier_of(store).stats()["failed_with"], "it answers")

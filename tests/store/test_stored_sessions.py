@@ -223,7 +223,7 @@ def test_what_a_busy_store_was_asked_is_not_done_later(
     save_turn(store, chain([1]), "s")
     (session,) = store.index.sessions()
     monkeypatch.setattr(stored_sessions, "_TIMEOUT_S", 0.1)
-    with writer_held(store), pytest.raises(RequestRefused, match="nothing is changed"):
+    with writer_held(store), pytest.raises(RequestRefused, match="nothing was changed"):
         StoredSessions(store).pin(session.id, True)
     assert not store.index.sessions()[0].pinned
 

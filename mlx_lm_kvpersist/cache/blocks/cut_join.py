@@ -194,7 +194,7 @@ class Joiner:
 
     Every full slot gets its own buffers with room for `headroom` more tokens. `windows` has, by
     window, the number of last tokens that will be added. Pieces must fit the spec (`arrays_fit`)
-    and be added in the order of their tokens. `whole`: pieces are kept, and joined all at once in
+    and be added in the order of their tokens. `whole`: pieces wait, and are joined all at once in
     `finish`.
     """
 

@@ -119,7 +119,7 @@ def _header(file: BinaryIO) -> bytes:
 def _tensor_places(header: bytes) -> list[int]:
     """Return at which byte of the file the sample of each tensor begins.
 
-    The place within a tensor differs from tensor to tensor, so the samples of stacked experts are
+    The offset within a tensor differs from tensor to tensor, so the samples of stacked experts are
     not all of the same expert. If a header is not a valid safetensors header, only the tensors
     before the first unreadable tensor have samples: mlx-lm does not load every file in a folder.
     """

@@ -13,7 +13,7 @@ FULL_BITS = 16
 """Requests full precision: the dtype that the model computes in."""
 
 _NAME = re.compile(r"full|(?:k(\d)r?(?:p\d+)?v)?(\d)(r?)(?:p\d+)?b\d+")
-"""The name of a precision, with the bits of keys, if they differ, of values, and the rotation."""
+"""A precision's name. Groups: the bits of keys if they differ, the bits of values, rotation."""
 
 
 @dataclass(frozen=True)

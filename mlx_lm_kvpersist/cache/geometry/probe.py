@@ -200,7 +200,7 @@ class Architecture:
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: such
     prompts may also be computed in one call. `packed`: a layer that calls attention over its packed
     keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why its
-    conversations cannot be kept, "" if they can; `probe_model` checks the classes of caches.
+    conversations cannot be stored, "" if they can; `probe_model` checks the classes of caches.
     """
 
     batches: bool
@@ -214,7 +214,7 @@ class Architecture:
         Raises ModelNotSupported if the architecture is refused.
         """
         if self.refused:
-            raise ModelNotSupported(f"its architecture cannot be kept: {self.refused}")
+            raise ModelNotSupported(f"its architecture is not supported: {self.refused}")
         return replace(spec, batches=self.batches, joins=self.joins)
 
 
@@ -254,10 +254,10 @@ def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
 
 
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
-    """Return how a model's caches are kept in a precision, and what is computed together.
+    """Return a model's spec in a precision, with the facts on what is computed together.
 
     If `facts` is None, replies are batched as in stock, and prompts are never computed together.
-    Raises ModelNotSupported if the caches cannot be kept.
+    Raises ModelNotSupported if the caches cannot be stored.
     """
     spec = probe_model(model, choice)
     return spec if facts is None else facts.applied_to(spec)

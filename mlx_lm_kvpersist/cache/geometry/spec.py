@@ -42,7 +42,7 @@ class LayerGroup:
     """Slots of one kind and geometry, stored with their arrays stacked.
 
     `name` is the group's number as text and `cache` the class that the model makes. `slots` are
-    places in the flattened prompt cache, ascending. A recurrent group has no `keys` and `values`;
+    indices in the flattened prompt cache, ascending. A recurrent group has no `keys` and `values`;
     its `states` have the shape (without the row) and dtype of each array, None for a state that the
     model leaves empty. `why` says why a group is not quantized.
     """

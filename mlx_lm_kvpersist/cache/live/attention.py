@@ -143,7 +143,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     def placed(
         self, packed: mx.array, own: mx.array, at: tuple[Any, ...], spans: Sequence[_Span]
     ) -> mx.array:
-        """Return keys, values or scores `packed` with the span's own block at the place `at`, as
+        """Return keys, values or scores `packed` with the span's own block at position `at`, as
         its queries see it.
 
         A single span may have several rows: each token is in `packed` or in `own`, and the other

@@ -2,7 +2,7 @@
 
 The layout equals mlx-lm's `BatchKVCache`: rows end at one common position and are padded on the
 left. Python also stores the padding. So no step waits for the device to read it, and an unpadded
-batch needs no array mask, against which prefill takes several times as long as against "causal".
+batch needs no array mask, with which prefill takes several times as long as with "causal".
 Each prompt has separate caches until it is computed.
 """
 
@@ -110,7 +110,7 @@ class PaddedBatch(Buffers):
         return batch
 
     def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep only the given rows, in the given order. Rows in their own order need no copy."""
+        """Keep only the given rows, in the given order. If no row moves, nothing is copied."""
         keep = ints(batch_indices)
         padding = [self._padding[i] for i in keep]
         surplus = min(padding, default=0)

@@ -41,7 +41,7 @@ class PackedCache(Buffers):
 
         The plan decides the form: arrays [B, H, S, D] in the dtypes of the arguments, with padding
         in front, or two `PackedKV`. Raises ValueError for several tokens in packed form if rows are
-        at different places of their blocks of the grid.
+        at different positions in their blocks of the grid.
         """
         n_own, n_new = self.forget(), keys.shape[2]
         first = self.n_packed if n_new > 1 else []
@@ -55,7 +55,7 @@ class PackedCache(Buffers):
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
         if n_new > 1 and len(set(zip(n_own, self.newest.lengths, strict=True))) > 1:
-            raise ValueError(f"{n_new} tokens for rows at different places; expected one each")
+            raise ValueError(f"{n_new} tokens for rows at different positions; expected one")
         key_side, value_side = self.precision.sides
         width = keys.shape[3] + key_side.padding + values.shape[3] + value_side.padding
         token_bytes = keys.shape[1] * width * keys.dtype.size
@@ -243,7 +243,7 @@ class SequenceQuantizedKVCache(PackedCache):
         return super().forget()
 
     def trim(self, n: int) -> int:
-        """As above. A block into which tokens are trimmed back is in full precision again."""
+        """Like `Buffers.trim`. A block that loses tokens is in full precision again."""
         if self._before is None or self.offset - n >= self._before[0]:
             return super().trim(n)
         (end, newest), self._before = self._before, None
@@ -299,7 +299,7 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         self.newest.filter(batch_indices)
 
     def extend(self, *batches: Any) -> None:
-        """As above. Raises TypeError for another class, and ValueError for another precision."""
+        """Raises TypeError for another class, and ValueError for another precision."""
         for batch in batches:
             if not isinstance(batch, BatchQuantizedKVCache):
                 raise TypeError(f"cannot extend a quantized batch by a {type(batch).__name__}")

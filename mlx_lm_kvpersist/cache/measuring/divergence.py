@@ -119,7 +119,7 @@ def _predictions(own_logits: mx.array, its_logits: mx.array, targets: mx.array) 
     own_nll, nll = (
         -mx.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in (own, quantized)
     )
-    # Because of rounding
+    # Rounding can give numbers below 0.
     divergence = mx.maximum((mx.exp(own) * (own - quantized)).sum(axis=-1), 0)
     same = own.argmax(axis=-1) == quantized.argmax(axis=-1)
     numbers: list[Any] = [x.tolist() for x in (nll, nll - own_nll, divergence, same)]
@@ -162,7 +162,7 @@ def all_parts() -> dict[str, str]:
 def placed(
     tokenizer: Any, texts: Mapping[str, str] | None = None
 ) -> tuple[list[int], dict[str, range]]:
-    """Return the ids of all parts as one text, and the positions of each but the context.
+    """Return the ids of all parts as one text, and the positions of all parts except the context.
 
     The context is repeated up to `GRID` tokens. The result has 800 to 1,050 ids, and some hundreds
     more if a vocabulary covers few languages.

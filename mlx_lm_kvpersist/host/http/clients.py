@@ -48,10 +48,10 @@ class ClientConnection(io.BufferedIOBase):
 
     A client that closes its connection sends a FIN, and so does a client that has nothing more to
     send and waits for its reply. Only a closed client answers later bytes with a reset. So after a
-    FIN, `has_left` writes bytes that do not change the reply: before the head the first bytes of
+    FIN, `has_left` writes bytes that do not change the reply: before headers, the first bytes of
     the version, one at a time, and later comments, if the reply is a stream of events.
 
-    version: the protocol version with which the head of every reply begins, such as "HTTP/1.0".
+    version: the protocol version with which every reply begins, such as "HTTP/1.0".
     """
 
     def __init__(self, connection: socket.socket, version: str) -> None:
@@ -62,7 +62,7 @@ class ClientConnection(io.BufferedIOBase):
         self.begin_reply()
 
     def begin_reply(self) -> None:
-        """Say that the next bytes are the head of a reply, in one piece."""
+        """Say that the next bytes are the headers of a reply, in one piece."""
         with self.lock:
             self._has_head = self._is_stream = False
             self._unsent = b""
@@ -88,7 +88,7 @@ class ClientConnection(io.BufferedIOBase):
                 rest = written
             else:
                 rest, self._unsent = self._unsent + self._without_probes(written), b""
-            try:  # sendall asks first whether the client can take bytes, as it has a timeout
+            try:  # sendall, with its timeout, first asks whether the client can take bytes
                 n_sent = os.write(self._connection.fileno(), rest)
             except BlockingIOError:
                 n_sent = 0

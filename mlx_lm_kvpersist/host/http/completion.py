@@ -47,9 +47,9 @@ class Completion:
         self.streams = streams
         """Whether the client gets the reply as a stream."""
         self._context: Any = None
-        """Stock's, of the reply."""
+        """Stock's context of the reply."""
         self._is_open = False
-        """Whether a head was sent: stock's head, or an early head."""
+        """Whether headers were sent: stock's headers, or early headers."""
         self._reasoning: list[str] = []
         self._tool_calls: list[dict[str, Any]] = []
         self._finish_reason = "stop"
@@ -85,7 +85,7 @@ class Completion:
                 return  # stock then ends the reply as after its last token
 
     def begin(self, head: bytes, headers: Iterable[tuple[str, str]]) -> None:
-        """Send the head of a stream; `headers` come from plugins."""
+        """Send `head`, a stream's headers; `headers` come from plugins."""
         self.doing = "prefill"
         lines = [f"{name}: {text}" for name, text in headers]
         with self._client.lock:
@@ -106,7 +106,7 @@ class Completion:
     def add(
         self, text: str, reasoning: str, tool_calls: list[dict[str, Any]], finish_reason: str | None
     ) -> None:
-        """Send a part of the reply. The last part is kept for `end`."""
+        """Send a part of the reply. The last part is saved for `end`."""
         if self.stop_words is not None:
             text = self.stop_words.cut(text)
             if finish_reason or tool_calls or reasoning:
@@ -174,7 +174,7 @@ class Completion:
         self._is_open = True
         inner, written = copy.copy(self._handler), io.BytesIO()
         inner.completion, inner.wfile, inner._headers_buffer = None, written, []
-        inner.log_request = lambda *args: None  # the request is logged with stock's own head
+        inner.log_request = lambda *args: None  # logged later, when stock writes its headers
         inner._set_stream_headers(200)
         if self.request is not None:
             request = ClientRequest.of(self.request)

@@ -43,7 +43,7 @@ def check_body_length(length: str | None) -> int:
 
 
 def tidy(body: Any) -> Any:
-    """Return a body without null fields, which SDKs send, and with readable texts."""
+    """Return a body without null fields, which SDKs send, and with valid Unicode."""
     if not isinstance(body, dict):
         return body
     return {
@@ -120,7 +120,7 @@ def check_bias(bias: Any) -> None:
 
 
 def check_parameters(body: Mapping[str, Any], values: Any) -> None:
-    """Refuse wrong parameters that stock's own checks accept, after these. HTTP thread.
+    """Refuse wrong parameters that stock's own checks have accepted. HTTP thread.
 
     values: has the parameters as attributes, with the server's defaults in them.
     """
@@ -168,7 +168,7 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 
 
 def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
-    """Refuse a draft model or an adapter that does not exist, for the same reason. HTTP thread.
+    """Refuse a draft model or adapter that does not exist, as `check_model` does. HTTP thread.
 
     args: the server's options.
     """

@@ -58,8 +58,8 @@ logger = logging.getLogger(__name__)
 class PluginAPIHandler(Stock):  # type: ignore[misc]
     """Answers as stock does, between the plugins' hooks: an object per connection, on its thread.
 
-    A connection that is kept open carries several requests: the state of a request is reset when
-    the next one begins. Stock's `do_POST` parses requests to stock's own paths, and each other API
+    A connection that is kept open carries several requests: the next request resets the state of
+    the previous one. Stock's `do_POST` parses requests to stock's own paths, and each other API
     parses its own. Then stock's loop (`handle_completion`) always streams, and passes each part of
     the reply to a `Completion`. The bytes that the loop itself writes are discarded.
     """
@@ -267,7 +267,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return reply.n_prompt, reply.n_cached
 
     def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
-        """Generate a reply to a parsed request, and send it. Raises what generating raises.
+        """Generate a reply to a parsed request, and send it. Raises the errors of generation.
 
         api: the API of the errors and of the stream; None for stock's own.
         """
@@ -345,7 +345,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.answer_json(200, {"object": "list", "data": models, "has_more": False})
             return
         named = [model for model in models if model["id"].strip("/") == asked_name]
-        why_not = f"there is no model {asked_name} here; GET /v1/models lists those that are"
+        why_not = f"there is no model {asked_name} here; GET /v1/models lists the names"
         refusal = openai_error(404, why_not, "model_not_found")
         self.answer_json(200 if named else 404, named[0] if named else refusal)
 
@@ -398,7 +398,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         try:
             super().handle_completion(request, [], *args, **kwargs)
         except BaseException:
-            # Stock stops a reply only after it has sent the head.
+            # Stock stops a reply only after it has sent headers.
             ClientRequest.of(request).client_gone = True
             raise
         finally:
@@ -413,7 +413,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         if isinstance(error, RequestRefused | GenerationStopped | ConnectionError):
             raise error
         if error is not None:
-            # Stock answers 404 to whatever `generate` raises.
+            # Stock answers 404 to every error of `generate`.
             is_json = not isinstance(error, json.JSONDecodeError)
             message = f"{'' if is_json else 'Invalid JSON in request body: '}{error}"
             raise RequestRefused(message, status_code) from error
@@ -441,7 +441,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         """Add the plugins' headers late: without streaming, the reply is then known."""
         completion = self.completion
         if completion is not None and self._status == 0:
-            return  # the head of a stream that the client does not get as a stream
+            return  # headers of a stream that the client gets as one reply
         self._has_replied = True
         if completion is None or completion.request is None or self._status != 200:
             super().end_headers()
@@ -487,7 +487,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
 
 def is_alias(model: str) -> bool:
-    """Tell whether a request names a model of Anthropic's: it means the server's own."""
+    """Tell whether a request names an Anthropic model, which means the server's own."""
     return model.startswith(("claude", "anthropic")) and "/" not in model
 
 
@@ -532,7 +532,7 @@ def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[An
 def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
     """Return `_run_http_server` with our handler class.
 
-    `run` ignores its handler_class, and `_run_http_server` holds stock's as a default argument:
+    `run` ignores its handler_class, and `_run_http_server` has stock's as a default argument:
     replacing the name APIHandler would change nothing.
     """
     signature = inspect.signature(stock)

@@ -168,7 +168,7 @@ class PatchSet:
             raise
 
     def undo(self) -> None:
-        """Put the originals back, the last one first."""
+        """Restore the originals, the last patch first."""
         while self._applied:
             patch, original = self._applied.pop()
             setattr(patch.module, patch.attribute, original)
@@ -361,7 +361,7 @@ mlx-lm's cache classes are used in `cache/` only, and `models_check` guards thei
 SEVERAL_GPUS = Patch(
     name="several_gpus",
     target="mlx.core:clear_cache",
-    why="It leaves its thread on the last CUDA GPU; from there MLX cannot read the first one's.",
+    why="It leaves its thread on the last CUDA GPU, where MLX cannot read the first GPU's.",
     expect=(),
     replace=back_on_its_device,
     verify=probes.buffers_are_read_after_clearing,

@@ -447,7 +447,7 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
         def serve_forever(self) -> None:
             self.make_handler(ours, ("127.0.0.1", 0), self)
 
-    # From 0.32.0 on a state machine over text, before that a state in every response.
+    # From 0.32.0 on, it has a state machine over text; before, each response had a state.
     states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
     context = SimpleNamespace(prompt=[1], prompt_cache_count=0, text_sm=states, tool_parser=None)
     context.has_tool_calling = context.has_thinking = False

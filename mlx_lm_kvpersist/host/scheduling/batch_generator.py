@@ -98,7 +98,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """The sequences without caches that wait until their plugin lets them enter."""
         self._lookup = PromptLookup(self._caches.most_taken_back)
         self._weighed: tuple[int, ...] = ()
-        """The running sequences at the last weighing of memory."""
+        """The running sequences when the memory account was last updated."""
         self._is_short = False
         """Whether memory did not suffice in the last step; if so, no prompt begins."""
         self._n_steps = 0
@@ -210,7 +210,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return list(zip(self.replies.uids, self.replies.tokens, strict=True))
 
     def _running(self) -> tuple[int, ...]:
-        """Return numbers that change when memory must be weighed: each step would be too often."""
+        """Return numbers that change if the memory account must be updated."""
         n_done = sum(prefill.n_done for prefill in self.prefills.all)
         n_periods = self._n_steps // WEIGH_EVERY
         return len(self.replies), len(self.prefills.all), len(self.queue), n_done, n_periods
@@ -316,7 +316,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if waiting and n_free <= 0 and n_running < self.completion_batch_size:
             shortest = min(waiting, key=lambda prompt: prompt.n_left)
             if all(shortest.n_left < prefill.n_left for prefill in self.prefills.all):
-                waiting, n_free = [shortest], 1  # they will not take long
+                waiting, n_free = [shortest], 1  # short prompts end soon
         for prompt in waiting[: max(n_free, 0)]:
             self.queue.remove(prompt)
             try:

@@ -22,7 +22,7 @@ def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
     """Return a prompt's ids with the ids of its images instead of patch tokens.
 
     vision: stock's record of the images. An image is identified by the processor's output: another
-    format or place of the same pixels is the same image.
+    format or URL of the same pixels is the same image.
     """
     keys = zip(prompt, vision.cache_key, strict=True)
     ids = [GOES_ON if key < 0 else token for token, key in keys]

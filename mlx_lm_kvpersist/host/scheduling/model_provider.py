@@ -1,4 +1,4 @@
-"""The server's model provider: loads a model as stock does, and tells plugins of it.
+"""The server's model provider: loads a model as stock does, and tells plugins.
 
 It also knows a model's names, its context length, and how much of the GPU's memory macOS must keep
 in place (from macOS 15 on): mlx-lm sets MLX's limit when its server starts, around each batch, and
@@ -142,7 +142,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
 
 
 def renders_images(tokenizer: Any, processor: Any) -> bool:
-    """Tell whether a chat template writes the token for which a model's processor puts an image."""
+    """Tell whether a chat template writes the token that a model's processor turns into images."""
     if processor is None:
         return False
     for kind in IMAGE_KINDS:
@@ -207,8 +207,8 @@ def max_context(model: str, tokenizer: Any) -> int | None:
     """Return a loaded model's context length in tokens, None if its files do not state it.
 
     model: a folder, or a repository of Hugging Face in this machine's cache. The largest of several
-    lengths counts: a wrong refusal is worse than none. A tokenizer's length does not count if no
-    other is stated, because it is often another model's.
+    lengths counts: a wrong refusal is worse than none. A tokenizer's length does not count if it
+    is the only one, because it is often another model's.
     """
     folder = Path(model)
     try:

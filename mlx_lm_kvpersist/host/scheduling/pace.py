@@ -12,12 +12,12 @@ _MOST_FOR_OVERHEAD = 256
 """If overhead dominates, a chunk may be longer than its time allows, up to this length."""
 
 _USUAL_CHUNK = 512
-"""The length of a prompt's chunks while no other request waits."""
+"""The chunk length that `seconds` assumes."""
 
 _LEAST_S = 1e-9
 
 _MUCH_FASTER = 8.0
-"""If a token of the second chunk takes this many times less than one of the first, the first did
+"""If tokens of the second chunk are this many times faster than those in the first, the first did
 not measure the model: CUDA compiles kernels for a minute in the first chunk of a server."""
 
 
@@ -52,7 +52,7 @@ class Pace:
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
         """Learn that a chunk of `n_tokens` after `position` cached ones took `seconds`.
 
-        The first chunk of a size, or at a place, may be slow because kernels are compiled for it.
+        The first chunk of a size, or in a range, may be slow because kernels are compiled for it.
         """
         place = position.bit_length()
         is_first = n_tokens not in self._sizes
@@ -107,7 +107,7 @@ class Pace:
         return total_s
 
     def describe(self) -> dict[str, float]:
-        """Return the tokens a second of recent chunks, by the first position of each place."""
+        """Return the tokens a second of recent chunks, by the first position of each range."""
         lines = {1 << place >> 1: self._line(place) for place in sorted(self._sums)}
         return {str(first): line.n / max(line.s, _LEAST_S) for first, line in lines.items()}
 

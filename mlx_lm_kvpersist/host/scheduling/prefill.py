@@ -27,7 +27,7 @@ IDLE_CHUNK_S = 0.3
 """How long a chunk may take while no replies run. A prompt that arrives waits for the chunk."""
 
 IDLE_CHUNK = 512
-"""The shortest chunk while no replies run: shorter ones are slower on any device."""
+"""The shortest chunk while no replies run: shorter chunks are slower on any device."""
 
 MOST_PASSED_OVER = 3
 """After this many chunks of other prompts, the oldest prompt runs."""
@@ -36,7 +36,7 @@ MOST_PASSED_OVER = 3
 def chunk_size(position: int, most: int) -> int:
     """Return how many of `most` tokens are computed at once after `position` cached ones.
 
-    Long chunks that end at round places have the same shapes as earlier chunks.
+    Long chunks that end at round positions have the same shapes as earlier chunks.
     """
     size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
     return size - position % ROUND if size >= ROUND else size

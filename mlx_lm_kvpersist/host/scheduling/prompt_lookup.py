@@ -1,7 +1,7 @@
 """Prompt-lookup decoding: a reply that repeats known text is computed several tokens in a step.
 
-If the last four ids have occurred before in the conversation, or a few more in what the plugin has
-stored, the ids that followed are drafts: the model checks them in one call, together with the next
+If the last four ids occurred before in the conversation, or a few more ids in the plugin's stored
+ids, the ids that followed are drafts: the model checks them in one call, together with the next
 token. Drafts are kept as far as the model samples them; wrong drafts are trimmed from the caches. A
 greedy reply then equals the reply of one token a step, except for the rounding of other kernels,
 and every sampled token is drawn from the same distribution:
@@ -23,7 +23,7 @@ N_LAST = 4
 N_SHOWN = 16
 """The last ids for which a plugin returns the next ids."""
 MOST_DRAFTED = 16
-"""Drafts of one step, at most."""
+"""The most drafts of one step."""
 MOST_CREDIT = 4.0
 """The most steps that right drafts can gain in advance for later wrong drafts."""
 PAID_OFF = 0.01

@@ -182,7 +182,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return Look(shared, in_line.index(ready), ready.reply.is_gone)
 
     def _take_queued(self, timeout_s: float | None) -> bool:
-        """Move a request from the server's queue to the line; False if none comes in time."""
+        """Move a request from the server's queue to `_line`; False if none comes in time."""
         try:
             queued = self.requests.get(timeout_s is not None, timeout_s)
         except Empty:
@@ -200,7 +200,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _wait_s(self) -> float | None:
         """Return how many seconds to wait for a request that arrived with the first of a batch.
 
-        Its thread reads or tokenizes it now. Without the wait, the first would be computed alone.
+        Its thread reads or tokenizes it now. The first request would otherwise run alone.
         """
         if self._has_stepped or self._ranks.are_several:
             return None
@@ -433,7 +433,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return rendered
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
-        """Render a request and keep the result with it, without changing the request's messages.
+        """Render a request and store the result in it, without changing the request's messages.
 
         Rendering changes messages, and mlx-lm 0.31.3 fails if they are rendered again.
         """
@@ -585,8 +585,8 @@ def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: An
 class Look:
     """Rank 0's answer when stock looks for a request.
 
-    `arrived`: the new requests in the form of `_shareable`. `place`: the place in the line of the
-    request that enters, or None. `is_gone`: whether its client has left.
+    `arrived`: the new requests in the form of `_shareable`. `place`: the place of the entering
+    request among waiting requests, or None. `is_gone`: whether its client has left.
     """
 
     arrived: Sequence[tuple[Any, Any, dict[str, Any]]] = ()

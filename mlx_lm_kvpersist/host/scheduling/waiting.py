@@ -25,7 +25,7 @@ LARGE_S = 0.25
 """A request that has worked longer lets shorter requests pass."""
 
 WEIGH_EVERY = 32
-"""The number of reply tokens after which memory is weighed, although no reply began or ended."""
+"""The number of reply tokens after which memory is counted, although no reply began or ended."""
 ASK_EVERY = 8
 """The number of steps after which several ranks ask rank 0; they wait for the answer."""
 ARRIVING: dict[int, float] = {}
@@ -54,7 +54,7 @@ class ReplyQueue:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the client went away."""
+        """Whether the client has left."""
         return self._request.client_gone
 
     @property
@@ -151,7 +151,7 @@ class Line(deque[Waiting]):
     """When the last step of the replies ended; None when the next step may begin."""
     _n_gaps = 0
     _has_moved = False
-    """Whether a request has begun, worked or entered since."""
+    """Whether a request has begun, worked or entered in this pause."""
     _is_behind = False
     """Whether some requests must wait until after the next step."""
 
@@ -169,7 +169,7 @@ class Line(deque[Waiting]):
     ) -> Waiting | None:
         """Remove the next request that may enter the batch now; None if a step comes first.
 
-        A request that cannot join the batch blocks those behind it. `begin` is called once for each
+        A request that cannot join the batch blocks later requests. `begin` is called once for each
         request that joins; without it, requests enter at once. quiet: whether no reply has begun.
         """
         gap_s, self._is_behind = QUIET_GAP_S if quiet else GAP_S, False
@@ -226,7 +226,7 @@ class Line(deque[Waiting]):
                 return
 
     def _in_turn(self) -> list[Waiting]:
-        """Return the requests in order; in two of three pauses, long-worked requests come last."""
+        """Return the requests in order; in two of three pauses, long work comes last."""
         in_order = list(self)
         if self._n_gaps % 3:
             in_order.sort(key=lambda one: one.spent_s > LARGE_S)
