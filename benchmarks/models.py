@@ -85,7 +85,7 @@ def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkMod
         return BenchmarkModel(name, Path(snapshot_download(name, local_files_only=True)))
     except Exception as error:
         raise SystemExit(
-            f"{name} is no folder and not in the hub's cache ({error}); "
+            f"{name} is not a folder and not in the hub's cache ({error}); "
             f"download it first: hf download {name}"
         ) from error
 

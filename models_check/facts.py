@@ -49,13 +49,13 @@ TOLERANCE = 5e-4
 
 _SIZES = ((3, 4), (40, 9), (258, 5))
 """Tokens of each prompt that are computed alone, and in the next call. Two prompts are longer than
-the zoo's windows, and one has a block of the grid behind it, which is read quantized."""
+the zoo's windows, and one is longer than a block, which is then read quantized."""
 
 _NEXT_IDS = (7, 11, 13)
 """The reply to every prompt."""
 
 _MORE_PADDING = 2
-"""Tokens behind the longest prompt of a joint call: a short prompt alone is padded, too."""
+"""Padding after the longest prompt of a joint call, so that a lone short prompt is padded, too."""
 _N_RESTORED, _CUT = 24, 16
 
 Logits = list[mx.array]
@@ -64,9 +64,9 @@ Logits = list[mx.array]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What one model shows: `differences` of runs that must agree, by the fact that they are about.
+    """The results of one model: `differences` of runs that must agree, by fact.
 
-    A fact that no run is about is not shown: the model's shapes do not allow it.
+    A fact without a run is not shown: the model's shapes do not allow it.
     """
 
     differences: Mapping[str, float] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Evaluated:
     def shows(self, fact: str) -> bool | None:
         """Return whether a fact is true for the model, None if nothing is shown."""
         differences = [x for name, x in self.differences.items() if name.split(",")[0] == fact]
-        return all(x <= TOLERANCE for x in differences) if differences else None  # nan is not
+        return all(x <= TOLERANCE for x in differences) if differences else None  # False for nan
 
 
 def combined(several: Sequence[Evaluated]) -> Architecture:
@@ -169,7 +169,7 @@ class Runs:
     def computed_together(self) -> Logits:
         """Compute the last tokens of all prompts in one call, and decode the replies alone.
 
-        Raises ValueError if caches of these classes stay apart.
+        Raises ValueError if caches of these classes are not joined.
         """
         lasts = [last for _, last in _prompts()]
         n_tokens = [len(last) for last in lasts]
@@ -188,7 +188,7 @@ class Runs:
 
 
 def difference_of_restored(model: Any, spec: ModelCacheSpec) -> float:
-    """Return how far logits over caches that were cut and joined are from those over the caches.
+    """Return the difference of logits over cut and joined caches from those over the originals.
 
     Another prompt is computed before, so a model that keeps state outside its caches differs.
     """

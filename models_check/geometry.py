@@ -44,7 +44,7 @@ def _own(group: LayerGroup) -> str:
 
 
 def describe_reuse(reused: Mapping[int, int]) -> str:
-    """Return where a stored conversation can be used: how far, by where a prompt leaves it."""
+    """Return how much of a stored conversation can be reused, by where a prompt leaves it."""
     if all(n == place for place, n in reused.items()):
         return "anywhere"
     if not any(reused.values()):

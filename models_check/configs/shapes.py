@@ -1,7 +1,7 @@
 """The sizes that the zoo's configurations share, under every name that mlx-lm has for them.
 
-Heads of 32 numbers, windows of 16 tokens: small, and still what 4-bit groups and rotating caches
-need. A model takes the names it knows and ignores the others.
+Heads of 32 numbers, windows of 16 tokens: small, but enough for 4-bit groups and rotating caches. A
+model takes the names it knows and ignores the others.
 """
 
 from __future__ import annotations
