@@ -19,7 +19,7 @@ OF_OTHERS = {
     *(messages.MESSAGES_PATH, messages.COUNT_PATH, responses.RESPONSES_PATH),
     *messages.HELLO_PATHS,
 }
-"""Paths of APIs that others made and describe."""
+"""Paths of APIs whose makers describe them."""
 
 
 def described(path: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Samples are kept as they come; the page judges the goals and names each fault of its results."""
+"""Samples are saved at once; the page judges the goals and names each fault of its results."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ N_HEADS, K_DIM, V_DIM = 2, 64, 32
 
 
 def _lively(model: Any, seed: int) -> Any:
-    """Give `model` random weights large enough that what is attended to decides the next token."""
+    """Give `model` random weights so large that attention decides the next token."""
     keys = iter(mx.random.split(mx.random.key(seed), 200))
 
     def draw(weight: mx.array) -> mx.array:
@@ -146,7 +146,7 @@ def random_kv(
 
 
 def rounded(x: mx.array, group_size: int, bits: int) -> mx.array:
-    """Return what MLX makes of `x`; scales and biases have 16 bits."""
+    """Return `x` as MLX rounds it; scales and biases have 16 bits."""
     weights, scales, biases = mx.quantize(x, group_size=group_size, bits=bits)
     if x.dtype == mx.float32:
         scales, biases = (y.astype(mx.bfloat16).astype(mx.float32) for y in (scales, biases))
@@ -167,7 +167,7 @@ def packed_tokens(cache: Any, start: int, stop: int) -> tuple[Any, Any]:
 
 
 def address(array: mx.array) -> int:
-    """Where an evaluated array begins in memory."""
+    """Return where an evaluated array begins in memory."""
     mx.eval(array)
     seen = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array  # numpy has no bfloat16
     mx.eval(seen)

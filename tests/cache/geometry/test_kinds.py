@@ -62,7 +62,7 @@ def test_the_inventory_knows_no_class_that_is_not_there() -> None:
 
 
 def kv(n_tokens: int, start: int = 0) -> tuple[mx.array, mx.array]:
-    """Keys [1, 2, n, 4] that tell their position, and values [1, 2, n, 3] of its negative."""
+    """Keys [1, 2, n, 4] that are their position, and values [1, 2, n, 3] that are its negative."""
     at = mx.arange(start, start + n_tokens, dtype=mx.float32)[None, None, :, None]
     return mx.broadcast_to(at, (1, 2, n_tokens, 4)), mx.broadcast_to(-at, (1, 2, n_tokens, 3))
 
@@ -235,7 +235,7 @@ def test_what_is_taken_back_was_never_there(
 def test_no_more_is_taken_back_than_a_cache_can_lose(
     cache: Any, chunks: list[int], expected: int
 ) -> None:
-    """mlx-lm says of a ConcatenateKVCache that it can be trimmed, but it still gives all keys."""
+    """mlx-lm says that a ConcatenateKVCache can be trimmed, but it still returns all keys."""
     position = 0
     for n in chunks:
         keys, values = kv(n, position)

@@ -127,7 +127,7 @@ def test_appends_in_place() -> None:
         mx.eval(cache.state)
     assert [address(x) for x in cache.keys] == before
     capacity = cache.keys[0].shape[2]
-    mx.eval(cache.update_and_fetch(*random_kv(9, capacity - 604)))  # all that there is room for
+    mx.eval(cache.update_and_fetch(*random_kv(9, capacity - 604)))  # all tokens that fit
     mx.eval(cache.state)
     assert [address(x) for x in cache.keys] == before
 
