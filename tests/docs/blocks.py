@@ -22,7 +22,7 @@ _INLINE = re.compile(r"`([^`\n]+)`")
 
 
 class Block(NamedTuple):
-    """A fenced block, or a piece of code within text: of which page, in which language."""
+    """A fenced block, or a piece of code within text, with its page and language."""
 
     page: str
     language: str
@@ -44,7 +44,7 @@ def blocks(language: str | None = None) -> list[Block]:
 
 
 def inline() -> list[Block]:
-    """Return the code within the text of all pages, but for what is made from the source."""
+    """Return the code within the text of all pages, except generated parts."""
     made = re.compile(r"<!-- made: .*?<!-- end of ", re.DOTALL)
     return [
         Block(page.name, "", code)

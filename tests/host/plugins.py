@@ -1,4 +1,4 @@
-"""Plugins for the tests: one that records what it is asked, one that fails, one that misspells."""
+"""Plugins for the tests: one that records its hooks, one that fails, one that misspells."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.host.http import clients
 
 
 class EchoRequest(TakenRequest):
-    """Records what is saved, by the question of its request."""
+    """Records saved tokens, by the last message of the request."""
 
     def __init__(self, echo: Echo, request: ClientRequest, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -199,7 +199,7 @@ class WrongArguments:
 
 
 class Editing:
-    """Edits whatever it is given, in place, and answers nonsense."""
+    """Edits all its arguments in place, and answers nonsense."""
 
     @hookimpl
     def model_loaded(self, provider: Any) -> None: ...

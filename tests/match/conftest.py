@@ -11,7 +11,7 @@ from mlx_lm_kvpersist.match.text import TokenText
 from tests.support.synthetic import train_tokenizer
 
 EXAMPLES = settings(max_examples=40)
-"""Of a property, for each kind of tokenizer."""
+"""Examples of a property, for each kind of tokenizer."""
 
 KINDS = [
     *("byte-level", "sentencepiece"),

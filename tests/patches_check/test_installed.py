@@ -1,4 +1,4 @@
-"""The checks of the installed mlx-lm: each finds what it is for, and says it."""
+"""The checks of the installed mlx-lm: each finds and names its kind of fault."""
 
 from __future__ import annotations
 

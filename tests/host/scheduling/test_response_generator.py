@@ -1,4 +1,4 @@
-"""Tokenizing between two hooks: what may change a prompt, and what a failure costs."""
+"""Tokenizing between two hooks: allowed changes of a prompt, and the cost of failures."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_plugins_know_an_image_by_what_the_model_is_given_of_it() -> None:
     assert (ids, types, state) == ([0, *given], ["system", "user"], "normal")
     assert (fed.starts, fed.cache_key) == ([2, 5], [0, *prompt.ids])
     assert isinstance(fed.cache_key, TakenTokens)
-    assert vision.starts == [1, 4]  # as stock made them, for the next time
+    assert vision.starts == [1, 4]  # as stock made them: the next request needs them
 
 
 class Times:
@@ -262,7 +262,7 @@ def test_plugins_are_told_once_when_the_tokens_of_a_reply_came_however_it_ends()
 
 
 def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> None:
-    """Which ids the model has is asked on the generation thread: mlx 0.31.2 aborts elsewhere."""
+    """The generation thread finds out the model's ids: mlx 0.31.2 aborts on other threads."""
     asked: list[str] = []
 
     class Provider(SimpleNamespace):
