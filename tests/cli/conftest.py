@@ -77,8 +77,7 @@ class CommandLine:
             self.out, self.err = self._capsys.readouterr()
 
     def in_terminal(self, columns: int, *argv: str | Path) -> list[str]:
-        """Run a command whose output is a terminal with this number of columns; return its
-        lines."""
+        """Run a command in a terminal with this number of columns; return its lines."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("COLUMNS", str(columns))
             patch.setattr(sys.stdout, "isatty", lambda: True)

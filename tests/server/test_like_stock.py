@@ -1,6 +1,6 @@
 """The same bytes to a stock server and to one with the plugin: the same answers.
 
-Differences that are wanted stand in the table of docs/api.md, which gives the reasons.
+The table of docs/api.md lists the wanted differences and their reasons.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TABLE = Path(__file__).parents[2] / "docs" / "api.md"
 WRONG_FIELDS = pytest.mark.skipif(not answers_wrong_fields(), reason="stock fails")
 CLOSED = "closes the connection"
-"""What the table says of a server that answers nothing."""
+"""The table's word for a server that answers nothing."""
 HALF_CLOSE = None
 """A step of a conversation: the client closes its sending side."""
 Step = bytes | float | None
@@ -185,7 +185,7 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
     "`messages` or `prompt` of a wrong form": {
         "no messages": [request(b"{}")],
         "messages are text": [request(b'{"messages": "Hello?"}')],
-        "messages are no number": [request(b'{"messages": NaN}')],
+        "messages are not a number": [request(b'{"messages": NaN}')],
         "no prompt": [request(b"{}", target=f"POST {TEXT}")],
     },
     "a model that does not exist": {
@@ -291,7 +291,7 @@ def test_answers_differ_as_the_docs_say(servers: list[ServerProcess], row: str) 
     assert reason
     for steps in DIFFERENT[row].values():
         stock, ours = (answer(server, steps) for server in servers)
-        assert stock != ours, "the docs name a difference that is none"
+        assert stock != ours, "the docs name a difference that does not exist"
         assert status(stock) in said_stock and status(ours) in said_ours
 
 

@@ -1,4 +1,4 @@
-"""The operator's page in a browser, and the routes behind it: who sees and changes sessions."""
+"""The operator's page in a browser, and its routes: who sees and changes sessions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def width(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def opened(browser: Browser, server: ServerProcess, width: int) -> Iterator[Page]:
-    """The page, shown; its console and the addresses that it asks are checked at the end."""
+    """The page in a browser; its console and its requested addresses are checked at the end."""
     page, told, asked = browser.new_page(viewport={"width": width, "height": 800}), [], set[str]()
     page.on("console", lambda message: told.append(message.text))
     page.on("pageerror", lambda error: told.append(str(error)))
@@ -270,7 +270,7 @@ def test_a_deleted_session_is_gone(
     assert main(["why", "--kvpersist-dir", str(started.store)]) == 0
     told = capsys.readouterr().out
     assert '"deleted"' not in told and '"quotes it"' in told
-    # What others begin with is still there, and no more than that.
+    # Only the blocks that others begin with are left.
     reply = server.chat(messages, "again", max_tokens=8)
     assert 0 < int(reply.kvpersist["reused"]) < reply.prompt_tokens // 2
     assert change(server, "delete", {"id": one["id"]})[0] == 404
@@ -323,7 +323,7 @@ def test_the_page_draws_the_memory_and_what_is_written(opened: Page, server: Ser
 
 
 def test_what_does_not_fit_is_drawn_full(browser: Browser, server: ServerProcess) -> None:
-    """More may be used than the budget has: alone, every request begins."""
+    """More than the budget may be used: a request that runs alone always begins."""
     data = described(server)
     data["memory"] |= {"caches": 3 * data["memory"]["total"], "waiting": 2}
     data["store"]["tiers"]["ram"]["asked_again_tokens"] = 1234
@@ -382,7 +382,7 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     more: list[Message] = [{"role": "assistant", "content": reply.text}]
     server.chat([*talk(82), *more, {"role": "user", "content": "On"}], name, max_tokens=8)
     wait_for_reply(server)
-    assert session(server, name)["title"] == f"<b>&amp; {width}"  # its name goes on
+    assert session(server, name)["title"] == f"<b>&amp; {width}"  # its name is longer
 
     action(opened, f"<b>&amp; {width}", "Delete")
     dialog = opened.get_by_role("dialog")
@@ -492,7 +492,7 @@ def test_500_sessions(browser: Browser, crowded: ServerProcess, width: int) -> N
     page.goto(url_of(crowded))
     names, place = page.locator(".session b"), page.locator("#place")
     expect(place).to_have_text(re.compile("^1 to 20 of "))
-    # Its first words, without what the agent put before them, and its client.
+    # Its first words, without the agent's reminder before them, and its client.
     expect(page.get_by_text(f"{MARKUP} Refactor the parser", exact=True).first).to_be_visible()
     expect(page.get_by_text("Claude Code").first).to_be_visible()
     assert names.count() == 20 and page.evaluate(FITS)
@@ -537,7 +537,7 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     assert start.evaluate("e => e.scrollWidth > e.clientWidth")  # its middle is left out
     place_of = "e => [e.getBoundingClientRect().top, e.getBoundingClientRect().right]"
     (top, right), (top_of_end, right_of_end) = name.evaluate(place_of), end.evaluate(place_of)
-    assert right_of_end <= right and top_of_end == pytest.approx(top, abs=3)  # in its line
+    assert right_of_end <= right and top_of_end == pytest.approx(top, abs=3)  # in the same line
     assert name.inner_text() == "w" * 200
     # All matches are chosen, not those of a page only.
     page.locator("#choose-all").focus()
@@ -609,7 +609,7 @@ def test_no_text_is_shown_that_may_not_be(
 
 
 def test_an_old_answer_does_not_undo_a_newer_one(opened: Page, server: ServerProcess) -> None:
-    """A poll that began before a button was pressed may be answered after it."""
+    """A poll that began before a click may be answered after it."""
     held: list[tuple[Route, APIResponse]] = []
 
     def hold(route: Route) -> None:

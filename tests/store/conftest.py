@@ -29,7 +29,7 @@ def chain(*blocks: list[int], parent: bytes = ROOT.key) -> list[Block]:
 
 
 def arrays_of(node: Block) -> dict[str, mx.array]:
-    """Return arrays whose content belongs to this node alone."""
+    """Return arrays that differ from all other nodes' arrays."""
     seed = int.from_bytes(node.key[:4], "little")
     arrays = {
         "0.k.weights": mx.random.randint(0, 1 << 30, (2, 64, node.n_tokens, 128), mx.uint32),
@@ -62,7 +62,7 @@ def window(node: Block) -> Checkpoint:
 
 
 def arrays_of_checkpoint(checkpoint: Checkpoint) -> dict[str, mx.array]:
-    """Return arrays that belong to this checkpoint alone, of dtypes as states have them."""
+    """Return arrays that differ from all other checkpoints' arrays, in dtypes of states."""
     key = mx.random.key(int.from_bytes(checkpoint.key[:4], "little"))
     arrays = {
         "0.conv": mx.random.normal((2, 1, 3, 64), mx.bfloat16, key=key),

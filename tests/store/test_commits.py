@@ -45,7 +45,7 @@ class Asked:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Count what is asked of indexes that are opened from now on."""
+    """Count the statements of indexes that are opened from now on."""
     asked, connect = Asked(), Database._connect
 
     def counted(database: Database) -> sqlite3.Connection:

@@ -1,4 +1,4 @@
-"""What a store makes of a folder that was removed, half a rebuild, files that outlive the index."""
+"""Recovery from a removed folder, half a rebuild, or files without an index."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_folder_removed_while_another_thread_reads(store: BlockStore) -> None:
         reader.join()
 
 
-# Parts.
+# Checkpoints.
 
 
 def test_a_sweep_brings_checkpoints_in_line(store: BlockStore) -> None:
@@ -288,7 +288,7 @@ def set_format(folder: Path, version: int, made_for: int) -> None:
 def test_a_rebuild_that_breaks_off_leaves_the_rows_as_they_were(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others read the old rows until it ends."""
+    """Other threads read the old rows until it ends."""
     save_turn(store, chain([1], [2]), "a name")
     before, add, seen = store.index.keys(), Index.add_blocks, list[set[bytes]]()
     sessions = store.index.sessions()

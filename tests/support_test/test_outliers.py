@@ -25,7 +25,7 @@ def logits_and_keys(path: Path) -> tuple[mx.array, list[mx.array]]:
 
 def weights_of(path: Path) -> dict[str, mx.array]:
     weights: Any = mx.load(str(path / "model.safetensors"))
-    mx.eval(weights)  # before a test writes the file that they are read from
+    mx.eval(weights)  # evaluated before a test writes the file that they are read from
     return dict(weights)
 
 

@@ -1,7 +1,7 @@
-"""Copies of a model that compute the same function with a few far larger key channels.
+"""Copies of a model that compute the same function with a few much larger key channels.
 
-Models such as Qwen2 have key channels that are many times larger than the others, and quantized
-keys lose most there. The copies have such channels in any model, at any size.
+Models such as Qwen2 have key channels that are many times larger than the rest, and quantized keys
+lose most there. The copies have such channels in any model, at any size.
 """
 
 from __future__ import annotations
