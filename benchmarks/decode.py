@@ -126,7 +126,7 @@ def _most_live_bytes(server: BenchmarkServer, streams: Future[Any]) -> int:
 
 
 def full_bytes_per_token(spec: Mapping[str, Any]) -> float:
-    """Return the KV bytes of a token in the model's own precision, for layers that hold all tokens.
+    """Return the KV bytes of a token in the model's own precision, for layers that keep all tokens.
 
     spec: the server's answer to /v1/kvpersist/spec.
     """

@@ -27,7 +27,7 @@ DEFAULT_MODELS_DIR = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist-benchmar
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model that the benchmarks run: what it was called, and where its files are."""
+    """A model that the benchmarks run: its name, and its folder."""
 
     name: str
     path: Path

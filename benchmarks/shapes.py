@@ -203,8 +203,8 @@ def _random_weight(
 ) -> mx.array:
     """Return a parameter's values: codes at random, scales that keep activations near one.
 
-    Rows of the output layer without visible text are zero. Among some two thousand random logits,
-    0 is never the largest.
+    Rows of the output layer without visible text are zero. 0 is never the largest of some two
+    thousand random logits.
     """
     like = parameters[name]
     stem, _, part = name.rpartition(".")

@@ -20,12 +20,12 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm_kvpersist.cache.live.packed import GRID
 
 Keeper = Callable[[list[int], list[Any]], None]
-"""Called with ids and the caches that hold them."""
+"""Called with ids and their caches."""
 
 
 @dataclass
 class Row:
-    """One prompt on its way: `caches` hold its first `n_cached` tokens."""
+    """One prompt on its way: `caches` have its first `n_cached` tokens."""
 
     segments: list[list[int]]
     caches: list[Any]
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Reply:
-    """`ids` [n], `logprobs` [n, vocab] float32, and caches that hold `tokens`: prompt and reply."""
+    """`ids` [n], `logprobs` [n, vocab] float32, and caches of `tokens`: prompt and reply."""
 
     ids: list[int]
     logprobs: npt.NDArray[np.float32]
@@ -97,7 +97,7 @@ def generate(
 
 
 def alone(model: Any, row: Row, batches: bool = True) -> Reply:
-    """Generate one reply, as the server does while there are no other requests."""
+    """Generate one reply, as the server does without other requests."""
     return generate(model, [row], batches)[0]
 
 

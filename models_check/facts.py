@@ -1,7 +1,7 @@
 """Facts about an architecture that only evaluation shows, found on a tiny model of it.
 
 Every fact says that two runs of the same tokens agree. The models compute in float32, so runs that
-agree differ by rounding alone, and runs that do not differ by about the spread of the logits.
+agree differ by rounding alone; other runs differ by about the spread of the logits.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def combined(several: Sequence[Evaluated]) -> Architecture:
 def evaluated(model: Any) -> Evaluated:
     """Evaluate a model that computes in float32; `server_attention` must be in place.
 
-    Nothing is shown by a model whose caches are of classes that the plugin refuses.
+    A model shows nothing if the plugin refuses the classes of its caches.
     """
     try:
         plain = Runs(model, probe_model(model, FULL_PRECISION))
@@ -140,7 +140,7 @@ class Runs:
 
     @cached_property
     def _firsts(self) -> list[list[Any]]:
-        """Caches that hold the first tokens of each prompt."""
+        """Caches of the first tokens of each prompt."""
         firsts = []
         for first, _ in _prompts():
             firsts.append(self.spec.make_cache())
@@ -153,7 +153,7 @@ class Runs:
         return [_reply(self.model, caches)[0] for caches in self._computed()]
 
     def _computed(self) -> Iterator[list[Any]]:
-        """Yield caches that hold one prompt each."""
+        """Yield the caches of each prompt."""
         for caches, (_, last) in zip(copy.deepcopy(self._firsts), _prompts(), strict=True):
             _compute(self.model, caches, last)
             yield caches
@@ -183,7 +183,7 @@ class Runs:
         return [_reply(self.model, caches)[0] for caches in rows]
 
     def difference(self, run: Callable[[], Logits]) -> float:
-        """Return how far the logits of a run are from those of each prompt alone."""
+        """Return the difference between the logits of a run and of each prompt alone."""
         return _difference(self.alone, run)
 
 

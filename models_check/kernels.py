@@ -1,7 +1,7 @@
 """The functions of muse_spark's fused Metal kernels, in plain MLX.
 
-For machines without Metal. Each function takes the place of the one of the same name in
-`mlx_lm.kernels` and has its arguments; shapes are in the docstrings there.
+For machines without Metal. Each function replaces the function of the same name in `mlx_lm.kernels`
+and has its arguments; shapes are in the docstrings there.
 """
 
 from __future__ import annotations

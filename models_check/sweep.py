@@ -47,7 +47,7 @@ FINE = ("equal", "refused", "stock fails")
 
 @dataclass
 class Finding:
-    """What the sweep found out about one name of the zoo; JSON values."""
+    """The sweep's result for one name of the zoo; JSON values."""
 
     name: str
     result: str = ""
@@ -105,9 +105,8 @@ def sweep(name: str, seed: int = 0, *, unknown: bool = False) -> Finding:
 
 
 def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
-    """Return how the server keeps a model by the shipped facts, or without any if it is `unknown`.
-
-    Packed keys are always attended to, where the facts allow them, not only when it is quicker.
+    """Return how the server stores a model by the shipped facts, or without any if it is `unknown`.
+    Attention always reads packed keys if the facts allow them, not only when it is quicker.
 
     Raises:
         ModelNotSupported: its caches are of classes that are refused, or its facts refuse it.
@@ -120,7 +119,7 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
 
 
 class _Sweep:
-    """The runs that are compared, for one model that we keep."""
+    """The runs that are compared, for one model that the plugin supports."""
 
     def __init__(self, model: Any, spec: ModelCacheSpec, folder: Path, finding: Finding) -> None:
         self.model, self.spec, self.folder, self.finding = model, spec, folder, finding
@@ -239,7 +238,7 @@ class _Sweep:
         return (self.finding.pieces or 0.0) > TOLERANCE
 
     def _cut_anywhere(self, stored: StoredModel) -> None:
-        """Ask for prompts that leave the stored conversation at many places."""
+        """Send prompts that leave the stored conversation at many positions."""
         prompt = self.talk.prompt(N_TURNS - 1, self.replies)
         more = random_ids(9, _N_MORE)
         comparisons, places = [], _places(self.talk, prompt)

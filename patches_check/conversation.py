@@ -15,7 +15,7 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class Conversation:
-    """The tokens of the second turn's prompt, how many were reused, and where they came from."""
+    """The second turn's prompt tokens, how many of them were reused, and their tier."""
 
     prompt_tokens: int
     cached_before: int

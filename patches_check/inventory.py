@@ -70,7 +70,7 @@ def _kept(name: str, module: str) -> str:
 
 
 def bindings(patches: Iterable[Patch]) -> list[Found]:
-    """Return, for every patched name, the modules of mlx-lm that hold it under a name of their own.
+    """Return, for every patched name, the modules of mlx-lm that have it under their own name.
 
     The server's globals are replaced for the server alone, so other modules keep stock's. Any other
     patch must reach every module that uses the name.

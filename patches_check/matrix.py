@@ -86,7 +86,7 @@ class Outcome:
 
 
 def rows(path: Path = ROWS) -> list[Row]:
-    """Return the rows of a file, on a Mac without those whose mlx is too old there.
+    """Return the rows of a file; on a Mac, without rows whose mlx is too old there.
 
     Raises ValueError for an invalid row.
     """

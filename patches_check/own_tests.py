@@ -1,7 +1,7 @@
 """mlx-lm's own tests of its server, its generator and its prompt cache, with our changes in place.
 
 The tests come from the source distribution of each version on PyPI. They load one model of the hub,
-and a tiny model takes its place. The tests run twice: over stock's caches, and over the plugin's
+which a tiny model replaces. The tests run twice: over stock's caches, and over the plugin's
 quantized caches in the default precision. Tests that need the words of the real model, or that
 check what the plugin changes, are left out by name.
 """
@@ -41,7 +41,7 @@ LEFT_OUT = {
     "follows an instruction there.",
     "test_generate.py::TestGenerate::test_stream_generate_input_embeddings_prefill": "The same.",
 }
-"""Tests that cannot pass, and why. No others may fail."""
+"""Tests that cannot pass, and why. No other test may fail."""
 QUANTIZED = {
     "test_server.py::TestServerKVCacheQuantization::test_completion_quantizes_the_cache": "The "
     "conversation is kept in the plugin's store, not in stock's prompt cache.",

@@ -1,7 +1,7 @@
 """The matrix's results, and the files that are written from them.
 
-`supported.json` holds the outcomes. The table of docs/compatibility.md, the bounds in
-pyproject.toml and those in `host/patching/versions.py` are written from it, between marks.
+`supported.json` has the outcomes. The table of docs/compatibility.md and the bounds in
+pyproject.toml and `host/patching/versions.py` are written from it, between marks.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def marked(page: str, mark: str, content: str) -> str:
-    """Return a page with new content between two lines that hold `begin MARK` and `end MARK`."""
+    """Return a page with new content between two lines with `begin MARK` and `end MARK`."""
     pattern = re.compile(
         rf"(^[^\n]*begin {re.escape(mark)}\b[^\n]*\n).*?(^[^\n]*end {re.escape(mark)}\b)",
         re.DOTALL | re.MULTILINE,

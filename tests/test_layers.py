@@ -78,7 +78,7 @@ NO_MLX = {
 
 
 def parts() -> dict[str, list[Path]]:
-    """Return the modules of each part: a folder, or a module beside them."""
+    """Return the modules of each part: a folder, or a single module."""
     found: dict[str, list[Path]] = {}
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")

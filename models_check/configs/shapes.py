@@ -62,7 +62,7 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
-"""What is cached instead of keys and values: a latent of 64 numbers and a rotated key of 32."""
+"""Cached instead of keys and values: a latent of 64 numbers and a rotated key of 32."""
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"

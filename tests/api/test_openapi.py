@@ -1,4 +1,4 @@
-"""The OpenAPI document has every route of ours, the page about agents those of agents."""
+"""The OpenAPI document has all our routes; the page about agents has all routes of agents."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Talk:
         self.store.pool.clear()
 
     def blocks(self, ids: list[int]) -> list[Path]:
-        """Return the files of the blocks that hold a conversation, in order."""
+        """Return the files of a conversation's blocks, in order."""
         self.store.drain()
         paths: list[Path] = []
         parent, start = self.loaded.root.key, 0

@@ -362,7 +362,7 @@ def chat(n: int, seed: int = 1) -> list[Message]:
 
 
 def test_the_folder_is_deleted_while_serving(start_server: StartServer, tiny_model: Path) -> None:
-    """Replies keep coming, and what is said afterwards survives kill -9."""
+    """Replies keep coming, and later turns survive kill -9."""
     server = start_server.with_plugin(tiny_model)
     store = start_server.store
     first = server.chat(chat(0), "s", temperature=0.0)

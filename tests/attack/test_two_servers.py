@@ -145,7 +145,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def check_replies(server: ServerProcess, exchanges: list[Exchange]) -> None:
-    """Ask again where nothing is stored: every namespace is used once."""
+    """Ask again without stored turns: every namespace is used once."""
     wrong = []
     for n, exchange in enumerate(exchanges):
         reply = chat(server, exchange.messages, headers={"X-KVPersist-Namespace": str(n)})

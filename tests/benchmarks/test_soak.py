@@ -156,7 +156,7 @@ serve(sys.argv[1:])
 
 
 class CountedServer(StartedServer):
-    """Runs `counted.py` beside its log: it counts MLX's arrays all the time."""
+    """Runs `counted.py`, next to its log, which counts MLX's arrays all the time."""
 
     def start(self) -> None:
         options = self._command[self._command.index("--model") :]

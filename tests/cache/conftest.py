@@ -71,7 +71,7 @@ def tiny_qwen3(seed: int = 0, head_dim: int = 64) -> Any:
 
 
 def tiny_deepseek_v2(seed: int = 0) -> Any:
-    """Keys of 64 numbers a head beside values of 32."""
+    """Keys of 64 numbers a head, and values of 32."""
     args = deepseek_v2.ModelArgs(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -162,7 +162,7 @@ def same_packed(a: Packed | mx.array, b: Packed | mx.array) -> bool:
 
 
 def packed_tokens(cache: Any, start: int, stop: int) -> tuple[Any, Any]:
-    """Keys and values of tokens [start, stop) as a quantized cache of one sequence holds them."""
+    """Keys and values of tokens [start, stop), as in a quantized cache of one sequence."""
     return kind_of(cache).tokens(cache, start, stop)
 
 

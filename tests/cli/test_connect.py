@@ -200,7 +200,7 @@ def test_undo_restores_the_files(client: str, there: bytes | None, home: Path) -
 
 
 def test_undo_leaves_the_folders_that_hold_other_files(home: Path) -> None:
-    """And folders that were there, even if they are empty."""
+    """And folders that existed before, even if they are empty."""
     (home / ".config").mkdir()
     for client in ("codex", "opencode"):
         assert connect(client, "--write") == 0
@@ -421,7 +421,7 @@ def test_the_record_is_as_private_as_the_file(home: Path, monkeypatch: pytest.Mo
 
 
 def test_open_webui_gets_variables(capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no file to write, and that is no error."""
+    """It has no file to write, which is not an error."""
     for options in ((), ("--write",)):
         assert connect("openwebui", *options) == 0
         out, err = capsys.readouterr()

@@ -56,7 +56,7 @@ def inline() -> list[Block]:
 def commands(block: Block) -> Iterator[list[str]]:
     """Yield the commands of a shell's block as words, without variables that are set before them.
 
-    "&&" begins a command; what follows a pipe is left out.
+    "&&" begins a command; commands after a pipe are left out.
     """
     text = re.sub(r"\$\([^)]*\)", "OUTPUT", block.text)
     for line in text.replace("\\\n", " ").splitlines():

@@ -91,7 +91,7 @@ def stock_help() -> str:
 
 
 def check_server(options: list[str]) -> None:
-    """Parse the plugin's options, and look for the others in the stock server's help."""
+    """Parse the plugin's options, and look for other options in the stock server's help."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plugin", choices=["kvpersist"])
     config.add_options(parser)

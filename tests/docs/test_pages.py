@@ -91,7 +91,7 @@ def test_links_to_the_project_lead_to_its_files() -> None:
 
 
 def test_the_readme_links_to_absolute_addresses_only() -> None:
-    """PyPI shows it, where a relative link leads nowhere."""
+    """PyPI shows it, and relative links lead nowhere there."""
     targets = re.findall(r"\]\(([^)]+)\)", README) + re.findall(r"^\[.*\]: (.*)$", README, re.M)
     assert len(targets) > 10
     assert [target for target in targets if not target.startswith("https://")] == []

@@ -33,7 +33,7 @@ class EchoRequest(TakenRequest):
 
 
 class Echo:
-    """Records every hook with what identifies the request, in a file and at /echo.
+    """Records every hook, with an identification of the request, in a file and at /echo.
 
     DRAIN_S is how long replies may continue after SIGTERM, if not as long as in any server.
     """
@@ -163,7 +163,7 @@ class Failing:
         server._make_sampler = make
 
     def end_generation_at_a_top_k(self) -> None:
-        """Make the generation thread raise where stock catches nothing, for top_k=13."""
+        """Make the generation thread raise at a point where stock catches nothing, for top_k=13."""
         server: Any = importlib.import_module("mlx_lm.server")
         stock = server._make_sampler
 

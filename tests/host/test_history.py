@@ -122,11 +122,11 @@ def marks(value: Any) -> list[str]:
 
 
 def hidden_system(messages: list[Message]) -> bool:
-    """Tell whether a system message stands anywhere but first."""
+    """Tell whether a system message is anywhere but first."""
     return any(message["role"] == "system" for message in messages[1:])
 
 
-# What the model reads.
+# The text that the model reads.
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
@@ -232,7 +232,7 @@ def test_every_message_reaches_the_model_in_its_place(
     text = renderers[name].text(said(TALK))
     places = [text.find(f"<{n}>") for n in range(len(TALK))]
     assert -1 not in places and places == sorted(places), text
-    for n_sent in (4, 7):  # those before a reply
+    for n_sent in (4, 7):  # messages before a reply
         before = renderers[name].text(said(TALK[:n_sent]))
         assert text.startswith(before.removesuffix("<|im_start|>assistant\n"))
 
@@ -346,7 +346,7 @@ def test_only_the_named_template_in_use_is_asked_whether_it_knows_developers(
     assert renderer.text(said(TALK[:3], TOOL)).startswith("<|im_start|>developer\n<0>")
 
 
-# What is refused.
+# Refused conversations.
 
 CHANNEL = "<|channel|>analysis"
 

@@ -33,7 +33,7 @@ def serve(
     stock: Any,
     provider: Any = None,
 ) -> list[str]:
-    """Call `run` as `main` does, with `stock` in place of listening; return the hooks asked."""
+    """Call `run` as `main` does, with `stock` instead of listening; return the called hooks."""
     monkeypatch.setattr(server, "ResponseGenerator", lambda *args: None)
     monkeypatch.setattr(server, "_run_http_server", stock)
     provider = provider or SimpleNamespace(cli_args=PROVIDER_ARGS)

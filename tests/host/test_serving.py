@@ -67,7 +67,7 @@ def test_a_request_is_known_from_header_to_cache(
     params: dict[str, Any] = {} if seed is None else {"seed": seed}
     reply = echo_server.chat(messages, "session-1", stream, max_tokens=5, **params)
     assert int(reply.headers["x-echo"]) > 0
-    # The model is loaded beside the first request.
+    # The model is loaded during the first request.
     recorded = [call for call in wait_for_insert(echo_server) if call[0] != "model_loaded"]
     hooks = [call[0] for call in recorded]
     assert hooks[0] == "request_received" and recorded[0][1:] == ["session-1", stream]

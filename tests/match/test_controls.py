@@ -43,7 +43,7 @@ def test_a_match_ends_before_the_first_difference(block_tokens: int, end: list[i
     own = [1, MARK, 5, *SPELLED, 1, *end]
     for stored in (
         [1, *SPELLED, 5, *SPELLED, 1, *end],
-        [1, *SPELLED, 5, MARK, 1, *end],  # as many control tokens, at other places
+        [1, *SPELLED, 5, MARK, 1, *end],  # as many control tokens, at other positions
     ):
         for held, asked in ((stored, own), (own, stored)):
             match = matched([held], [*asked, 3], block_tokens)

@@ -17,7 +17,7 @@ from .tree_in_memory import ROOT, MemoryTree
 @EXAMPLES
 @given(data=st.data())
 def test_a_splice_means_the_same_text(tokenizer: Any, token_text: TokenText, data: Any) -> None:
-    """Whatever was sampled before, the spliced prompt decodes to what the client asked for."""
+    """Whatever was sampled before, the spliced prompt decodes to the client's text."""
     tree = MemoryTree(token_text, block_tokens=4)
     stored = data.draw(sequences(tokenizer))
     tree.add(stored)
@@ -119,7 +119,7 @@ TOKENS = TokenText(
 
 
 def spliced_in(stored: list[int], prompt: list[int], rest: list[int] | None = None) -> Any:
-    """Splice a prompt behind ids that end what is stored; `rest` are those of an encoded rest."""
+    """Splice a prompt after stored ids; `rest` are the ids of an encoded rest."""
     tree = MemoryTree(TOKENS, block_tokens=4)
     tree.add(stored)
     text = TOKENS.decode(prompt)

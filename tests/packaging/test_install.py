@@ -1,4 +1,4 @@
-"""What people install: the wheel, an editable checkout, a tool environment."""
+"""Installations of users: the wheel, an editable checkout, a tool environment."""
 
 from __future__ import annotations
 

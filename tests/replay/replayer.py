@@ -1,6 +1,6 @@
 """Replay conversations through the plugin's hooks, in the order in which the server calls them.
 
-There is no HTTP and no sampling: a test says what the model replies. The rest is real: session
+HTTP and sampling are left out: a test says what the model replies. The rest is real: session
 keys, normalisation, the chat template, the host's mixins over stock's own classes, the store.
 """
 
@@ -51,7 +51,7 @@ _PromptCache: Any = type("_", (PluginPromptCache, LRUPromptCache), {})
 
 @dataclass
 class Request:
-    """What the server's CompletionRequest holds, on every version."""
+    """The fields of the server's CompletionRequest, on every version."""
 
     messages: list[Message]
     tools: list[Any] | None
@@ -80,7 +80,7 @@ class Turn:
 
 
 class Replayer:
-    """A plugin with a model behind it. Byte-level tokenizers only: each token has its bytes."""
+    """A plugin with a model. Byte-level tokenizers only: each token has its bytes."""
 
     _firsts: ClassVar[dict[tuple[Any, ...], tuple[list[Any], mx.array]]] = {}
     """The caches and the logits of first prompts, by model, options and ids: tests share them.
@@ -91,9 +91,9 @@ class Replayer:
     def __init__(self, model_path: Path, folder: Path, *options: str) -> None:
         self.model, self.tokenizer = load(str(model_path))
         self.stored: list[list[int]] = []
-        """Every sequence that was kept, by its ids."""
+        """Every saved sequence, by its ids."""
         self.prompt_ends: set[int] = set()
-        """Where the segments of prompts ended: the server saves a prompt there."""
+        """The ends of prompts' segments, at which the server saves a prompt."""
         self._n_turns = 0
         self._options = (
             *("--kvpersist-dir", str(folder), "--kvpersist-disk", "1G"),

@@ -1,6 +1,6 @@
 """Conversations as real clients send them: how many tokens each turn reuses, exactly.
 
-The shapes are from what clients were seen to send; the texts are made up. Expectations are counted
+The shapes are from real clients' requests; the texts are made up. Expectations are counted
 in the ids of earlier turns: all of a turn, all of its prompt, or the tokens that the two texts have
 in common. A turn that leaves a stored one inside a block may compute that block again from its
 beginning, or from the end of an earlier prompt in it, and no more.
@@ -64,7 +64,7 @@ def shared(replayer: Replayer, stored: Turn, asked: Turn) -> int:
 
 
 def up_to(replayer: Replayer, turn: Turn, text: str) -> int:
-    """Return how many of a turn's tokens stand before the last place of `text` in its prompt."""
+    """Return how many of a turn's tokens come before the last `text` in its prompt."""
     prompt = replayer.bytes_of(turn.prompt)
     return replayer.n_common(turn.ids, prompt[: prompt.rindex(text.encode())])
 
@@ -142,7 +142,7 @@ def test_tool_insertion(replayer: Replayer) -> None:
 
 
 def test_a_reminder_that_moves(replayer: Replayer) -> None:
-    """opencode and others hang it on the newest user message: the cut is where it began."""
+    """opencode and other clients append it to the newest user message: the cut is at its begin."""
     reminder = "\n<system-reminder>Plan only, change nothing.</system-reminder>"
     messages: list[Message] = [SYSTEM]
     before: Turn | None = None

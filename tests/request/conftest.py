@@ -117,7 +117,7 @@ class Conversations:
         self.loaded.save(sequence, ids, caches, cache_type, self.store)
 
     def _go_on(self, ids: list[int], n_cached: int, caches: list[Any], is_new: bool) -> list[Any]:
-        """Return caches that hold `ids`; those of a new turn are computed once for all tests."""
+        """Return caches of `ids`; the caches of a new turn are computed once for all tests."""
         if not is_new or tuple(ids) not in self.computed:
             self.forward(ids[n_cached:], caches)
             if not is_new:

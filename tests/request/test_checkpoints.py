@@ -357,7 +357,7 @@ def test_a_long_prompt_keeps_the_windows_before_its_points_alone(tmp_path: Path)
 
 
 def test_a_window_of_several_blocks_has_as_many_points(tmp_path: Path) -> None:
-    """Ends of blocks between points, which a long window covers, are no points."""
+    """Ends of blocks between points, which a long window covers, are not points."""
     stored = StoredModel(*built("gemma3_text", 300), tmp_path)
     wholes = hold(stored, 5, n_user=270)
     stored.store.drain()

@@ -147,7 +147,7 @@ def test_a_reply_that_nobody_edits_is_fed_as_it_was(
 def test_white_space_that_a_client_strips_from_an_end_is_not_read(
     tokenizers: dict[str, Any], store: BlockStore, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Also if the last of it is in one token with what the client kept."""
+    """Also if a token has both white space and text that the client kept."""
     chat = chat_with(tokenizers["byte-level"], store, Template())
     first = first_turn(chat, "yes \n\n", end, monkeypatch)
     after = follow_up(chat, first, content="yes")

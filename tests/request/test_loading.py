@@ -144,7 +144,7 @@ def test_ranks_with_other_facts_take_nothing_for_granted(provider: Any) -> None:
 
 
 class RankThatIsLeft(RankOfTwo):
-    """A rank whose other rank cannot keep the model."""
+    """A rank whose other rank does not support the model."""
 
     def agree(self, value: bool, what: str) -> bool:
         return value and what != "whether the model is supported"

@@ -1,4 +1,4 @@
-"""Sequences that share an account, in a real batch: it is kept, and replies are as alone."""
+"""Sequences that share an account, in a real batch: none exceeds it, and replies are as alone."""
 
 from __future__ import annotations
 

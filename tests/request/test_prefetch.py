@@ -122,7 +122,7 @@ class Server:
         return asked
 
     def forget_hot_blocks(self) -> None:
-        # A reply's last part is sent before its turn is kept.
+        # A reply's last part is sent before its turn is saved.
         wait_until(lambda: not self.generator._serving, "the end of all replies")
         self.store.drain()
         self.store.pool.clear()

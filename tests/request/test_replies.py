@@ -198,7 +198,7 @@ def test_white_space_behind_a_reply_stays(tokenizers: dict[str, Any], store: Blo
 def test_a_reply_that_is_not_in_nfc(
     tokenizers: dict[str, Any], store: BlockStore, text: str
 ) -> None:
-    """The tokenizer normalises what is sent back: only the ids keep what the model said."""
+    """The tokenizer normalises the text that comes back: only the ids are the model's own."""
     chat = chat_with(tokenizers["byte-level-nfc"], store, Template())
     first = reply_with(chat, text)
     assert first.message["content"] == text
@@ -236,7 +236,7 @@ def thinking(kept: bool = False, opened: bool = False) -> str:
 def test_a_tool_call_after_reasoning(
     tokenizers: dict[str, Any], store: BlockStore, opened: bool, arguments: str
 ) -> None:
-    """However the client serialises the call, and whatever white space stands around thinking."""
+    """However the client serialises the call, and whatever white space is around thinking."""
     chat = chat_with(tokenizers["byte-level"], store, thinking(opened=opened))
     begin = "" if opened else "<think>\n"
     first = reply_with(chat, f"{begin}Where is it?\n</think>\n\n\nLet me.\n\n{CALL}")
@@ -454,7 +454,7 @@ def test_a_reply_that_ends_inside_a_character(
 def test_replies_of_any_bytes_are_found_again(
     tokenizers: dict[str, Any], store: BlockStore, kind: str
 ) -> None:
-    """A model that samples at random: bytes that are no character, bytes 0, spaces at the ends."""
+    """A model that samples at random: bytes without a character, bytes 0, spaces at the ends."""
     tokenizer = tokenizers[kind]
     special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
     plain = sorted(set(tokenizer.get_vocab().values()) - special)

@@ -43,7 +43,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredMod
 
 
 def computed(stored: StoredModel, n_tokens: int) -> tuple[mx.array, list[Any]]:
-    """Return the logits of the first tokens, [n, vocab], and the caches that hold them."""
+    """Return the logits of the first tokens, [n, vocab], and the caches of these tokens."""
     caches = stored.spec.make_cache()
     starts = range(0, n_tokens, 256)
     chunks = [mx.array([IDS[start : min(start + 256, n_tokens)]]) for start in starts]
@@ -78,7 +78,7 @@ def blocks_of(stored: StoredModel) -> list[Block]:
 
 
 def check(stored: StoredModel, n_tokens: int, n_reused: int, expected: mx.array) -> None:
-    """Ask for a text of so many tokens; its last logits are as `expected` of the whole text."""
+    """Ask for the text's first tokens; the last logits must be as `expected` of the whole text."""
     row = stored.row([IDS[:n_tokens]], 1, None)
     assert row.n_cached == n_reused
     found = stored.model(mx.array([IDS[n_reused:n_tokens]]), cache=row.caches)[0, -1]

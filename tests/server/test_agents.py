@@ -231,7 +231,7 @@ def test_what_is_refused(
     if said is not None:
         error = json.loads(answer)["error"]
         assert said in error["message"] and error["type"] == "invalid_request_error"
-    assert call(server, "GET", "/lost")[0] == 404  # what failed was not created
+    assert call(server, "GET", "/lost")[0] == 404  # failed agents were not created
 
 
 def test_wrong_methods_and_bodies(server: ServerProcess) -> None:
@@ -263,7 +263,7 @@ def test_an_agent_that_generates_stays(server: ServerProcess) -> None:
 
 
 def test_the_example_reuses_what_it_expects(server: ServerProcess) -> None:
-    """Its output stands in the docs: the same lines with other numbers."""
+    """The docs show its output: the same lines with other numbers."""
     command = [sys.executable, str(REPOSITORY / "examples" / "agents.py"), "--tokens", "12"]
     url = f"http://127.0.0.1:{server.port}"
     done = subprocess.run(

@@ -126,7 +126,7 @@ def test_what_a_client_that_left_had_computed_is_reused(
 def test_kill_9_in_the_middle_of_a_prompt_and_of_a_reply(
     server: ServerProcess, drafts: list[str]
 ) -> None:
-    """After it, replies are those of a server that computes all."""
+    """After the kill, replies are as from a server that computes all."""
     talk: list[Message] = [{"role": "system", "content": synthetic_text(14_000, seed=63)}, user(0)]
     params = {"model": str(server.model), "draft_model": drafts[0], "stream": True}
     ask(server, [user(9)], drafts[0])

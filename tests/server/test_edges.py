@@ -242,7 +242,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 def test_stop_words(server: ServerProcess, tokenizer: Tokenizer) -> None:
     """The text that the client got is reused; the stop word and the hidden text are not."""
-    # No two capitals are a token: so the ids of the reply are those that its text encodes to.
+    # No two capitals are a token, so the reply's text encodes to the reply's ids.
     vocabulary = tokenizer.get_vocab()
     bias = {str(vocabulary[letter]): 60.0 for letter in string.ascii_uppercase}
     params: dict[str, Any] = {"max_tokens": 30, "logit_bias": bias}
@@ -418,7 +418,7 @@ def cramped(
 
 
 def test_hardly_any_ram(cramped: tuple[ServerProcess, Path]) -> None:
-    """Conversations are read back from disk when RAM holds none of them."""
+    """Conversations are read back from disk when none is in RAM."""
     server, store = cramped
     talks: dict[str, list[Message]] = {
         name: [{"role": "system", "content": name + synthetic_text(200)}] for name in ("a", "b")

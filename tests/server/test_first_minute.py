@@ -1,4 +1,4 @@
-"""A server keeps conversations from its first request on, with the options that users get.
+"""A server stores conversations from its first request on, with the default options.
 
 No test here waits between a start and its first request.
 """
@@ -236,7 +236,7 @@ def other_model(models_dir: Path) -> Path:
 def test_a_start_does_not_wait_for_the_stores_lock(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The log names the process that has the lock, and requests are served and kept."""
+    """The log names the process that has the lock, and requests are served and stored."""
     store = tmp_path / "store"
     started_on(start_server, tiny_model, store).terminate()
     talk = Talk("talk")

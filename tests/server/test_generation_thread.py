@@ -121,7 +121,7 @@ def generate(
 def test_a_models_weights_are_given_back_before_the_next_is_loaded(
     patched: Patched, tiny_model: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two models do not always fit into memory: the plugin must not hold the first."""
+    """Two models do not always fit into memory: the plugin must not keep the first."""
     other = make_tiny_model(models_dir / "second-model", seed=1)
     loaded: list[weakref.ref[Any]] = []
     alive: list[int] = []

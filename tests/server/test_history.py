@@ -187,7 +187,7 @@ def test_a_long_conversation_with_adapted_messages_is_reused(
 def test_every_history_is_served_over_every_api(
     start_server: StartServer, models_dir: Path, shape: str
 ) -> None:
-    """Where stock serves a history, its reply is the same."""
+    """If stock serves a history, its reply is the same."""
     model = make_tiny_model(models_dir / shape, chat_template=SHAPES[shape])
     begin = (
         lambda: start_server(model),

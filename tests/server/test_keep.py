@@ -1,4 +1,4 @@
-"""A request with `X-KVPersist-Keep: no` uses what is stored and leaves nothing behind."""
+"""A request with `X-KVPersist-Keep: no` uses stored blocks and stores nothing."""
 
 from __future__ import annotations
 

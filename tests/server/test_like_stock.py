@@ -26,7 +26,7 @@ CLOSED = "closes the connection"
 HALF_CLOSE = None
 """A step of a conversation: the client closes its sending side."""
 Step = bytes | float | None
-"""What a client does next: it sends bytes, waits for seconds, or closes its sending side."""
+"""A client's next action: it sends bytes, waits for seconds, or closes its sending side."""
 
 
 def chat(**fields: object) -> bytes:
@@ -211,7 +211,7 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
 
 @pytest.fixture(scope="module")
 def servers(started: StartServer, tiny_model: Path) -> Iterator[list[ServerProcess]]:
-    """A stock server, and one with the plugin, that keeps what stock keeps."""
+    """A stock server, and a server with the plugin in stock's precision."""
     begin = (
         lambda: started(tiny_model),
         lambda: started.with_plugin(tiny_model, *FULL_PRECISION),

@@ -1,6 +1,6 @@
 """A memory budget that all clients together exceed: it is kept, and replies are as without it.
 
-`KVPERSIST_TURNS=300 KVPERSIST_TOKENS=4000` makes of the first test the long one.
+`KVPERSIST_TURNS=300 KVPERSIST_TOKENS=4000` makes the first test the long one.
 """
 
 from __future__ import annotations

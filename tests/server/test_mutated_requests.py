@@ -1,6 +1,6 @@
 """Requests with wrong parts: an error with a sentence, and a server that continues.
 
-Every route that takes a body is asked. What stock serves is served, too.
+Every route that takes a body is tested. Requests that stock serves are served, too.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_opencode(start_server: StartServer, tmp_path: Path) -> None:
 def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps its history in a file, and sends its rules after it again: those are computed.
 
-    Reuse ends with the last whole block before them, so with at most 255 tokens less.
+    Reuse ends with the last whole block before the rules: at most 255 tokens earlier.
     """
     server = make_server(start_server, tmp_path)
     programs = install(tmp_path, "aider-chat")

@@ -239,7 +239,7 @@ def test_an_evicted_session_comes_back_from_disk(server: ServerProcess) -> None:
     status, done = change(server, "evict", {"id": before["id"]})
     assert status == 200 and done["ram_bytes_freed"] > 0
     after = session(server, "evicted")
-    # Its own blocks went; those that others in RAM continue stayed.
+    # Its own blocks went; blocks that other conversations in RAM continue stayed.
     assert after["tier"] == "disk" and 0 < after["ram_blocks"] < before["blocks"]
     assert {**after, "ram_blocks": before["blocks"], "tier": "ram"} == before
     assert session(server, "first") == other
@@ -270,7 +270,7 @@ def test_a_deleted_session_is_gone(
     assert main(["why", "--kvpersist-dir", str(started.store)]) == 0
     told = capsys.readouterr().out
     assert '"deleted"' not in told and '"quotes it"' in told
-    # Only the blocks that others begin with are left.
+    # Only the blocks that begin other conversations are left.
     reply = server.chat(messages, "again", max_tokens=8)
     assert 0 < int(reply.kvpersist["reused"]) < reply.prompt_tokens // 2
     assert change(server, "delete", {"id": one["id"]})[0] == 404
@@ -347,7 +347,7 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     name, status = f"{MARKUP}{width}", opened.locator("#status")
     reply = server.chat(talk(82), name, max_tokens=8)
     wait_for_reply(server)
-    action(opened, name, "Pin")  # the page finds the session by itself
+    action(opened, name, "Pin")  # the page finds the session without a reload
     expect(status).to_contain_text("is pinned")
     assert session(server, name)["pinned"]
     expect(opened.get_by_label(f"Actions for {name}", exact=True)).to_be_focused()
@@ -406,7 +406,7 @@ def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
             save_turn(store, chain(*([n] * 16 for n in range(24))), "long")
         server = servers.with_plugin(tiny_model)
         found = session(server, "long")
-        assert found["bytes"] > 24 << 20  # more than sockets hold
+        assert found["bytes"] > 24 << 20  # more than fits into socket buffers
         page, saved = browser.new_page(), list[Download]()
         page.on("download", lambda download: saved.append(download))
         page.goto(url_of(server))
@@ -507,7 +507,7 @@ def test_500_sessions(browser: Browser, crowded: ServerProcess, width: int) -> N
     page.get_by_label("Choose all on this page").check()
     expect(page.locator("#choose-matches")).to_be_hidden()
     page.get_by_role("button", name="Delete them").click()
-    expect(page.get_by_role("dialog")).to_contain_text("This frees 0 B of disk")  # others share it
+    expect(page.get_by_role("dialog")).to_contain_text("This frees 0 B of disk")  # it is shared
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator("#status")).to_contain_text("11 sessions are deleted")
     expect(place).to_have_text("No session has that.")
@@ -539,7 +539,7 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     (top, right), (top_of_end, right_of_end) = name.evaluate(place_of), end.evaluate(place_of)
     assert right_of_end <= right and top_of_end == pytest.approx(top, abs=3)  # in the same line
     assert name.inner_text() == "w" * 200
-    # All matches are chosen, not those of a page only.
+    # All matches are chosen, not only those on one page.
     page.locator("#choose-all").focus()
     keys.press("Space")
     expect(page.locator("#chosen")).to_have_text("20 chosen")

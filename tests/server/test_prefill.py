@@ -111,7 +111,7 @@ def test_after_kill_9_in_a_prompt_it_goes_on(
     leaving.leave()
     cut = server.chat(talk(2), max_tokens=8, temperature=0.0)
     assert 5 * 256 <= cut.cached_tokens < cut.prompt_tokens - 1, cut.cached_tokens
-    other = {"X-KVPersist-Namespace": "other"}  # where nothing is stored
+    other = {"X-KVPersist-Namespace": "other"}  # with an empty store
     whole = server.chat(talk(2), max_tokens=8, temperature=0.0, headers=other)
     assert whole.cached_tokens == 0 and whole.text == cut.text
 

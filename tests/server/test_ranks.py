@@ -46,7 +46,7 @@ ENDS_S = 30.0
 
 @pytest.fixture(scope="session")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models that can be divided; those of a pipeline need an index of their files."""
+    """Models that can be divided; a model for a pipeline needs an index of its files."""
     folder, made = tmp_path_factory.mktemp("divided"), {}
     made["tensor"] = make_tiny_model(folder / "llama", n_heads=4, n_kv_heads=2)
     for kind in ("pipeline", "hybrid"):
@@ -356,7 +356,7 @@ def test_they_end_with_mlx_launch(divided: dict[str, Path], tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def begun(divided: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Talk, Path]:
-    """A conversation of one turn, and the folder of the two ranks that keep it."""
+    """A conversation of one turn, and the folder of the two ranks that have stored it."""
     folder, talk = tmp_path_factory.mktemp("begun"), Talk(divided["tensor"])
     with Ranked(divided, "tensor", folder, *EXACT) as server:
         talk.turn(server)

@@ -51,7 +51,7 @@ class Talk:
         self.replies: list[Reply] = []
 
     def ask(self, server: ServerProcess, *questions: str) -> Reply:
-        """Ask question after question; return the last reply."""
+        """Have one turn after another; return the last reply."""
         for question in questions:
             self.messages.append({"role": "user", "content": question})
             reply = server.chat(self.messages, "s", max_tokens=270, temperature=0.0)

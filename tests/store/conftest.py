@@ -52,12 +52,12 @@ def unused_checkpoints(index: Index) -> list[tuple[float, bytes]]:
 
 
 def state(node: Block) -> Checkpoint:
-    """Return the checkpoint that holds the state of recurrent layers behind a block."""
+    """Return the checkpoint with the state of recurrent layers after a block."""
     return Checkpoint.at(node.key, "state", 0)
 
 
 def window(node: Block) -> Checkpoint:
-    """Return the checkpoint that holds a block's tokens for layers that see 512."""
+    """Return the checkpoint with a block's tokens for layers that see 512."""
     return Checkpoint.at(node.key, "window-512", node.n_tokens)
 
 

@@ -53,7 +53,7 @@ def checkpoints_of(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
 
 
 def check_holds(store: BlockStore, checkpoint: Checkpoint, tier: str) -> None:
-    """Assert that a checkpoint holds what `arrays_of_checkpoint` made for it."""
+    """Assert that a checkpoint has the arrays that `arrays_of_checkpoint` made for it."""
     loaded = store.reader.load(checkpoint, ROOT)
     assert loaded is not None and loaded.tier == tier
     expected = arrays_of_checkpoint(checkpoint)
@@ -262,7 +262,7 @@ def test_a_failed_turn_supersedes_nothing(
     assert store.turns_not_saved == 1
     assert {path: path.read_bytes() for path in store.folder.glob("*/*/*")} == before
     assert store.index.keys("checkpoints") == {state(nodes[1]).key}
-    # Unwritten checkpoints are served from RAM, as are those that they would have superseded.
+    # Unwritten checkpoints, and checkpoints that they supersede, are served from RAM.
     check_holds(store, state(longer[2]), "ram")
     check_holds(store, state(nodes[1]), "ram")
     save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])

@@ -1,4 +1,4 @@
-"""A commit holds its new blocks; commits that wait together share a transaction."""
+"""A commit has its new blocks; commits that wait together share a transaction."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _full_disk(index: Index) -> Iterator[None]:
 
 @contextmanager
 def _file_too_large(index: Index) -> Iterator[None]:
-    """The system refuses to let any file grow: EFBIG, as EIO and others an I/O error."""
+    """The system refuses to let any file grow: EFBIG, an I/O error like EIO."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:

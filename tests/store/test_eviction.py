@@ -1,4 +1,4 @@
-"""What is evicted first, in RAM and on disk, and what is never evicted."""
+"""The order of eviction, in RAM and on disk, and blocks that are never evicted."""
 
 from __future__ import annotations
 

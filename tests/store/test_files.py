@@ -50,7 +50,7 @@ def test_reads_what_was_written(
 ) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: copies)
     arrays = {name: a.astype(dtype) for name, a in arrays_of(NODE).items()}
-    arrays["0.v"] = mx.zeros((2, 1, 3, 0), dtype)  # an indexer keeps keys alone
+    arrays["0.v"] = mx.zeros((2, 1, 3, 0), dtype)  # an indexer has only keys
     mx.eval(arrays)
     size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays)
     path = block_path(tmp_path, NODE.key)

@@ -1,4 +1,4 @@
-"""The store harms no file that is not its own, whatever folder it is given."""
+"""The store harms no foreign file, whatever its folder."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def filled(pool: BlockPool, nodes: list[Block], *, pinned: bool = False) -> list
 
 
 def held(pool: BlockPool) -> tuple[int, ...]:
-    """Return numbers of blocks and checkpoints, all bytes, and those of checkpoints."""
+    """Return the numbers of blocks and checkpoints, all bytes, and the checkpoints' bytes."""
     stats = pool.stats()
     return tuple(stats[name] for name in ("blocks", "checkpoints", "bytes", "checkpoint_bytes"))
 

@@ -285,7 +285,7 @@ class SimulatedThreads:
         self._line_free_s = self._now_s = 0.0
 
     def take(self, latency_s: float, on_line_s: float) -> None:
-        """Let the running task take some seconds alone, and some in which others must wait."""
+        """Let the running task take some seconds alone, and some on the shared line."""
         self._now_s = max(self._now_s + latency_s, self._line_free_s) + on_line_s
         self._line_free_s = self._now_s
 

@@ -1,4 +1,4 @@
-"""The files of sessions with a name or a pin: counted in the budget, and not one by one."""
+"""The files of sessions with a name or a pin: counted in the budget, without a look at each."""
 
 from __future__ import annotations
 

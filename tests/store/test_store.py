@@ -346,7 +346,7 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     leaf = Leaf(None, nodes[-1].key, nodes[-1].stop)
     store.commit(Commit(ROOT, tuple(nodes)), new)
     store.drain()
-    assert store.turns_not_saved == 0  # a prompt that is being computed is no turn
+    assert store.turns_not_saved == 0  # a prompt that is being computed is not a turn
     store.commit(Commit(ROOT, tuple(nodes), leaf), new)
     store.drain()
     assert store.turns_not_saved == 1

@@ -371,7 +371,7 @@ def test_a_big_turn_does_not_wait_beside_a_prompt_that_goes_beyond_it(
     """The prompt's commit has the turn's blocks, and replaces the turn in the queue."""
     dropped, nodes = list[str](), chain([1], [2], [3])
     may_go_on = hold(writer) if is_running else threading.Event()
-    with writer._changed:  # the writer takes nothing meanwhile
+    with writer._changed:  # the writer takes no task now
         for name, n_blocks, n_bytes in (("prompt", 3, 90), ("turn", 2, 1000)):
             keys = tuple(node.key for node in nodes[:n_blocks])
             leaf = Leaf(None, keys[-1], nodes[n_blocks - 1].stop) if name == "turn" else None

@@ -163,7 +163,7 @@ HISTORIES: dict[str, list[Message]] = {
                                             "text": "<a1>"}]), user("<u2>")],
     "a text of null": [user([{"type": "text", "text": None}, {"type": "text", "text": "<u1>"}])],
 }  # fmt: skip
-"""By name."""
+"""Conversations by name."""
 
 
 def as_messages(history: list[Message]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Environment:
 
 
 def borrowed_packages() -> list[str]:
-    """Return the folders that hold mlx-lm, pluggy and the rest."""
+    """Return the folders of mlx-lm, pluggy and the rest."""
     names = ("mlx-lm", "mlx", "pluggy", "rich")
     return list(dict.fromkeys(str(metadata.distribution(name).locate_file("")) for name in names))
 

@@ -14,7 +14,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 class Pieces:
     """The parts of a prompt cache of `n_tokens`.
 
-    `blocks` hold its tokens from the first on, `windows` its last tokens by window, `state` the
+    `blocks` have its tokens from the first on, `windows` its last tokens by window, `state` the
     states of the recurrent groups after the last token, and `newest` the tokens of the last token's
     block as they were computed. Kinds without groups are empty.
     """

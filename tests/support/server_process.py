@@ -54,7 +54,7 @@ def listens(pid: int, port: int) -> bool:
 def _target(link: str) -> str | None:
     try:
         return os.readlink(link)
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in the meantime
         return None
 
 
@@ -73,7 +73,7 @@ class ServerProcess:
     zygotes: ClassVar[dict[str, Sequence[Zygote]]] = {}
     """Zygotes by Python: tests fork servers from them, which saves most of a start.
 
-    Zygotes take turns, because all forks of one have the same string hashes; restarts differ.
+    They take turns: all forks of one have the same string hashes, unlike a restarted server.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What the server has printed so far."""
+        """The server's output so far."""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     # Requests
@@ -229,7 +229,7 @@ class ServerProcess:
             yield from read_events(response)
 
     def healthy(self) -> bool:
-        """Say whether this server, and not another on its port, answers /health within 2 s."""
+        """Say whether this server, not another on its port, answers /health within 2 s."""
         return self.alive and self._health() == 200 and listens(self.pid, self.port or 0)
 
     # Inside

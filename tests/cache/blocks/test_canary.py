@@ -69,7 +69,7 @@ def changed(piece: Piece, change: Callable[[str, mx.array], mx.array]) -> Piece:
 
 @pytest.fixture(params=[1, 33])
 def least_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The least rows of a call: those of the CPU and Metal, and of CUDA."""
+    """The least rows of a call on the CPU and Metal, and on CUDA."""
     monkeypatch.setattr(canary, "least_rows", lambda: request.param)
     return int(request.param)
 

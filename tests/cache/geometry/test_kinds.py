@@ -37,7 +37,7 @@ from patches_check.inventory import BATCHES
 from tests.support import keeps_short_chunks
 
 NO_CACHES = {"TokenBuffer", "PromptTrie", "PromptTrieResult", "LRUPromptCache"}
-"""Classes of the same module that hold no KV of a layer."""
+"""Classes of the same module that have no KV of a layer."""
 
 
 def classes_of_host() -> list[str]:
@@ -82,7 +82,7 @@ MAKERS: dict[type, Callable[[], Any]] = {
     RotatingKVCache: lambda: RotatingKVCache(16),
     ChunkedKVCache: lambda: ChunkedKVCache(16),
 }
-"""Caches of every class that holds tokens; windows are of 16."""
+"""Caches of every class with tokens; windows have 16 tokens."""
 TESTED = [cls for cls in MAKERS if cls is not ChunkedKVCache or keeps_short_chunks()]
 
 
@@ -174,7 +174,7 @@ TAKING_BACK: dict[str, Callable[[], Any]] = {
     "BatchRotatingKVCache": lambda: BatchRotatingKVCache(16, [3]),
     "FullPrecisionBatchKVCache": lambda: FullPrecisionBatchKVCache([3]),
 }
-"""Caches whose last tokens can be taken back. The batches have one row, with padding."""
+"""Caches whose last tokens can be removed. The batches have one row, with padding."""
 
 
 @settings(max_examples=200)

@@ -1,4 +1,4 @@
-"""A cache class that mlx-lm may get one day: an entry in `KINDS` keeps its conversations."""
+"""A cache class that mlx-lm may get one day: an entry in `KINDS` makes it supported."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def assert_row_is(batch: BatchQuantizedKVCache, row: int, own: SequenceQuantized
 
 
 class Rows:
-    """A batch beside one sequence cache per row that is fed the same tokens alone."""
+    """A batch, and for each row a sequence cache that is fed the same tokens alone."""
 
     def __init__(self, rng: random.Random, precision: KVPrecision) -> None:
         self.rng = rng

@@ -49,7 +49,7 @@ def same_state(ours: FullPrecisionBatchKVCache, stock: BatchKVCache) -> None:
             if mine.offset == 0:
                 assert mine.empty()
                 continue
-            at = slice(0, mine.offset)  # the only row keeps the room behind it
+            at = slice(0, mine.offset)  # the only row keeps its spare room
             assert same_bits(mine.keys[:, :, at], theirs.keys)
             assert same_bits(mine.values[:, :, at], theirs.values)
 

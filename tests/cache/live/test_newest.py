@@ -97,7 +97,7 @@ class Reference:
 
 
 class Streams:
-    """Sequences in our caches, alone and as rows of a batch, each beside its reference."""
+    """Sequences in our caches, alone and as rows of a batch, each with its reference."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ def test_keys_padded_to_few_lengths_follow_the_rule(
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", seen)
     assert Streams(seed, COARSE, PLANS[plan]).run() < TOLERANCE
     assert lengths and all(n % 48 == 0 for n in lengths)
-    assert not words  # also for few queries, as those that check draft tokens
+    assert not words  # also for few queries, such as a check of draft tokens
 
 
 @pytest.mark.parametrize("n_rows", [1, 3])

@@ -133,7 +133,7 @@ def test_appends_in_place() -> None:
 
 
 def test_what_was_taken_back_waits_no_longer() -> None:
-    """Tokens that came one by one, right behind a block, are taken back before they are packed."""
+    """Tokens that came singly, right after a block, are removed before they are packed."""
     n = pk.GRID + 3
     (keys, values), (others, other_values) = random_kv(1, n), random_kv(2, 1)
     cache, straight = (SequenceQuantizedKVCache(PRECISION) for _ in range(2))

@@ -153,7 +153,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 N_SCHEDULES = {"llama": (12, 200), "qwen3": (6, 50), "deepseek_v2": (6, 50), "gemma3": (6, 50)}
-"""By default, and among the slow tests."""
+"""Numbers by default, and among the slow tests."""
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ class NoMask(BatchQuantizedKVCache):
 
 
 class OneTooLong(SequenceQuantizedKVCache):
-    """Merges as if it held one token more than it does."""
+    """Merges as if it had one token more."""
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:

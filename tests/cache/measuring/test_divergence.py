@@ -1,4 +1,4 @@
-"""What a model predicts over quantized caches, against the definitions."""
+"""A model's divergence over quantized caches, compared with the definitions."""
 
 from __future__ import annotations
 

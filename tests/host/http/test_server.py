@@ -1,4 +1,4 @@
-"""Requests and replies as plugins see them; headers go where they belong, and nowhere else."""
+"""Requests and replies as plugins see them; headers go only to the replies that need them."""
 
 from __future__ import annotations
 

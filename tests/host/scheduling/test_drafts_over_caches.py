@@ -159,7 +159,7 @@ class Replies:
         return self.n_drafted
 
     def check_end(self, caches: list[Any], ids: list[int]) -> None:
-        """Compare caches at the end of a reply with those of a cold run."""
+        """Compare caches at the end of a reply with the caches of a cold run."""
         cold = self.own_caches()
         self.model(mx.array([ids]), cache=cold)
         for slot, other in zip(slots_of(caches), slots_of(cold), strict=True):

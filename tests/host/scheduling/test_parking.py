@@ -245,7 +245,7 @@ def test_a_client_that_leaves_while_its_reply_is_parked_is_forgotten(
 def test_a_parked_reply_keeps_its_sampler_and_its_processors(
     serve: Callable[..., tuple[Serving, Scales]],
 ) -> None:
-    """A processor sees the same tokens as without a pause, and the count goes on."""
+    """A processor sees the same tokens as without a pause, and the count continues."""
     serving, _ = serve(most=90)
     seen: list[int] = []
 

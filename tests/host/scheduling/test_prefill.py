@@ -1,4 +1,4 @@
-"""Prompts beside replies: their order, their chunks, and what ends one of them alone."""
+"""Prompts during replies: their order, their chunks, and faults that end only one of them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Serving:
         """The prompt that each step continued, by its first id."""
         self.progress: list[tuple[int, int]] = []
         self.segment_ends: list[tuple[list[int], list[int]]] = []
-        """The tokens and the keys of each prompt where a segment ended: there stock saves."""
+        """The tokens and the keys of each prompt at a segment's end, where stock saves."""
 
     def ask(
         self, first: int, n_prompt: int, max_tokens: int = 4, *, is_taken: bool = True
@@ -558,7 +558,7 @@ def test_an_error_in_a_prompt_ends_this_request_alone(
 def test_an_error_in_a_joint_call_ends_the_one_at_fault_alone(
     serve: Callable[..., Serving], n_good: int, place: int
 ) -> None:
-    """In the prompt's first half, or where its reply begins."""
+    """In the prompt's first half, or at the begin of its reply."""
     serving = serve(most=512, joins=True)
     bad = serving.ask(POISON - place, 51)
     good = [serving.ask(1000 * i, 30 + 9 * i) for i in range(1, n_good + 1)]
@@ -937,6 +937,6 @@ def test_an_error_does_not_hold_the_caches_of_its_prompt(
     computed = weakref.ref(serving.generator.prefills.all[0])
     while serving.generator.prefills.all:
         serving.step()
-    error = client.error  # as the client's thread holds it
+    error = client.error  # as the client's thread does
     gc.collect()
     assert error is not None and computed() is None

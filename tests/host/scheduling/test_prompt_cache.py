@@ -40,7 +40,7 @@ def taken_by(taker: Saves) -> TakenTokens:
 
 
 def filled_cache(server: ModuleType, n_tokens: int) -> tuple[Any, list[Any]]:
-    """Return a prompt cache that holds tokens 0 … n_tokens - 1, saved by stock."""
+    """Return a prompt cache with tokens 0 … n_tokens - 1, saved by stock."""
     import mlx.core as mx
 
     cache = server.LRUPromptCache(10)

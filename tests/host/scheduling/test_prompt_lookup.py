@@ -62,7 +62,7 @@ def repeating(seed: int, n: int) -> list[int]:
 
 
 def begun(model: Scripted, n_prompt: int, n_reply: int, quantized: bool, stop: int | None) -> Any:
-    """Return stock's batch of one reply whose prompt was computed but for its last id."""
+    """Return stock's batch of one reply whose prompt was computed except its last id."""
     row: Any = SequenceQuantizedKVCache(KVPrecision.of(8, 32)) if quantized else KVCache()
     return batch_of_one(model, model.script[:n_prompt], [row], n_reply, stop)
 
@@ -77,7 +77,7 @@ def batch_of_one(
 def batch_of_rows(
     model: Any, prompts: list[list[int]], rows: list[list[Any]], n_reply: int, stop: int | None
 ) -> Any:
-    """Return stock's batch of replies whose prompts were computed but for their last ids."""
+    """Return stock's batch of replies whose prompts were computed except their last ids."""
     n, sequences = len(prompts), [[stop]] if stop is not None else []
     if hasattr(stock, "StopSequences"):
         stops = {"stop_sequences": [stock.StopSequences(sequences) for _ in prompts]}

@@ -439,7 +439,7 @@ def chat_args() -> Any:
 def test_a_prompt_that_was_made_ahead_is_made_again_for_another_tokenizer(
     generator: Any, chat: Any
 ) -> None:
-    """Rendering changes messages; mlx-lm 0.31.3 fails on those that it has changed."""
+    """Rendering changes messages; mlx-lm 0.31.3 fails on messages that it has changed."""
 
     class Marks:
         @hookimpl
@@ -652,7 +652,7 @@ def test_a_batch_that_no_request_can_join_makes_steps(generator: Any) -> None:
 def test_plugins_know_at_once_that_nothing_is_served_any_more(
     generator: Any, fetches: Fetches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the server waits for a request, and also if one is there."""
+    """Before the server waits for a request, and also if a request is queued."""
     n_idle: list[int] = []
     stock = generator._take_queued
 

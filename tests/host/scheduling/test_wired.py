@@ -103,7 +103,7 @@ def host(
 def test_stock_sets_the_limit_in_all_three_places(
     calls: list[int], server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: without our patches all of it reaches MLX."""
+    """The negative control: without our patches all calls reach MLX."""
     host = Host(server, monkeypatch, calls)
     host.start()
     assert calls == [RECOMMENDED]

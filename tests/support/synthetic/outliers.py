@@ -33,7 +33,7 @@ def add_outliers(
 
     model: a directory with plain weights in model.safetensors and split q_proj and k_proj.
     factors: the range from which each pair's factor is drawn, uniformly.
-    n_pairs: how many pairs of each key head are scaled; drawn anew for each head.
+    n_pairs: how many pairs of each key head are scaled; drawn again for each head.
     layers: which layers are scaled: all when None, the first and the last with (0, -1).
     seed: of the pairs and their factors.
 

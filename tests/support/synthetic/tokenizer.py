@@ -103,8 +103,8 @@ def train_tokenizer(
     byte-level: decode(encode(text)) == text for every text.
     sentencepiece: so, except that a text which begins with a space loses that space. It is the
         current form of Llama-2's files (Metaspace).
-    sentencepiece-legacy: so for texts without special tokens; after a special token inside the
-        text decoding shows a space that was not there (Prepend, the form first published).
+    sentencepiece-legacy: so for texts without special tokens; after a special token inside the text
+    decoding adds a space (Prepend, the form first published).
 
     `vocab_size` counts all tokens, special ones too; the result may have a few fewer if the corpus
     has no pairs left to merge. With `bos`, `encode` puts a begin token first and the chat template
