@@ -238,7 +238,7 @@ def kill_after(command: list[str], is_done: Callable[[], bool], rng: random.Rand
     """Run a program, and kill it a moment after it has done something."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
-        wait_until(lambda: is_done() or process.poll() is not None, "what it does", 120)
+        wait_until(lambda: is_done() or process.poll() is not None, "the program", 120)
         time.sleep(rng.uniform(0, 0.3))
     finally:
         process.kill()

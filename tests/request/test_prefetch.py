@@ -204,7 +204,7 @@ def test_nobody_waits_for_what_another_needs_from_disk(server: Server, reads: Re
     assert again.text == first.text
     assert again.outcome.tier == "disk" and again.outcome.n_restored >= 512
     assert len(reads.threads) >= 3 and set(reads.threads) == {"kvpersist-prefetch_0"}
-    wait_until(lambda: n_pins(server.store) == 0, "turns to be written and nothing held")
+    wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
     # The line about the disk is logged once.
     assert server.served(prompt).outcome.tier == "ram"
 
@@ -359,7 +359,7 @@ def test_many_that_wait_are_all_served(server: Server, monkeypatch: pytest.Monke
     assert [asked.error for asked in again] == [None] * len(prompts)
     assert [asked.outcome.tier for asked in again] == ["disk"] * len(prompts)
     assert [asked.text for asked in again] == first
-    wait_until(lambda: n_pins(server.store) == 0, "turns to be written and nothing held")
+    wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
 
 
 def test_a_client_that_goes_away_while_it_waits_holds_nothing(server: Server, reads: Reads) -> None:
@@ -404,7 +404,7 @@ def test_what_cannot_be_read_costs_a_restore(
     again.thread.join(60)
     assert again.error is None and again.text == first.text
     assert again.outcome.n_restored == 256
-    wait_until(lambda: n_pins(server.store) == 0, "turns to be written and nothing held")
+    wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
 
 
 def test_a_reader_that_fails_costs_a_restore(

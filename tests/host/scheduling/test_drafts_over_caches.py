@@ -211,7 +211,7 @@ def test_a_draft_over_the_end_of_a_window_changes_nothing(name: str, seed: int) 
         replies.check(rng, max(1, window - before), rng.randrange(1, 2 * window))
         for before in (window, *rng.sample(range(1, window), 2), -3)
     )
-    assert n_drafted, "drafts are given up where they could be taken back"
+    assert n_drafted, "no drafts, although they could be taken back"
 
 
 @pytest.mark.parametrize("seed", seeds(2))

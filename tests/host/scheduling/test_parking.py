@@ -217,7 +217,7 @@ def test_stock_sees_what_is_parked(serve: Callable[..., tuple[Serving, Scales]])
     second = parked_one(serving)
     generator = serving.generator
     assert generator.extract_cache([second.uid]) == {second.uid: ([], [])}
-    assert scales.told[-1][1] == [], "no memory is counted for it"
+    assert scales.told[-1][1] == [], "no memory is counted for it while parked"
     n_before = len(second.answer)
     tokens = []
     while responses := generator.next_generated():

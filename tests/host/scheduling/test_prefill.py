@@ -799,7 +799,7 @@ def test_caches_that_cannot_be_merged_end_their_request_alone(
     serving.run(good := serving.ask(1000, 100))
     assert good.answer == right_answer(good)
     assert "bad luck" in str(bad.error) and not bad.answer
-    assert not serving.generator.prefills.all, "its prompt is still held"
+    assert not serving.generator.prefills.all, "its prompt is still queued"
 
 
 def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(

@@ -169,7 +169,7 @@ def test_an_empty_prompt_is_refused_before_it_kills_the_thread(patched_server: M
 
 
 def test_a_prompt_longer_than_the_context_is_refused(patched_server: ModuleType) -> None:
-    with plugged(Prepares(ValueError("it is not asked"))):
+    with plugged(Prepares(ValueError("this hook is not called"))):
         with pytest.raises(RequestRefused, match="prompt is too long: 5 tokens > 4 maximum") as e:
             tokenize(patched_server, text="abcde", max_context=4)
         assert (e.value.status, e.value.code) == (400, "context_length_exceeded")
