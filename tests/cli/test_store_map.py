@@ -43,7 +43,7 @@ def test_parts_add_up(run: CommandLine, with_checkpoints: Path) -> None:
     assert sum(part["bytes"] for part in parts) == found["bytes"]
     assert found["bytes_by_age"]["1 hour"] == found["bytes"]
     with closing(sqlite3.connect(run.folder / "index.sqlite")) as db, db:
-        # Only the ends of chains have a time of use; it counts for the blocks before them.
+        # A use marks only the ends of chains; it counts for the blocks before them, too.
         db.execute("UPDATE blocks SET used = used - 9e9 WHERE n_children > 0")
     assert run.json("store", "map")["bytes_by_age"]["1 hour"] == found["bytes"]
     (shared,) = (part for part in parts if part["shared_by"] > 1)

@@ -63,10 +63,9 @@ def tokens_of_model(
     spec: ModelCacheSpec = PLAIN,
     hot_s: float = 0.001,
 ) -> tuple[int, Reason | None]:
-    """Return the tokens to reuse for a model that computes 1,000 a second and reads a block in
-    `block_s`.
+    """Return the reuse for a model that computes 1,000 tokens a second.
 
-    From RAM a block takes `hot_s`.
+    It reads a block in `block_s`, and from RAM in `hot_s`.
     """
     model = LoadedModel(None, None, spec, "fingerprint", None)
     model.speed.pace.learn(0, 512, 0.512)

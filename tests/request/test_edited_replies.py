@@ -117,7 +117,7 @@ def test_an_edit_of_a_reply_is_read_as_edited(
         assert first.message["content"] != edited, edit
         after = follow_up(chat, first, content=edited)
         texts = [read(chat, ids) for ids in (after.fed, after.rendered)]
-        if kind == "byte-level-nfc":  # the edited text as this tokenizer decodes it
+        if kind == "byte-level-nfc":  # this tokenizer normalises the text
             texts = [unicodedata.normalize("NFC", text) for text in texts]
         assert texts[0] == texts[1], (edit, trim)
         if not trim and kind == "byte-level":

@@ -127,7 +127,7 @@ def test_a_server_reads_meanwhile_and_writes_afterwards(
 def test_an_index_that_another_program_has_locked(
     folder: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log says what to do; choosing another folder would be wrong."""
+    """The log says what to do, which is not to choose another folder."""
     monkeypatch.setattr("mlx_lm_kvpersist.store.folder.OPEN_S", 0.1)
     monkeypatch.setattr(database, "_WAIT_S", 0.1)
     disk = DiskStore(folder, limits)

@@ -360,7 +360,7 @@ def test_no_chunk_is_longer_than_the_plugin_allows_and_all_get_on(
 def test_a_chunk_is_computed_before_its_step_ends(serve: Callable[..., Serving]) -> None:
     """Otherwise the replies' next step would wait for the chunk, however long it is."""
     serving = serve(most=64)
-    serving.ask(1000, 128)  # the first segment is one chunk, which the plugin does not split
+    serving.ask(1000, 128)  # the first segment is one chunk, which the plugin does not see
     serving.step()
     gc.collect()
     before = mx.get_active_memory()
