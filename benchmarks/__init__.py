@@ -1,1 +1,1 @@
-"""Benchmarks: one command each, results as JSON that is kept, tables made from it."""
+"""Benchmarks: one command each, saved results as JSON, and tables made from these."""

@@ -52,7 +52,7 @@ def repeated(n_prompt: int) -> Expected:
 
 
 def from_disk(n_tokens: int) -> Expected:
-    """A prompt of which the store on disk has `n_tokens`."""
+    """A prompt that has `n_tokens` in the store on disk."""
     return Expected("read from disk", ("EXACT", "EXTEND"), least=n_tokens, tier="disk")
 
 
@@ -86,7 +86,7 @@ def check_outcome(
 def check_kept(side: str, spec: Mapping[str, Any], bits: str) -> None:
     """Raise WrongMeasurement unless a server keeps its model in a precision.
 
-    spec: what the server answers to /v1/kvpersist/spec. bits: a value of --kvpersist-kv-bits;
+    spec: the server's answer to /v1/kvpersist/spec. bits: a value of --kvpersist-kv-bits;
     every layer that grows with the prompt must have this precision.
     """
     if not spec["kept"]:

@@ -1,6 +1,6 @@
 """Tokens a second, and live KV bytes, of conversations that are decoded at the same time.
 
-Every side has computed the prompts before. The rate counts the tokens of the time in which all
+Every side has computed the prompts already. The rate counts the tokens of the time in which all
 streams run: from the last stream's first token to the first end of a stream. Live KV bytes are the
 bytes of the caches in the batch, as the plugin counts them while it decodes. Full precision is the
 number of tokens times the bytes of a token in the model's own precision.
@@ -25,7 +25,7 @@ from .servers import OURS, STOCK, BenchmarkServer, rotated
 
 QUESTION, MEMORY = "replies at the same time", "live KV bytes"
 _OWN_TOKENS = 256
-"""Tokens of each prompt that no other prompt begins with."""
+"""The number of last tokens in which the prompts differ."""
 _N_SHORTER = 192
 """Tokens by which a prompt is shorter than its name, so that replies do not fill its last block."""
 _WARM_UP_TOKENS = 4
@@ -126,9 +126,9 @@ def _most_live_bytes(server: BenchmarkServer, streams: Future[Any]) -> int:
 
 
 def full_bytes_per_token(spec: Mapping[str, Any]) -> float:
-    """Return the KV bytes of a token in the model's own precision, for layers that hold all tokens.
+    """Return the KV bytes of a token in the model's own precision, for layers that keep all tokens.
 
-    spec: what the server answers to /v1/kvpersist/spec.
+    spec: the server's answer to /v1/kvpersist/spec.
     """
     sizes = [
         len(group["slots"]) * shape["n_heads"] * shape["dim"] * getattr(mx, shape["dtype"]).size

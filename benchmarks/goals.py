@@ -1,4 +1,4 @@
-"""The project's performance goals, and what kept results say of each.
+"""The project's performance goals, and a verdict on each from saved results.
 
 A goal is a ratio of two rows of one run, mostly of the plugin to the stock server. Each goal names
 the row that measures it. The precision is the default unless the goal names another side.
@@ -86,7 +86,7 @@ GOALS = (
     Goal(together.QUESTION, together.ALL_TURNS, 1.05, 1.05, side=OURS_16),
     Goal(together.QUESTION, together.ALL_TURNS, 1.35, 1.15),
     Goal(together.QUESTION, together.LAST, 1.25, 1.25, base=together.ALONE, base_side=OURS),
-    # 16K tokens take SmolLM2 five minutes on two cores. Stock's longest gap is one chunk anyway.
+    # 16K tokens take SmolLM2 five minutes on two cores. Stock's longest pause is one chunk.
     Goal(stall.QUESTION, "during 4K", 0.5, None),
     Goal(stall.QUESTION, "during 16K", None, 0.5),
     *(

@@ -27,7 +27,7 @@ DEFAULT_MODELS_DIR = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist-benchmar
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model that the benchmarks run: what it was called, and where its files are."""
+    """A model that the benchmarks run: its name, and its folder."""
 
     name: str
     path: Path
@@ -85,7 +85,7 @@ def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkMod
         return BenchmarkModel(name, Path(snapshot_download(name, local_files_only=True)))
     except Exception as error:
         raise SystemExit(
-            f"{name} is no folder and not in the hub's cache ({error}); "
+            f"{name} is not a folder and not in the hub's cache ({error}); "
             f"download it first: hf download {name}"
         ) from error
 

@@ -44,7 +44,7 @@ def make_page(results: Sequence[DeviceResults]) -> str:
 
 
 def conditions(results: DeviceResults) -> str:
-    """Return what was measured on a device: versions, commits, dates, model and commands."""
+    """Return the conditions on a device: versions, commits, dates, model and commands."""
     first = results.parts[0]
     versions = ", ".join(f"{name} {value}" for name, value in first["versions"].items())
     days = sorted({part["date"][:10] for part in results.parts})

@@ -1,4 +1,4 @@
-"""The kernel's page cache: forget what it holds of files, and check that it did. No root needed."""
+"""Drop files from the kernel's page cache, and count what is left. Needs no root."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drop_cached_pages(paths: Sequence[Path]) -> float | None:
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # what is not yet on the device cannot be forgotten
+            os.fsync(descriptor)  # pages that are not yet on the device cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             in_file, in_memory = _resident_pages(descriptor)
         finally:

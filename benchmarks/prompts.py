@@ -36,7 +36,7 @@ class Prompts:
     def next_turn(self, messages: list[Message], reply: Reply, n_new: int) -> list[Message]:
         """Return the conversation with a reply and a question that add `n_new` tokens to it.
 
-        The template's tokens around the reply and the question count, the reply's do not.
+        `n_new` counts the template's tokens around both messages, but not the reply's.
         """
         said = [*messages, {"role": "assistant", "content": reply.text}]
         before = self.count(messages) + len(self._encode(reply.text))
@@ -78,7 +78,7 @@ class Prompts:
 
 
 def _fit(text: str, n_tokens: int, count: Any) -> str:
-    """Return `text` with words added, so that it counts `n_tokens`."""
+    """Return `text` with words added, so that it has `n_tokens`."""
     for _ in range(_MAX_TRIES):
         missing = n_tokens - count(text)
         if missing == 0:

@@ -4,8 +4,8 @@
 
 The copies compute the same function. Two channel pairs of each key head are larger by the given
 factors, as in some Qwen models. Questions are asked alone, and after the first text. The column
-`k8v4, newest too` quantizes the newest block, too. Each figure is the mean divergence, the value
-that 99 of 100 tokens stay below, both in nats, and the rise of the perplexity.
+`k8v4, newest too` quantizes the newest block, too. Each figure is the mean divergence and its 99th
+percentile, both in nats, and the rise of the perplexity.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ QUESTIONS = Path(__file__).with_name("questions.txt")
 
 
 class Rounded(KVCache):  # type: ignore[misc]
-    """Every key in 8 bits and every value in 4, rotated, whatever the distance."""
+    """Rounds every key to 8 bits and every value to 4, rotated, at any distance."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         both = ((keys, Quantization(8, 64, True)), (values, Quantization(4, 64, True)))
-        # No newest tokens; the rest is read in their dtype.
+        # No newest tokens stay as computed; all are read in the dtype of `x`.
         read = (pk.read(pk.quantize(x, how), how, x.dtype) for x, how in both)
         return super().update_and_fetch(*read)
 
@@ -112,7 +112,7 @@ def round_weights(model: Any) -> None:
 def measured(
     model: Any, tokenizer: Any, layouts: Sequence[str], texts: Sequence[Path], n_tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the bits of each layout, its loss on each text, and on the worst of the package's."""
+    """Yield each layout's bits, its loss on each text, and on the package's worst text."""
     specs = {
         name: served(model, KV_BITS[name], "dequantize") for name in layouts if name in KV_BITS
     }

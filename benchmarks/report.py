@@ -1,4 +1,4 @@
-"""Kept samples: one JSON file for each device and part of a run, and the page made from them.
+"""Saved samples: one JSON file for each device and part of a run, and the page made from them.
 
     python -m benchmarks.report
 
@@ -74,7 +74,7 @@ class Report:
 
 @dataclass(frozen=True)
 class DeviceResults:
-    """All kept parts of one device."""
+    """All saved parts of one device."""
 
     folder: str
     parts: Sequence[dict[str, Any]]
@@ -164,7 +164,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def kept_results(folder: Path = FOLDER) -> list[DeviceResults]:
-    """Return the kept results of all devices, GPUs first."""
+    """Return the saved results of all devices, GPUs first."""
     devices = [
         DeviceResults(
             each.name, [json.loads(path.read_text("utf-8")) for path in sorted(each.glob("*.json"))]
@@ -176,7 +176,7 @@ def kept_results(folder: Path = FOLDER) -> list[DeviceResults]:
 
 
 def warnings(results: Iterable[DeviceResults]) -> list[str]:
-    """Return what keeps a page from being of one clean commit."""
+    """Return the reasons why a page is not of one clean commit."""
     found = []
     for each in results:
         if len(each.commits) > 1:

@@ -3,8 +3,8 @@
     python -m benchmarks.run_all --preset gpu-1 --out FOLDER
 
 Presets are `smoke` (a tiny model, two minutes), `cpu`, and `gpu-1` to `gpu-5`, which may run at the
-same time on GPUs of their own. Each writes one file into its folder, a sample at a time. A server
-that does not do what is to be measured ends the run with an error.
+same time on GPUs of their own. Each writes one file into its folder, a sample at a time. The run
+ends with an error if a server does not do what is to be measured.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ PRESETS = {
         _8B,
         (
             _step("ttft", contexts={8192: 3, 32768: 3}),
-            # Servers of their own: one GPU may not hold all prompts of the stock server.
+            # Each step has new servers: one GPU may be too small for all prompts of the stock
+            # server.
             _step("ttft", contexts={1024: 2, 4096: 2, 16384: 2}),
             _step("ttft", contexts={65536: 1}),
         ),

@@ -42,7 +42,7 @@ class Run:
 
 
 def tokens(n: int) -> str:
-    """Return a number of tokens as the tables name it.
+    """Return a number of tokens as the tables write it.
 
     >>> tokens(8192), tokens(300)
     ('8K', '300')

@@ -87,7 +87,8 @@ class BenchmarkServer(ServerProcess):
             env={
                 # A .pth file imports the package before the launcher runs.
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
-                # The files of an installed package are compiled: so are those of a checkout, once.
+                # An installed package is compiled already; a checkout is compiled at the first
+                # start.
                 "PYTHONDONTWRITEBYTECODE": "",
                 **(env or {}),
             },
@@ -125,7 +126,7 @@ class BenchmarkServer(ServerProcess):
         raise WrongMeasurement(f"the run ends: {self.side.name} has no record of {request_id}")
 
     def get(self, path: str) -> Any:
-        """Return what the server answers to GET, as JSON."""
+        """Return the server's JSON answer to GET."""
         status, _, body = self.request("GET", path)
         if status != 200:
             raise RuntimeError(f"{self.side.name} answered {status} to {path}")
@@ -236,6 +237,6 @@ class Fleet:
 
 
 def rotated(sides: Sequence[str], turn: int) -> list[str]:
-    """Return the sides with another first side in each turn, so that drifts hit all alike."""
+    """Return the sides, another one first in each turn, so that drifts hit all sides equally."""
     start = turn % len(sides)
     return [*sides[start:], *sides[:start]]

@@ -29,7 +29,7 @@ TINY = "tiny"
 _BITS, _GROUP_SIZE = 4, 64
 _TOKENIZER_SIZE = 2000
 _SHARD_BYTES = 1 << 30
-_QUERY_GAIN = 2.0  # as in `model`: attention sharp enough to depend on single places
+_QUERY_GAIN = 2.0  # as in `model`: attention sharp enough to depend on single positions
 _LOGIT_GAIN = 2.5
 # The standard deviation of the numbers 0 to 15, if all are equally likely.
 _STD_OF_CODES = math.sqrt((16**2 - 1) / 12)
@@ -117,14 +117,14 @@ def make_shaped_model(
     model = shaped_architecture(shape, config)
     nn.quantize(model, _GROUP_SIZE, _BITS)
     mask = _speakable(files, full_config["vocab_size"])
-    # Nothing of the model is ever evaluated but for what it initializes to a constant.
+    # Only parameters that the model initializes to a constant are ever evaluated.
     parameters = {
         name: value
         for name, value in tree_flatten(model.parameters())
         if not (full_config["tie_word_embeddings"] and name.startswith("lm_head"))
     }
     _write_shards(path, parameters, mask, progress)
-    # Last: a folder without it is not a model, whatever interrupted us.
+    # Written last: a folder without it does not count as a model.
     (path / "config.json").write_text(json.dumps(full_config, indent=2), encoding="utf-8")
     return path
 
@@ -203,8 +203,8 @@ def _random_weight(
 ) -> mx.array:
     """Return a parameter's values: codes at random, scales that keep activations near one.
 
-    Rows of the output layer without visible text are zero. Among some two thousand random logits,
-    0 is never the largest.
+    Rows of the output layer without visible text are zero. 0 is never the largest of some two
+    thousand random logits.
     """
     like = parameters[name]
     stem, _, part = name.rpartition(".")
@@ -227,7 +227,7 @@ def _random_weight(
 
 
 def _std(stem: str, fan_in: int, is_tied: bool) -> float:
-    """Return the standard deviation that a layer's weights are to have."""
+    """Return the standard deviation for a layer's weights."""
     if stem.endswith("embed_tokens") and not is_tied:
         return 1.0
     gain = 1.0

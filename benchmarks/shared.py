@@ -1,10 +1,10 @@
-"""The first token of a prompt that another server has put into a shared store, over computing it.
+"""The time to the first token of a prompt from a shared store, and of a computed prompt.
 
     python -m benchmarks.shared [--model FOLDER] [--tokens 4096] [--mb-per-s 50 5 1]
 
 One server computes prompts and puts them. Then two servers with empty disks take turns for each
 prompt: `ours` has the shared store, and `computed` has no shared store. The stores are a folder and
-an S3 server (SeaweedFS) of this machine, as it is and behind slower links. A store that was too
+an S3 server (SeaweedFS) on this machine, directly and behind slower links. A store that was too
 slow once is not asked for a while, so prompts behind a slow link may be computed.
 """
 

@@ -1,4 +1,4 @@
-"""The workload that Macs were reported to panic under, and what the server takes.
+"""The workload that Macs were reported to panic under, and the server's memory.
 
     python -m benchmarks.soak --model MODEL [--minutes 5] [--json FILE]
 
@@ -48,14 +48,14 @@ _KEPT, _MOST_TURNS = 6, 4
 _KNOWN = ("caches", "pool", "held", "unused")
 _GREW = 1.1
 _SLACK_BYTES = 64 << 20
-"""A server grows whose typical memory rises by more than a tenth and this."""
+"""A server grows if its typical memory rises by more than a tenth plus this."""
 _LEAST_SAMPLES = 12
 
 
 def memory_of(pid: int) -> int:
     """Return the bytes of resident memory of a process of this user; 0 if unknown.
 
-    On a Mac it is the footprint, which counts the GPU's memory. Raises OSError for one that ended.
+    On a Mac it is the footprint, which counts the GPU's memory. Raises OSError if it has ended.
     """
     if sys.platform == "darwin":
         # struct rusage_info_v0 of sys/resource.h: a UUID, then ri_phys_footprint is the eighth.
@@ -68,10 +68,11 @@ def memory_of(pid: int) -> int:
 
 @dataclass
 class Soak:
-    """One run, and what it has seen so far.
+    """One run, and its samples so far.
 
     model: a folder. options: of the server. n_tokens: of the longest new prompts. log: gets a line
-    of JSON for each sample, on the disk at once, because a Mac that panics keeps nothing else.
+    of JSON for each sample, written to disk at once, because nothing else survives a panic of a
+    Mac.
     """
 
     model: str
@@ -101,17 +102,17 @@ class Soak:
                         say(self._sample(server))
                         wait(streams, min(every_s, self._left_s), FIRST_COMPLETED)
                 finally:
-                    self._ends_s = 0.0  # what is still computed ends with the server
+                    self._ends_s = 0.0  # running requests end with the server
             for stream in streams:
                 stream.result()
         if not self.replies:
             raise KVPersistError(f"no request was served in {seconds:.0f} s; give it longer")
         if self.grew:
-            raise KVPersistError("the server takes more and more")
+            raise KVPersistError("the server takes more and more memory")
 
     @property
     def grew(self) -> bool:
-        """Whether the server took more in the last quarter of the time than in the second."""
+        """Whether the server had more memory in the last quarter of the time than in the second."""
         before, after = self._quarters()
         return len(self.samples) >= _LEAST_SAMPLES and after > _GREW * before + _SLACK_BYTES
 
@@ -126,7 +127,7 @@ class Soak:
         return max(0.0, self._ends_s - time.monotonic())
 
     def _stream(self, server: StartedServer, number: int) -> None:
-        """Ask one request after the other, until the time is over."""
+        """Send one request after the other, until the time is over."""
         rng = random.Random(number)
         kept: deque[list[Message]] = deque(maxlen=_KEPT)
         while self._left_s:

@@ -75,7 +75,7 @@ class RunningReply:
 
 
 def measure(run: Run, context: int, n_repeats: int) -> None:
-    """Measure the longest gap of a reply during a new prompt of `context` tokens."""
+    """Measure the longest pause of a reply during a new prompt of `context` tokens."""
     sides = run.sides()
     with run.fleet(sides) as fleet:
         for repeat in range(n_repeats):
@@ -87,7 +87,7 @@ def measure(run: Run, context: int, n_repeats: int) -> None:
                     sent_s = time.perf_counter()
                     answer = fleet[side].ask(long, 1, new())
                     stop_s = sent_s + answer.ttft_s
-                    time.sleep(_ALONE_S / 2)  # the gap that the prompt ends in has an end, too
+                    time.sleep(_ALONE_S / 2)  # the pause in which the prompt ends must end, too
                 gap_s = reply.longest_gap_s(sent_s, stop_s)
                 run.report.add(QUESTION, f"during {tokens(context)}", side, "s", gap_s)
                 fleet[side].settle()

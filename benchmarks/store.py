@@ -84,7 +84,7 @@ class Work:
         """Yield each row and the work of its two sides. The first row writes all files."""
         for path in (self._ours, self._plain):
             shutil.rmtree(path, ignore_errors=True)
-        os.sync()  # no row pays for what another repeat left to be written
+        os.sync()  # the row's time has no writes of earlier repeats
         yield "save", {OURS: self._save, STOCK: self._write_plain}
         for what, work in (("load", self._load), ("restore", self._restore)):
             files = [path for path in self._ours.parent.rglob("*") if path.is_file()]

@@ -1,6 +1,6 @@
 """Requests that arrive at the same moment: next turns of conversations, and new agents.
 
-turns    each conversation of 1,024 tokens, which every side has in RAM, goes one turn further
+turns    each conversation of 1,024 tokens, which every side has in RAM, continues by one turn
 agents   agents with one new system prompt; before them one agent with another system prompt, alone
 """
 
@@ -46,7 +46,7 @@ def measure(run: Run, system: int, agents_sides: Sequence[str], n_repeats: int) 
 
 
 def _measure_turns(run: Run, fleet: Fleet, n_repeats: int) -> None:
-    """Each repeat goes one turn further: its prompts are in RAM, and its new tokens are new."""
+    """Each repeat continues by one turn: all of its prompts but the new tokens is in RAM."""
     first = [run.prompts.of_length(CONTEXT, seed=8_500_000 + n) for n in range(N_TURNS)]
     talks = {
         side: [(asked, fleet[side].ask(asked, MAX_TOKENS, new())) for asked in first]
@@ -59,7 +59,7 @@ def _measure_turns(run: Run, fleet: Fleet, n_repeats: int) -> None:
                 run.prompts.next_turn(asked, reply, NEW[7 * n % len(NEW)])
                 for n, (asked, reply) in enumerate(talks[side])
             ]
-            # At least the prompt of the turn before is reused, but for the template's end.
+            # At least the earlier turn's prompt is reused, except the template's end.
             least = min(reply.prompt_tokens for _, reply in talks[side]) - 32
             started = time.perf_counter()
             replies = at_once(fleet[side], prompts, reused(least))

@@ -1,9 +1,9 @@
-"""Time to the first token: new, again, one turn further, and after the server was restarted.
+"""Time to the first token: new, again, next turn, and next turn after a restart.
 
 Each side serves the same conversations. A conversation is a new prompt, the same prompt again, and
 the next turn. Then the plugin's server ends and starts again, the page cache of its store is
-dropped, and the same next turn is served from disk. The stock server keeps nothing over a restart,
-so its new prompts are the comparison.
+dropped, and the same next turn is served from disk. A restart of the stock server loses all
+prompts, so its new prompts are the comparison.
 """
 
 from __future__ import annotations

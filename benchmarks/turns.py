@@ -3,9 +3,9 @@
     python -m tests.support.openblas python -m benchmarks.turns [--model FOLDER] [-- OPTIONS]
 
 Twelve turns of each conversation of turns.json, with SmolLM2-135M in float32 unless another model
-is named. One server runs all the time. The other is ended with SIGKILL when each conversation has
-had one more reply, and its writer has written it. Both get the same prompts: the conversations go
-on with the replies of the first.
+is named. One server runs all the time. The other gets SIGKILL when each conversation has one more
+reply and its writer has written all. Both get the same prompts: the conversations continue with the
+first server's replies.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def until_written(server: ServerProcess) -> None:
 
 @dataclass
 class Talk:
-    """A conversation, and how often both servers said the same in it."""
+    """A conversation, and how many replies of both servers were equal."""
 
     kind: str
     questions: Sequence[str]

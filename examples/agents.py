@@ -3,7 +3,7 @@
 python examples/agents.py [--url http://127.0.0.1:8080] [--tokens 60]
 
 Start the server first: mlx_lm.server --plugin kvpersist --model MODEL. For each request the program
-prints how many tokens of its prompt should not be computed again, and how many were not.
+prints how many tokens of its prompt should be reused, and how many were.
 """
 
 from __future__ import annotations

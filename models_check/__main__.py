@@ -22,7 +22,7 @@ _TIMEOUT_S = 120
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 when nothing is wrong but stock."""
+    """Return 0 if only stock has faults."""
     parser = argparse.ArgumentParser(prog="python -m models_check", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names or modules; all if absent")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (%(default)s)")
@@ -35,13 +35,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--facts",
         choices=("check", "write"),
-        help="evaluate the facts about all architectures, with the oldest and the newest mlx-lm "
-        "that is proven, and compare the package's; or write these, with every version",
+        help="evaluate the facts about all architectures: with the oldest and the newest proven "
+        "mlx-lm, to compare them with the package's, or with all, to write them",
     )
     parser.add_argument(
-        "--every-version", action="store_true", help="with --facts check: all that are proven"
+        "--every-version", action="store_true", help="with --facts check: all proven versions"
     )
-    parser.add_argument("--seed", type=int, default=0, help="with --facts: of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="with --facts: seed of the weights")
     args = parser.parse_args(argv)
     if args.facts:
         return _facts(args)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _facts(args: argparse.Namespace) -> int:
     """Write the package's facts, or compare them; return 0 if nothing went wrong."""
-    from . import facts_file  # needs what only the environment of developers has
+    from . import facts_file  # needs packages that only developers have
 
     if args.facts == "write":
         failures = facts_file.write(args.jobs, args.seed)

@@ -23,18 +23,18 @@ from .configs import CONFIGS, module_of
 _BIAS_STD = 0.1
 
 _HEAD_STD = 2.5
-"""Of logits: an entropy of 3 to 4 nats, and seldom two that are nearly equal."""
+"""Gives logits an entropy of 3 to 4 nats, and seldom two nearly equal."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What differs between architectures.
+    """Parameters that differ between architectures.
 
-    `embedding_std`: less where the embedding is tied to the head or multiplied, or the last token
-    would be repeated. `score_gain`: of the norms of queries and keys; less where the architecture
-    does not divide scores by the root of the head size. `gain`: of all other projections, how
-    many times as large as its input an output is. `branch_gain`: of the norms behind attention
-    and experts.
+    `embedding_std`: smaller if the embedding is tied to the head or multiplied; otherwise the last
+    token would be repeated. `score_gain`: of the norms of queries and keys; smaller if the
+    architecture does not divide scores by the root of the head size. `gain`: of all other
+    projections, output size over input size. `branch_gain`: of the norms after attention and
+    experts.
     """
 
     embedding_std: float = 0.6
@@ -85,7 +85,7 @@ def build(name: str, seed: int = 0, config: Mapping[str, Any] | None = None) -> 
     with standins.importable():
         module = importlib.import_module(f"mlx_lm.models.{module_of(name)}")
     standins.put_in(module)
-    mx.random.seed(seed)  # for what is not drawn below
+    mx.random.seed(seed)  # for values that are not drawn below
     model = module.Model(module.ModelArgs.from_dict(config))
     standins.replace_layers(model)
     tuning = _TUNING.get(module_of(name), Tuning())
@@ -100,13 +100,13 @@ def build(name: str, seed: int = 0, config: Mapping[str, Any] | None = None) -> 
 
 
 def _draw(path: str, value: mx.array, tuning: Tuning, key: mx.array) -> mx.array:
-    """Return the weight to put in the place of `value`, which the architecture made."""
+    """Return the weight that replaces `value`, which the architecture made."""
     *parents, leaf = path.split(".")
     parent = parents[-1] if parents else ""
     normal = mx.random.normal(value.shape, key=key)
     if not mx.issubdtype(value.dtype, mx.floating):
         return mx.random.randint(0, 1 << 31, value.shape, value.dtype, key=key)
-    if leaf in ("scales", "biases"):  # of packed weights from 0 to 3, 128 of them a scale
+    if leaf in ("scales", "biases"):  # a scale belongs to 128 packed weights from 0 to 3
         scale = tuning.gain / math.sqrt(value.shape[-1] * 128)
         return mx.full(value.shape, scale if leaf == "scales" else -1.5 * scale, value.dtype)
     if (special := _special(path, leaf, value, normal)) is not None:
@@ -129,7 +129,7 @@ def _draw(path: str, value: mx.array, tuning: Tuning, key: mx.array) -> mx.array
 
 
 def _special(path: str, leaf: str, value: mx.array, normal: mx.array) -> mx.array | None:
-    """Return what a parameter of a recurrent or otherwise special layer becomes, or None."""
+    """Return the new value of a parameter of a recurrent or other special layer, or None."""
     if leaf == "A_log":  # a number for each head, or several: [channels, states]
         n = value.shape[-1] if value.ndim == 2 else value.size
         spread = mx.linspace(math.log(0.25), math.log(2.0), n)
@@ -140,7 +140,7 @@ def _special(path: str, leaf: str, value: mx.array, normal: mx.array) -> mx.arra
         ("dt_proj.bias", "w_lora.lora.2.bias")
     ):
         return mx.full(value.shape, _SLOW)
-    if leaf.startswith("x_") and len(leaf) == 3:  # rwkv7: shares of the token before
+    if leaf.startswith("x_") and len(leaf) == 3:  # rwkv7: shares of the previous token
         return mx.sigmoid(normal)
     if leaf in ("k_k", "k_a", "r_k"):
         return 1.0 + _BIAS_STD * normal

@@ -1,4 +1,4 @@
-"""What it means that two runs of a prompt agree."""
+"""How two runs of a prompt are compared."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _Logprobs = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Comparison:
-    """`difference` is the largest of all steps. A token counts as other when another one is the
-    likeliest, and as a near tie if the two differ by less than noise can make up for."""
+    """`difference` is the largest of all steps. A token counts as other if the run finds another
+    token likeliest, and as a near tie if noise can explain that."""
 
     difference: float
     n_other_tokens: int = 0

@@ -1,4 +1,4 @@
-"""The conversation that every model holds, in token ids."""
+"""The conversation that every model has, in token ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ N_STRANGER = 150
 """Tokens of a prompt that has nothing to do with the conversation."""
 
 _N_USER = (37, 52, 44, 61, 33)
-"""Unequal, and none a multiple of a window. The whole is longer than a block of 256 tokens."""
+"""Unequal, none a multiple of a window, and longer than a block of 256 tokens in all."""
 
 
 def random_ids(seed: int, n: int) -> list[int]:
@@ -45,6 +45,6 @@ class Conversation:
         return [token for segment in self.segments(turn, replies) for token in segment]
 
     def ending_differently(self, seed: int) -> Conversation:
-        """Return the same conversation, but for what the user says last."""
+        """Return the same conversation with another last user message."""
         last_user = random_ids(seed, len(self.users[-1]) + seed % 17)
         return Conversation(self.system, [*self.users[:-1], last_user])

@@ -1,8 +1,8 @@
 """Generate as the stock server does, without HTTP: in its batch generator, or one by one.
 
-Every sequence is cut into segments, and handed on to be kept at the end of each of them and at
-the end of the reply, where the server does so. A reply's tokens can be given: then all runs of a
-prompt go the same way, and a near tie in one of them does not make the rest incomparable.
+Every sequence is cut into segments. Like the server, it saves the caches at the end of each segment
+and of the reply. A reply's tokens can be prescribed: then all runs of a prompt have the same
+tokens, and can be compared even after a near tie.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm_kvpersist.cache.live.packed import GRID
 
 Keeper = Callable[[list[int], list[Any]], None]
-"""Called with ids and the caches that hold them."""
+"""Called with ids and their caches."""
 
 
 @dataclass
 class Row:
-    """One prompt on its way: `caches` hold its first `n_cached` tokens."""
+    """One prompt on its way: `caches` have its first `n_cached` tokens."""
 
     segments: list[list[int]]
     caches: list[Any]
     n_cached: int = 0
     n_new: int = 8
     reply: Sequence[int] | None = None
-    """What to answer; None chooses the likeliest token each time."""
+    """The reply's tokens; None chooses the likeliest token each time."""
     keeper: Keeper = field(default=lambda tokens, caches: None)
 
     @property
@@ -49,7 +49,7 @@ class Row:
         return rest
 
     def sampler(self) -> Callable[[mx.array], mx.array]:
-        """Return what chooses a token from log-probabilities [1, vocab]."""
+        """Return a function that chooses a token from log-probabilities [1, vocab]."""
         if self.reply is None:
             return lambda logprobs: mx.argmax(logprobs, axis=-1)
         # The generator samples one token more than it returns.
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Reply:
-    """`ids` [n], `logprobs` [n, vocab] float32, and caches that hold `tokens`: prompt and reply."""
+    """`ids` [n], `logprobs` [n, vocab] float32, and caches of `tokens`: prompt and reply."""
 
     ids: list[int]
     logprobs: npt.NDArray[np.float32]
@@ -80,11 +80,11 @@ def generate(
     joint: bool = True,
     padded: bool = False,
 ) -> list[Reply]:
-    """Generate all replies: in one batch where caches allow it and `batches`, else one by one.
+    """Generate all replies: in one batch if `batches` and the caches allow it, else one by one.
 
-    In a batch the prompts are computed one by one, as in our server; or, `padded` on the right,
-    together, as stock does. All rows come at once; or, if not `joint`, the others when the first
-    has begun to answer.
+    In a batch the prompts are computed one by one, as in our server; if `padded`, together and
+    padded on the right, as in stock. If not `joint`, the other rows come when the first has begun
+    to reply.
     """
     if not batches or not all(can_batch(row.caches) for row in rows):
         return [_single(model, row) for row in rows]
@@ -97,7 +97,7 @@ def generate(
 
 
 def alone(model: Any, row: Row, batches: bool = True) -> Reply:
-    """Generate one reply, as the server does while there are no other requests."""
+    """Generate one reply, as the server does without other requests."""
     return generate(model, [row], batches)[0]
 
 
@@ -133,13 +133,13 @@ class _Run:
     uid: int
     row: Row
     n_segments: int
-    """Segments at whose end the caches are still to be kept."""
+    """Segments at whose end the caches are still to be saved."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     reply: Reply | None = None
 
     def take(self, response: Any) -> None:
-        """Take one token; keep the caches when it is the last."""
+        """Take one token; save the caches after the last one."""
         self.ids.append(int(response.token))
         self.logprobs.append(np.array(response.logprobs.astype(mx.float32)))
         if response.finish_reason is not None:
@@ -179,7 +179,8 @@ def _single(model: Any, row: Row) -> Reply:
 def plainly(model: Any, row: Row, *, at_once: bool = False) -> Reply:
     """Generate without mlx-lm's generators, cutting the prompt as its batch generator does.
 
-    Or, `at_once`, as it does for one request at a time: into all but the last token, and that.
+    If `at_once`, cut it as mlx-lm does for a single request: all but the last token, then that
+    token.
     """
     segments = row.rest()
     if at_once:
@@ -188,7 +189,7 @@ def plainly(model: Any, row: Row, *, at_once: bool = False) -> Reply:
         segments[-1:] = [segments[-1][:-1], segments[-1][-1:]]
     position = len(row.prompt) - sum(map(len, segments))
     for segment in segments:
-        # A query of a block of the grid sees all before the block in another form.
+        # A query sees the blocks before its own block in another form.
         ends = [*range(GRID - position % GRID, len(segment), GRID), len(segment)]
         for start, stop in pairwise([0, *ends]):
             logits = model(mx.array([segment[start:stop]]), cache=row.caches)[:, -1]

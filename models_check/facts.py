@@ -1,7 +1,7 @@
 """Facts about an architecture that only evaluation shows, found on a tiny model of it.
 
 Every fact says that two runs of the same tokens agree. The models compute in float32, so runs that
-agree differ by rounding alone, and runs that do not differ by about the spread of the logits.
+agree differ by rounding alone; other runs differ by about the spread of the logits.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ TOLERANCE = 5e-4
 
 _SIZES = ((3, 4), (40, 9), (258, 5))
 """Tokens of each prompt that are computed alone, and in the next call. Two prompts are longer than
-the zoo's windows, and one has a block of the grid behind it, which is read quantized."""
+the zoo's windows, and one is longer than a block, which is then read quantized."""
 
 _NEXT_IDS = (7, 11, 13)
 """The reply to every prompt."""
 
 _MORE_PADDING = 2
-"""Tokens behind the longest prompt of a joint call: a short prompt alone is padded, too."""
+"""Padding after the longest prompt of a joint call, so that a lone short prompt is padded, too."""
 _N_RESTORED, _CUT = 24, 16
 
 Logits = list[mx.array]
@@ -64,9 +64,9 @@ Logits = list[mx.array]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What one model shows: `differences` of runs that must agree, by the fact that they are about.
+    """The results of one model: `differences` of runs that must agree, by fact.
 
-    A fact that no run is about is not shown: the model's shapes do not allow it.
+    A fact without a run is not shown: the model's shapes do not allow it.
     """
 
     differences: Mapping[str, float] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Evaluated:
     def shows(self, fact: str) -> bool | None:
         """Return whether a fact is true for the model, None if nothing is shown."""
         differences = [x for name, x in self.differences.items() if name.split(",")[0] == fact]
-        return all(x <= TOLERANCE for x in differences) if differences else None  # nan is not
+        return all(x <= TOLERANCE for x in differences) if differences else None  # False for nan
 
 
 def combined(several: Sequence[Evaluated]) -> Architecture:
@@ -91,7 +91,7 @@ def combined(several: Sequence[Evaluated]) -> Architecture:
 def evaluated(model: Any) -> Evaluated:
     """Evaluate a model that computes in float32; `server_attention` must be in place.
 
-    Nothing is shown by a model whose caches are of classes that the plugin refuses.
+    A model shows nothing if the plugin refuses the classes of its caches.
     """
     try:
         plain = Runs(model, probe_model(model, FULL_PRECISION))
@@ -140,7 +140,7 @@ class Runs:
 
     @cached_property
     def _firsts(self) -> list[list[Any]]:
-        """Caches that hold the first tokens of each prompt."""
+        """Caches of the first tokens of each prompt."""
         firsts = []
         for first, _ in _prompts():
             firsts.append(self.spec.make_cache())
@@ -153,7 +153,7 @@ class Runs:
         return [_reply(self.model, caches)[0] for caches in self._computed()]
 
     def _computed(self) -> Iterator[list[Any]]:
-        """Yield caches that hold one prompt each."""
+        """Yield the caches of each prompt."""
         for caches, (_, last) in zip(copy.deepcopy(self._firsts), _prompts(), strict=True):
             _compute(self.model, caches, last)
             yield caches
@@ -169,7 +169,7 @@ class Runs:
     def computed_together(self) -> Logits:
         """Compute the last tokens of all prompts in one call, and decode the replies alone.
 
-        Raises ValueError if caches of these classes stay apart.
+        Raises ValueError if caches of these classes are not joined.
         """
         lasts = [last for _, last in _prompts()]
         n_tokens = [len(last) for last in lasts]
@@ -183,12 +183,12 @@ class Runs:
         return [_reply(self.model, caches)[0] for caches in rows]
 
     def difference(self, run: Callable[[], Logits]) -> float:
-        """Return how far the logits of a run are from those of each prompt alone."""
+        """Return the difference between the logits of a run and of each prompt alone."""
         return _difference(self.alone, run)
 
 
 def difference_of_restored(model: Any, spec: ModelCacheSpec) -> float:
-    """Return how far logits over caches that were cut and joined are from those over the caches.
+    """Return the difference of logits over cut and joined caches from those over the originals.
 
     Another prompt is computed before, so a model that keeps state outside its caches differs.
     """

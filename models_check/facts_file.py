@@ -61,7 +61,7 @@ def check(jobs: int, seed: int, *, every_version: bool) -> list[str]:
 def written(by_version: Mapping[str, Facts]) -> str:
     """Return the file's text for the facts by version: one line for each architecture.
 
-    The newest version comes whole; of each older one comes what differs.
+    The newest version has all its facts, each older one only its differences.
     """
     *older, newest = sorted(by_version, key=versions.parse)
     entries = [
@@ -95,7 +95,7 @@ def differences(by_version: Mapping[str, Facts]) -> list[str]:
     for version, facts in by_version.items():
         shipped = probe.known().get(version, {})
         for module in sorted(facts.keys() | shipped.keys()):
-            # The file has modules of later versions, too, which no model can be of.
+            # The file also has modules of later versions; this version has no such models.
             if module in facts or version == proven()[-1]:
                 shown, in_file = facts.get(module), shipped.get(module)
                 if shown != in_file:
@@ -104,7 +104,7 @@ def differences(by_version: Mapping[str, Facts]) -> list[str]:
 
 
 def _evaluated(chosen: Sequence[str], jobs: int, seed: int) -> tuple[dict[str, Facts], list[str]]:
-    """Evaluate the zoo with each version, and tell of each; return facts and failures."""
+    """Evaluate the zoo with each version, and report each; return facts and failures."""
     by_version: dict[str, Facts] = {}
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="facts-") as folder:

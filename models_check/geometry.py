@@ -1,4 +1,4 @@
-"""What a model's caches are, how precisely they are kept, and where they can be used again."""
+"""The kinds of a model's caches, their precisions, and the positions for their reuse."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _kind(cache: Any) -> str:
 
 
 def describe_precisions(spec: ModelCacheSpec) -> str:
-    """Return how each group is kept, live and stored, such as "2 full 4b32, 1 sliding float32"."""
+    """Return each group's precisions, live and stored, such as "2 full 4b32, 1 sliding float32"."""
     counts: Counter[str] = Counter()
     for group in spec.groups:
         counts[f"{group.kind.value} {group.precision or _own(group)}"] += len(group.slots)
@@ -44,7 +44,7 @@ def _own(group: LayerGroup) -> str:
 
 
 def describe_reuse(reused: Mapping[int, int]) -> str:
-    """Return where a stored conversation can be used: how far, by where a prompt leaves it."""
+    """Return how much of a stored conversation can be reused, by where a prompt leaves it."""
     if all(n == place for place, n in reused.items()):
         return "anywhere"
     if not any(reused.values()):

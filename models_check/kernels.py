@@ -1,7 +1,7 @@
-"""What muse_spark's fused Metal kernels compute, in plain MLX.
+"""The functions of muse_spark's fused Metal kernels, in plain MLX.
 
-For machines without Metal. Each function takes the place of the one of the same name in
-`mlx_lm.kernels` and has its arguments; shapes are in the docstrings there.
+For machines without Metal. Each function replaces the function of the same name in `mlx_lm.kernels`
+and has its arguments; shapes are in the docstrings there.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def qk_norm(
 def qk_norm_rope(
     qkvg: mx.array, *, rope_base: float, offset: int | mx.array, **kwargs: Any
 ) -> list[mx.array]:
-    """Return what `qk_norm` does, rotated."""
+    """Return the result of `qk_norm`, rotated."""
     n_tokens, head_dim = qkvg.shape[1], kwargs["head_dim"]
     first = mx.array(offset).reshape(-1, 1).astype(mx.float32)
     places = first + mx.arange(n_tokens, dtype=mx.float32)

@@ -86,7 +86,7 @@ def line(finding: Finding) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return how many names came out how."""
+    """Return the number of names by result."""
     counts = Counter(finding.result for finding in findings)
     modules = len({module_of(finding.name) for finding in findings})
     results = ", ".join(f"{n} {result}" for result, n in sorted(counts.items()))
@@ -125,7 +125,7 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return one row for all models that are kept in the same way, the largest group first."""
+    """Return one row for all models that are stored in the same way, the largest group first."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for finding in findings:
         if finding.result == "equal":

@@ -1,7 +1,7 @@
 """The model's own caches, made to round keys and values as ours do.
 
-They keep everything else that is mlx-lm's: windows, masks, offsets, the order of what they hold.
-So our caches must give what these give, at whatever precision.
+Everything else stays mlx-lm's: windows, masks, offsets, the order of tokens. So our caches must
+give the same results as these in every precision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.cache.live.packed import GRID, as_it_came, prepared
 
 
 def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
-    """Return `own`, each cache rounding what it returns as the one of ours in its place does.
+    """Return `own`, each of which now rounds keys and values as our cache for its layer does.
 
     Raises:
         ValueError: ours are not arranged as the model's own.
@@ -30,8 +30,8 @@ def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
 
 
 def _round_older(cache: Any, precision: Any) -> None:
-    """Have a KVCache return older blocks of the grid rounded, and its last token's as it is."""
-    # From mlx-lm 0.32.0 on, a fetch returns what this does, and models read it here, too.
+    """Make a KVCache return all blocks of the grid rounded, except the last token's block."""
+    # From mlx-lm 0.32.0 on, a fetch returns `keys_and_values`, and models call that, too.
     name = "keys_and_values" if hasattr(cache, "keys_and_values") else "update_and_fetch"
     fetch = getattr(cache, name)
 

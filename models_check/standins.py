@@ -1,6 +1,6 @@
 """Stand-ins for the Metal kernels that two architectures need, where models run without Metal.
 
-A cache is filled by attention, and that stays mlx-lm's own. Replaced is only what feeds it.
+Attention, which fills the caches, stays mlx-lm's own. Only its inputs are replaced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def put_in(module: Any) -> None:
 
 
 def replace_layers(model: Any) -> None:
-    """Put plain linear layers in the place of bitnet's, which multiply by a Metal kernel."""
+    """Replace bitnet's linear layers, which use a Metal kernel, by plain ones."""
     if not _are_needed():
         return
     replaced = [

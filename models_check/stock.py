@@ -1,7 +1,6 @@
-"""What stock itself does with a model, without us: whether it runs, and what it gets wrong.
+"""Stock's own results with a model: whether it runs, and its faults.
 
-We take the place of its caches, not of its models and its batch generator, so what is wrong there
-is wrong with us as well.
+The plugin replaces the caches, not the models or the batch generator, so it has their faults, too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class StockFails(Exception):
 
 
 def batches_right(model: Any) -> str:
-    """Say whether two prompts in one batch of the model's own caches reply as each one alone.
+    """Say whether two prompts in one batch of the model's own caches get the replies of each alone.
 
     Raises:
         StockFails: one prompt alone raises, or the next turn over its caches.
@@ -56,7 +55,7 @@ def _together(model: Any, prompts: list[list[int]], single: list[Reply], joint: 
 
 
 def difference_of_pieces(model: Any, segments: list[list[int]], reply: list[int]) -> float:
-    """Return how far logits are apart if a prompt is computed in its segments and in one go."""
+    """Return the difference of logits between a prompt computed in its segments and at once."""
     all_ids = [token for segment in segments for token in segment]
     pieces, at_once = (
         plainly(model, Row(prompt, make_prompt_cache(model), reply=reply))

@@ -22,7 +22,7 @@ _LIMITS = StoreLimits(1 << 30, 1 << 30)
 
 @dataclass
 class StoredModel:
-    """A model in front of a store. `restart` does to the store what a new process would."""
+    """A model in front of a store. `restart` opens the store as a new process would."""
 
     model: Any
     spec: ModelCacheSpec
@@ -45,7 +45,7 @@ class StoredModel:
     def row(
         self, segments: list[list[int]], n_new: int, reply: list[int] | None, session: str = "zoo"
     ) -> Row:
-        """Look a prompt up and return it ready to run; what it computes will be kept."""
+        """Look a prompt up and return it ready to run; its new tokens will be saved."""
         ids = [token for segment in segments for token in segment]
         types = ["system", "user"][: len(segments)]
         reuse = restored(Prompt(ids, segments, types), self.loaded, self.store)
@@ -70,5 +70,5 @@ class StoredModel:
 
 
 def restored(prompt: Prompt, loaded: LoadedModel, store: BlockStore) -> Reuse:
-    """Return what the store gives for a prompt."""
+    """Return the caches that the store restores for a prompt."""
     return Lookup(prompt, loaded.root, store, loaded).restore()

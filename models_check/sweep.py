@@ -1,8 +1,8 @@
-"""Hold one conversation with one model in all the ways that must agree, and say whether they do.
+"""Have one conversation with one model in all the ways that must agree, and compare them.
 
-The reference is one set of our caches that lives as long as the conversation. Against it stand the
-same conversation with a store that is closed and opened anew, a rewind, prompts cut in the middle
-of what is stored, and a batch with a stranger.
+The reference is one set of our caches that lives as long as the conversation. It is compared with
+the same conversation over a store that is closed and reopened, a rewind, prompts that leave stored
+text in the middle, and a batch with an unrelated prompt.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .stock import StockFails, batches_right, difference_of_pieces
 from .stored import StoredModel
 
 _RESTARTS = (2, 4)
-"""Before which turns the store is closed and opened anew: in the middle, and before the last."""
+"""The store is reopened before these turns: one in the middle, and the last."""
 
 _N_MORE = 6
 
 FINE = ("equal", "refused", "stock fails")
-"""Results that are no fault of ours."""
+"""Results that are not the plugin's fault."""
 
 
 @dataclass
 class Finding:
-    """What the sweep found out about one name of the zoo; JSON values."""
+    """The sweep's result for one name of the zoo; JSON values."""
 
     name: str
     result: str = ""
@@ -57,7 +57,7 @@ class Finding:
     precisions: str = ""
     reusable: str = ""
     batching: str = ""
-    """What of several sequences we let run together."""
+    """The work that several sequences share."""
     reused: list[int] = field(default_factory=list)
     """Tokens reused in each turn of the conversation with a store."""
     possible: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Finding:
     n_near_ties: int = 0
     stock_batches_right: str = ""
     pieces: float | None = None
-    """How far stock's own logits are apart if a prompt is computed in pieces and in one go."""
+    """The difference of stock's own logits between a prompt computed in pieces and at once."""
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Finding:
 
 
 def sweep(name: str, seed: int = 0, *, unknown: bool = False) -> Finding:
-    """Return what is found out about one name of the zoo. Errors are findings, too.
+    """Return the findings about one name of the zoo. Errors are findings, too.
 
     The model is served by the facts that ship with the package; `unknown` serves it as if there
     were none.
@@ -105,9 +105,8 @@ def sweep(name: str, seed: int = 0, *, unknown: bool = False) -> Finding:
 
 
 def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
-    """Return how the server keeps a model by the shipped facts, or without any if it is `unknown`.
-
-    Packed keys are always attended to, where the facts allow them, not only when it is quicker.
+    """Return how the server stores a model by the shipped facts, or without any if it is `unknown`.
+    Attention always reads packed keys if the facts allow them, not only when it is quicker.
 
     Raises:
         ModelNotSupported: its caches are of classes that are refused, or its facts refuse it.
@@ -120,7 +119,7 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
 
 
 class _Sweep:
-    """The runs that are compared, for one model that we keep."""
+    """The runs that are compared, for one model that the plugin supports."""
 
     def __init__(self, model: Any, spec: ModelCacheSpec, folder: Path, finding: Finding) -> None:
         self.model, self.spec, self.folder, self.finding = model, spec, folder, finding
@@ -154,15 +153,15 @@ class _Sweep:
         n_turns: int,
         replies: list[list[int]] | None = None,
     ) -> list[Reply]:
-        """Hold a conversation with one set of our caches, carried from turn to turn."""
+        """Have a conversation with one set of our caches, carried from turn to turn."""
         answer = partial(alone, batches=self.spec.batches)
         return _hold(self.model, talk, n_turns, answer, self.spec.make_cache(), replies)
 
     def _live(self, carried: list[Reply]) -> None:
         """Compare our caches with the model's own, which round as ours do.
 
-        The rest of the sweep compares our caches with each other, and would not see that all of
-        them are wrong in the same way.
+        The rest of the sweep compares our caches with each other, and would not see a fault that
+        all of them share.
         """
         own = rounded(make_prompt_cache(self.model), self.spec.make_cache())
         answer = partial(plainly, at_once=not self.spec.batches)
@@ -174,7 +173,7 @@ class _Sweep:
         self._check("live", comparison, stock_is_wrong=stock_is_wrong)
 
     def _check(self, what: str, comparison: Comparison, *, stock_is_wrong: bool = False) -> None:
-        """Note a comparison; one that fails as it does with stock's own caches is no fault."""
+        """Note a comparison; a failure that stock's own caches show, too, is not a fault."""
         self.finding.n_near_ties += comparison.n_near_ties
         if comparison.is_equal or not stock_is_wrong:
             self.finding.differences[what] = comparison.difference
@@ -209,7 +208,7 @@ class _Sweep:
 
     @cached_property
     def _before_last(self) -> Reply:
-        """The last turn but one, with the caches from which every other last turn goes on."""
+        """The second-last turn; alternative last turns continue from its caches."""
         return self._carried(self.talk, N_TURNS - 1, self.replies[:-1])[-1]
 
     def _rewound(self, stored: StoredModel) -> None:
@@ -220,7 +219,7 @@ class _Sweep:
         self._check("rewound", compare(ending.reply.logprobs, reply.logprobs))
 
     def _short(self, stored: StoredModel) -> None:
-        """Hold a conversation that begins shorter than any window."""
+        """Have a conversation that begins shorter than any window."""
         talk = Conversation(random_ids(21, 3), [random_ids(22, 4), random_ids(23, 7)])
         first, second = self._carried(talk, 2)
         comparisons = []
@@ -229,7 +228,7 @@ class _Sweep:
             segments = talk.segments(turn, [first.ids])
             reply = stored.answer(segments, N_REPLY, reference.ids)
             comparisons.append(compare(reference.logprobs, reply.logprobs))
-        # Where pieces matter the canary does not trust what it computes again, and rightly so.
+        # If pieces matter, the canary rightly finds a difference.
         if stored.outcomes[-1].n_reused == 0 and not self._pieces_matter():
             self.wrong.append("a short conversation reused nothing")
         self._check("short", worst(comparisons), stock_is_wrong=self._pieces_matter())
@@ -239,7 +238,7 @@ class _Sweep:
         return (self.finding.pieces or 0.0) > TOLERANCE
 
     def _cut_anywhere(self, stored: StoredModel) -> None:
-        """Ask for prompts that leave the stored conversation at many places."""
+        """Send prompts that leave the stored conversation at many positions."""
         prompt = self.talk.prompt(N_TURNS - 1, self.replies)
         more = random_ids(9, _N_MORE)
         comparisons, places = [], _places(self.talk, prompt)
@@ -292,7 +291,7 @@ class _Sweep:
 
 @dataclass(frozen=True)
 class _Ending:
-    """The prompt of a turn, and the reply that is right."""
+    """The prompt of a turn, and the right reply."""
 
     segments: list[list[int]]
     reply: Reply
@@ -306,7 +305,7 @@ def _hold(
     caches: list[Any],
     replies: list[list[int]] | None,
 ) -> list[Reply]:
-    """Hold a conversation over `caches`; turns that have none of `replies` choose their own."""
+    """Have a conversation over `caches`; turns without one of `replies` choose their own."""
     reply_ids: list[list[int]] = []
     answers: list[Reply] = []
     n_cached = 0

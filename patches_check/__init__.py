@@ -1,5 +1,5 @@
-"""Checks of everything that is changed in mlx-lm: in the installed one, and in a matrix of them.
+"""Checks of all changes to mlx-lm: in the installed version, and in a matrix of versions.
 
-`versions.toml` has the rows of the matrix, `supported.json` what came of them when it was last run.
+`versions.toml` has the rows of the matrix, `supported.json` their results in the last run.
 The table in the documentation and the bounds of the package's dependencies are written from it.
 """

@@ -1,7 +1,7 @@
-"""`python -m patches_check`: check all that is changed in the mlx-lm that is installed here.
+"""`python -m patches_check`: check all changes to the mlx-lm that is installed here.
 
-The exit status is 0 where nothing is wrong. With `--matrix run`, virtual environments with other
-versions are made and checked, and the bounds and the table of the documentation written from that.
+The exit status is 0 if nothing is wrong. `--matrix run` makes and checks virtual environments with
+other versions, and writes the bounds and the documentation's table from the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--conversation",
         action="store_true",
-        help="also start a server, chat, kill -9 it, restart it and chat on",
+        help="also start a server, chat, kill -9 it, restart it and continue the chat",
     )
     parser.add_argument(
         "--own-tests",
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         "--matrix",
         choices=("print", "run", "write"),
         help="print the rows of versions.toml; run them; or only write the table and the bounds "
-        "anew from supported.json",
+        "again from supported.json",
     )
     parser.add_argument(
         "--row",
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         action="append",
         metavar="N",
         help="with --matrix run: only this row, counted from 1, and nothing is written; can be "
-        "given more than once; 0 is none of them, for a checkout alone",
+        "given more than once; 0 is no row, for a checkout alone",
     )
     parser.add_argument(
         "--checkout",
@@ -62,11 +62,11 @@ def main(argv: Sequence[str]) -> int:
         type=Path,
         metavar="FILE",
         help="with --matrix run: write the outcome here, and change neither supported.json nor "
-        "what is written from it",
+        "the files that are written from it",
     )
     args = parser.parse_args(argv)
     if args.own_tests:
-        from . import own_tests  # needs what only the environment of developers has
+        from . import own_tests  # needs packages that only developers have
 
         failures = own_tests.run()
         for failure in failures:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             print_report(report)
         return int(bool(report.failures))
 
-    from . import matrix, supported  # needs what only its own environment has
+    from . import matrix, supported  # needs packages of its own environment
 
     if args.matrix == "print":
         print(json.dumps([row.to_json() for row in matrix.rows()], indent=1))

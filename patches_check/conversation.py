@@ -1,4 +1,4 @@
-"""Chat, kill -9, restart, chat: what all the patches are for, on a server of its own."""
+"""Chat, kill -9, restart, chat: the purpose of all patches, on a server of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class Conversation:
-    """The tokens of the second turn's prompt, how many were reused, and where they came from."""
+    """The second turn's prompt tokens, how many of them were reused, and their tier."""
 
     prompt_tokens: int
     cached_before: int
@@ -42,9 +42,9 @@ class Conversation:
 
 
 def play(folder: Path) -> Conversation:
-    """Hold a conversation of two turns, in `folder`, with a tiny model and the kvpersist plugin.
+    """Have a conversation of two turns, in `folder`, with a tiny model and the kvpersist plugin.
 
-    Raises KVPersistError where a server does not start or does not answer.
+    Raises KVPersistError if a server does not start or does not answer.
     """
     model, store = make_model(folder / "model"), folder / "store"
     plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))

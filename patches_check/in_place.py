@@ -1,4 +1,4 @@
-"""A pytest plugin for mlx-lm's own tests: what this package changes is in place before they import.
+"""A pytest plugin for mlx-lm's own tests: it makes this package's changes before they import.
 
 The tests have their own model providers, which lack the attributes that ours adds, and load models
 without a server. This module adds both. The plugin's batch generator also takes the place of the

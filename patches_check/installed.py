@@ -1,6 +1,6 @@
 """All checks of the mlx-lm that is installed here.
 
-Every check runs in this process, and with a temporary store, never the user's.
+Every check runs in this process with a temporary store, never the user's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .inventory import Found, bindings, cache_classes
 
 @dataclass
 class Report:
-    """The checks of one installed mlx-lm. Where the versions are refused, there are no others."""
+    """The checks of one installed mlx-lm. If the versions are refused, it has no other checks."""
 
     mlx_lm: str
     mlx: str
     python: str
     platform: str
     measured: bool
-    """Whether this very pair is one of those in `supported.json`."""
+    """Whether `supported.json` has exactly this pair."""
     versions: Finding
     patches: list[Finding] = field(default_factory=list)
     startup: Finding | None = None
@@ -88,7 +88,7 @@ def converse(report: Report) -> None:
 
 
 def print_report(report: Report) -> None:
-    """Print a report as tables; what is wrong comes last, in full."""
+    """Print a report as tables; faults come last, in full."""
     out = console()
     measured = "" if report.measured else " (not measured)"
     out.print(

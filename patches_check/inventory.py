@@ -28,7 +28,7 @@ NO_LAYERS = {
 
 @dataclass(frozen=True)
 class Found:
-    """Something in mlx-lm, the module that it is in, and what the plugin makes of it."""
+    """A name of mlx-lm, its module, and how the plugin treats it."""
 
     name: str
     where: str
@@ -37,7 +37,7 @@ class Found:
 
 
 def cache_classes() -> list[Found]:
-    """Return every class of a cache in mlx-lm, and how it is kept."""
+    """Return every class of a cache in mlx-lm, and how it is stored."""
     found = []
     for module, tree in _modules().items():
         for node in tree.body:
@@ -70,10 +70,10 @@ def _kept(name: str, module: str) -> str:
 
 
 def bindings(patches: Iterable[Patch]) -> list[Found]:
-    """Return, for every patched name, the modules of mlx-lm that hold it under a name of their own.
+    """Return, for every patched name, the modules of mlx-lm that have it under their own name.
 
-    The server's globals are replaced for the server alone, so that others keep stock's. Any other
-    patch must reach all who use the name.
+    The server's globals are replaced for the server alone, so other modules keep stock's. Any other
+    patch must reach every module that uses the name.
     """
     found = []
     for patch in patches:
@@ -84,7 +84,7 @@ def bindings(patches: Iterable[Patch]) -> list[Found]:
             said = "replaced for the server alone" + (", the others keep stock's" * bool(others))
             found.append(Found(patch.attribute, where, said))
         elif others:
-            said = f"{', '.join(others)} would go on with stock's; patch these, too"
+            said = f"{', '.join(others)} would still use stock's; patch these, too"
             found.append(Found(patch.attribute, where, said, is_known=False))
         else:
             found.append(Found(patch.attribute, where, "replaced for all who use it"))

@@ -72,7 +72,7 @@ class Outcome:
     python: str
     expect: str
     result: str
-    """"serves", "refused", "fails", or "none" where there is no such version."""
+    """"serves", "refused", "fails", or "none" if there is no such version."""
     says: str = ""
     """Why it does not serve: what the server says, or the first check that failed."""
     n_patches: int = 0
@@ -86,9 +86,9 @@ class Outcome:
 
 
 def rows(path: Path = ROWS) -> list[Row]:
-    """Return the rows of a file, on a Mac without those whose mlx is too old there.
+    """Return the rows of a file; on a Mac, without rows whose mlx is too old there.
 
-    Raises ValueError for a row that cannot be meant.
+    Raises ValueError for an invalid row.
     """
     found = []
     for number, row in enumerate(tomllib.loads(path.read_text(encoding="utf-8"))["row"], 1):
@@ -119,9 +119,9 @@ def newest_serving() -> str:
 def run(
     numbers: Sequence[int] | None = None, checkout: Path | None = None, folder: Path | None = None
 ) -> list[Outcome]:
-    """Check the rows, and tell of each; `numbers` count from 1, and all are run without them.
+    """Check the rows and report each; `numbers` count from 1, and without them all rows run.
 
-    A checkout of mlx-lm is one more row. Environments in `folder` are kept, for a look at them.
+    A checkout of mlx-lm is one more row. Environments in `folder` are kept for inspection.
     """
     chosen = [row for n, row in enumerate(rows(), 1) if not numbers or n in numbers]
     if checkout is not None:
@@ -184,9 +184,9 @@ def _check(row: Row, folder: Path, wheel: Path, *, keep: bool) -> Outcome:
 def make_environment(row: Row, folder: Path, wheel: Path) -> Path | None:
     """Make a row's environment with the wheel in it; return its Python.
 
-    Rows that serve are installed within the bounds of the package. For the others these are
-    overridden, because what does not fit them is what is to be tried. Returns None where there is
-    no such mlx-lm.
+    Rows that serve are installed within the bounds of the package. For other rows the bounds are
+    overridden, because these rows try versions outside of them. Returns None if there is no such
+    mlx-lm.
     """
     uv("venv", "--quiet", "--clear", "--python", row.python, folder)
     python = folder / "bin" / "python"
@@ -240,7 +240,7 @@ def _report(python: Path) -> dict[str, Any]:
 
 
 def refusal(python: Path, folder: Path) -> dict[str, Any]:
-    """Start the server, as users do; return that it was refused, and what it says."""
+    """Start the server, as users do; return that it was refused, and its message."""
     command: list[str | Path] = [python, "-m", "mlx_lm", "server", "--plugin", "kvpersist"]
     done = _in_row([*command, "--model", folder], folder)
     said = done.stderr.strip().splitlines()[-1:] or ["nothing"]
@@ -249,13 +249,13 @@ def refusal(python: Path, folder: Path) -> dict[str, Any]:
 
 
 def commit(checkout: Path) -> str:
-    """Return which commit a checkout is at."""
+    """Return the commit of a checkout."""
     done = _in_row(["git", "rev-parse", "--short=10", "HEAD"], checkout)
     return f"git {done.stdout.strip()}" if done.returncode == 0 else "a folder"
 
 
 def uv(*command: str | Path) -> None:
-    """Run uv; raises RowFailed with what it said."""
+    """Run uv; raises RowFailed with its output."""
     program = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}")
     program = program or shutil.which("uv")
     if program is None:
@@ -281,7 +281,7 @@ def _in_row(command: Sequence[str | Path], folder: Path) -> subprocess.Completed
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a row's processes: nothing of this environment is found by them."""
+    """Return the variables of a row's processes, which must not find this environment."""
     return {name: value for name, value in variables.items() if name not in _OWN_VARIABLES}
 
 
@@ -300,7 +300,7 @@ def line(outcome: Outcome) -> str:
 
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
-    """Print the matrix as a table, and in full what does not serve."""
+    """Print the matrix as a table, and the failures in full."""
     columns = ["mlx-lm", "mlx", "python", "expected", "result", "patches", "reused after kill -9"]
     rows = [
         [

@@ -1,7 +1,7 @@
 """mlx-lm's own tests of its server, its generator and its prompt cache, with our changes in place.
 
 The tests come from the source distribution of each version on PyPI. They load one model of the hub,
-and a tiny model takes its place. The tests run twice: over stock's caches, and over the plugin's
+which a tiny model replaces. The tests run twice: over stock's caches, and over the plugin's
 quantized caches in the default precision. Tests that need the words of the real model, or that
 check what the plugin changes, are left out by name.
 """
@@ -25,14 +25,14 @@ from .matrix import REPOSITORY, RowFailed, python_with, uv
 VERSIONS = ("0.31.3", "0.32.2")
 MODULES = ("test_server.py", "test_generate.py", "test_prompt_cache.py")
 MODEL = "mlx-community/Qwen1.5-0.5B-Chat-4bit"
-"""What the tests load."""
+"""The model that the tests load."""
 LEFT_OUT = {
     "test_server.py::TestLRUPromptCache::test_lru": "A fetch that leaves no token to compute ends "
     "the generation thread, so ours leaves one.",
     "test_server.py::TestLRUPromptCache::test_insert_empty_tokens_does_not_self_destruct": "The "
-    "same: nothing is found of an empty prompt.",
-    "test_server.py::TestGenerationThreadDeath": "Our server ends when its generation thread has, "
-    "and tells its clients. Stock's goes on and answers 404.",
+    "same: an empty prompt finds nothing.",
+    "test_server.py::TestGenerationThreadDeath": "Our server ends when its generation thread has "
+    "ended, and tells its clients. Stock's continues and answers 404.",
     "test_server.py::TestModelSwapClearsCache": "Its model is a mock, whose bytes cannot be "
     "counted.",
     "test_generate.py::TestGenerate::test_generate_with_logit_bias": "It names a token of the real "
@@ -41,7 +41,7 @@ LEFT_OUT = {
     "follows an instruction there.",
     "test_generate.py::TestGenerate::test_stream_generate_input_embeddings_prefill": "The same.",
 }
-"""Tests that cannot pass, and why. No others may fail."""
+"""Tests that cannot pass, and why. No other test may fail."""
 QUANTIZED = {
     "test_server.py::TestServerKVCacheQuantization::test_completion_quantizes_the_cache": "The "
     "conversation is kept in the plugin's store, not in stock's prompt cache.",
@@ -55,12 +55,12 @@ FAIL_IN_STOCK = {
         "test_generate.py::TestGenerate::test_generate_with_processor",
     )
 }
-"""Further tests, by version, that fail without our changes, too, with this model and MLX."""
+"""Further tests, by version, that fail with this model and MLX even without our changes."""
 _TESTS_S = 600.0
 
 
 def run() -> list[str]:
-    """Run the tests with each version, and tell of each; return what went wrong, a line each."""
+    """Run the tests with each version, and report each; return the failures, a line each."""
     failures = []
     with tempfile.TemporaryDirectory(prefix="own-tests-") as temporary:
         folder = Path(temporary)
@@ -123,7 +123,7 @@ def own_tests(version: str, folder: Path) -> Path:
        "--dest", folder, package)  # fmt: skip
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as source:
-        # Beside the tests lies the package, which would be imported in place of the installed one.
+        # The package lies next to the tests, and would be imported instead of the installed one.
         tests = [one for one in source.getmembers() if one.name.split("/")[1:2] == ["tests"]]
         source.extractall(folder, tests, filter="data")
     return folder / archive.name.removesuffix(".tar.gz") / "tests"

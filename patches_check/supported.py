@@ -1,7 +1,7 @@
 """The matrix's results, and the files that are written from them.
 
-`supported.json` holds the outcomes. The table of docs/compatibility.md, the bounds in
-pyproject.toml and those in `host/patching/versions.py` are written from it, between marks.
+`supported.json` has the outcomes. The table of docs/compatibility.md and the bounds in
+pyproject.toml and `host/patching/versions.py` are written from it, between marks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Version = tuple[int, ...]
 
 
 def save(outcomes: Sequence[Outcome], path: Path = PATH) -> None:
-    """Write what a run of the matrix found."""
+    """Write the results of a run of the matrix."""
     found = {
         "measured": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -32,7 +32,7 @@ def save(outcomes: Sequence[Outcome], path: Path = PATH) -> None:
 
 
 def read(path: Path = PATH) -> dict[str, Any]:
-    """Return what a run of the matrix found."""
+    """Return the results of a run of the matrix."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -104,7 +104,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def marked(page: str, mark: str, content: str) -> str:
-    """Return a page with new content between two lines that hold `begin MARK` and `end MARK`."""
+    """Return a page with new content between two lines with `begin MARK` and `end MARK`."""
     pattern = re.compile(
         rf"(^[^\n]*begin {re.escape(mark)}\b[^\n]*\n).*?(^[^\n]*end {re.escape(mark)}\b)",
         re.DOTALL | re.MULTILINE,
@@ -144,7 +144,7 @@ WRITTEN: dict[str, Callable[[str, dict[str, Any]], str]] = {
 
 
 def write(found: dict[str, Any]) -> None:
-    """Write all that follows from what the matrix found."""
+    """Write all files that follow from the matrix's results."""
     for name, renewed in WRITTEN.items():
         path = REPOSITORY / name
         path.write_text(renewed(path.read_text(encoding="utf-8"), found), encoding="utf-8")

@@ -23,8 +23,8 @@ from tests.support.host import (  # noqa: F401
 from tests.support.synthetic.smollm2 import NOT_FETCHED, is_fetched, make_smollm2
 from tests.support.zygote import Zygote
 
-# A change is judged by the same examples each time; new ones are tried wherever people work.
-# No deadlines: how long an example takes says more about the machine than about the code.
+# CI uses the same examples each time; new ones are tried on developers' machines.
+# No deadlines: the time of an example depends more on the machine than on the code.
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.register_profile("here", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
@@ -82,7 +82,7 @@ def _module_of(item: pytest.Item) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Servers find no model that somebody downloaded."""
+    """Servers do not find the models that a user has downloaded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
         yield
@@ -133,14 +133,14 @@ def tiny_model_spm(models_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model_spm_legacy(models_dir: Path) -> Path:
-    """The same, where every stretch between special tokens gets its dummy space."""
+    """The same, but every stretch between special tokens gets its dummy space."""
     path = models_dir / "sentencepiece-legacy"
     return make_tiny_model(path, tokenizer="sentencepiece-legacy", bos=True)
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    """Start servers that end with the module, for tests that each ask something of their own."""
+    """Start servers that end with the module, for tests whose requests differ."""
     start = StartServer(tmp_path_factory.mktemp("started"))
     try:
         yield start
@@ -150,7 +150,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
 
 @pytest.fixture(scope="session")
 def smollm2(models_dir: Path) -> Iterator[Path]:
-    """SmolLM2-135M-Instruct, real weights in float32: for slow tests, which skip without it."""
+    """SmolLM2-135M-Instruct, real weights in float32, for slow tests, which skip without it."""
     if not is_fetched():
         pytest.skip(NOT_FETCHED)
     path = make_smollm2(models_dir / "smollm2")

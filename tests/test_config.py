@@ -110,7 +110,7 @@ def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: Precisi
 
 
 def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
-    """Stock's own way of quantizing would turn batching off."""
+    """Stock's own quantization would turn batching off."""
     args = parsed("--kvpersist-dir", str(tmp_path), kv_bits=8, kv_group_size=32)
     assert config.from_args(args).precision == PrecisionChoice(8, 8, 32, True)
     assert args.kv_bits is None

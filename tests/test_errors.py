@@ -1,4 +1,4 @@
-"""Failures that repeat are counted, and each kind is logged once an hour."""
+"""Repeated failures are counted, and each kind is logged once an hour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point one way: each part may use those listed for it, and no other."""
+"""Imports point one way: each part may use the parts listed for it, and no other."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ NO_MLX = {
 
 
 def parts() -> dict[str, list[Path]]:
-    """Return the modules of each part: a folder, or a module beside them."""
+    """Return the modules of each part: a folder, or a single module."""
     found: dict[str, list[Path]] = {}
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -134,7 +134,7 @@ def test_no_process_is_forked() -> None:
 
 
 def test_no_wait_ends_by_the_wall_clock() -> None:
-    """It moves on while a Mac sleeps, and a deadline has passed when the Mac wakes."""
+    """It advances while a Mac sleeps, so a deadline has passed when the Mac wakes."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

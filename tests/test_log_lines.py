@@ -1,4 +1,4 @@
-"""Every log line of the package begins with its name."""
+"""Every log line of the package begins with the plugin's name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _METHODS = {"debug", "info", "warning", "warn", "error", "exception", "critical"
 
 
 def log_calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls of `logging` and of everything that is named a logger."""
+    """Yield the calls of `logging` and of all names for loggers."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)

@@ -67,7 +67,7 @@ def test_what_fails_over_a_body_costs_a_request_neither_its_tenant_nor_its_wish(
 def test_kv_bits_are_left_to_stock_where_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With them stock quantizes, one request at a time; the plugin does so in batches."""
+    """With --kv-bits stock quantizes, one request at a time; the plugin does so in batches."""
     caplog.set_level("INFO")
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
@@ -92,7 +92,7 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
 
 
 def make_all_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every model one whose conversations can be kept."""
+    """Make every model one whose conversations can be stored."""
     model = mock.MagicMock(draft=None)
     model.speed.limits.return_value = PrefillLimits(1.0, lambda position: 8)
     made = {"load_model": model, "Memory": mock.MagicMock(spec=Memory), "described": ""}

@@ -1,4 +1,4 @@
-"""What processes of one model say to each other, between real processes over MLX's ring."""
+"""Messages between the ranks of one model: real processes over MLX's ring."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ us = Ranks(group.size(), group.rank())
 
 
 def of_ranks(tmp_path: Path, *scripts: str) -> list[tuple[int, str, str]]:
-    """Run a script a rank; return their exit statuses, what they print, and say on stderr.
+    """Run a script for each rank; return their exit statuses, stdout and stderr.
 
     The stdin of a rank ends when all ranks before it have ended.
     """
@@ -128,7 +128,7 @@ def test_a_rank_that_waits_for_too_long_ends(tmp_path: Path) -> None:
 
 
 def test_one_process_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_array", None)  # whatever sends a message fails
+    monkeypatch.setattr(ranks_module, "_array", None)  # every send fails
     one = Ranks(1, 0)
     error = ValueError("as it was raised")
 

@@ -1,4 +1,4 @@
-"""The last requests quote prompts only where that is wanted, and all are counted."""
+"""The last requests quote prompts only if that is wanted, and all are counted."""
 
 from __future__ import annotations
 

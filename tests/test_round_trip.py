@@ -1,4 +1,4 @@
-"""The round trip passes in every precision, and finds each fault of the live path."""
+"""The round trip passes in every precision, and finds each fault that is put in."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def test_it_passes_with_every_strategy(strategy: attention.Strategy) -> None:
 
 
 def after(owner: Any, name: str, change: Callable[..., Any]) -> Fault:
-    """Return the fault that calls `change(result, *arguments)` behind a method or function.
+    """Return the fault that calls `change(result, *arguments)` after a method or function.
 
-    What `change` returns, if that is not None, takes the place of the result.
+    The return value of `change`, if not None, replaces the result.
     """
 
     def fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from .host.plugins import Misspelt, WrongArguments
 
 @pytest.fixture(scope="module")
 def faults(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What is wrong with our own plugin."""
+    """The faults found in our own plugin."""
     folder = tmp_path_factory.mktemp("conformance") / "store"
     model, tokenizer = load(str(tiny_model))
     key = str(tiny_model), None, None
@@ -53,7 +53,7 @@ def test_our_plugin_conforms(faults: dict[str, str], hook: str) -> None:
 
 
 class Correct:
-    """Does in every hook what it may."""
+    """Does in every hook only what is allowed."""
 
     @hookimpl
     def configure(self, args: Namespace) -> None: ...

@@ -1,4 +1,4 @@
-"""The reports in `upstream/` are short, whole and true of the mlx-lm that they name."""
+"""The reports in `upstream/` are short, complete and right for the mlx-lm that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With a draft model, the cache of a reply can hold one token less than the reply has."""
+"""With a draft model, the cache of a reply can have one token less than the reply."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""A Nemotron-H prompt that is prefilled beside a longer one gets other log-probabilities."""
+"""A Nemotron-H prompt that is prefilled together with a longer one gets other log-probabilities."""
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
@@ -15,7 +15,7 @@ long, short = mx.random.randint(0, 64, (40,)).tolist(), mx.random.randint(0, 64,
 
 
 def first_logprobs(*prompts):
-    """Return those of the last prompt's first token."""
+    """Return the log-probabilities of the last prompt's first token."""
     generator = BatchGenerator(model, max_tokens=1)
     last = generator.insert([list(prompt) for prompt in prompts])[-1]
     while True:

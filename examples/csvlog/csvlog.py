@@ -23,7 +23,7 @@ COLUMNS = ("ended", "session", "prompt_tokens", "reply_tokens", "first_token_s",
 
 @dataclass
 class Notes:
-    """What the plugin knows of one request before the request ends."""
+    """The plugin's notes about one request until the request ends."""
 
     session: str = ""
     prompt_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""The plugin does what the server expects of it, and its lines say what happened."""
+"""The plugin does what the server expects, and its lines tell what happened."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A tiny configuration, or several, for each architecture that mlx-lm has.
 
-A name is the module's, with "/variant" behind it where one configuration does not show all. Facts
+A name is the module's, followed by "/variant" if a module has several configurations. Facts
 about which keys an architecture needs come from its `ModelArgs` and from mlx-lm's own tests.
 """
 
@@ -33,7 +33,7 @@ NOT_IN_THE_ZOO = {
     "ssm": "a recurrence that several share",
     "switch_layers": "layers of experts",
 }
-"""Modules of `mlx_lm.models` that are no architecture, or none that can run, and why."""
+"""Modules of `mlx_lm.models` that are not an architecture, or cannot run, and why."""
 
 _NOT_BEFORE = {"phi3small": (0, 32, 1)}
 """Modules that write outside their arrays in older versions of mlx-lm, and may end the process."""

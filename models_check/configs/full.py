@@ -132,7 +132,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": {**SIZES},
     "talkie": {**SIZES},
     "telechat3": {**SIZES},
-    # Of experts.
+    # With experts.
     "Klear": {**SIZES, **EXPERTS},
     "bailing_moe": {**SIZES, **EXPERTS},
     "dbrx": {
@@ -200,7 +200,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**SIZES, **EXPERTS},
     "qwen3_moe": {**SIZES, **EXPERTS},
     "solar_open": {**SIZES, **EXPERTS, "partial_rotary_factor": 0.5},
-    # Of latents.
+    # With latents.
     "deepseek_v2": {
         **SIZES,
         **LATENT,

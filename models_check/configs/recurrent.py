@@ -1,4 +1,4 @@
-"""Architectures with recurrent layers (ArraysCache), alone or beside attention."""
+"""Architectures with recurrent layers (ArraysCache), alone or with attention."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SIZES,
         **_MAMBA2,
         "mamba_d_ssm": HIDDEN,
-        # The published ones are tuned to published weights.
+        # The published multipliers suit published weights only.
         "embedding_multiplier": 1.0,
         "key_multiplier": 1.0,
         "lm_head_multiplier": 1.0,

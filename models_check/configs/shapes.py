@@ -1,7 +1,7 @@
 """The sizes that the zoo's configurations share, under every name that mlx-lm has for them.
 
-Heads of 32 numbers, windows of 16 tokens: small, and still what 4-bit groups and rotating caches
-need. A model takes the names it knows and ignores the others.
+Heads of 32 numbers, windows of 16 tokens: small, but enough for 4-bit groups and rotating caches. A
+model takes the names it knows and ignores the others.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
-"""What is cached instead of keys and values: a latent of 64 numbers and a rotated key of 32."""
+"""Cached instead of keys and values: a latent of 64 numbers and a rotated key of 32."""
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"

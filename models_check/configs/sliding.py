@@ -1,4 +1,4 @@
-"""Architectures that keep RotatingKVCaches, most of them beside plain ones."""
+"""Architectures that keep RotatingKVCaches, most of them with plain ones."""
 
 from __future__ import annotations
 

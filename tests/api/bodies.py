@@ -99,7 +99,7 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 USAGE = 10, 7, 5
-"""Tokens of a prompt, those of it that were cached, and those of the reply."""
+"""Numbers of tokens: the prompt's, the cached ones among these, and the reply's."""
 Delta = tuple[str, str, list[dict[str, Any]]]
 """Text, reasoning and calls that come together."""
 DELTAS: st.SearchStrategy[list[Delta]] = st.lists(

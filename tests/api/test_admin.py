@@ -1,4 +1,4 @@
-"""Who may ask the operator's routes."""
+"""Access to the operator's routes."""
 
 from __future__ import annotations
 

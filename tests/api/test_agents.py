@@ -1,4 +1,4 @@
-"""Agents, with chat completions of our own behind them; tests/server has a real server."""
+"""Agents over simulated chat completions; tests/server has a real server."""
 
 from __future__ import annotations
 
@@ -159,5 +159,5 @@ def test_agents_are_listed_while_another_cannot_be_made(service: Service) -> Non
     thread = Thread(target=service.call, args=("POST", "/v1/agents", {"id": "a"}))
     thread.start()
     assert is_there.wait(60)
-    assert service.call("GET", "/v1/agents")[0] == 400  # the store says no
+    assert service.call("GET", "/v1/agents")[0] == 400  # the store refuses
     thread.join()

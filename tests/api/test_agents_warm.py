@@ -52,7 +52,7 @@ def test_a_file_without_json(content: str | None, tmp_path: Path) -> None:
 
 
 def warmed(refusal: str) -> Any:
-    """Warm a session of a server that keeps what it computes, unless it says why not."""
+    """Warm a session of a server that stores it, or refuses it for this reason."""
     done: list[Any] = []
     handler = SimpleNamespace(headers=Message(), prefill=done.append)
     pin = SimpleNamespace(pin_newest=lambda *_: {"tokens": 7} if done else None)

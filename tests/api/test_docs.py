@@ -44,6 +44,6 @@ def test_paths() -> None:
 
 
 def test_what_keeps_no_cache_is_what_the_plugin_refuses() -> None:
-    """Sliding windows and recurrent states are kept; the page said that they were not."""
+    """Sliding windows and recurrent states are stored; the page once said the opposite."""
     section = REUSE[REUSE.index("## What keeps no cache") : REUSE.index("## Warm up")]
     assert "KVCache" not in section and "draft model" in section and "images" not in section

@@ -149,7 +149,7 @@ SEARCHED: list[dict[str, Any]] = [
 
 
 def test_what_other_servers_said_ends_no_conversation() -> None:
-    """Text is kept; what has none is left out."""
+    """Text is kept; parts without text are left out."""
     given = [{"role": "user", "content": "How wide?"}, {"role": "assistant", "content": SEARCHED}]
     message = chat(messages=given)["messages"][1]
     assert message["content"] == "The sea\nhttps://sea.exampleIt is wide."
@@ -188,7 +188,7 @@ def test_documents_and_results_of_a_search_are_text() -> None:
 
 
 def test_nothing_in_a_tools_result_ends_a_conversation() -> None:
-    """It comes again with every turn. A tool may have been taken away since it was found."""
+    """The result comes again with every turn. A tool may have been removed since it was found."""
     gone = {"type": "tool_reference", "tool_name": "gone"}
     content = [gone, FOUND, PDF, {"type": "hologram"}, {"type": "text", "text": "There."}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": content}
@@ -219,7 +219,7 @@ def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
 
 @given(DELTAS)
 def test_events_put_together_are_the_reply(deltas: list[Delta]) -> None:
-    """What a client that streams puts together is what one gets that does not."""
+    """The events of a stream add up to the reply of a request without streaming."""
     reply = MessagesReply("m", marks_cache=True)
     events = reply.begin(10, 7)
     for delta in deltas:

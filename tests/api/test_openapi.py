@@ -1,4 +1,4 @@
-"""The OpenAPI document has every route of ours, the page about agents those of agents."""
+"""The OpenAPI document has all our routes; the page about agents has all routes of agents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_OTHERS = {
     *(messages.MESSAGES_PATH, messages.COUNT_PATH, responses.RESPONSES_PATH),
     *messages.HELLO_PATHS,
 }
-"""Paths of APIs that others made and describe."""
+"""Paths of APIs whose makers describe them."""
 
 
 def described(path: str) -> set[str]:

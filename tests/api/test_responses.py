@@ -156,7 +156,7 @@ def reply_to(**body: Any) -> ResponsesReply:
 
 @given(DELTAS, st.booleans())
 def test_events_put_together_are_the_reply(deltas: list[Delta], encrypts: bool) -> None:
-    """What a client that streams puts together is what one gets that does not."""
+    """The events of a stream add up to the reply of a request without streaming."""
     include = ["reasoning.encrypted_content"] if encrypts else None
     reply = reply_to(include=include)
     events = reply.begin(10, 7)
@@ -192,7 +192,7 @@ def test_events_put_together_are_the_reply(deltas: list[Delta], encrypts: bool) 
 
 @given(DELTAS)
 def test_what_is_sent_back_is_the_reply(deltas: list[Delta]) -> None:
-    """With the content or with what is called encrypted: the same message of a chat."""
+    """With the content or with the "encrypted" content: the same message of a chat."""
     reply = reply_to(include=["reasoning.encrypted_content"])
     for delta in deltas:
         reply.add(*delta)

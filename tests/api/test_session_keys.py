@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str | None]] = {
     "metadata session_id": ({}, {"metadata": {"session_id": "m"}}, "m"),
     "user_id as json": ({}, {"metadata": {"user_id": '{"session_id": "j", "u": 1}'}}, "j"),
     "user_id with suffix": ({}, {"metadata": {"user_id": f"user_1_account__session_{UUID}"}}, UUID),
-    "user_id that no parser bears": ({}, {"metadata": {"user_id": "[" * 100_000}}, None),
+    "user_id nested too deeply": ({}, {"metadata": {"user_id": "[" * 100_000}}, None),
     "a person": (
         {},
         {"user": "ada", "safety_identifier": "ada", "metadata": {"user_id": "a"}},
@@ -58,7 +58,7 @@ def test_sources(case: str) -> None:
 
 
 def test_order() -> None:
-    """Leaving out the source that wins leaves the next one to win."""
+    """Without the source that wins, the next source wins."""
     sent = {
         "X-Session-ID": "1",
         "X-Claude-Code-Session-Id": "2",

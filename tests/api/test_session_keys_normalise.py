@@ -45,7 +45,7 @@ def test_the_billing_line_goes() -> None:
 )
 def test_what_somebody_wrote_stays(message: dict[str, Any]) -> None:
     assert normalised([message]) == [message]
-    # Nor does it go when a system message comes first.
+    # The text also stays after a system message.
     system = {"role": "system", "content": "s"}
     assert normalised([system, message]) == [system, message]
 

@@ -1,4 +1,4 @@
-"""Models as small as they can be, and what they say without a store."""
+"""The smallest possible models, and their replies without a store."""
 
 from __future__ import annotations
 

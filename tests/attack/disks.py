@@ -1,4 +1,4 @@
-"""Disks that are full, or read-only: a small tmpfs, or what comes close where none can be had."""
+"""Disks that are full, or read-only: a small tmpfs, or a substitute if none can be mounted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tmpfs:
 
     @classmethod
     def mounted(cls, folder: Path, n_bytes: int) -> Tmpfs | None:
-        """Mount one; None where that is not allowed."""
+        """Mount a tmpfs; None if that is not allowed."""
         folder.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", str(folder)]
         try:
@@ -108,7 +108,7 @@ class Limited:
 
 @contextmanager
 def small_disk(kind: str, folder: Path, n_bytes: int = 8 << 20) -> Iterator[Disk]:
-    """Yield a tmpfs, or what stands for one, in a folder that is not there yet."""
+    """Yield a tmpfs, or its substitute, in a folder that does not exist yet."""
     tmpfs = Tmpfs.mounted(folder, n_bytes) if kind == "tmpfs" else None
     if tmpfs is None:
         yield Limited(folder)

@@ -1,4 +1,4 @@
-"""A store with a tiny model in front, and what the model says without any store."""
+"""A tiny model with a store, and the model's answers without any store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.store_files import block_path
 from tests.support.synthetic import Message, make_tiny_model, synthetic_text
 
 TOLERANCE = 2e-3
-"""Of logits of size 10, as in tests/request: what the order of summation makes of quantized KV."""
+"""For logits of size 10, as in tests/request: another order of summation changes quantized KV."""
 LIMITS = StoreLimits(1 << 30, 1 << 30)
 
 
@@ -42,7 +42,7 @@ def load_model(folder: Path, *, seed: int = 0, fingerprint: str = "fingerprint")
 
 @dataclass
 class Answer:
-    """What came of a prompt: the ids fed, the logits behind them, what was reused."""
+    """The result of a prompt: the ids fed, the logits after them, the reuse."""
 
     ids: list[int]
     caches: list[Any]
@@ -51,7 +51,7 @@ class Answer:
 
 
 def answered(loaded: LoadedModel, reuse: Reuse) -> Answer:
-    """Compute what was not restored of a prompt."""
+    """Compute the part of a prompt that was not restored."""
     n_reused = reuse.outcome.n_reused
     caches = reuse.caches or loaded.spec.make_cache()
     ids = list(reuse.prompt.ids)
@@ -71,20 +71,20 @@ class Talk:
         return self.store.folder
 
     def remember(self, ids: list[int], session: str | None = None) -> None:
-        """Compute a turn from nothing, and keep it; its prompt is all but the last 5 tokens."""
+        """Compute a turn without reuse, and store it; its prompt is all but the last 5 tokens."""
         caches = self.loaded.spec.make_cache()
         forward(self.loaded, ids, caches)
         self.keep(ids, caches, len(ids) - 5, session)
 
     def ask(self, ids: list[int], *, canary: bool = True) -> Answer:
-        """Look a prompt up and compute what is not restored."""
+        """Look a prompt up and compute the part that is not restored."""
         prompt = Prompt(ids, [ids], ["user"])
         root = self.loaded.root
         reuse = Lookup(prompt, root, self.store, self.loaded, canary=canary).restore()
         return answered(self.loaded, reuse)
 
     def go_on(self, answer: Answer, n_tokens: int, session: str | None = None) -> list[int]:
-        """Generate greedily behind an answer and keep the turn; return all ids."""
+        """Continue an answer greedily and store the turn; return all ids."""
         ids, logits = list(answer.ids), answer.logits
         for _ in range(n_tokens):
             ids.append(int(mx.argmax(logits)))
@@ -100,7 +100,7 @@ class Talk:
         session: str | None = None,
         messages: list[Message] | None = None,
     ) -> None:
-        """Keep a turn whose prompt were the first `n_prompt` ids, rendered from messages."""
+        """Store a turn whose prompt is the first `n_prompt` ids, rendered from messages."""
         sequence = RunningSequence(self.loaded.root, n_prompt, session=session)
         self.loaded.save(sequence, ids, caches, REPLY, self.store)
         detokenizer = self.loaded.tokenizer.detokenizer
@@ -122,7 +122,7 @@ class Talk:
         self.store.pool.clear()
 
     def blocks(self, ids: list[int]) -> list[Path]:
-        """Return the files of the blocks that hold a conversation, in order."""
+        """Return the files of a conversation's blocks, in order."""
         self.store.drain()
         paths: list[Path] = []
         parent, start = self.loaded.root.key, 0
@@ -155,7 +155,7 @@ def forward(loaded: LoadedModel, ids: list[int], caches: list[Any]) -> mx.array:
 
 @dataclass
 class Cold:
-    """What the model says without a store; each prompt is computed once."""
+    """The model's answers without a store; each prompt is computed once."""
 
     loaded: LoadedModel
     _logits: dict[tuple[int, ...], mx.array] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class Cold:
         return self._logits[key]
 
     def difference(self, answer: Answer) -> float:
-        """Return by how much an answer's logits are off."""
+        """Return the error of an answer's logits."""
         return float(mx.abs(answer.logits - self.logits(answer.ids)).max())
 
     def check(self, answer: Answer, what: str = "") -> None:
@@ -176,13 +176,13 @@ class Cold:
 
 
 def conversation_ids(loaded: LoadedModel, n_tokens: int, seed: int) -> list[int]:
-    """Return the ids of text that differs from its first line on for every seed."""
+    """Return the ids of text that differs between seeds from the first line on."""
     ids: list[int] = loaded.tokenizer.encode(f"{seed}: {synthetic_text(4 * n_tokens, seed)}")
     return ids[:n_tokens]
 
 
 def replace_payload(path: Path, other: Path) -> None:
-    """Give a block the arrays of another one of its length, with a checksum that is right."""
+    """Give a block the arrays of another block of its length, with a right checksum."""
     folder = path.parents[2]
     node, root, _ = read_file(block_path(folder, bytes.fromhex(path.stem)))
     _, _, arrays = read_file(block_path(other.parents[2], bytes.fromhex(other.stem)))

@@ -8,7 +8,7 @@ from .driving import Talk
 
 
 def quarantined_reasons(talk: Talk) -> list[str]:
-    """Return the reason given for each block in quarantine, the file and its reason both there."""
+    """Return the reason for each block in quarantine; check that each reason has its block."""
     talk.store.drain()
     aside = talk.folder / "quarantine"
     reasons = []

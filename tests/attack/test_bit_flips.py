@@ -1,4 +1,4 @@
-"""One bit of any file of the store flips: every answer is still what the model says."""
+"""One bit of any file of the store flips: every answer is still the model's own."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Change = Callable[[Path, random.Random], str]
 
 @dataclass
 class Prepared:
-    """A store that was left by kill -9, and conversations in it with a question to follow."""
+    """A store that was left by kill -9, its conversations, and a next question for each."""
 
     folder: Path
     loaded: LoadedModel
     prompts: list[list[Message]]
     texts: list[set[str]]
-    """What each may be rendered to: with its reply as the model meant it, or as it was sent."""
+    """The allowed renderings of each: with its reply as the model made it, or as it was sent."""
 
 
 def render(loaded: LoadedModel, messages: list[Message]) -> list[int]:
@@ -53,7 +53,7 @@ def ask(loaded: LoadedModel, store: BlockStore, messages: list[Message]) -> Answ
 
 @pytest.fixture(scope="module")
 def prepared(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Three conversations; of the last one, what the index knows stands in its log only."""
+    """Three conversations; the index has the last one only in its log."""
     work, folder = (tmp_path_factory.mktemp(name) for name in ("work", "prepared"))
     prompts, texts = [], []
     for n in range(3):
@@ -99,7 +99,7 @@ def flip_a_bit(path: Path, rng: random.Random, byte: int | None = None) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files that have content, in an order of their own."""
+    """Return the files that have content, in a fixed order."""
     paths = (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     return sorted(paths)
 
@@ -109,7 +109,7 @@ def attack(prepared: Prepared, cold: Cold, folder: Path, change: Change, seed: i
     rng = random.Random(seed)
     shutil.copytree(prepared.folder, folder)
     if rng.random() < 0.2:
-        # The index is made anew, from what the files say.
+        # The index is rebuilt from the files.
         for path in folder.glob("index.sqlite*"):
             path.unlink()
     what = f"seed {seed}: {change(folder, rng)}"
@@ -135,7 +135,7 @@ def flip_in_any_file(folder: Path, rng: random.Random) -> str:
 
 
 def attack_often(prepared: Prepared, cold: Cold, folder: Path, change: Change, n: int) -> None:
-    """Attack `n` times and tell of all failures at once."""
+    """Attack `n` times and report all failures at once."""
     failures = []
     for seed in range(n):
         try:
@@ -146,13 +146,13 @@ def attack_often(prepared: Prepared, cold: Cold, folder: Path, change: Change, n
 
 
 def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
-    """Run a test with `n` of a few, and with many among the slow tests."""
+    """Run a test with a small `n`, and with a large `n` among the slow tests."""
     slow = pytest.param(many, marks=(pytest.mark.slow, pytest.mark.timeout(1200)))
     return pytest.mark.parametrize("n", [few, slow])
 
 
 def test_the_prepared_store_is_found(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
-    """Without damage everything is restored: the attacks have something to spoil."""
+    """Without damage everything is restored: the attacks have something to damage."""
     shutil.copytree(prepared.folder, tmp_path / "copy")
     with talk_with(prepared.loaded, tmp_path / "copy") as talk:
         for messages in prepared.prompts[::2]:
@@ -168,7 +168,7 @@ def test_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path, n: int) ->
 
 
 def flip_in_index_header(folder: Path, rng: random.Random) -> str:
-    """Flip a bit of the 100 bytes that say what kind of database it is, in file or log."""
+    """Flip a bit of the first 100 bytes, the database header, in file or log."""
     for name in ("index.sqlite-wal", "index.sqlite-shm"):
         if rng.random() < 0.7:
             (folder / name).unlink(missing_ok=True)
@@ -193,7 +193,7 @@ def truncate(folder: Path, rng: random.Random) -> str:
 
 
 def zero_a_page(folder: Path, rng: random.Random) -> str:
-    """Zero 4 KiB that never reached the device."""
+    """Zero 4 KiB, as if they never reached the device."""
     path = rng.choice(files_of(folder))
     n_pages = -(-path.stat().st_size // 4096)
     page = rng.randrange(n_pages)
@@ -214,7 +214,7 @@ def swap(folder: Path, rng: random.Random) -> str:
 
 
 def garbage(folder: Path, rng: random.Random) -> str:
-    """Overwrite a stretch of a file with anything."""
+    """Overwrite a stretch of a file with random bytes."""
     path = rng.choice(files_of(folder))
     content = bytearray(path.read_bytes())
     start = rng.randrange(len(content))
@@ -234,7 +234,7 @@ def test_torn_files(prepared: Prepared, cold: Cold, tmp_path: Path, change: Chan
 
 
 def heals(prepared: Prepared, cold: Cold, folder: Path, change: Callable[[Path], str]) -> str:
-    """Damage an index, start twice; return why a turn is not stored and found again, or nothing."""
+    """Damage an index, start twice; return why a turn is not stored and found again, or ""."""
     shutil.copytree(prepared.folder, folder)
     for name in ("index.sqlite-wal", "index.sqlite-shm"):
         (folder / name).unlink(missing_ok=True)
@@ -253,7 +253,7 @@ def heals(prepared: Prepared, cold: Cold, folder: Path, change: Callable[[Path],
 def test_a_lost_page_of_the_index_does_not_stay_so(
     prepared: Prepared, cold: Cold, tmp_path: Path
 ) -> None:
-    """Whatever page it is: after a restart turns are stored and found again."""
+    """For every page: after a restart turns are stored and found again."""
     n_pages = (prepared.folder / "index.sqlite").stat().st_size // 4096
 
     def overwrite(page: int, path: Path) -> str:
@@ -273,7 +273,7 @@ def test_a_lost_page_of_the_index_does_not_stay_so(
 def test_a_flipped_bit_of_the_index_does_not_stay_so(
     prepared: Prepared, cold: Cold, tmp_path: Path, n: int
 ) -> None:
-    """Half of the bits are of its header and its schema."""
+    """Half of the flipped bits are in its header and its schema."""
     failures: list[str] = []
     for seed in range(n):
         rng = random.Random(seed)
@@ -291,7 +291,7 @@ def test_a_flipped_bit_of_the_index_does_not_stay_so(
 
 
 def test_flipped_bits_of_remembered_replies(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
-    """They change what the model is told: no key and no block file vouches for them."""
+    """They change the model's input: no key and no block file can prove them wrong."""
 
     def flip_in_reply(folder: Path, rng: random.Random) -> str:
         if not (folder / "index.sqlite").exists():

@@ -35,7 +35,7 @@ def test_kv_of_other_weights_is_caught(
         assert (answer.outcome.kind, answer.outcome.n_reused) == (Kind.MISS, 0)
         reasons = quarantined_reasons(talk)
         assert len(reasons) == 3 and all("canary" in reason for reason in reasons)
-        # What was computed instead is kept, found and trusted.
+        # The blocks computed instead are stored, found and trusted.
         talk.go_on(answer, 8)
         talk.forget_hot_blocks()
         again = talk.ask([*ids, 5, 6])

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or gone, files that are not what they were: always served."""
+"""A disk that is full, read-only or gone, and files that changed: requests are always served."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def leftovers(folder: Path) -> list[Path]:
 def test_a_full_disk(
     disk: Disk, disk_talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Served from RAM while it lasts, said once, nothing half there, stored again afterwards."""
+    """Turns are served from RAM, logged once, never half written, and stored afterwards."""
     talk = disk_talk
     before, during, later = (conversation_ids(talk.loaded, 300, seed=n) for n in range(3))
     talk.remember(before, "before")
@@ -88,7 +88,7 @@ def test_a_full_disk(
 
 
 def test_a_damaged_block_on_a_full_disk(disk: Disk, disk_talk: Talk, cold: Cold) -> None:
-    """It cannot be moved aside with a reason, and is not used all the same."""
+    """It cannot be moved to quarantine, and still is not used."""
     talk = disk_talk
     ids = conversation_ids(talk.loaded, 600, seed=1)
     talk.remember(ids)
@@ -189,7 +189,7 @@ def test_every_write_fails_once(
     assert leftovers(talk.folder) == []
 
 
-# Files that are not what they were.
+# Files that changed.
 
 
 def damage(path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_block_whose_place_is_taken(
     caplog: pytest.LogCaptureFixture,
     take_its_place: Callable[[Path], None],
 ) -> None:
-    """What is not the store's own stays, and the conversation stays in memory."""
+    """The foreign file stays, and the conversation stays in memory."""
     ids = conversation_ids(talk.loaded, 600, seed=1)
     talk.remember(ids, "s")
     path = talk.blocks(ids)[1]
@@ -314,7 +314,7 @@ def test_swapped_blocks(talk: Talk, cold: Cold) -> None:
 def test_blocks_of_another_model(
     talk: Talk, other_weights: LoadedModel, cold: Cold, tmp_path: Path
 ) -> None:
-    """Its file under our block's name: found by its key; under its own name: never looked at."""
+    """Its file under our block's name is noticed by its key, and never read under its own."""
     ids = conversation_ids(talk.loaded, 600, seed=1)
     stranger = replace(other_weights, fingerprint="stranger")
     with talk_with(stranger, tmp_path / "other") as other:
@@ -333,7 +333,7 @@ def test_blocks_of_another_model(
         answer = again.ask([*ids, 5])
         cold.check(answer)
         assert answer.outcome.n_reused == 256
-        # Files are read some at a time, so more than the first bad one may be found.
+        # Several files are read at a time, so more than the first bad file may be found.
         reasons = quarantined_reasons(again)
         assert reasons and all("holds block" in reason for reason in reasons)
         # Files that nobody committed are swept away.
@@ -362,12 +362,12 @@ def chat(n: int, seed: int = 1) -> list[Message]:
 
 
 def test_the_folder_is_deleted_while_serving(start_server: StartServer, tiny_model: Path) -> None:
-    """Replies keep coming, and what is said afterwards survives kill -9."""
+    """Replies keep coming, and later turns survive kill -9."""
     server = start_server.with_plugin(tiny_model)
     store = start_server.store
     first = server.chat(chat(0), "s", temperature=0.0)
     wait_for_commit(store, "s", first.prompt_tokens + first.completion_tokens)
-    # In one go: a file that the server makes meanwhile would keep the folder.
+    # In one step: a file that the server makes in between would keep the folder.
     shutil.rmtree(store.rename(store.with_name("deleted")))
     # Replies are remembered in the index. The first is gone with it, so it is not sent back.
     talk = [*chat(0), {"role": "assistant", "content": "Indeed."}, *chat(1)]
@@ -401,7 +401,7 @@ def test_a_server_on_a_disk_that_fills_up(
         total = replies["before"].prompt_tokens + replies["before"].completion_tokens
         wait_for_commit(store, "before", total)
         if isinstance(disk, Limited):
-            return  # this process's limit is not the server's; the tests above have the rest
+            return  # the limit is this process's, not the server's; see the tests above
         assert isinstance(disk, Tmpfs)
         with disk.full():
             for n in (1, 2):

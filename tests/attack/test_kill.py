@@ -1,4 +1,4 @@
-"""kill -9 at any moment: what was committed is there, whole, and nothing else is."""
+"""kill -9 at any moment: committed turns are stored whole, and nothing else is stored."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Killed:
         return sum(name != "open" for name, _ in self.lines)
 
     def write_and_kill(self, seed: int, n_turns: int, n_lines: int, wait_s: float) -> None:
-        """Let a process write; kill it so long after it has logged so many lines more."""
+        """Let a process write; kill it `wait_s` after it has logged `n_lines` more lines."""
         n_before = len(self.lines)
         command = [sys.executable, "-m", "tests.attack.turns"]
         arguments = [str(self.store), str(self.log), str(seed), str(n_turns), self.key]
@@ -80,7 +80,7 @@ class Killed:
 def kill_and_check(folder: Path, n_turns: int, most_lines: int, key: str = "") -> None:
     """Have `n_turns` turns written by processes that are killed, ten at least; check after each.
 
-    What a process has logged decides when it is killed: a loaded machine needs no more of them.
+    A process is killed after a number of log lines, so a busy machine needs no more processes.
     """
     rng = random.Random(n_turns)
     killed = Killed(folder, key)
@@ -126,7 +126,7 @@ def remove_index(folder: Path) -> None:
 
 
 def forget_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replies stand in the index alone: without it they are matched by their text."""
+    """Replies are stored in the index alone: without it they are matched by their text."""
     monkeypatch.setattr(BlockStore, "replies", _ids_of)
 
 
@@ -150,7 +150,7 @@ def test_an_index_that_is_empty_is_rebuilt(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Killer(BaseException):
-    """Stands for SIGKILL where a process cannot be killed at the very moment."""
+    """Simulates SIGKILL at a moment at which no process can be killed exactly."""
 
 
 @pytest.mark.parametrize("n_calls", [0, 1, 7, 20, 21, 23])  # checkpoints come after 21 blocks
@@ -210,7 +210,7 @@ def test_the_server_killed_at_any_moment(tiny_model: Path, tmp_path: Path) -> No
             }
         assert "goes to quarantine" not in (tmp_path / f"{name}.log").read_text()
     assert replies["killed"] == replies["uninterrupted"]
-    # A turn cut short by a kill may have left more than a turn that was not, never other bytes.
+    # A turn cut short by a kill may leave more files than a whole turn, but never other bytes.
     whole, killed = (block_files(tmp_path / name) for name in ("uninterrupted", "killed"))
     assert whole.items() <= killed.items()
 
@@ -238,7 +238,7 @@ def kill_after(command: list[str], is_done: Callable[[], bool], rng: random.Rand
     """Run a program, and kill it a moment after it has done something."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
-        wait_until(lambda: is_done() or process.poll() is not None, "what it does", 120)
+        wait_until(lambda: is_done() or process.poll() is not None, "the program", 120)
         time.sleep(rng.uniform(0, 0.3))
     finally:
         process.kill()
@@ -267,7 +267,7 @@ def test_a_kill_costs_a_hybrid_model_no_more_than_it_may(tmp_path: Path, n_kills
         lost.append(turns[0]["of"] - turns[0]["reused"])
         # The kill may have come before the writer had written the process's last turn.
         assert lost[-1] <= may_lose + tool_turns.N_TOOL + tool_turns.N_REPLY
-        # If this turn is also the last of the process, what it computes may be lost as well.
+        # If this turn is also the process's last, its tokens may be lost again.
         may_lose = max(at_most, lost[-1] if len(turns) == 1 else 0)
     print(f"lost in {n_kills} kills: at most {max(lost)} tokens, {mean(lost):.0f} on average")
     with closing(tool_turns.model(tmp_path / "uninterrupted", 0.0)) as whole:

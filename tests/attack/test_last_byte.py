@@ -1,4 +1,4 @@
-"""kill -9 as soon as a client has its reply: what it has read is on disk, but for the last block.
+"""kill -9 as soon as a client has its reply: all but the last block of it is on disk.
 
 The index and the files are written without fsync: they outlive the process, not the machine.
 """
@@ -19,14 +19,14 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
 from tests.support import Message, Reply, ServerProcess, make_tiny_model, synthetic_text
 
 LONGEST_S = 0.1
-"""A kill comes so long after the last byte at most."""
+"""The longest time from the last byte to a kill."""
 SHORT, LONG = 20, 600
-"""Tokens of replies at most: half of them are short, and end before their prompt was written."""
+"""The most tokens of replies: half of them are short, and end before their prompt is written."""
 
 
 @dataclass
 class Left:
-    """What the next turn finds of a prompt and its reply, in tokens."""
+    """Tokens of a prompt, of its reply, and of both that the next turn reuses."""
 
     n_prompt: int
     n_reply: int
@@ -38,7 +38,7 @@ class Left:
 
     @property
     def lost(self) -> int:
-        """Tokens of both. The last one was sampled, and not computed."""
+        """Lost tokens of both. The last token was sampled, and not computed."""
         return self.n_prompt + self.n_reply - 1 - self.n_reused
 
 
@@ -71,7 +71,7 @@ class Client:
 
 
 def killed(server: ServerProcess, n_kills: int, n_clients: int, n_chars: int) -> Iterator[Left]:
-    """Kill a server so often, each time after the first end of a reply; yield what is left."""
+    """Kill a server `n_kills` times, each time after the first end of a reply; yield the rest."""
     rng = random.Random(n_clients)
     for kill in range(n_kills):
         clients = [Client(n_clients * kill + n, n_chars, rng) for n in range(n_clients)]

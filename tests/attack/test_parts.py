@@ -1,4 +1,4 @@
-"""Parts whose files or rows are not what they were, or that others remove: right, or not there."""
+"""Checkpoints whose files or rows change, or that others remove, are right or missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENGTHS = {"anna": 130, "ben": 64, "carl": 33}
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that was left by kill -9, what is in it partly in the index's log only."""
+    """A store that was left by kill -9; the index has a part of it only in its log."""
     work, folder = (tmp_path_factory.mktemp(name) for name in ("work", "prepared"))
     store = BlockStore(work, LIMITS)
     for name, n_tokens in LENGTHS.items():
@@ -47,7 +47,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load_parts(store: BlockStore, name: str, n_tokens: int) -> int:
-    """Load all parts of a session; return how many can be had. All of them must be right."""
+    """Load all checkpoints of a session; return how many exist. All of them must be right."""
     keys = [node.key for node in chain_of(session_ids(name, n_tokens))]
     n_loaded = 0
     for parts in store.checkpoints(keys).values():
@@ -64,7 +64,7 @@ def attack(prepared: Path, folder: Path, change: Change, seed: int) -> None:
     rng = random.Random(seed)
     shutil.copytree(prepared, folder)
     if rng.random() < 0.2:
-        # The index is made anew, from what the files say.
+        # The index is rebuilt from the files.
         for path in folder.glob("index.sqlite*"):
             path.unlink()
     what = f"seed {seed}: {change(folder, rng)}"
@@ -81,10 +81,10 @@ def attack(prepared: Path, folder: Path, change: Change, seed: int) -> None:
                 n_loaded = sum(load_parts(store, *session) for session in LENGTHS.items())
             finally:
                 store.close()
-        # A window for all, and a state for each; but a row that claims more than the budget makes
-        # others go, until its own turn comes.
+        # A window for all, and a state for each. But a row that claims more than the budget has
+        # others evicted, until it is evicted itself.
         if n_loaded < len(LENGTHS) * 2 and "n_bytes = 1 << 40" not in what:
-            raise ValueError(f"{n_loaded} parts can be had")
+            raise ValueError(f"{n_loaded} checkpoints can be loaded")
     except Exception as error:
         raise AssertionError(what) from error
     shutil.rmtree(folder)
@@ -117,7 +117,7 @@ def flip_in_the_index(folder: Path, rng: random.Random) -> str:
 
 
 def change_a_row(folder: Path, rng: random.Random) -> str:
-    """Give a column of a part's row another value, or the value of another row."""
+    """Give a column of a checkpoint's row another value, or the value of another row."""
     if not (folder / "index.sqlite").exists():
         return "no index"
     column = rng.choice(["block", "kind", "n_tokens", "n_bytes", "used"])
@@ -159,7 +159,7 @@ def test_a_part_that_is_gone(prepared: Path, tmp_path: Path) -> None:
 
 
 LOG_BYTES = 512 << 10
-"""What the index's log is cut back to when it has been longer."""
+"""The length to which SQLite cuts a longer log of the index."""
 
 
 def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
             if rng.random() < 0.5:
                 store.drain()
             assert store.index.totals().n_bytes <= limits.max_disk_bytes
-            # In so small a store the index's log can outgrow what is set aside for it.
+            # In such a small store the index's log can outgrow its reserve.
             assert store.disk.used_bytes() <= limits.max_disk_bytes + LOG_BYTES
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(2)]

@@ -30,7 +30,7 @@ IDS = {
 
 
 def post(server: ServerProcess, messages: list[Message], header: bytes | None) -> bytes:
-    """Send a chat completion with these very bytes as its session; return all that comes."""
+    """Send a chat completion with exactly these bytes as its session; return the raw answer."""
     body = json.dumps({"messages": messages, "max_tokens": 6, "temperature": 0.0}).encode()
     lines = [
         b"POST /v1/chat/completions HTTP/1.1",
@@ -71,7 +71,7 @@ def two_turns(server: ServerProcess, name: str, header: bytes | None) -> int:
 
 
 def parts_of(session: bytes) -> set[str]:
-    """Return what of a session id could show in a path."""
+    """Return the parts of a session id that could appear in a path."""
     text = session.decode("latin-1")
     parts = set(re.split(r"[/\\]", text)) | {text, session.decode("utf-8", "replace")}
     parts |= {part.partition(".")[0] for part in parts}
@@ -123,7 +123,7 @@ def paths_of_etc() -> set[Path]:
 
 
 def test_ids_that_http_does_not_carry(start_server: StartServer, tiny_model: Path) -> None:
-    """A line break ends the header, NUL and 70 KB are refused or not: the server goes on."""
+    """A line break ends the header, NUL and 70 KB are refused or not: the server continues."""
     server = start_server.with_plugin(tiny_model)
     two_turns(server, "none", None)
     two_turns(server, "empty", b"")
@@ -146,7 +146,7 @@ def test_ids_that_http_does_not_carry(start_server: StartServer, tiny_model: Pat
         if name in ("nul", "line feed"):
             assert b" 200 " in answer[:20], name
     two_turns(server, "afterwards", b"a-plain-name")
-    server.terminate()  # it writes what is left first
+    server.terminate()  # it first writes what is still queued
     assert all(len(path.name) < 80 for path in start_server.store.rglob("*"))
     with sqlite3.connect(start_server.store / "index.sqlite") as db:
         names = [name for (name,) in db.execute("SELECT name FROM sessions")]

@@ -19,7 +19,7 @@ MIB = 1 << 20
 N_CLIENTS = 4
 N_TURNS = 4
 TOLERANCE = 0.1
-"""Of log probabilities. KV of other tokens makes a difference of several.
+"""For log probabilities. KV of other tokens makes a difference of several.
 
 Without any store, prompts that are cut into other chunks differ by up to 0.025: sums in another
 order move a few values over the edge between two quantization steps.
@@ -60,7 +60,7 @@ LARGE = Setting(n_layers=4, n_kv_heads=8, head_dim=128, budget=90 * MIB)
 
 @dataclass
 class Exchange:
-    """What was asked and what came."""
+    """A request and its reply."""
 
     messages: list[Message]
     tokens: list[dict[int, float]]
@@ -70,7 +70,7 @@ class Exchange:
 
 @dataclass
 class Load:
-    """Clients that talk to servers, and the folder's size meanwhile."""
+    """Clients that talk to servers, and the folder's size during that time."""
 
     servers: list[ServerProcess]
     store: Path
@@ -103,16 +103,16 @@ class Load:
             self.failures.append(error)
 
     def _converse(self, client: int, n: int) -> None:
-        """Hold a conversation, its turns now with one server, now with the other."""
-        # Clients 0 and 1 hold the same conversations, and come back to the last but one.
+        """Have a conversation whose turns alternate between the servers."""
+        # Clients 0 and 1 have the same conversations, and return to the second-last one.
         owner = client // 2
         n = n - 2 if n % 3 == 2 else n
         messages: list[Message] = [{"role": "system", "content": synthetic_text(500, seed=owner)}]
         for turn in range(N_TURNS):
             if self.is_done:
                 return
-            # Every digit is a token: prompts part where both tokenizations have a boundary, and
-            # the cold server is told the very same ids.
+            # Every digit is a token: prompts diverge where both tokenizations have a boundary, and
+            # the cold server gets the same ids.
             number = "\t".join(f"{owner}{n:03}{turn}")
             text = f"{number}\t{synthetic_text(250, seed=100 * n + turn)}"
             messages.append({"role": "user", "content": text})
@@ -145,7 +145,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def check_replies(server: ServerProcess, exchanges: list[Exchange]) -> None:
-    """Ask again where nothing is stored: every namespace is used once."""
+    """Ask again without stored turns: every namespace is used once."""
     wrong = []
     for n, exchange in enumerate(exchanges):
         reply = chat(server, exchange.messages, headers={"X-KVPersist-Namespace": str(n)})
@@ -165,9 +165,9 @@ def tokens_of(reply: Reply) -> list[dict[int, float]]:
 
 
 def difference(one: list[dict[int, float]], other: list[dict[int, float]]) -> float:
-    """Return by how much log probabilities differ, up to where two greedy replies part.
+    """Return the difference of log probabilities up to where two greedy replies diverge.
 
-    Where two tokens are as good as equally probable, the order of summation decides.
+    The order of summation decides between almost equally probable tokens.
     """
     worst = 0.0
     for here, there in zip(one, other, strict=True):
@@ -191,7 +191,7 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
         "--kvpersist-min-free",
         "0",
     )
-    # Little RAM, so that the servers live from what is on disk.
+    # Little RAM, so that the servers must read from disk.
     limits = ("--kvpersist-disk", str(budget), "--kvpersist-ram", "1M")
     with ExitStack() as stack:
         servers = [
@@ -205,7 +205,7 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
         logs = [server.log for server in servers]
     peak = max(load.sizes)
     assert peak <= budget + setting.file_bytes, f"{peak / MIB:.1f} MiB of {budget / MIB:.1f}"
-    # It was tight, and the store was of use all the same.
+    # Space was short, and the store was still of use.
     assert peak > 0.7 * budget
     assert sum(log.count("disk in ") for log in logs) > len(load.exchanges) // 4
     for log in logs:

@@ -1,10 +1,10 @@
-"""A conversation with a hybrid model whose states are postponed, held until it is killed.
+"""A conversation with a hybrid model whose states are postponed; it runs until it is killed.
 
 python -m tests.attack.tool_turns STORE LOG
 
-It goes on where the log ends, which gets a line of JSON for each turn: how many tokens it reused,
-of how many, and its reply. A turn takes as long as it counts, and begins when the writer has
-written the earlier ones: so a busy machine does not add to what a kill costs.
+It continues at the log's end. The log gets a line of JSON for each turn: the tokens reused, all
+tokens, and the reply. A turn takes as long as it counts, and begins when the writer has written the
+earlier ones, so a busy machine does not add to the cost of a kill.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def lines(log: Path) -> list[dict[str, Any]]:
 
 
 def turn(stored: StoredModel, before: list[dict[str, Any]]) -> dict[str, Any]:
-    """Hold the turn that follows these."""
+    """Have the next turn."""
     history: list[int] = []
     for number, one in enumerate(before):
         history += [*random_ids(100 + number, N_TOOL), *one["reply"]]

@@ -50,7 +50,7 @@ def chain_of(ids: Sequence[int]) -> list[Block]:
 
 
 def plain_arrays(node: Block) -> dict[str, np.ndarray[Any, Any]]:
-    """Return what a block must hold."""
+    """Return the arrays that a block must have."""
     rng = np.random.default_rng(int.from_bytes(node.key, "little"))
     shape = (2, 1, node.n_tokens)
     return {
@@ -68,7 +68,7 @@ def window(node: Block) -> Checkpoint:
 
 
 def plain_part(part: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
-    """Return what a part must hold."""
+    """Return the arrays that a checkpoint must have."""
     rng = np.random.default_rng(int.from_bytes(part.key, "little"))
     return {
         "0.conv": rng.standard_normal((2, 1, 3, 8), np.float32),
@@ -84,10 +84,8 @@ def arrays_of(what: Record) -> dict[str, mx.array]:
 
 
 def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> None:
-    """Hand a turn to the store that makes a session `n_tokens` long, as a conversation does.
-
-    It leaves a state at its end, which takes the place of the one before, and the shared
-    beginning has a window.
+    """Give the store a turn that makes a session `n_tokens` long, as a conversation does. It leaves
+    a state at its end, which replaces the earlier state, and the shared beginning has a window.
     """
     chain = chain_of(session_ids(session, n_tokens))
     old_tail = chain_of(session_ids(session, n_before))[-1:]
@@ -109,7 +107,7 @@ def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> 
 
 
 def expected_parts(chain: Sequence[Block]) -> tuple[Checkpoint, ...]:
-    """Return the parts that a session of these blocks has."""
+    """Return the checkpoints that a session of these blocks has."""
     return window(chain[0]), state(chain[-1])
 
 
@@ -123,11 +121,11 @@ def check_committed(
     limits: StoreLimits = LIMITS,
     encryption: Encryption = PLAIN,
 ) -> None:
-    """Open a store that was left behind, and find every committed turn whole and nothing else."""
+    """Open a store after a kill; check that it has every committed turn whole and nothing else."""
     store = BlockStore(folder, limits, encryption=encryption)
     store.drain()
     sessions = {session.name or "": session for session in store.index.sessions()}
-    assert len(sessions) == len(store.index.sessions()), "a session is there twice"
+    assert len(sessions) == len(store.index.sessions()), "a session exists twice"
     reachable: set[bytes] = set()
     parts: set[Checkpoint] = set()
     for name, n_tokens in committed.items():

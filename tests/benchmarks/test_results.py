@@ -1,4 +1,4 @@
-"""Samples are kept as they come; the page judges the goals and names each fault of its results."""
+"""Samples are saved at once; the page judges the goals and names each fault of its results."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_ratio_is_the_median_within_the_repeats() -> None:
 
 
 def test_every_goal_has_a_row_that_the_presets_measure() -> None:
-    """The names of the goals are those that the benchmarks give their rows."""
+    """The goals have the names of the benchmarks' rows."""
     contexts = {"cpu": ("8K", "4K"), "gpu": ("8K", "32K", "4K", "16K")}
     names = " ".join(name for preset in PRESETS.values() for name in map(str, preset.steps))
     for goal in GOALS:

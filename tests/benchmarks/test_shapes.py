@@ -1,4 +1,4 @@
-"""Models of real shapes: stock loads them, and what they compute is finite and ends when told."""
+"""Models of real shapes: stock loads them, their logits are finite, and replies end when told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak keeps a server busy, and reports what it takes."""
+"""The soak keeps a server busy, and reports the server's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 def test_memory_follows_what_a_process_takes() -> None:
     before = memory_of(os.getpid())
-    block = mmap.mmap(-1, 32 << 20)  # of memory that nobody had before
+    block = mmap.mmap(-1, 32 << 20)  # of memory that was not in use before
     block.write(b"x" * len(block))
     assert memory_of(os.getpid()) - before > len(block) // 2
 
@@ -33,7 +33,7 @@ def test_memory_follows_what_a_process_takes() -> None:
 def test_a_server_that_takes_more_and_more_is_noticed(
     tmp_path: Path, last: int, grew: bool
 ) -> None:
-    """Typical samples are compared: what takes much for a moment is none."""
+    """Typical samples are compared: a short peak does not count."""
     made = Soak("model", tmp_path, ())
     made.samples = [*[GIB // 2] * 5, *[GIB] * 10, 4 * GIB, *[last] * 4, 4 * GIB]
     assert made.grew == grew
@@ -156,7 +156,7 @@ serve(sys.argv[1:])
 
 
 class CountedServer(StartedServer):
-    """Runs `counted.py` beside its log: it counts MLX's arrays all the time."""
+    """Runs `counted.py`, next to its log, which counts MLX's arrays all the time."""
 
     def start(self) -> None:
         options = self._command[self._command.index("--model") :]

@@ -40,7 +40,7 @@ def test_saving_and_loading_are_measured_against_the_disk_and_the_memory(run: Ru
 def test_blocks_that_are_not_read_from_disk_end_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the save, each store that is opened is an empty folder's."""
+    """After the save, each store is opened in an empty folder."""
     first, n_opened = store.opened, 0
 
     def opened(folder: Path, max_ram_bytes: int) -> closing[BlockStore]:

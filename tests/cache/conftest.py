@@ -21,7 +21,7 @@ N_HEADS, K_DIM, V_DIM = 2, 64, 32
 
 
 def _lively(model: Any, seed: int) -> Any:
-    """Give `model` random weights large enough that what is attended to decides the next token."""
+    """Give `model` random weights so large that attention decides the next token."""
     keys = iter(mx.random.split(mx.random.key(seed), 200))
 
     def draw(weight: mx.array) -> mx.array:
@@ -71,7 +71,7 @@ def tiny_qwen3(seed: int = 0, head_dim: int = 64) -> Any:
 
 
 def tiny_deepseek_v2(seed: int = 0) -> Any:
-    """Keys of 64 numbers a head beside values of 32."""
+    """Keys of 64 numbers a head, and values of 32."""
     args = deepseek_v2.ModelArgs(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -146,7 +146,7 @@ def random_kv(
 
 
 def rounded(x: mx.array, group_size: int, bits: int) -> mx.array:
-    """Return what MLX makes of `x`; scales and biases have 16 bits."""
+    """Return `x` as MLX rounds it; scales and biases have 16 bits."""
     weights, scales, biases = mx.quantize(x, group_size=group_size, bits=bits)
     if x.dtype == mx.float32:
         scales, biases = (y.astype(mx.bfloat16).astype(mx.float32) for y in (scales, biases))
@@ -162,12 +162,12 @@ def same_packed(a: Packed | mx.array, b: Packed | mx.array) -> bool:
 
 
 def packed_tokens(cache: Any, start: int, stop: int) -> tuple[Any, Any]:
-    """Keys and values of tokens [start, stop) as a quantized cache of one sequence holds them."""
+    """Keys and values of tokens [start, stop), as in a quantized cache of one sequence."""
     return kind_of(cache).tokens(cache, start, stop)
 
 
 def address(array: mx.array) -> int:
-    """Where an evaluated array begins in memory."""
+    """Return where an evaluated array begins in memory."""
     mx.eval(array)
     seen = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array  # numpy has no bfloat16
     mx.eval(seen)

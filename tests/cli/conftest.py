@@ -77,7 +77,7 @@ class CommandLine:
             self.out, self.err = self._capsys.readouterr()
 
     def in_terminal(self, columns: int, *argv: str | Path) -> list[str]:
-        """Run a command whose output is a terminal of so many columns; return its lines."""
+        """Run a command in a terminal with this number of columns; return its lines."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("COLUMNS", str(columns))
             patch.setattr(sys.stdout, "isatty", lambda: True)
@@ -89,7 +89,7 @@ class CommandLine:
         return json.loads(self.out)
 
     def at(self, folder: Path) -> CommandLine:
-        """Return the same for another store."""
+        """Return a command line for another store."""
         return CommandLine(folder, self._capsys)
 
     def ids(self) -> dict[str | None, str]:
@@ -98,7 +98,7 @@ class CommandLine:
         return {session["name"]: session["id"] for session in listed}
 
     def error(self, *argv: str | Path) -> str:
-        """Run what must fail; return the one line that it says."""
+        """Run a command that must fail; return its only line."""
         assert self(*argv) == 1
         assert self.out == ""
         assert self.err.startswith(f"mlx-lm-kvpersist {argv[0]}: ") and self.err.count("\n") == 1

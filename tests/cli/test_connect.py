@@ -1,4 +1,4 @@
-"""Clients are told of the server, and nothing that their files say is lost."""
+"""Clients get the server's settings, and nothing in their files is lost."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_router_needs_one_name_of_the_model(
     assert words.count("--model-alias") == 2 and "default_model=team" in words
     assert connect("router", *servers, "--server", "mac-3:8080") == 1
     assert "http://mac-3:8080 has /m" in capsys.readouterr().err
-    assert connect("router") == 1  # its own port
+    assert connect("router") == 1  # the port's default
     assert f"{URL} lists no model" in capsys.readouterr().err
     assert connect("claude", *servers) == 1
     assert "--port" in capsys.readouterr().err
@@ -200,7 +200,7 @@ def test_undo_restores_the_files(client: str, there: bytes | None, home: Path) -
 
 
 def test_undo_leaves_the_folders_that_hold_other_files(home: Path) -> None:
-    """And folders that were there, even if they are empty."""
+    """And folders that existed before, even if they are empty."""
     (home / ".config").mkdir()
     for client in ("codex", "opencode"):
         assert connect(client, "--write") == 0
@@ -224,7 +224,7 @@ def test_undo_keeps_what_was_changed_since(is_written_again: bool, home: Path) -
     assert everywhere() == 0
     settings = read(file)
     settings["env"]["ANTHROPIC_MODEL"] = "opus"
-    if not is_written_again:  # otherwise connect replaces it once more
+    if not is_written_again:  # otherwise connect replaces it again
         settings["env"]["ANTHROPIC_BASE_URL"] = "https://mine.example"
     file.write_text(json.dumps({**settings, "theme": "dark"}))
     if is_written_again:
@@ -421,7 +421,7 @@ def test_the_record_is_as_private_as_the_file(home: Path, monkeypatch: pytest.Mo
 
 
 def test_open_webui_gets_variables(capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no file to write, and that is no error."""
+    """It has no file to write, which is not an error."""
     for options in ((), ("--write",)):
         assert connect("openwebui", *options) == 0
         out, err = capsys.readouterr()

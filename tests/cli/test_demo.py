@@ -1,4 +1,4 @@
-"""The demo shows what it claims, on the real server."""
+"""The demo shows what it promises, on the real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/store.md names what there is: commands, options, faults, fields, tables."""
+"""docs/store.md names all commands, options, faults, fields and tables."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_a_working_environment_is_told_so(environment: Environment) -> None:
 
 
 def test_where_text_is_ascii_other_characters_are_replaced(environment: Environment) -> None:
-    """The advice ends with an ellipsis, names of folders can have any character."""
+    """The advice ends with an ellipsis, and folder names can have any character."""
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": ""}
     done = environment.run("python", "-m", "mlx_lm_kvpersist", "doctor", env=locale)
     assert "UnicodeEncodeError" not in done.stderr
@@ -155,7 +155,7 @@ def test_people_read_the_first_cause_last(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_the_server_would_find_of_its_store(folder: Path, tmp_path: Path) -> None:
-    """It makes a missing store or index, and refuses a folder of something else."""
+    """The server makes a missing store or index, and refuses a folder with other files."""
     found = doctor.store(folder)
     assert found.passed and found.found.startswith(f"{folder}: 3 sessions, ")
     (folder / "index.sqlite").write_bytes(bytes(5000))
@@ -184,7 +184,7 @@ def test_a_folder_of_somebody_else_is_named() -> None:
 
 
 class Answering(BaseHTTPRequestHandler):
-    """A server of no plugin, or one whose model is `model`."""
+    """A server without the plugin, or one whose model is `model`."""
 
     model: str | None = None
 

@@ -53,7 +53,7 @@ def exported(run: CommandLine, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(run: CommandLine, tmp_path: Path) -> CommandLine:
-    """A command line for a store that is not there yet."""
+    """A command line for a store that does not exist yet."""
     return run.at(tmp_path / "other")
 
 
@@ -71,7 +71,7 @@ def forge(
     files: Callable[[list[bytes]], list[bytes]] = lambda files: files,
     n_blocks: int | None = None,
 ) -> None:
-    """Write an exported file anew, with all its checksums right."""
+    """Write an exported file again, with all its checksums right."""
     with closing(session_file.SessionFile(exported)) as source:
         contents = files([source.own_file(n) for n in range(len(source.files))])
         n_blocks = len(source.blocks) if n_blocks is None else n_blocks
@@ -88,7 +88,7 @@ def test_the_same_bytes_elsewhere(run: CommandLine, exported: Path, other: Comma
     assert block_files(other.folder) == {name: original[name] for name in names}
     assert other.ids().keys() == {"last"}
     assert other.json("store", "verify")["ok"]
-    # A server finds it by the prompt, and reads what was stored.
+    # A server finds the session by its prompt, and reads its blocks.
     store = BlockStore(other.folder, LIMITS)
     head = store.children(ROOT.key)[0]
     assert head.ids == HEAD and store.reader.load(head, ROOT) is not None
@@ -165,7 +165,7 @@ def spread(start: int, stop: int, n_positions: int = 60) -> list[int]:
 
 
 FEW_OR_MANY = pytest.mark.parametrize("n", [25, pytest.param(120, marks=pytest.mark.slow)])
-"""How many places of a file are damaged, one after another."""
+"""The number of places where a file is damaged, one after another."""
 
 
 @FEW_OR_MANY
@@ -281,7 +281,7 @@ def test_files_that_cannot_be_used(run: CommandLine, tmp_path: Path) -> None:
     assert "No such file" in run.error("sessions", "export", "last", tmp_path / "no" / "file")
 
 
-# Parts.
+# Checkpoints.
 
 
 @pytest.fixture

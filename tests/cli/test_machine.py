@@ -1,4 +1,4 @@
-"""A machine that computes slowly for want of a BLAS is told so, in a real process."""
+"""A machine that computes slowly without a good BLAS gets a hint, in a real process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: one parser tree, quick to start, and an error of ours is one line."""
+"""The command line: one parser tree, a quick start, and errors of one line."""
 
 from __future__ import annotations
 

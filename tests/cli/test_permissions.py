@@ -1,4 +1,4 @@
-"""A store of somebody else's: the commands say so in one line, and change nothing."""
+"""A store that belongs to another user: the commands say so in one line, and change nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANGING = [
 
 @contextmanager
 def nobody() -> Iterator[None]:
-    """Act as a user without rights; only root has any to give up."""
+    """Act as a user without rights; only root has rights to give up."""
     if os.geteuid() != 0:
         yield
         return
@@ -52,7 +52,7 @@ def store(capsys: pytest.CaptureFixture[str]) -> Iterator[CommandLine]:
     base.chmod(0o777)
     run = CommandLine(base / "store", capsys)
     fill(run.folder, {"last": chain([1, 2], [30], [31])})
-    for argv in READING:  # what is imported late must be imported before rights are given up
+    for argv in READING:  # late imports must run before rights are given up
         assert run(*(argv if argv[-1] != "FILE" else [*argv[:-1], str(base / "exported")])) == 0
     yield run
     set_modes(base, 0o700, 0o600)

@@ -1,4 +1,4 @@
-"""`store prune`: the first objects of a shared store go, and nothing of anybody else."""
+"""`store prune` removes the oldest objects of a shared store, and no other files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..store.conftest import chain, save_turn
 
 
 def name(n: int, n_digits: int = 32) -> str:
-    """Return the name of an object, of a store that is encrypted where it has 64 digits."""
+    """Return an object's name; 64 digits are for an encrypted store."""
     return f"kvpersist/aa/aa{n:0{n_digits - 2}x}"
 
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Path:
-    """Three objects of 1 KiB, 0, 10 and 20 days old, beside a file of somebody else."""
+    """Three objects of 1 KiB, 0, 10 and 20 days old, and a file that is not an object."""
     folder = tmp_path / "bucket"
     objects = Objects(str(folder))
     for n in range(3):
@@ -132,7 +132,7 @@ def a_store_in_the_same_place(bucket: Path) -> None:
 
 
 def everything(folder: Path) -> dict[str, bytes | str | int]:
-    """Return what is in and beside a folder, but for the objects: links as such."""
+    """Return the files in and beside a folder, except objects; keep links."""
     found: dict[str, bytes | str | int] = {}
     for path in folder.parent.rglob("*"):
         if path.name in {Path(name(n, 64 if n == 1 else 32)).name for n in range(3)}:

@@ -1,4 +1,4 @@
-"""`quality` measures what it says, on a tiny model."""
+"""`quality` measures what its table names, on a tiny model."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_facts_lie_where_they_should(tiny_model: Path, text: str | None) -> None
         assert thing in question and document.count(number) == 1
         assert document.index(number) / len(document) == pytest.approx(share, abs=0.15)
     assert 1150 < len(tokenizer.encode(document)) < 1400
-    # Without the facts, it is the text.
+    # The document without the facts is the text.
     for thing, number in checks.THINGS.items():
         document = document.replace(f" The number of the keeper's {thing} is {number}. ", "")
     assert "".join(document.split())[:300] == "".join(text.split())[:300]

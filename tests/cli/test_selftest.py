@@ -1,4 +1,4 @@
-"""The self-test on demand: the whole start, in this process, leaving nothing behind."""
+"""The self-test on demand: the whole start, in this process, and nothing is left afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_all_checks_pass_and_leave_nothing_behind(
 
 
 def _attributes(module: ModuleType) -> dict[str, Any]:
-    """Return what a module holds; Python itself notes there which warnings it has shown."""
+    """Return a module's attributes, except Python's record of the warnings shown there."""
     return {name: value for name, value in vars(module).items() if name != "__warningregistry__"}
 
 

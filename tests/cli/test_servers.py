@@ -51,7 +51,7 @@ def answering(*events: Any) -> Iterator[StartedServer]:
 
 @pytest.mark.parametrize("name", ["reasoning", "tool_calls", "nothing"])
 def test_a_reply_without_content_has_a_time_to_its_first_token(name: str) -> None:
-    """A model that reasons says nothing else within the demo's few tokens."""
+    """A model that reasons has no other text within the demo's few tokens."""
     usage = {"prompt_tokens": 12}
     with answering(
         {"choices": [{"delta": {name: "Hm"}}]}, {"choices": [], "usage": usage}, "[DONE]"

@@ -1,4 +1,4 @@
-"""sessions list, show, rm, pin, unpin: what they say and what they leave."""
+"""sessions list, show, rm, pin, unpin: their output and the store afterwards."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_list_fits_the_terminal(varied: CommandLine, columns: int) -> None:
     assert "refa" in pinned and "day " in pinned
     assert ("…" in pinned) == (LONG_NAME not in pinned) == (columns < 200)
     assert sum("The parser" in line for line in lines) == 1
-    assert sum("words of it" in line for line in lines) == 2  # of an id and of no name
+    assert sum("words of it" in line for line in lines) == 2  # named by an id, and unnamed
     assert all(" now" in line for line in lines)
 
 

@@ -21,7 +21,7 @@ def test_a_plain_model(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["spec", "--model", str(tiny_model)]) == 0
     said = capsys.readouterr().out
     assert re.search("KVCache +full +1 x 64 float32 +1 x 64 float32 ", said)
-    # Per layer a key of 64 bytes of codes, a value of 32, and 4 of scale and bias for each.
+    # Bytes in each layer: 64 for a key's codes, 32 for a value's, 4 each for scale and bias.
     assert "A token takes 208 B live and on disk, 0.20 of 1.0 KiB" in said
     assert "The newest tokens, 255 at most, are kept as computed: up to 255.0 KiB." in said
     assert "Reusable: a conversation to its end, or up to any multiple of 256 tokens." in said

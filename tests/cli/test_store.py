@@ -1,4 +1,4 @@
-"""store stats, verify, rebuild, gc: what they find and what they leave."""
+"""store stats, verify, rebuild, gc: what they find, and the store afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def path_of(folder: Path, node: Block) -> Path:
 
 
 def faults(run: CommandLine) -> list[str]:
-    """Return what verify finds; it must say so in its exit status, too."""
+    """Return the faults that verify finds; its exit status must agree."""
     found = run.json("store", "verify", status=1)
     assert not found["ok"]
     return sorted(problem["fault"] for problem in found["problems"])
@@ -152,7 +152,7 @@ def test_verify_finds_a_session_file_that_lies(run: CommandLine) -> None:
 
 
 def test_a_turn_being_saved_is_no_fault(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looks wrong without the lock and right with it is not reported."""
+    """A fault that is seen without the lock, but not with it, is not reported."""
     path = path_of(run.folder, chain(HEAD)[0])
     arriving = path.with_name(f"{path.stem[:2]}{'0' * 30}.safetensors")
     arriving.write_bytes(b"no row yet")
@@ -184,7 +184,7 @@ def test_rebuild(run: CommandLine, gone: str) -> None:
         db.close()
     done = run.json("store", "rebuild")
     named = {name: session_id for name, session_id in before.items() if name is not None}
-    # Whose id stood in the index alone comes back only if that could be read.
+    # A session whose id is in the index alone comes back only if the index can be read.
     assert run.ids() == (before if gone == "whole" else named)
     assert (done["blocks"], done["sessions"]) == (8, len(run.ids()))
     assert run.json("sessions", "show", "first")["pinned"]
@@ -256,7 +256,7 @@ def test_a_newer_store_is_refused(run: CommandLine) -> None:
     assert len(block_files(run.folder)) == 7
 
 
-# Parts.
+# Checkpoints.
 
 
 @pytest.mark.usefixtures("with_checkpoints")

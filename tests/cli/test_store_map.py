@@ -28,7 +28,7 @@ def lines_with(run: CommandLine, *words: str) -> list[str]:
 
 
 def way(parts: list[dict[str, Any]], part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield a part, and those that it goes on from."""
+    """Yield a part, and the parts that it continues."""
     while part is not None:
         yield part
         above = part["goes_on_from"]
@@ -43,7 +43,7 @@ def test_parts_add_up(run: CommandLine, with_checkpoints: Path) -> None:
     assert sum(part["bytes"] for part in parts) == found["bytes"]
     assert found["bytes_by_age"]["1 hour"] == found["bytes"]
     with closing(sqlite3.connect(run.folder / "index.sqlite")) as db, db:
-        # A use marks the ends of chains; what leads to them is used with them.
+        # A use marks only the ends of chains; it counts for the blocks before them, too.
         db.execute("UPDATE blocks SET used = used - 9e9 WHERE n_children > 0")
     assert run.json("store", "map")["bytes_by_age"]["1 hour"] == found["bytes"]
     (shared,) = (part for part in parts if part["shared_by"] > 1)
@@ -70,7 +70,7 @@ def test_it_is_drawn(run: CommandLine) -> None:
 
 
 def test_sessions_within_others_and_none(run: CommandLine) -> None:
-    """One ends where another goes on, two end in the same place, and one is gone."""
+    """One ends where another continues, two end at the same block, and one is removed."""
     fill(run.folder, {"short": chain(HEAD), "again": chain(HEAD, [10], [11])})
     with sqlite3.connect(run.folder / "index.sqlite") as db:
         db.execute("DELETE FROM sessions WHERE name = 'last'")

@@ -22,7 +22,7 @@ _INLINE = re.compile(r"`([^`\n]+)`")
 
 
 class Block(NamedTuple):
-    """A fenced block, or a piece of code within text: of which page, in which language."""
+    """A fenced block, or a piece of code within text, with its page and language."""
 
     page: str
     language: str
@@ -44,7 +44,7 @@ def blocks(language: str | None = None) -> list[Block]:
 
 
 def inline() -> list[Block]:
-    """Return the code within the text of all pages, but for what is made from the source."""
+    """Return the code within the text of all pages, except generated parts."""
     made = re.compile(r"<!-- made: .*?<!-- end of ", re.DOTALL)
     return [
         Block(page.name, "", code)
@@ -56,7 +56,7 @@ def inline() -> list[Block]:
 def commands(block: Block) -> Iterator[list[str]]:
     """Yield the commands of a shell's block as words, without variables that are set before them.
 
-    "&&" begins a command; what follows a pipe is left out.
+    "&&" begins a command; commands after a pipe are left out.
     """
     text = re.sub(r"\$\([^)]*\)", "OUTPUT", block.text)
     for line in text.replace("\\\n", " ").splitlines():

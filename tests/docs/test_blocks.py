@@ -1,4 +1,4 @@
-"""Whatever a page shows as code can be read by what it is meant for."""
+"""All code on a page can be read by the program that it is for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHER_PROGRAMS = {
     *("apt-get", "export", "mlx.launch", "journalctl", "launchctl", "loginctl"),
     "systemctl",
 }
-"""Programs that are not ours: nothing of theirs is checked."""
+"""Programs that are not ours; their options are not checked."""
 
 SHELL = [(block.page, words) for block in blocks("sh") for words in commands(block)]
 
@@ -75,7 +75,7 @@ def test_services_start_the_server_and_start_it_again() -> None:
     assert service["Restart"] == "on-failure"
     plist = plistlib.loads(agent.text.strip().encode())
     assert plist["KeepAlive"] == {"SuccessfulExit": False} and plist["RunAtLoad"]
-    # What a server that was told to end may take, by host/run.py.
+    # The longest time that a server may take to end, by host/run.py.
     assert int(service["TimeoutStopSec"]) == plist["ExitTimeOut"] > GRACE_S + 10
     assert int(service["UMask"], 8) == plist["Umask"] == 0o77
     assert plist["ProcessType"] == "Interactive"  # else launchd throttles
@@ -91,7 +91,7 @@ def stock_help() -> str:
 
 
 def check_server(options: list[str]) -> None:
-    """Parse the plugin's options, and look for the others in the stock server's help."""
+    """Parse the plugin's options, and look for other options in the stock server's help."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plugin", choices=["kvpersist"])
     config.add_options(parser)

@@ -46,7 +46,7 @@ def test_sdks(sdk: str, server: ServerProcess, capsys: pytest.CaptureFixture[str
 
 
 def test_curl(server: ServerProcess, tmp_path: Path) -> None:
-    """Each answers with JSON, and with a status that says that it worked. One names its session."""
+    """Each answers with JSON, and with a status of success. One names its session."""
     assert shutil.which("curl") is not None, "the pages use curl: install it"
     ran = 0
     for block in CURLS:

@@ -1,4 +1,4 @@
-"""The pages are what the code says, link to what is there, and become a site."""
+"""The pages agree with the code, their links lead somewhere, and they become a site."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_site_builds_without_a_warning(copied: Path) -> None:
 
 
 def test_links_that_lead_nowhere_are_seen(copied: Path) -> None:
-    """To an anchor, to a page; and a page that is in no menu."""
+    """Links to an anchor and to a page; and a page that is in no menu."""
     wrong = "[one](index.md#nowhere) [two](nowhere.md)"
     (copied / "docs" / "new.md").write_text(wrong, encoding="utf-8")
     done = build(copied)
@@ -91,7 +91,7 @@ def test_links_to_the_project_lead_to_its_files() -> None:
 
 
 def test_the_readme_links_to_absolute_addresses_only() -> None:
-    """PyPI shows it, where a relative link leads nowhere."""
+    """PyPI shows it, and relative links lead nowhere there."""
     targets = re.findall(r"\]\(([^)]+)\)", README) + re.findall(r"^\[.*\]: (.*)$", README, re.M)
     assert len(targets) > 10
     assert [target for target in targets if not target.startswith("https://")] == []

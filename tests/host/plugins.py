@@ -1,4 +1,4 @@
-"""Plugins for the tests: one that records what it is asked, one that fails, one that misspells."""
+"""Plugins for the tests: one that records its hooks, one that fails, one that misspells."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.host.http import clients
 
 
 class EchoRequest(TakenRequest):
-    """Records what is saved, by the question of its request."""
+    """Records saved tokens, by the last message of the request."""
 
     def __init__(self, echo: Echo, request: ClientRequest, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -33,7 +33,7 @@ class EchoRequest(TakenRequest):
 
 
 class Echo:
-    """Records every hook with what identifies the request, in a file and at /echo.
+    """Records every hook, with an identification of the request, in a file and at /echo.
 
     DRAIN_S is how long replies may continue after SIGTERM, if not as long as in any server.
     """
@@ -163,7 +163,7 @@ class Failing:
         server._make_sampler = make
 
     def end_generation_at_a_top_k(self) -> None:
-        """Make the generation thread raise where stock catches nothing, for top_k=13."""
+        """Make the generation thread raise at a point where stock catches nothing, for top_k=13."""
         server: Any = importlib.import_module("mlx_lm.server")
         stock = server._make_sampler
 
@@ -199,7 +199,7 @@ class WrongArguments:
 
 
 class Editing:
-    """Edits whatever it is given, in place, and answers nonsense."""
+    """Edits all its arguments in place, and answers nonsense."""
 
     @hookimpl
     def model_loaded(self, provider: Any) -> None: ...

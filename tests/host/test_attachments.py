@@ -102,7 +102,7 @@ def test_an_image_in_a_question_is_refused_by_a_model_of_text(messages: list[Mes
         [GO_ON, CALL, result(text("Read.")), user(PNG), user(text("And?"), PNG)],
         [GO_ON, CALL, result(text("Read.")), {"role": "system", "content": "S."}, user(PNG)],
         [user(PNG), {"role": "assistant", "content": "The picture shows"}],
-        # As Claude Code joins questions after a refusal.
+        # As Claude Code joins user messages after a refusal.
         [user(PNG, text("Look."), text("Sure?"))],
         [user(text("Look."), PNG, text("source: ship.png"), text("Sure?"), text("And now?"))],
     ],

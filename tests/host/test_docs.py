@@ -47,7 +47,7 @@ def test_every_pair_stands_there() -> None:
 
 
 def examples() -> list[str]:
-    """Return the page's blocks of Python but for the hooks themselves."""
+    """Return the page's blocks of Python except the hooks themselves."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     return [block for block in blocks if not functions(block)]
 

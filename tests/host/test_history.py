@@ -53,7 +53,7 @@ ALTERNATING = (
     "{%- elif m.role not in ('assistant', 'tool') %}{{ raise_exception('only known roles') }}"
     "{%- endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
-"""As in Mistral's: a user may not speak behind a tool's result."""
+"""As in Mistral's: a user message may not follow a tool's result."""
 NO_SYSTEM = FIRST_ONLY.replace(" and not loop.first", "")
 """As in Gemma 2's."""
 SILENT = (
@@ -96,7 +96,7 @@ DROPPED = {
     "gemma": {"<c1>", "<c2>", "<s1>"},  # calls without results, a system message alone
     "harmony": {"<c2>"},  # all calls of a message but the first
 }
-"""Texts that a template leaves out, by its own rules, where stock serves the conversation."""
+"""Texts that a template leaves out by its own rules, also in stock."""
 RENDERED_AT_FIRST = (
     ("gemma", "a system between a call and its result"),
     ("gemma", "a user between a call and its result"),
@@ -122,11 +122,11 @@ def marks(value: Any) -> list[str]:
 
 
 def hidden_system(messages: list[Message]) -> bool:
-    """Tell whether a system message stands anywhere but first."""
+    """Tell whether a system message is anywhere but first."""
     return any(message["role"] == "system" for message in messages[1:])
 
 
-# What the model reads.
+# The text that the model reads.
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
@@ -146,7 +146,7 @@ def test_a_chat_is_rendered_as_stock_does_or_adapted(
         missing = {mark for mark in marks(history) if mark not in text}
         if shape == "harmony":
             missing -= DROPPED[shape]
-        # No template needs thoughts, or words beside a call.
+        # No template must render thoughts, or words beside a call.
         assert missing <= {"<h1>", "<t1>"}, (name, text)
 
 
@@ -160,14 +160,14 @@ def test_the_other_apis_serve_the_same_conversations(
         text = renderers[shape].text(body, api)
         missing = {mark for mark in marks(body) if mark not in text}
         if name in ("a call and an answer", "an answer and a call"):
-            missing -= {"<a1>"}  # one turn becomes one message: words beside a call
+            missing -= {"<a1>"}  # a turn becomes one message: words beside a call
         # Older thoughts may be left out.
         assert missing <= {*DROPPED.get(shape, ()), "<h1>"}, (name, text)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
 def test_an_adapted_prompt_only_grows(renderers: dict[str, Renderer], shape: str) -> None:
-    """Each request that was answered begins the next one, up to the answer."""
+    """Each answered request is the beginning of the next one, up to the answer."""
     renderer = renderers[shape]
     for name, talk in HISTORIES.items():
         if (shape, name) in RENDERED_AT_FIRST:
@@ -228,11 +228,11 @@ def test_what_stock_renders_is_left_byte_for_byte(
 def test_every_message_reaches_the_model_in_its_place(
     renderers: dict[str, Renderer], name: str
 ) -> None:
-    """And the prompt only grows: no turn changes what an earlier one rendered."""
+    """And the prompt only grows: no turn changes the text of earlier turns."""
     text = renderers[name].text(said(TALK))
     places = [text.find(f"<{n}>") for n in range(len(TALK))]
     assert -1 not in places and places == sorted(places), text
-    for n_sent in (4, 7):  # those before a reply
+    for n_sent in (4, 7):  # messages before a reply
         before = renderers[name].text(said(TALK[:n_sent]))
         assert text.startswith(before.removesuffix("<|im_start|>assistant\n"))
 
@@ -333,7 +333,7 @@ def test_a_template_is_asked_once(models_dir: Path) -> None:
 
     tokenizer._tokenizer.apply_chat_template = counted
     renderer.prompt(history)
-    assert n_asked[0] == 2  # as it came, which is refused, and as it is adapted
+    assert n_asked[0] == 2  # as it came, which the template refuses, and adapted
 
 
 def test_only_the_named_template_in_use_is_asked_whether_it_knows_developers(
@@ -346,7 +346,7 @@ def test_only_the_named_template_in_use_is_asked_whether_it_knows_developers(
     assert renderer.text(said(TALK[:3], TOOL)).startswith("<|im_start|>developer\n<0>")
 
 
-# What is refused.
+# Refused conversations.
 
 CHANNEL = "<|channel|>analysis"
 

@@ -58,7 +58,7 @@ def test_a_hook_that_the_server_lacks_fails(entry_points: dict[str, str], name: 
 
 
 def test_every_hook_is_asked() -> None:
-    """A hook in the specification that nothing calls would be a promise that nobody keeps."""
+    """A hook in the specification that nothing calls would be an empty promise."""
     host = Path(hooks.__file__).parent
     paths = [host.parent / "plugin.py", *(p for p in host.rglob("*.py") if p.name != "probes.py")]
     sources = "".join(path.read_text() for path in paths)
@@ -75,7 +75,7 @@ OTHERS = [("X-B", "b")]
 
 
 def answering(*answers: Any) -> list[Any]:
-    """Return plugins that answer `response_headers` so, or raise what is an exception."""
+    """Return plugins that give these answers to `response_headers`, or raise them if exceptions."""
 
     def plugin(answer: Any) -> Any:
         def response_headers() -> Any:

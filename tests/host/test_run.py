@@ -1,4 +1,4 @@
-"""`run` around stock's: what is asked when, and how the process ends."""
+"""`run` around stock's: the order of the hooks, and how the process ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROVIDER_ARGS = SimpleNamespace(**vars(ARGS), plugin=["echo"], echo_file=None)
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The status with which the process would have ended at once."""
+    """The status with which the process would have ended immediately."""
     statuses: list[int] = []
     monkeypatch.setattr(run, "end_process", statuses.append)
     return statuses
@@ -33,7 +33,7 @@ def serve(
     stock: Any,
     provider: Any = None,
 ) -> list[str]:
-    """Call `run` as `main` does, with `stock` in place of listening; return the hooks asked."""
+    """Call `run` as `main` does, with `stock` instead of listening; return the called hooks."""
     monkeypatch.setattr(server, "ResponseGenerator", lambda *args: None)
     monkeypatch.setattr(server, "_run_http_server", stock)
     provider = provider or SimpleNamespace(cli_args=PROVIDER_ARGS)

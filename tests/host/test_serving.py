@@ -35,7 +35,7 @@ def echo_server(
 
 
 def calls(server: ServerProcess) -> list[list[Any]]:
-    """Return what the plugin was asked since the last time."""
+    """Return the plugin's calls since the last time."""
     status, _, body = server.request("GET", "/echo")
     assert status == 200
     server.request("DELETE", "/echo")
@@ -67,7 +67,7 @@ def test_a_request_is_known_from_header_to_cache(
     params: dict[str, Any] = {} if seed is None else {"seed": seed}
     reply = echo_server.chat(messages, "session-1", stream, max_tokens=5, **params)
     assert int(reply.headers["x-echo"]) > 0
-    # The model is loaded beside the first request.
+    # The model is loaded during the first request.
     recorded = [call for call in wait_for_insert(echo_server) if call[0] != "model_loaded"]
     hooks = [call[0] for call in recorded]
     assert hooks[0] == "request_received" and recorded[0][1:] == ["session-1", stream]
@@ -75,7 +75,7 @@ def test_a_request_is_known_from_header_to_cache(
     assert ["reply_sent", reply.text] in recorded
     assert ["reply_timed", 5, True] in recorded
     assert ["take_request", reply.prompt_tokens] in recorded
-    # The handle comes back with the ids, after their whole journey through the batch.
+    # The handle comes back with the ids, after they went through the whole batch.
     inserted = [call for call in recorded if call[0] == "insert"]
     assert {call[1] for call in inserted} == {question}
     assert inserted[-1][2:] == [reply.prompt_tokens + 5, "assistant"]
@@ -107,7 +107,7 @@ def test_stock_paths_stay_stocks(echo_server: ServerProcess) -> None:
 def test_a_plugin_that_edits_what_it_is_given_changes_no_reply(
     environment: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Listed first or last: its failures are logged, and the other plugin reuses as it would."""
+    """Listed first or last: its failures are logged, and the other plugin still reuses all."""
     conversations: list[list[str]] = []
     own, editing = "kvpersist", "editing"
     for n, plugins in enumerate(((own,), (editing, own), (own, editing))):
@@ -198,7 +198,7 @@ def test_a_default_model_that_cannot_be_prepared_stops_the_server(
 def test_a_later_model_that_cannot_be_prepared_is_the_clients_error(
     environment: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A model named by a request: the server goes on, and never serves it without the plugin."""
+    """A model named by a request: the server continues, and never serves it without the plugin."""
     client = ServerProcess(tiny_model, log_path=tmp_path / "server.log", port=free_port())
     with client.log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -222,7 +222,7 @@ def test_a_later_model_that_cannot_be_prepared_is_the_clients_error(
 def test_a_port_in_use_ends_the_process_with_one_line(
     environment: Environment, tiny_model: Path
 ) -> None:
-    """Stock raises and goes on for ever, since its generation thread does."""
+    """Stock raises and runs for ever, because its generation thread does."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = environment.run_forked(

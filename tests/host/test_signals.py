@@ -49,7 +49,7 @@ def test_a_second_signal_ends_at_once() -> None:
     process = start(grace_s=30)
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None and process.stdout.readline() == "interrupted\n"
-    # Ours, or the system's own once our handlers are gone: what hangs is the other thread.
+    # Our status, or the system's after our handlers are gone: the other thread hangs.
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -140,7 +140,7 @@ def test_a_failure_while_the_server_ends_is_no_second_signal(
 
 
 class Listening:
-    """What a server does first: a signal ends it. Then it listens until it is shut down."""
+    """A server: first a signal ends it, then it listens until it is shut down."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -158,7 +158,7 @@ class Listening:
 
 
 class WaitingClient:
-    """A client that is there, and waits for its reply."""
+    """A client that is connected, and waits for its reply."""
 
     def has_left(self) -> bool:
         return False

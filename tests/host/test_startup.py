@@ -281,6 +281,6 @@ def test_the_finder_touches_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         module.main()
     assert len(prepared) == 1 and stock.__module__ == "mlx_lm.server"
-    # What looks at the module later finds the loader that really loaded it.
+    # Later code finds the loader that really loaded the module.
     assert not isinstance(module.__loader__, _startup.ServerLoader)
     assert not isinstance(module.__spec__.loader, _startup.ServerLoader)

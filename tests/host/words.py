@@ -23,7 +23,7 @@ from tests.support.host import plugged
 
 
 class WordsReply:
-    """An API that has a word for everything."""
+    """An API whose events and replies are single words."""
 
     def __init__(self) -> None:
         self.content = ""
@@ -84,7 +84,7 @@ class WordsPlugin:
 
 
 class WordsGenerator:
-    """The part of the server's generator that its handler uses: says words, or fails."""
+    """The part of the server's generator that its handler uses; it says words, or fails."""
 
     def __init__(self, server: ModuleType) -> None:
         self.cli_args, self.is_healthy = ARGS, True
@@ -93,7 +93,7 @@ class WordsGenerator:
         self.wait: Callable[[], object] = lambda: None
         """Called before a reply begins."""
         self.pause: Callable[[], object] = lambda: None
-        """Called before each word, and before the prompt's progress is told."""
+        """Called before each word, and before a report of the prompt's progress."""
         self.progress: tuple[int, int] | None = None
         self.error: Exception | None = None
         self.breaks: Exception | None = None
@@ -131,7 +131,7 @@ class WordsGenerator:
 
 
 class Keepalives:
-    """The keepalives of all streams, which come quickly."""
+    """The keepalives of all streams, with a short interval."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._n_made = 0
@@ -181,7 +181,7 @@ class WordsServer:
         return theirs, thread
 
     def ask(self, sent: bytes, *, end: bool = False) -> tuple[int, dict[str, str], str]:
-        """Return status, headers and body of the answer to what is sent."""
+        """Return status, headers and body of the answer to a request."""
         with plugged(self.plugin):
             theirs, thread = self.connect()
             with theirs:

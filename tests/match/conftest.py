@@ -11,7 +11,7 @@ from mlx_lm_kvpersist.match.text import TokenText
 from tests.support.synthetic import train_tokenizer
 
 EXAMPLES = settings(max_examples=40)
-"""Of a property, for each kind of tokenizer."""
+"""Examples of a property, for each kind of tokenizer."""
 
 KINDS = [
     *("byte-level", "sentencepiece"),
@@ -23,7 +23,7 @@ KINDS = [
 
 @pytest.fixture(scope="session", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A trained tokenizer as the server holds it, one of each kind."""
+    """A trained tokenizer as in the server, one of each kind."""
     kind = request.param
     path: Path = tmp_path_factory.mktemp(kind)
     train_tokenizer(kind.removesuffix("-bos"), 600, bos=kind != "byte-level").save(path)

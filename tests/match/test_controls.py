@@ -1,4 +1,4 @@
-"""Control tokens and their spellings: equal texts, which are told apart by ids and places."""
+"""Control tokens and their spellings: equal texts, which differ by ids and positions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_match_ends_before_the_first_difference(block_tokens: int, end: list[i
     own = [1, MARK, 5, *SPELLED, 1, *end]
     for stored in (
         [1, *SPELLED, 5, *SPELLED, 1, *end],
-        [1, *SPELLED, 5, MARK, 1, *end],  # as many control tokens, at other places
+        [1, *SPELLED, 5, MARK, 1, *end],  # as many control tokens, at other positions
     ):
         for held, asked in ((stored, own), (own, stored)):
             match = matched([held], [*asked, 3], block_tokens)
@@ -67,10 +67,10 @@ def test_a_control_token_behind_half_a_character_has_its_place() -> None:
 
 
 def test_a_rest_that_is_encoded_with_other_control_tokens_is_not_spliced_in() -> None:
-    """A tokenizer finds control tokens in a text that a prompt has as words."""
+    """A tokenizer may find control tokens in text that the prompt has as ordinary tokens."""
     tree = MemoryTree(TOKENS, 4)
     tree.add([1])
-    prompt = [7, 3, 4]  # no token begins where what is stored ends
+    prompt = [7, 3, 4]  # no token begins where the stored text ends
     text = TOKENS.decode(prompt)
     match = match_prompt(tree, ROOT, text, TOKENS, pack_ids(prompt))
     assert (match.ids, match.at_end) == ([1], True)

@@ -1,4 +1,4 @@
-"""Prompts with images: each matches as a whole and by its whole hash, text beside it by text."""
+"""Prompts with images: an image matches as a whole by its full hash, text around it by text."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_text_beside_an_image_matches_by_text(tokenizer: Any, token_text: TokenT
 
 
 def test_an_image_in_words_is_no_image(tokenizer: Any, token_text: TokenText) -> None:
-    """A client that writes what stands for an image gets its own words, and the other way."""
+    """A client that writes the marker of an image gets its own words, and vice versa."""
     shown = [5, *IMAGES[2], 6]
     text = token_text.decode(shown)
     written = list(tokenizer.encode(text, add_special_tokens=False))

@@ -17,7 +17,7 @@ from .tree_in_memory import ROOT, MemoryTree
 @EXAMPLES
 @given(data=st.data())
 def test_a_splice_means_the_same_text(tokenizer: Any, token_text: TokenText, data: Any) -> None:
-    """Whatever was sampled before, the spliced prompt decodes to what the client asked for."""
+    """Whatever was sampled before, the spliced prompt decodes to the client's text."""
     tree = MemoryTree(token_text, block_tokens=4)
     stored = data.draw(sequences(tokenizer))
     tree.add(stored)
@@ -63,7 +63,7 @@ def test_sampled_ids_survive_in_front_of_a_new_message(
     assert result.ids[: len(stored)] == stored
     assert result.ids != prompt
     n_next = len(result.ids) - len(stored)
-    for n_behind in range(n_next + 1):  # what follows is cut where the prompt was cut
+    for n_behind in range(n_next + 1):  # later boundaries are the prompt's
         assert result.boundaries[len(prompt) - n_behind] == len(result.ids) - n_behind
 
 
@@ -86,7 +86,7 @@ def test_canonical_prompts_stay_as_they_are(tokenizer: Any, token_text: TokenTex
 def test_a_prompt_that_parts_is_spelled_as_it_would_be_alone(
     tokenizer: Any, token_text: TokenText, data: Any
 ) -> None:
-    """Where prompts part, nothing in the ids tells that another one was there before."""
+    """Where prompts diverge, no id shows that another prompt was stored before."""
 
     def encode(part: str) -> list[int]:
         return list(tokenizer.encode(part, add_special_tokens=False))
@@ -119,7 +119,7 @@ TOKENS = TokenText(
 
 
 def spliced_in(stored: list[int], prompt: list[int], rest: list[int] | None = None) -> Any:
-    """Splice a prompt behind ids that end what is stored; `rest` are those of an encoded rest."""
+    """Splice a prompt after stored ids; `rest` are the ids of an encoded rest."""
     tree = MemoryTree(TOKENS, block_tokens=4)
     tree.add(stored)
     text = TOKENS.decode(prompt)
@@ -132,21 +132,21 @@ def spliced_in(stored: list[int], prompt: list[int], rest: list[int] | None = No
 
 
 def test_a_later_reply_with_an_incomplete_character_keeps_its_ids() -> None:
-    """The reply was cut off inside a character, and is fed as the model's own ids."""
+    """The reply ends inside a character, and is fed as the model's own ids."""
     result = spliced_in([0, 1], [2, 3, 4, 5])
     assert (result.ids, result.n_stored) == ([0, 1, 3, 4, 5], 2)
     assert result.boundaries == {1: 2, 2: 3, 4: 5}
 
 
 def test_boundaries_before_an_incomplete_character_are_found() -> None:
-    """Encoded anew, one invalid byte is a character of three bytes."""
+    """Encoded again, one invalid byte is a character of three bytes."""
     result = spliced_in([2], [0, 7, 4, 5], rest=[3, 6, 5])
     assert (result.ids, result.n_stored) == ([2, 3, 6, 5], 1)
     assert result.boundaries == {2: 2, 4: 4}
 
 
 def test_a_cut_within_a_character_is_no_boundary() -> None:
-    """What is stored begins with half of a character, and goes on with other bytes."""
+    """The stored text begins with half of a character, and continues with other bytes."""
     result = spliced_in([8, 10, 5], [8, 9, 6])
     assert (result.ids, result.n_stored) == ([8, 9, 6], 1)
     assert result.boundaries == {2: 2, 3: 3}
@@ -172,7 +172,7 @@ def test_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
 
 
 def test_in_the_middle_the_prompt_keeps_its_spelling() -> None:
-    """Another branch spelled "ab" as two tokens; the prompt's own last token ends there, too."""
+    """Another branch spelled "ab" as two tokens; the prompt's token "ab" ends there, too."""
     tokens = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"c", 5: b"x", 6: b"y"})
     tree = MemoryTree(tokens, block_tokens=4)
     tree.add([5, 1, 2, 4])

@@ -87,7 +87,7 @@ def test_feeding_in_parts_equals_decoding_the_whole(token_text: TokenText, data:
 
 
 def test_bytes_wait_only_for_what_can_make_one_character_of_them() -> None:
-    """What is left pending is one replacement character for a client that was sent no more."""
+    """For a client that got no more, pending bytes are one replacement character."""
     text = TokenText({i: bytes([i]) for i in range(256)})
     beginnings = [[0xE0], [0xED], [0xEF], [0xF0], [0xF4], [0xF0, 0x9F]]
     for ids in ([*start, last] for start in beginnings for last in range(0x70, 0x100)):

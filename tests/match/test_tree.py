@@ -83,7 +83,7 @@ def test_says_whether_anything_is_stored_beyond(tokenizer: Any, token_text: Toke
 def test_blocks_of_the_prompts_own_ids_are_decoded_no_more(
     tokenizer: Any, token_text: TokenText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hot prompt of a hundred blocks is found without a look at any of its tokens."""
+    """A prompt of a hundred blocks in RAM is found without decoding any of its tokens."""
     tree = MemoryTree(token_text, block_tokens=4)
     ids = tokenizer.encode("one two three four five six", add_special_tokens=False)
     tree.add(ids)
@@ -162,7 +162,7 @@ def test_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data: A
     for text in (token_text.decode(before + after), token_text.decode(stored)):
         match = match_prompt(tree, ROOT, text, token_text)
         assert match.ids == stored[: match.n_tokens] and match.n_tokens <= len(before)
-        # What is stored before it does: a question is found again whatever the reply was.
+        # Text before it matches: a question is found again whatever the reply was.
         assert match.n_chars == longest_by_trying([before], text, token_text)
     assert match_prompt(tree, ROOT, pack_ids(stored)).n_tokens == len(stored)
 
@@ -171,7 +171,7 @@ def test_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data: A
 def test_a_block_that_is_not_what_its_key_says_is_not_matched(
     token_text: TokenText, lie: str
 ) -> None:
-    """A damaged index can lie about where a block stands, and of what ids it is made."""
+    """A damaged index can have a wrong position or wrong ids for a block."""
     spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b", b"c", b"d")]
     first, second, other = pack_ids(spelled[:2]), pack_ids(spelled[2:]), pack_ids(spelled[1:3])
     parent_ids = other if lie == "ids of its parent" else first
@@ -187,7 +187,7 @@ def test_a_block_that_is_not_what_its_key_says_is_not_matched(
 
 
 def test_two_right_blocks_are_matched(token_text: TokenText) -> None:
-    """What the test above would find, were there no lie."""
+    """The test above would find them without the wrong row."""
     spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b", b"c", b"d")]
     tree = MemoryTree(token_text, block_tokens=2)
     tree.add(spelled)

@@ -1,4 +1,4 @@
-"""The zoo's models are quick, repeatable, and answer to every part of a prompt."""
+"""The zoo's models are quick, repeatable, and depend on every part of a prompt."""
 
 from __future__ import annotations
 

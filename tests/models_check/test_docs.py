@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="ut
 
 
 def named() -> list[str]:
-    """Return the models in the table and those that are refused."""
+    """Return the models in the table and the refused models."""
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     refused = PAGE[PAGE.index("## Refused, or wrong") : PAGE.index("## As in stock")]
     in_rows = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]

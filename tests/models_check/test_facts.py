@@ -33,7 +33,7 @@ def attention() -> Iterator[None]:
 
 
 class Attention(nn.Module):  # type: ignore[misc]
-    """One layer of attention; its logits are what it attends to."""
+    """One layer of attention; its logits are the attention's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_model_that_reads_packed_keys_wrongly_is_given_arrays(
 
 
 class Counts(Attention):
-    """Goes by how often it was called, which no cache holds."""
+    """Its logits depend on the number of calls, which no cache has."""
 
     n_calls = 0
 
@@ -141,7 +141,7 @@ class Counts(Attention):
 
 
 class Remembers(Attention):
-    """Goes by the length of the prompt that it computed last."""
+    """Its logits depend on the length of the last prompt that it computed."""
 
     n_tokens = 0
 

@@ -1,4 +1,4 @@
-"""The file of facts is complete, as it is written, and compared with what versions show."""
+"""The file of facts is complete, in the written form, and compared with the versions' facts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_older_versions_have_their_own_facts(
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Architecture]]:
-    """What each version shows; at first what the file has. No version is installed for it."""
+    """The facts of each version, at first those of the file. No version is installed."""
     found = {version: dict(known()[version]) for version in proven()}
 
     def evaluated(

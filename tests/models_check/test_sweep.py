@@ -1,4 +1,4 @@
-"""The sweep finds nothing wrong with us, and finds what is wrong when something is."""
+"""The sweep finds no fault in the plugin, and finds faults that are put in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_representative_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_a_model_of_which_nothing_is_known_is_right(name: str) -> None:
-    """Its batches are those of stock, wrong or not; all else is as right as with facts."""
+    """Its batches are those of stock, right or wrong; all else is as right as with facts."""
     finding = sweep(name, unknown=True)
     assert finding.result in FINE, finding
     assert finding.batching == "replies"
@@ -75,7 +75,7 @@ def test_llama_is_kept_and_reused_up_to_the_block_where_it_is_left() -> None:
     assert Finding(**json.loads(json.dumps(finding.to_json()))) == finding
 
 
-# What the sweep would say if we were wrong.
+# The sweep's findings if the plugin had faults.
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_a_process_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> N
     assert _in_a_process("llama").result == "hung"
 
 
-# What it compares.
+# The comparisons.
 
 
 def test_a_near_tie_is_no_other_token() -> None:

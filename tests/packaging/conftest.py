@@ -13,11 +13,11 @@ import pytest
 from tests.support.host import REPOSITORY
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-"""Those that the classifiers name."""
+"""The versions that the classifiers name."""
 
 
 def uv(*command: str | Path, env: dict[str, str] | None = None) -> str:
-    """Run uv; return what it prints, or fail with what it said."""
+    """Run uv; return its output, or fail with its errors."""
     program = shutil.which(
         "uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     )
@@ -43,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def find_python(version: str) -> Path | None:
-    """Return an interpreter of this version: this one, one of PATH or of pyenv; None without."""
+    """Return an interpreter of this version: this one, or one of PATH or pyenv; or None."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""What people install: the wheel, an editable checkout, a tool environment."""
+"""Installations of users: the wheel, an editable checkout, a tool environment."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def test_the_wheel_activates_in_a_fresh_environment(wheel: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("tool", ["uv", "pip"])
 def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path, tool: str) -> None:
-    """Neither files that were installed nor those that Python compiled.
+    """Neither installed files nor files that Python compiled.
 
-    What Python compiled with -O or -OO neither installer removes, of any package.
+    No installer removes files that Python compiled with -O or -OO, for any package.
     """
     environment = make_environment(tmp_path / "venv")
     before = files_of(environment.folder)
@@ -115,12 +115,12 @@ def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path, tool: str) -> 
 
 
 def run_tool(*command: str | Path) -> None:
-    """Run an installer, or fail with what it said."""
+    """Run an installer, or fail with its output."""
     program, *arguments = command
     if program == "uv":
         uv(*arguments)
         return
-    env = {**os.environ, "PYTHONPYCACHEPREFIX": ""}  # pip removes what Python compiled there
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": ""}  # pip removes compiled files there
     done = subprocess.run([program, *arguments], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""The wheel serves in every Python: chat, kill -9, start again, and the conversation goes on.
+"""The wheel serves in every Python: chat, kill -9, start again, and the conversation continues.
 
 Each Python gets an environment with the dependencies that the index has for it, in a folder whose
 name has spaces.
@@ -39,7 +39,7 @@ MESSAGES = [{"role": "system", "content": SYSTEM}, QUESTION]
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel; `before` is what it held without."""
+    """An environment with the wheel; `before` is its content without the wheel."""
 
     folder: Path
     before: set[str]
@@ -99,7 +99,7 @@ def chat(server: ServerProcess) -> Reply:
 
 
 def assert_comes_back(server: ServerProcess, reply: Reply) -> None:
-    """The restarted server has read the prompt from disk, and says the same."""
+    """The restarted server has read the prompt from disk, and replies the same."""
     again = chat(server)
     assert again.text == reply.text
     assert again.kvpersist["outcome"] == "EXACT" and again.kvpersist["tier"] == "disk"
@@ -153,12 +153,12 @@ def test_the_commands_work_without_docstrings_in_ascii(environment: Installed) -
 def test_site_packages_need_not_be_writable(
     environment: Installed, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Root may write anywhere, so it gives that up first."""
+    """Root may write anywhere, so the test gives that right up first."""
     obeying: list[str] = []
     if os.geteuid() == 0:
         bounds = ("-dac_override", "-dac_override")
         obeying = ["setpriv", "--bounding-set", bounds[0], "--inh-caps", bounds[1]]
-    # Folders only: the installer's cache may be the same files under other names.
+    # Folders only: the installer's cache may have the same files under other names.
     folders = [environment.folder, *(p for p in environment.folder.rglob("*") if p.is_dir())]
     folders = [folder for folder in folders if not folder.is_symlink()]
     for folder in folders:
@@ -223,12 +223,12 @@ def settle(server: ServerProcess) -> None:
 
 
 def test_uninstalling_leaves_nothing(environment: Installed) -> None:
-    """The last of these tests, after all that servers and commands may have written there."""
+    """The last of these tests, after the servers and commands have written their files."""
     assert any("kvpersist" in path for path in files_of(environment.folder))
     uv("pip", "uninstall", "--quiet", "--python", environment.python, "mlx-lm-kvpersist")
     left = files_of(environment.folder) - environment.before
     files = [path for path in left if (environment.folder / path).is_file()]
-    # Other packages keep what Python compiled, and no installer removes what -OO compiled.
+    # Other packages keep their compiled files, and no installer removes files of -OO.
     assert [path for path in files if not path.endswith(".pyc") and path != ".lock"] == []
 
 

@@ -1,4 +1,4 @@
-"""CI runs what can be run here: every command of .ci/run and of the workflows exists."""
+"""CI runs commands that exist here: each command of .ci/run and of the workflows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support.host import REPOSITORY
 
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 TARGETS = ("test", "patches", "own-tests", "facts")
-"""Of .ci/run, in this order."""
+"""The commands of .ci/run, in this order."""
 PROGRAMS = {"test", "jq", "tee", "git", "sudo", "rm", "gh"}
-"""Those that a runner has."""
+"""Programs that a runner has."""
 MOST_MINUTES = {"test-all": 350, "models": 120, "matrix": 90}
 """How long a job may take; every other job has an hour."""
 
@@ -135,7 +135,7 @@ def test_a_release_is_checked_built_and_published_without_a_token() -> None:
 
 
 def test_ci_run_makes_the_tests_and_the_checks_of_patches(tmp_path: Path) -> None:
-    """With a `make` that only says what it is asked for."""
+    """With a `make` that only prints its targets."""
     (tmp_path / "make").write_text('#!/bin/sh\necho "make $*"\n', encoding="utf-8")
     (tmp_path / "make").chmod(0o755)
     done = subprocess.run(

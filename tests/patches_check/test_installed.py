@@ -1,4 +1,4 @@
-"""The checks of the installed mlx-lm: each finds what it is for, and says it."""
+"""The checks of the installed mlx-lm: each finds and names its kind of fault."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_module_that_would_go_round_a_patch_fails(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(inventory, "_modules", lambda: modules)
     found = {one.name: one for one in inventory.bindings(PATCHES)}
     assert not found[name].is_known
-    assert found[name].said == "mlx_lm.models.newest would go on with stock's; patch these, too"
+    assert found[name].said == "mlx_lm.models.newest would still use stock's; patch these, too"
     assert found["ModelProvider"].said.endswith("the others keep stock's")
     assert found["ModelProvider"].is_known
 

@@ -1,4 +1,4 @@
-"""The matrix: its rows, what counts as expected, and one row for real."""
+"""The matrix: its rows, expected results, and a real run of two rows."""
 
 from __future__ import annotations
 

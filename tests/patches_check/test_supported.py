@@ -1,4 +1,4 @@
-"""What is written from the matrix: as it stands, it is what the matrix found."""
+"""The files that are written from the matrix agree with its results."""
 
 from __future__ import annotations
 

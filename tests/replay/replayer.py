@@ -1,6 +1,6 @@
 """Replay conversations through the plugin's hooks, in the order in which the server calls them.
 
-There is no HTTP and no sampling: a test says what the model replies. The rest is real: session
+HTTP and sampling are left out: a test says what the model replies. The rest is real: session
 keys, normalisation, the chat template, the host's mixins over stock's own classes, the store.
 """
 
@@ -41,9 +41,9 @@ from tests.support.synthetic.tokenizer import token_bytes
 Message = dict[str, Any]
 
 LOGIT_TOLERANCE = 2e-3
-"""Of logits of size 10, float32, 2 layers: what the order of summation makes of quantized KV."""
+"""For logits of size 10, float32, 2 layers: another order of summation changes quantized KV."""
 MOST_FIRSTS = 32
-"""First prompts whose caches are kept."""
+"""The number of first prompts whose caches are kept."""
 
 _ResponseGenerator: Any = type("_", (PluginResponseGenerator, server.ResponseGenerator), {})
 _PromptCache: Any = type("_", (PluginPromptCache, LRUPromptCache), {})
@@ -51,7 +51,7 @@ _PromptCache: Any = type("_", (PluginPromptCache, LRUPromptCache), {})
 
 @dataclass
 class Request:
-    """What the server's CompletionRequest holds, on every version."""
+    """The fields of the server's CompletionRequest, on every version."""
 
     messages: list[Message]
     tools: list[Any] | None
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Turn:
-    """What became of a request: `ids` are prompt and reply, `message` is what the client got."""
+    """The result of a request: `ids` are prompt and reply, `message` is the client's."""
 
     kind: Kind
     n_prompt: int
@@ -80,20 +80,20 @@ class Turn:
 
 
 class Replayer:
-    """A plugin with a model behind it. Byte-level tokenizers only: each token has its bytes."""
+    """A plugin with a model. Byte-level tokenizers only: each token has its bytes."""
 
     _firsts: ClassVar[dict[tuple[Any, ...], tuple[list[Any], mx.array]]] = {}
     """The caches and the logits of first prompts, by model, options and ids: tests share them.
 
-    Nothing of them was ever restored.
+    No part of them was ever restored.
     """
 
     def __init__(self, model_path: Path, folder: Path, *options: str) -> None:
         self.model, self.tokenizer = load(str(model_path))
         self.stored: list[list[int]] = []
-        """Every sequence that was kept, by its ids."""
+        """Every saved sequence, by its ids."""
         self.prompt_ends: set[int] = set()
-        """Where the segments of prompts ended: the server saves a prompt there."""
+        """The ends of prompts' segments, at which the server saves a prompt."""
         self._n_turns = 0
         self._options = (
             *("--kvpersist-dir", str(folder), "--kvpersist-disk", "1G"),
@@ -124,7 +124,7 @@ class Replayer:
         self.open()
 
     def open(self) -> None:
-        """Start the plugin on what the folder holds, with the model loaded."""
+        """Start the plugin on the folder's store, with the model loaded."""
         self._plugin = KVPersistPlugin()
         parser = ArgumentParser()
         self._plugin.add_options(parser)
@@ -135,7 +135,7 @@ class Replayer:
         assert support is not None
         self._make_caches = support.make_caches
         self._computed: tuple[list[int], list[Any]] = ([], [])
-        """The last prompt and its caches, of which nothing was ever restored."""
+        """The last prompt and its caches, no part of which was ever restored."""
         self._manager = manager.PluginManager()
         self._manager.register(self._plugin)
 
@@ -144,7 +144,7 @@ class Replayer:
         self._plugin.shutdown()
 
     def restart(self) -> None:
-        """End, and begin again with what is on disk."""
+        """End, and begin again with the store on disk."""
         self.close()
         self.open()
 
@@ -170,7 +170,7 @@ class Replayer:
     def n_reusable(self, ids: Sequence[int], prompt: bytes) -> int:
         """Return how many of the first `ids` can stand for the beginning of `prompt`.
 
-        All of them can. Fewer end with a token that the prompt alone has there, too: what follows
+        All of them can. Fewer must end with a token that the prompt alone has there, too: the rest
         is then spelled as it would be without them.
         """
         n_tokens = self.n_common(ids, prompt)
@@ -233,7 +233,7 @@ class Replayer:
         said.append(self.tokenizer.eos_token_id)
         self._forward(said, caches)
         message = self._as_sent(said[:-1])
-        # Which of the two comes first is a race between the server's threads.
+        # Which of `_say` and the save comes first is a race between the server's threads.
         self._n_turns += 1
         if self._n_turns % 2:
             self._say(seen, message)
@@ -256,7 +256,7 @@ class Replayer:
         caches: list[Any],
         n_done: int,
     ) -> mx.array:
-        """Compute what is not restored, and keep what a segment ends, as the server does."""
+        """Compute the rest, and save caches at each segment's end, as the server does."""
         end = 0
         for n, (segment, segment_type) in enumerate(zip(segments, types, strict=True)):
             end += len(segment)
@@ -290,7 +290,7 @@ class Replayer:
             assert int(mx.argmax(logits)) == int(mx.argmax(cold))
 
     def _first(self, prompt: list[int]) -> tuple[list[Any], mx.array]:
-        """Return the caches and the logits of a prompt of which nothing was computed before."""
+        """Return the caches and the logits of a prompt no part of which was computed before."""
         key = (*self._key, *self._options[2:], tuple(prompt))
         if key not in self._firsts:
             if len(self._firsts) == MOST_FIRSTS:

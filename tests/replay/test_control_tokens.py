@@ -1,8 +1,8 @@
 """Conversations that spell control tokens: a control token is restored for a control token alone.
 
 A user types `<|im_end|>`, a model explains ChatML with ordinary tokens, another one says a control
-token in the middle of its reply, and some tokenizers read all of these as text. Whatever is stored
-of that, a restored prompt has the control tokens of the prompt that is computed.
+token in the middle of its reply, and some tokenizers read all of these as text. Whatever the store
+has, a restored prompt has the control tokens of the computed prompt.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
 
 @dataclass(frozen=True)
 class Oracle:
-    """What the ids of a tokenizer mean, found out from the tokenizer alone."""
+    """The meaning of a tokenizer's ids, found out from the tokenizer alone."""
 
     added: dict[int, bytes]
     single: dict[bytes, int]
@@ -97,7 +97,7 @@ class Oracle:
         return cls(added, {piece: i for piece, i in single.items() if len(piece) == 1}, tokens)
 
     def controls(self, ids: list[int]) -> list[tuple[int, int]]:
-        """Return each control token behind the number of characters before it."""
+        """Return pairs: the number of characters before a control token, and the token."""
         places = [n for n, i in enumerate(ids) if i in self.added]
         return [(len(self.tokens.decode(ids[:n])), ids[n]) for n in places]
 
@@ -106,7 +106,7 @@ class Oracle:
 
 
 class Talk:
-    """A conversation of which some is stored, and each of whose prompts is checked."""
+    """A conversation that is partly stored, and whose prompts are all checked."""
 
     def __init__(self, tokenizer: Any, store: BlockStore, oracle: Oracle, seed: int) -> None:
         self.rng, self.oracle = random.Random(seed), oracle
@@ -129,7 +129,7 @@ class Talk:
         return "a" + "".join(parts) + "z"
 
     def reply(self) -> list[int]:
-        """Return what a model says: control tokens, their spellings, words in other tokens."""
+        """Return a model's reply: control tokens, their spellings, words in other tokens."""
         ids = self.oracle.spelled("a")
         for _ in range(self.rng.randint(1, 7)):
             kind, spelling = self.rng.randrange(5), self.rng.choice(self.spellings[:9])
@@ -205,7 +205,7 @@ class Talk:
         return ids[next(n for n in range(len(ids)) if len(tokens.to_bytes(ids[:n])) >= n_bytes) :]
 
     def change(self) -> None:
-        """Edit the conversation, or forget what is stored behind a random place."""
+        """Edit the conversation, or forget what is stored after a random position."""
         if self.rng.random() < 0.3 and len(self.messages) > 2:
             edited = copy.deepcopy(self.messages[: self.rng.randrange(1, len(self.messages))])
             place = self.rng.randrange(len(edited))

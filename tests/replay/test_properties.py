@@ -1,4 +1,4 @@
-"""Random histories of appends, edits, branches and restarts: what could be reused is."""
+"""Random histories of appends, edits, branches and restarts: all that can be reused is reused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SYSTEM: Message = {"role": "system", "content": "You keep the light house of the
 
 @dataclass
 class Talk:
-    """A conversation's messages, and the bytes of all that was fed and said in it."""
+    """A conversation's messages, and the bytes of all its prompts and replies."""
 
     messages: list[Message] = field(default_factory=lambda: [copy.deepcopy(SYSTEM)])
     fed: bytes = b""
@@ -69,7 +69,7 @@ class History:
         talk = self.talks[which % len(self.talks)]
         n_messages = len(talk.messages)
         if kind == "branch":
-            # At a question's place: what comes before is a system message or a reply.
+            # At the position of a question: a system message or a reply comes before.
             talk = Talk(copy.deepcopy(talk.messages[: 1 + where % n_messages // 2 * 2]))
             self.talks.append(talk)
         elif kind == "edit":
@@ -113,7 +113,7 @@ def _is_whole(piece: bytes) -> bool:
 
 @pytest.mark.parametrize("n", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_nothing_stored_is_computed_again(tiny_model: Path, n: int) -> None:
-    """But for what a token of the prompt spans; the replayer compares logits with cold ones."""
+    """Except what a token of the prompt spans; the replayer compares logits with cold logits."""
 
     @settings(max_examples=n, suppress_health_check=[HealthCheck.too_slow])
     @given(history=st.lists(steps, min_size=3, max_size=8))

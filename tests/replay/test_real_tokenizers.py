@@ -46,11 +46,11 @@ RESULT = "  ships: 3\n\tfog: none\n"
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a model thinks and calls a tool, and what its template makes of that later.
+    """How a model thinks and calls a tool, and how its template renders that later.
 
-    `call` is one as the model writes it, spaced as no serialiser does; it stands where FREE
-    stands for text of the model's own. `drops` names what the template leaves out or moves once
-    the user asks again: then the prompt diverges within the turns since the last question.
+    `call` is a call as the model writes it, with spaces that no serialiser writes; FREE marks the
+    model's own text. `drops` names what the template leaves out or moves when the user asks again:
+    then the prompt diverges within the turns since the last question.
     """
 
     thinking: str = ""
@@ -118,14 +118,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer and what tests want to know of its tokens."""
+    """A tokenizer and the tests' questions about its tokens."""
 
     tokenizer: Any
     tokens: TokenText
     bytes_ids: dict[bytes, int]
     """The tokens of one byte."""
     plain: list[int]
-    """Tokens that no template and no parser sees a mark in."""
+    """Tokens without a mark for any template or parser."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
@@ -135,7 +135,7 @@ class Vocabulary:
             i: tokens.to_bytes([i]) for i in tokenizer.get_vocab().values() if tokens.covers([i])
         }
         added = set(tokenizer.get_added_vocab().values())
-        # mlx-lm's detokenizer takes a zero byte for none.
+        # mlx-lm's detokenizer misreads a zero byte.
         plain = [i for i in sorted(pieces) if i not in added and b"\0" not in pieces[i]]
         bytes_ids = {pieces[i]: i for i in reversed(plain) if len(pieces[i]) == 1}
         return cls(tokenizer, tokens, bytes_ids, plain)
@@ -189,7 +189,7 @@ class Speaker:
 def agent(
     chat: Chat, vocabulary: Vocabulary, dialect: Dialect, kind: str
 ) -> Iterator[tuple[ChatTurn, bool]]:
-    """Hold a conversation; yield each turn, and whether the user asked anew."""
+    """Have a conversation; yield each turn, and whether the user asked again."""
     speaker = Speaker(chat, vocabulary, kind)
     messages: list[Message] = [SYSTEM] if dialect.system else []
     for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
@@ -201,7 +201,7 @@ def agent(
         for n, text in enumerate(parts):
             turn = chat.turn(messages, speaker.ids(text, "I look." if thinking else answer))
             yield turn, n == 0
-            # As clients do that know what the template reads.
+            # As clients do that know the template's fields.
             echoed = copy.deepcopy(turn.message)
             if "reasoning" in echoed:
                 echoed["reasoning_content"] = echoed.pop("reasoning")

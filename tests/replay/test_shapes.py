@@ -1,9 +1,9 @@
 """Conversations as real clients send them: how many tokens each turn reuses, exactly.
 
-The shapes are from what clients were seen to send; the texts are made up. What is expected is
-counted in the ids of earlier turns: all of a turn, all of its prompt, or as many of its tokens as
-the two texts have in common. A turn that leaves a stored one inside a block may compute that block
-again from its beginning, or from the end of an earlier prompt in it, and no more.
+The shapes are from real clients' requests; the texts are made up. Expectations are counted
+in the ids of earlier turns: all of a turn, all of its prompt, or the tokens that the two texts have
+in common. A turn that leaves a stored one inside a block may compute that block again from its
+beginning, or from the end of an earlier prompt in it, and no more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def user(content: Any) -> Message:
 def talk(
     replayer: Replayer, session: str | None = "s", n_turns: int = 3, system: Message = SYSTEM
 ) -> tuple[list[Message], list[Turn]]:
-    """Take turns that only ever append; return the messages and what became of each turn."""
+    """Have turns that only append; return the messages and the result of each turn."""
     messages, turns = [system], []
     for question, reply in zip(QUESTIONS[:n_turns], REPLIES, strict=False):
         messages.append(user(question))
@@ -51,7 +51,7 @@ def talk(
 
 
 def assert_reuses(replayer: Replayer, turn: Turn, n_tokens: int) -> None:
-    """So many tokens, or all up to a place in their last block: its begin, or a prompt's end."""
+    """Exactly these tokens, or all up to a point in their last block: its start, a prompt's end."""
     assert n_tokens >= BLOCK_TOKENS
     begin = n_tokens - n_tokens % BLOCK_TOKENS
     ends = {end for end in replayer.prompt_ends if begin < end < n_tokens}
@@ -59,12 +59,12 @@ def assert_reuses(replayer: Replayer, turn: Turn, n_tokens: int) -> None:
 
 
 def shared(replayer: Replayer, stored: Turn, asked: Turn) -> int:
-    """Return how many of a stored turn's tokens another's prompt begins with."""
+    """Return how many of a stored turn's tokens are the beginning of another turn's prompt."""
     return replayer.n_reusable(stored.ids, replayer.bytes_of(asked.prompt))
 
 
 def up_to(replayer: Replayer, turn: Turn, text: str) -> int:
-    """Return how many of a turn's tokens stand before the last place of `text` in its prompt."""
+    """Return how many of a turn's tokens come before the last `text` in its prompt."""
     prompt = replayer.bytes_of(turn.prompt)
     return replayer.n_common(turn.ids, prompt[: prompt.rindex(text.encode())])
 
@@ -94,7 +94,7 @@ def test_edit_of_a_message(replayer: Replayer, k: int) -> None:
     assert turn.kind is Kind.DIVERGE
     assert_reuses(replayer, turn, shared(replayer, turns[-1], turn))
     assert turn.n_reused < turns[-1].n_prompt
-    # The edited branch goes on from its own end.
+    # The edited branch continues from its own end.
     more = replayer.turn([*edited, turn.message, user("Go on.")], "Yes.", "s")
     assert more.n_reused == turn.n_total
 
@@ -122,7 +122,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 def test_tool_insertion(replayer: Replayer) -> None:
-    """Tools stand before everything else, so one that comes in between cuts what follows."""
+    """Tools come before everything else, so a new tool ends reuse at its position."""
     question = [SYSTEM, user(QUESTIONS[0])]
     names = ["ask", "beg", "dare", "doubt", "wave"]
     few, more = (
@@ -142,7 +142,7 @@ def test_tool_insertion(replayer: Replayer) -> None:
 
 
 def test_a_reminder_that_moves(replayer: Replayer) -> None:
-    """opencode and others hang it on the newest user message: the cut is where it began."""
+    """opencode and other clients append it to the newest user message: the cut is at its begin."""
     reminder = "\n<system-reminder>Plan only, change nothing.</system-reminder>"
     messages: list[Message] = [SYSTEM]
     before: Turn | None = None
@@ -183,7 +183,7 @@ THINKING_TEMPLATE = (
 def test_thinking_that_the_template_strips(
     make_replayer: MakeReplayer, models_dir: Path, opened: bool, sent_back: str
 ) -> None:
-    """The cut falls right before the old thinking; later turns extend the prompt without it."""
+    """The cut is right before the old thinking; later turns extend the prompt without it."""
     begin = "{{ '<think>\\n' }}" if opened else ""
     model = make_tiny_model(
         models_dir / f"thinking-{opened}",
@@ -208,7 +208,7 @@ def test_thinking_that_the_template_strips(
         if sent_back == "inline":
             message["content"] = f"<think>\n{thought}{answer}"
         messages.append(message)
-    # The same request again: all of it is there.
+    # The same request again: all of it is stored.
     again = replayer.turn(messages[:-1], "", "s")
     assert again.kind is Kind.EXACT
     assert_reuses(replayer, again, again.n_prompt - 1)
@@ -217,7 +217,7 @@ def test_thinking_that_the_template_strips(
 def test_thinking_is_computed_once_more_and_then_never(
     make_replayer: MakeReplayer, models_dir: Path
 ) -> None:
-    """With short questions and long answers: what is behind the thinking is stored one turn on."""
+    """With short questions and long answers: text after the thinking is stored a turn later."""
     model = make_tiny_model(
         models_dir / "thinking-long",
         chat_template=THINKING_TEMPLATE.replace("OPENED", ""),
@@ -354,7 +354,7 @@ def test_many_anonymous_conversations(replayer: Replayer, n_talks: int) -> None:
     firsts: list[Turn] = []
     for n, messages in enumerate(talks):
         turn = replayer.turn(messages, f"To port {n}.")
-        # Of many siblings the nearest by text are looked at: another may share a token more.
+        # Of many siblings only the nearest by text are compared: another may share a token more.
         assert turn.n_reused >= max((shared(replayer, f, turn) for f in firsts), default=0) - 1
         firsts.append(turn)
     for i, n in enumerate(sorted(range(n_talks), key=lambda n: n * 7 % n_talks)):
@@ -366,7 +366,7 @@ def test_many_anonymous_conversations(replayer: Replayer, n_talks: int) -> None:
 
 
 def claude_code(messages: list[Message], turn: int) -> list[Message]:
-    """Return messages as Claude Code sends them: a billing line of the day, marks that move."""
+    """Return messages as Claude Code sends them: a billing line that changes, marks that move."""
     sent = copy.deepcopy(messages)
     billing = f"x-anthropic-billing-header: cc_version=2.1.173; cch={turn * 7919 % 99991:05x};"
     mark = {"type": "ephemeral"}

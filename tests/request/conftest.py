@@ -35,7 +35,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def memory_limit() -> Iterator[None]:
-    """Leave MLX the limit that it has: an account of memory changes it."""
+    """Restore MLX's memory limit, which an account of memory changes."""
     before = mx.set_memory_limit(1 << 40)
     mx.set_memory_limit(before)
     yield
@@ -66,12 +66,12 @@ def provider_of(folder: Path, n_layers: int) -> Any:
 
 
 def store_in(folder: Path) -> BlockStore:
-    """Return a store that no limit keeps from storing."""
+    """Return a store whose limits are never reached."""
     return BlockStore(folder, StoreLimits(1 << 30, 1 << 30, min_free_bytes=0))
 
 
 def loaded_in(provider: Any, choice: PrecisionChoice, ranks: Ranks = ALONE) -> LoadedModel:
-    """Return a provider's model as the server loads it, in a precision."""
+    """Return a provider's model, loaded as in the server, in a precision."""
     return load_model(provider, ModelOptions(choice, "auto", 1 << 30, True, ranks))
 
 
@@ -101,7 +101,7 @@ class Conversations:
         return logits
 
     def remember(self, ids: list[int], n_prompt: int, session: str | None = None) -> None:
-        """Take a turn as the server does: look up, prefill, keep, reply, keep."""
+        """Have a turn as the server does: look up, prefill, save, reply, save."""
         prompt = ids[:n_prompt]
         reuse = self.look_up(prompt)
         assert list(reuse.prompt.ids) == prompt
@@ -117,7 +117,7 @@ class Conversations:
         self.loaded.save(sequence, ids, caches, cache_type, self.store)
 
     def _go_on(self, ids: list[int], n_cached: int, caches: list[Any], is_new: bool) -> list[Any]:
-        """Return caches that hold `ids`; those of a new turn are computed once for all tests."""
+        """Return caches of `ids`; the caches of a new turn are computed once for all tests."""
         if not is_new or tuple(ids) not in self.computed:
             self.forward(ids[n_cached:], caches)
             if not is_new:
@@ -143,7 +143,7 @@ class Conversations:
 
 @pytest.fixture(scope="module")
 def computed(loaded: LoadedModel) -> dict[tuple[int, ...], list[Any]]:
-    """What the model computed for the turns of a module."""
+    """The model's results for the turns of a module."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Models that cannot go on from anywhere: what is kept for them, and from where they do go on."""
+"""Models that continue from some positions only: what is stored for them, and the positions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def chain_of(lengths: list[int]) -> list[Block]:
 
 @dataclass
 class Checkpoints:
-    """A store of nothing but checkpoints."""
+    """A store that has only checkpoints."""
 
     spec: ModelCacheSpec
     by_block: dict[bytes, list[Checkpoint]] = field(default_factory=dict)
@@ -173,7 +173,7 @@ def test_where_another_session_ends_stays() -> None:
 
 
 def test_the_last_before_a_place_where_others_went_on_stays() -> None:
-    """The place itself may have no checkpoint any more, or one that is in RAM alone."""
+    """The position itself may have lost its checkpoint, or have one in RAM alone."""
     chain, store = chain_of([20] * 20), Checkpoints(spec_of(RECURRENT))
     states = {i: store.add(node, STATE) for i, node in enumerate(chain) if i not in (5, 6)}
     store.unsafe = {states[i].key for i in (8, 9, 10)}
@@ -209,8 +209,8 @@ def test_windows_that_overlap_a_point_that_stays_stay_with_it() -> None:
         store.add(node, STATE)
         store.add(node, window_kind(WINDOW), 6)
     gone = {part.block for part in store.superseded(chain)}
-    # The oldest point to stay ends at block 12 - MAX_CHECKPOINTS and reads two blocks before it, of
-    # which it needs the windows alone.
+    # The oldest remaining point ends at block 12 - MAX_CHECKPOINTS. It needs only the windows of
+    # the two blocks before that.
     first = 12 - MAX_CHECKPOINTS
     assert gone == {node.key for node in chain[1:first]}
     kept = {part.block for found in store.by_block.values() for part in found} - gone
@@ -241,7 +241,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredMod
 
 
 def hold(stored: StoredModel, n_turns: int, n_user: int = 21) -> list[list[int]]:
-    """Hold a conversation; return the whole of it after each turn, in ids."""
+    """Have a conversation; return all its ids after each turn."""
     system = random_ids(1, 40)
     history: list[int] = []
     wholes: list[list[int]] = []
@@ -281,7 +281,7 @@ def test_the_parts_of_a_conversation_do_not_grow_with_it(stored: StoredModel) ->
         whole = hold(stored, n_turns)[-1]
         stored.store.drain()
         counts.append(len(parts_of(stored, whole)))
-    # Each point has its mark, which is the state, and a window in two blocks.
+    # Each point has a state, which marks it, and a window in two blocks.
     assert all(MAX_CHECKPOINTS <= count <= 3 * (MAX_CHECKPOINTS + 1) for count in counts)
 
 
@@ -297,7 +297,7 @@ def test_a_retry_computes_one_token(stored: StoredModel) -> None:
     if hasattr(stored.spec.template[0], "merge"):
         assert row.n_cached == len(prompt) - 1
     else:
-        # Served alone, a prompt is handed over with its reply only.
+        # Served alone, a prompt is saved only with its reply.
         assert row.n_cached == len(wholes[-2])
     assert_right(stored, prompt, row)
 
@@ -307,7 +307,7 @@ def test_far_back_there_is_the_first_point_of_all(stored: StoredModel) -> None:
     stored.store.drain()
     ids = [*wholes[1], *random_ids(7, 9)]
     row = stored.row([ids], 1, None)
-    # Served alone, a prompt is handed over with its reply only, not at the system prompt's end.
+    # Served alone, a prompt is saved only with its reply, not at the system prompt's end.
     is_batched = hasattr(stored.spec.template[0], "merge")
     assert row.n_cached == (40 if is_batched else len(wholes[0]))
     assert stored.outcomes[-1].reason is Reason.NO_CHECKPOINT
@@ -315,7 +315,7 @@ def test_far_back_there_is_the_first_point_of_all(stored: StoredModel) -> None:
 
 
 def test_points_give_way_also_while_nothing_is_written(stored: StoredModel) -> None:
-    """The session's leaf on disk is then where an early turn ended, which is not another's end."""
+    """The session's leaf on disk is then the end of an early turn, not of another session."""
     wholes = hold(stored, 1)
     stored.store.drain()
     with writer_held(stored.store):
@@ -351,13 +351,13 @@ def test_a_long_prompt_keeps_the_windows_before_its_points_alone(tmp_path: Path)
     stored.store.drain()
     n_kept = sum(part.n_tokens for part in parts_of(stored, reply.tokens))
     stored.close()
-    # One window before each of the three points; the last two overlap. And the newest tokens as
-    # they were computed: the points are at 40, 2039 and 2045.
+    # The points are at 40, 2039 and 2045. Each has a window before it (the last two overlap), and
+    # the newest tokens as they were computed.
     assert n_kept <= 3 * window + 40 + 247 + 253
 
 
 def test_a_window_of_several_blocks_has_as_many_points(tmp_path: Path) -> None:
-    """Ends of blocks between points, which a long window covers, are no points."""
+    """Ends of blocks between points, which a long window covers, are not points."""
     stored = StoredModel(*built("gemma3_text", 300), tmp_path)
     wholes = hold(stored, 5, n_user=270)
     stored.store.drain()
@@ -390,7 +390,7 @@ def postponing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store
 
 @contextmanager
 def killed(stored: StoredModel) -> Iterator[StoredModel]:
-    """Give another process's view of the store: what a kill leaves once the queue is empty."""
+    """Return another process's view of the store: a kill leaves this once the queue is empty."""
     settle(stored.store.writer)
     other = StoredModel(stored.model, stored.spec, stored.folder)
     yield other
@@ -399,7 +399,7 @@ def killed(stored: StoredModel) -> Iterator[StoredModel]:
 
 @pytest.mark.parametrize("postponing", ["gemma3_text", "qwen3_next"], indirect=True)
 def test_a_kill_costs_no_more_than_it_may(postponing: StoredModel) -> None:
-    """At every turn, at the end of the reply and of the prompt; and rewound by one turn."""
+    """At every turn, after the prompt and after the reply; and rewound by one turn."""
     system, history = random_ids(1, 40), list[int]()
     most = MAX_LOSS_S * TOKENS_PER_S
     written = set[bytes]()
@@ -419,7 +419,7 @@ def test_a_kill_costs_no_more_than_it_may(postponing: StoredModel) -> None:
             if turn % 6 == 5:
                 assert_right(left, [*prompt, *random_ids(7, 9)], row)
     assert max(n_lost) <= most and max(n_lost) > most / 2
-    # A state, and a window in two blocks, for each `most` tokens; not two for each turn.
+    # One state, and one window in two blocks, for each `most` tokens; not for each turn.
     assert len(written) <= 3 * len(whole) / most + 3
     postponing.store.drain()
     with killed(postponing) as left:
@@ -436,7 +436,7 @@ def left_of(postponing: StoredModel, ids: list[int]) -> int:
 
 @pytest.mark.parametrize("postponing", ["gemma3_text/30"], indirect=True)
 def test_of_windows_no_more_is_written_than_is_needed(postponing: StoredModel) -> None:
-    """In RAM there are whole turns, of which a later window has only the end."""
+    """RAM has whole turns; a later window has only their ends."""
     postponing.store.writer.now = lambda: 0.0
     whole = hold(postponing, 9)[-1]
     with killed(postponing) as left:
@@ -446,7 +446,7 @@ def test_of_windows_no_more_is_written_than_is_needed(postponing: StoredModel) -
 
 
 def turn_of(postponing: StoredModel, session: str, history: list[int], seed: int) -> list[int]:
-    """Hold a turn of a session; return its history with it."""
+    """Have a turn of a session; return the history including it."""
     user = random_ids(seed, 21)
     row = postponing.row([SYSTEM, [*history, *user]], 6, None, session)
     reply = alone(postponing.model, row, postponing.spec.batches)
@@ -466,7 +466,7 @@ def turn_of(postponing: StoredModel, session: str, history: list[int], seed: int
 def test_a_conversation_that_goes_on_costs_others_no_more_than_a_kill_may(
     postponing: StoredModel, falls_out: bool
 ) -> None:
-    """The system prompt's end, another session's, and a branch, all far back in the end."""
+    """The ends of a system prompt, another session and a branch, all far back in the end."""
     history = list[int]()
     for seed in range(100, 109):
         history = turn_of(postponing, "first", history, seed)
@@ -503,7 +503,7 @@ def test_a_reply_that_is_regenerated_is_not_written_in_vain(postponing: StoredMo
 def test_replies_that_are_sent_back_shorter_do_not_pile_up(stored: StoredModel) -> None:
     """As templates do that drop the reasoning of earlier turns: every turn is a branch.
 
-    (A model that is served alone has no point before a reply, and computes such a turn anew.)
+    (A model that is served alone has no point before a reply, and computes such a turn again.)
     """
     system, history, counts = random_ids(1, 40), [], []  # type: ignore[var-annotated]
     for turn in range(22):

@@ -1,4 +1,4 @@
-"""Prompts that wait for what another computes: for whom, and for whom not any more."""
+"""Prompts that wait for blocks of another prompt: for which prompts, and until when."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Root("model", "4b64")
 
 
 class Waiting:
-    """What a lookup knows of a prompt."""
+    """A lookup's knowledge of a prompt."""
 
     def __init__(self, ids: list[int], n_found: int = 0, *, saver: Any = Saver) -> None:
         self.stored = SimpleNamespace(packed_ids=pack_ids(ids), n_tokens=n_found)
@@ -26,7 +26,7 @@ class Waiting:
         lookup: Any = self
         known: dict[RequestState, int] = {}
         waits = awaits_another(lookup, others, known)
-        assert awaits_another(lookup, others, known) == waits  # the second time it is known
+        assert awaits_another(lookup, others, known) == waits  # this time from `known`
         return waits
 
 
@@ -56,7 +56,7 @@ def test_a_prompt_waits_until_what_it_shares_is_stored() -> None:
 
 
 def test_a_shared_system_prompt_is_awaited_to_its_last_token() -> None:
-    """Its end is stored though it is no whole block: nobody needs to compute it again."""
+    """Its end is stored although it is not a whole block, so nobody computes it again."""
     taken = begun(IDS, n_system=1090)
     same = Waiting([*IDS[:1100], *range(9000, 9100)])
     saved(taken, 1024)
@@ -94,7 +94,7 @@ def test_models_with_checkpoints_share_what_ends_at_one() -> None:
     taken = begun(IDS, n_system=2053)
     same = Waiting(IDS[:2500], saver=CheckpointSaver)
     assert same.waits(taken)
-    saved(taken, 2048)  # the end of the system prompt is too near to be another one
+    saved(taken, 2048)  # too near the system prompt's end for another checkpoint
     assert not same.waits(taken)
 
 
@@ -117,5 +117,5 @@ def test_a_system_prompt_that_is_not_shared_to_its_end_is_not_awaited(
     same = Waiting([*IDS[:1100], *range(9000, 9100)])
     saved(taken, n_shared - MIN_TOKENS_BETWEEN)
     assert same.waits(taken)
-    saved(taken, n_shared - MIN_TOKENS_BETWEEN + 1)  # no checkpoint is made nearer than that
+    saved(taken, n_shared - MIN_TOKENS_BETWEEN + 1)  # no checkpoint is nearer than that
     assert not same.waits(taken)

@@ -1,4 +1,4 @@
-"""How many tokens of a diverging conversation are reused, by rates."""
+"""How many tokens of a diverging conversation are reused, by measured rates."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def tokens_of_model(
     spec: ModelCacheSpec = PLAIN,
     hot_s: float = 0.001,
 ) -> tuple[int, Reason | None]:
-    """Ask for a model that computes 1,000 tokens a second, and reads a block in `block_s`.
+    """Return the reuse for a model that computes 1,000 tokens a second.
 
-    From RAM a block takes `hot_s`.
+    It reads a block in `block_s`, and from RAM in `hot_s`.
     """
     model = LoadedModel(None, None, spec, "fingerprint", None)
     model.speed.pace.learn(0, 512, 0.512)
@@ -94,7 +94,7 @@ def test_blocks_on_disk_are_read_where_that_is_quicker(
 
 
 def test_what_is_unknown_is_restored(store: BlockStore) -> None:
-    """The time to compute, or to read from a tier."""
+    """The unknown may be the time to compute, or to read from a tier."""
     match = Match(tuple(blocks(1, "a", "b")), 306, 0, False)
     for learned in ("nothing", "pace"):
         model = LoadedModel(None, None, PLAIN, "fingerprint", None)

@@ -69,11 +69,11 @@ def generated(*, model: Any, draft_model: Any, prompt: list[int], **options: Any
 
 
 class Server:
-    """What serves a model, with a draft or without, over a store; no HTTP."""
+    """Serves a model, with a draft model or without, over a store, without HTTP."""
 
     def __init__(self, paths: tuple[str, str | None], store: BlockStore, bits: str) -> None:
         self.provider, self.store = provided(*paths), store
-        # Not rotated: a number that rounds to another step would change all of its head.
+        # Not rotated: a number rounded to another step would change its whole head.
         asked = ModelOptions(
             replace(KV_BITS[bits], rotated=False), "dequantize", 1 << 30, with_text=False
         )
@@ -118,7 +118,7 @@ class Server:
         return reply
 
     def check(self, ids: list[int], n_least: int) -> None:
-        """Check all that is stored of ids against a cold computation of them."""
+        """Check all that is stored for ids against a cold computation."""
         parts = (self.provider.model, self.loaded), (self.provider.draft_model, self.loaded.draft)
         for model, about in parts:
             if about is not None:
@@ -145,7 +145,7 @@ class Server:
                 found, expected = found[:, :, :n_tokens], expected[:, :, :n_tokens]
                 most, share = (1e-3, 1e-3) if about.spec.quantized else (1e-5, 0.0)
                 far: Any = mx.abs(found - expected) > most * mx.abs(expected).max()
-                # A number between two steps of the quantization may go to either.
+                # A number between two quantization steps may be rounded to either.
                 assert far.mean().item() <= share
 
 
@@ -160,10 +160,10 @@ def random_ids(rng: random.Random, n: int) -> list[int]:
 def test_no_stop_claims_a_token_that_a_cache_does_not_hold(
     paths: list[str], tmp_path: Path, family: str, bits: str, n_turns: int
 ) -> None:
-    """The next turn says what one without a draft says, and reuses all of this one.
+    """The next turn replies as without a draft, and reuses all of this turn.
 
-    Half of the replies cross the end of a block. The one family's fetches are packed, the other's
-    are arrays.
+    Half of the replies cross the end of a block. One family reads packed keys, the other reads
+    arrays.
     """
     if family != "llama":
         paths = with_drafts(make_zoo_model(tmp_path / "model", family))
@@ -188,7 +188,7 @@ def test_no_stop_claims_a_token_that_a_cache_does_not_hold(
 
 
 def test_a_draft_that_is_another_or_behind_catches_up(paths: list[str], tmp_path: Path) -> None:
-    """The target's part is reused; what the draft lacks is computed by it alone."""
+    """The target's tokens are reused; the draft model alone computes the tokens that it lacks."""
     rng, store = random.Random(3), store_in(tmp_path / "store")
     ids = random_ids(rng, 700)
     plain = Server((paths[0], None), store, "16")
@@ -199,7 +199,7 @@ def test_a_draft_that_is_another_or_behind_catches_up(paths: list[str], tmp_path
         more = [*whole, *random_ids(rng, 30)]
         expected = plain.turn(more, 8, 8)
         assert server.turn(more, 8, 8) == expected
-        # Of another turn with the same draft only what both begin with.
+        # After another turn with the same draft, it reuses only the common beginning.
         assert server.n_reused[0] >= n_most and n_stored <= server.n_reused[1]
         assert server.n_reused[1] == 0 or n_stored
         server.check([*more, *expected], n_most)

@@ -1,4 +1,4 @@
-"""What the model reads is what the client sent: any edit of a reply, however small, is read."""
+"""The model reads what the client sent: any edit of a reply, however small, is read."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_an_edit_of_a_reply_is_read_as_edited(
         assert first.message["content"] != edited, edit
         after = follow_up(chat, first, content=edited)
         texts = [read(chat, ids) for ids in (after.fed, after.rendered)]
-        if kind == "byte-level-nfc":  # the edited text is what this tokenizer reads of it
+        if kind == "byte-level-nfc":  # this tokenizer normalises the text
             texts = [unicodedata.normalize("NFC", text) for text in texts]
         assert texts[0] == texts[1], (edit, trim)
         if not trim and kind == "byte-level":
@@ -133,7 +133,7 @@ def test_a_reply_that_nobody_edits_is_fed_as_it_was(
     kind: str,
     end: str,
 ) -> None:
-    """However it ended, and also where it begins and ends with white space."""
+    """However it ended, and also if it begins and ends with white space."""
     for said in (CODE, " " + CODE, "\n" + CODE, CODE.replace("\n", "\r\n")):
         for trim in ("", "| trim"):
             chat = chat_with(tokenizers[kind], store, Template(trim=trim))
@@ -147,7 +147,7 @@ def test_a_reply_that_nobody_edits_is_fed_as_it_was(
 def test_white_space_that_a_client_strips_from_an_end_is_not_read(
     tokenizers: dict[str, Any], store: BlockStore, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Also if the last of it is in one token with what the client kept."""
+    """Also if a token has both white space and text that the client kept."""
     chat = chat_with(tokenizers["byte-level"], store, Template())
     first = first_turn(chat, "yes \n\n", end, monkeypatch)
     after = follow_up(chat, first, content="yes")
@@ -315,7 +315,7 @@ def edited_somewhere(rng: random.Random, text: str) -> str:
 def hold_edited_talk(
     tokenizer: Any, is_nfc: bool, store: BlockStore, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Talk of some turns, then come back with random ones of its replies edited."""
+    """Have some turns, then come back with random replies edited."""
     rng = random.Random(seed)
     lead, tail = rng.choice(["", "\n", " "]), rng.choice(["", "\n", " "])
     ends = rng.choice(["EOS", "EOS\n", "\n"])
@@ -356,6 +356,6 @@ def hold_edited_talk(
 def test_random_edits_of_some_replies_are_read_as_edited(
     tokenizers: dict[str, Any], store: BlockStore, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside replies that nobody edits, behind any template, however each reply ended."""
+    """Other replies stay unedited; for any template, however each reply ended."""
     for seed in range(N_EDITED):
         hold_edited_talk(tokenizers[kind], kind == "byte-level-nfc", store, seed, monkeypatch)

@@ -35,7 +35,7 @@ def text(first: int, n_tokens: int) -> list[int]:
 
 IDS = [*text(0, 90), *image(0, 60), *text(1, 110), *image(1, 263), *text(2, 25), *image(2, 1)]
 IDS += [*text(3, 151), *image(3, 12), *text(4, 100)]
-"""Images end and begin on both sides of lines of the grid: at 150, 523, 549, 712."""
+"""Images end and begin on both sides of block boundaries: at 150, 523, 549, 712."""
 
 
 pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 
 @dataclass
 class Shown(Conversations):
-    """Images are tokens of the model's own, one for each image, and one for all that go on."""
+    """An image's first id is fed as its own token, each further id as one shared token."""
 
     def forward(self, ids: list[int], caches: list[Any]) -> mx.array:
         return super().forward([one if one >= 0 else 5 + -one % 200 for one in ids], caches)

@@ -29,7 +29,7 @@ LONG_S = 30.0
 
 
 class Slow:
-    """A store whose writer does nothing until it is let go."""
+    """A store whose writer does nothing until it is released."""
 
     def __init__(self, folder: Path) -> None:
         self.store: BlockStore = store_in(folder)
@@ -41,7 +41,7 @@ class Slow:
         self.may_write.wait(LONG_S)
 
     def hold_again(self) -> None:
-        """Let the writer do nothing more once again."""
+        """Stop the writer again."""
         self.may_write.clear()
         self._holds.clear()
         self.store.writer.submit(self._hold)
@@ -60,7 +60,7 @@ class Slow:
         return self.finishing is not None and self.finishing.is_alive()
 
     def _is_waiting(self) -> bool:
-        with self.store.writer._changed:  # whoever has it looks first whether there is a need
+        with self.store.writer._changed:  # threads check the need to wait under this lock
             return self.store.writer._n_waiting > 0
 
     def saved(self, n_saved: int, n_prompt: int, n_all: int, first: int = 0) -> RequestState:
@@ -170,7 +170,7 @@ def test_a_drafts_blocks_are_waited_for_too(slow: Slow) -> None:
 def test_a_model_that_needs_its_checkpoint_has_it_before_the_last_part(
     slow: Slow, n_own: int
 ) -> None:
-    """It waits for its own turn, and for no checkpoint that is postponed."""
+    """It waits for its own turn, but not for postponed checkpoints."""
     serving, state = serving_of(slow.store, any_prefix=False), slow.saved(0, 10, 20)
     if not n_own:
         slow.may_write.set()
@@ -186,7 +186,7 @@ def test_a_model_that_needs_its_checkpoint_has_it_before_the_last_part(
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_not_kept_waits_for_nothing(slow: Slow, kept: bool) -> None:
-    """The request that ended says what was saved of it, and that it was."""
+    """The ended request says what was saved of it, and that it was saved."""
     serving, state = serving_of(slow.store), slow.saved(0, 600, 610)
     request = object.__new__(ServedRequest)
     request._state, request._serving, state.sequence = state, serving, state.ended

@@ -1,4 +1,4 @@
-"""A model is known as soon as it is loaded: the same on every start, and nothing is measured."""
+"""A loaded model is known at once: the same on every start, without a measurement."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_model_that_keeps_state_outside_its_caches_is_refused(
 
 
 def test_a_model_that_changes_on_disk_is_another_at_the_next_load(tmp_path: Path) -> None:
-    """Although sizes and times stay; and it is the first again when it has its old content."""
+    """Although sizes and times stay; with its old content it is the first model again."""
     provider = provider_of(tmp_path / "model", n_layers=2)
     one = loaded_in(provider, DEFAULT)
     assert one.fingerprint == model_fingerprint(tmp_path / "model", None)
@@ -106,7 +106,7 @@ def test_a_model_that_changes_on_disk_is_another_at_the_next_load(tmp_path: Path
 
 
 class RankOfTwo(Ranks):
-    """A rank whose other rank has something else of the things named in `differ`."""
+    """A rank whose other rank differs in the things that `differ` names."""
 
     def __init__(self, *differ: str) -> None:
         super().__init__(2, 0)
@@ -144,7 +144,7 @@ def test_ranks_with_other_facts_take_nothing_for_granted(provider: Any) -> None:
 
 
 class RankThatIsLeft(RankOfTwo):
-    """A rank whose other rank cannot keep the model."""
+    """A rank whose other rank does not support the model."""
 
     def agree(self, value: bool, what: str) -> bool:
         return value and what != "whether the model is supported"

@@ -1,4 +1,4 @@
-"""A prompt is looked up once, on its HTTP thread; blocks that come or go later are seen by key."""
+"""A prompt is looked up once, on its HTTP thread; later changes of blocks are noticed by key."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 
 MAX_MATCHED = 512
 LONG = MAX_MATCHED + 1300
-"""Tokens of a prompt whose whole text is never matched."""
+"""The length of prompts whose whole text is never matched."""
 
 
 @pytest.fixture(autouse=True)
 def few_matched_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are long sooner, which saves computing them."""
+    """Prompts count as long at fewer tokens, which saves computing them."""
     monkeypatch.setattr(lookup, "MAX_MATCHED_TOKENS", MAX_MATCHED)
 
 

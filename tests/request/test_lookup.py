@@ -37,7 +37,7 @@ from tests.support.synthetic import synthetic_text
 from .conftest import Conversations
 
 TOLERANCE = 2e-3
-"""Of logits of size 10, float32, 2 layers: what the order of summation makes of quantized KV."""
+"""For logits of size 10, float32, 2 layers: another order of summation changes quantized KV."""
 
 
 def sampled_turn(loaded: LoadedModel, n_tokens: int, seed: int = 0) -> list[int]:
@@ -56,7 +56,7 @@ def assert_same_logits(talk: Conversations, ids: list[int], caches: list[Any], n
 
 
 def respelled(loaded: LoadedModel, ids: list[int], at: int) -> list[int]:
-    """Return the same text with the first token behind `at` that can be spelled by letters."""
+    """Return the same text in other ids: the first token after `at` that allows it is split."""
     assert loaded.text is not None
     for i in range(at, len(ids)):
         letters = loaded.text.decode([ids[i]])
@@ -124,10 +124,10 @@ def bos_of(loaded: LoadedModel) -> str:
 
 @few_or_many(8, 40)
 def test_any_cut_of_ids(stored: Any, n: int) -> None:
-    """Without text, every token position is a cut; few tokens are not worth one."""
+    """Without text, every token position is a cut; a few tokens are not reused."""
     talk, ids = stored
     talk = without_text(talk)
-    talk.forget_hot_blocks()  # those in RAM are as computed, and reused up to any token
+    talk.forget_hot_blocks()  # blocks in RAM are as computed, and reused up to any token
 
     @examples(n)
     @given(data=st.data())
@@ -140,7 +140,7 @@ def test_any_cut_of_ids(stored: Any, n: int) -> None:
         fed, caches, outcome = talk.ask(prompt)
         assert fed == prompt
         n_found = min(cut, len(prompt) - 1)
-        # A place in a whole block is computed from its beginning.
+        # A position in a whole block is computed from the block's beginning.
         assert outcome.n_reused == (n_found if n_found >= 256 else 0)
         assert_same_logits(talk, fed, caches, outcome.n_reused)
 
@@ -201,7 +201,7 @@ def test_a_damaged_block_costs_what_follows_it(talk: Conversations) -> None:
     fed, caches, outcome = talk.ask([*ids, 5])
     assert outcome.n_reused == 256
     assert_same_logits(talk, fed, caches, 256)
-    # It is kept again, and then it is whole.
+    # It is stored again, and then it is whole.
     talk.remember(ids, n_prompt=300)
     talk.forget_hot_blocks()
     assert talk.ask([*ids, 5])[2].n_reused == 700
@@ -210,7 +210,7 @@ def test_a_damaged_block_costs_what_follows_it(talk: Conversations) -> None:
 def test_a_block_that_goes_before_it_is_read_is_not_missed(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the turn that is being written replaces the end of the one before it."""
+    """As when a turn that is being written replaces the end of the earlier turn."""
     common = sampled_turn(talk.loaded, 150)
     for seed in (1, 2):
         talk.remember([*common, *sampled_turn(talk.loaded, 40, seed)], n_prompt=160)
@@ -235,7 +235,7 @@ def test_a_block_that_goes_before_it_is_read_is_not_missed(
 def test_branches_that_go_one_after_another_are_not_mixed_up(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them than there are tries: what is fed and what was restored are the same branch."""
+    """There are more branches than tries: fed ids and restored caches are of the same branch."""
     text = synthetic_text(1400, seed=3)
     ids = list(talk.loaded.tokenizer.encode(text))
     for n in range(5):
@@ -260,7 +260,7 @@ def test_branches_that_go_one_after_another_are_not_mixed_up(
 
 
 def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None:
-    """Its canary never ran: the next restore must run one, though all it needs is in RAM."""
+    """Its canary never ran, so the next restore must run one, although all blocks are in RAM."""
     model = selftest_model()
     spec = probe_model(model)
     loaded = LoadedModel(model, None, spec, "model", None)
@@ -299,7 +299,7 @@ def test_a_restore_teaches_the_rate_of_each_tier(
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_after_a_failed_check_an_intact_block_is_found(talk: Conversations, damaged: int) -> None:
-    """Two blocks hold what the prompt needs; whichever is damaged, the other one is used."""
+    """Two blocks have the tokens that the prompt needs; if one is damaged, the other is used."""
     ids = sampled_turn(talk.loaded, 1040)
     for end in ([5, 6, 7], [8, 9, 10]):
         talk.remember([*ids[:1000], *end], n_prompt=900)
@@ -324,7 +324,7 @@ def test_after_a_failed_check_an_intact_block_is_found(talk: Conversations, dama
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 def test_damage_of_another_tenants_blocks_is_not_said(talk: Conversations) -> None:
-    """Something else is found damaged while a prompt is looked up."""
+    """Another tenant's block is found damaged while a prompt is looked up."""
     ids = sampled_turn(talk.loaded, 300)
     talk.remember(ids, n_prompt=200)
     talk.store.drain()
@@ -372,7 +372,7 @@ def test_a_hot_prompt_is_decoded_once_and_hashed_once(
         monkeypatch.setattr(module, "block_key", counted_key)
     new = sampled_turn(talk.loaded, 80)
     talk.remember([*ids, *new], n_prompt=len(ids) + 40)
-    # The last two blocks besides: where the match ends, and where the next turn begins.
+    # And the last two blocks: at the end of the match, and at the begin of the next turn.
     assert decoded[0] <= len(ids) + 40 + 4 * 256, decoded
     assert hashed[0] <= 6 + 4, hashed
 
@@ -423,7 +423,7 @@ def test_another_models_blocks_are_not_found(talk: Conversations) -> None:
 def test_what_a_model_without_facts_does_not_continue_from_is_computed(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it is in RAM, where nothing is damaged; a known model needs no check of that."""
+    """All of it is in RAM, where nothing is damaged, so a known model needs no check."""
     ids = [i * 7 % 300 + 5 for i in range(600)]
     talk.remember(ids, 590)
     n_checked = 0

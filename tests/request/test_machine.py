@@ -1,4 +1,4 @@
-"""What the machine offers: limits of control groups, and the pressure on its memory."""
+"""The machine's memory: limits of control groups, and memory pressure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_limits_of_control_groups_count(tmp_path: Path) -> None:
 def test_a_system_without_proc_offers_a_part_of_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, working_set: int | None
 ) -> None:
-    """macOS has no /proc. There Metal says what it recommends; MLX on its CPU says nothing."""
+    """macOS has no /proc. There Metal recommends a size; MLX on its CPU does not."""
     info = {} if working_set is None else {"max_recommended_working_set_size": working_set}
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 5)

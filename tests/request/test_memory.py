@@ -1,4 +1,4 @@
-"""The account of memory: what is promised to whom, what the pool gets, what the device offers."""
+"""The account of memory: promises to sequences, the pool's share, the device's limits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def limit_of_mlx() -> Iterator[None]:
 
 
 def fill(store: BlockStore, n_blocks: int, n_bytes: int) -> list[bytes]:
-    """Put blocks of so many bytes into RAM; return their keys."""
+    """Put blocks of this size into RAM; return their keys."""
     keys = [number.to_bytes(2, "big") for number in range(n_blocks)]
     for key in keys:
         arrays = {"k": mx.zeros((n_bytes,), mx.uint8)}
@@ -194,7 +194,7 @@ def test_what_several_restore_has_to_fit_together(loaded: Any, store: BlockStore
     others = Restores(store, [number.to_bytes(2, "big") for number in range(100, 200)])
     late = claim(1, 10, others)
     assert others.hold() and not memory.admits(late) and not others.held
-    assert memory.admits(claim(2, 10, second)) and second.held  # most of its blocks are the first's
+    assert memory.admits(claim(2, 10, second)) and second.held  # shares most blocks with `first`
     assert store.pool.n_bytes <= store.pool.max_bytes
     first.let_go()
     second.let_go()
@@ -231,7 +231,7 @@ def test_a_sequence_that_is_served_by_itself_is_counted_by_its_tokens(
 
 
 def test_mlx_keeps_freed_buffers_of_what_nobody_uses(loaded: Any, store: BlockStore) -> None:
-    """Whatever it had may be kept is so again where another model follows, or none."""
+    """The limit before is restored if another model follows, or none."""
 
     def limit() -> int:
         found = mx.set_memory_limit(1)
@@ -244,7 +244,7 @@ def test_mlx_keeps_freed_buffers_of_what_nobody_uses(loaded: Any, store: BlockSt
         memory._pressure_level = lambda: CRITICAL
         memory.idle()
         assert limit() == 1100 * MIB
-        memory.enters(claim(0, 1 << 20))  # it needs more, and is not held up
+        memory.enters(claim(0, 1 << 20))  # it needs more, and does not wait
         assert limit() > 1000 * MIB + memory._needed()
         memory.close()
         assert limit() == 1 << 40
@@ -253,7 +253,7 @@ def test_mlx_keeps_freed_buffers_of_what_nobody_uses(loaded: Any, store: BlockSt
 def test_a_device_that_has_few_buffers_keeps_few_blocks(
     loaded: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metal ends a process with more than 499,000."""
+    """Metal ends a process with more than 499,000 buffers."""
     monkeypatch.setattr(mx, "device_info", lambda: {"resource_limit": 1000})
     memory = account(loaded, store)
     fill(store, 300, 1 << 10)
@@ -280,7 +280,7 @@ def test_pressure_takes_a_share_away(loaded: Any, store: BlockStore) -> None:
 def test_no_batch_takes_more_than_was_counted(
     loaded: Any, model: Any, store: BlockStore, lengths: list[int]
 ) -> None:
-    """By the shapes of its arrays, and by what MLX has given out for them."""
+    """By the shapes of its arrays, and by MLX's count of their memory."""
     memory = account(loaded, store)
     gc.collect()
     before = mx.get_active_memory()

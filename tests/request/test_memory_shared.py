@@ -1,4 +1,4 @@
-"""Sequences that share an account, in a real batch: it holds, and replies are as alone."""
+"""Sequences that share an account, in a real batch: none exceeds it, and replies are as alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ N_PROMPT, N_REPLY = 300, 90
 MIB = 1 << 20
 
 FORGOTTEN_PEAKS: list[int] = []
-"""The peaks of this step that MLX no longer has: each chunk of a prompt resets its counter."""
+"""Earlier peaks of this step: each chunk of a prompt resets MLX's counter."""
 
 
 @dataclass(eq=False)
@@ -49,13 +49,13 @@ class Client:
 
 
 class Server:
-    """What the server's loop does, over one store; `memory` is the account."""
+    """The work of the server's loop, over one store; `memory` is the account."""
 
     def __init__(self, server: ModuleType, family: str, folder: Path, n_fit: int) -> None:
         model: Any = build(family)
         spec = probe_model(model, PrecisionChoice())
         end_on_grid(model)
-        # What a step takes beside the caches is not learned: for tiny models it is most of all.
+        # A step's memory besides the caches is not learned: for tiny models it is the largest part.
         speed = Speed(replace(PrefillMemory.of(model, spec, MIB), most_factor=1.0))
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))
         loaded = LoadedModel(model, None, spec, "fingerprint", None, speed=speed)
@@ -85,7 +85,7 @@ class Server:
         return Client(request, taken, RequestState.of(sent))
 
     def run(self, prompts: list[list[int]], *, presses: bool = False) -> list[list[int]]:
-        """Serve all at once; return their replies. `presses`: memory gets short meanwhile."""
+        """Serve all at once; return their replies. `presses`: memory then gets short."""
         clients = [self.client(number, ids) for number, ids in enumerate(prompts)]
         waiting, running = list(clients), dict[int, Client]()
         while waiting or running:
@@ -200,7 +200,7 @@ def test_sessions_share_what_fewer_fill(
     n_reply: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Replies outgrow it, too, and pause; then each session goes on."""
+    """Replies outgrow it, too, and pause; then each session continues."""
     monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", n_reply)
     asked = prompts(n_sessions)
     alone = serve(family, "alone")
@@ -220,7 +220,7 @@ def test_sessions_share_what_fewer_fill(
 def test_rows_that_come_and_go_are_copied_a_few_layers_at_a_time(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step takes beside the caches is some layers of them, never all."""
+    """Besides the caches, a step takes the memory of some of their layers, never of all."""
     large = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8}
     monkeypatch.setitem(CONFIGS, "llama", {**CONFIGS["llama"], **large, "head_dim": 64})
     monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", 12)

@@ -1,4 +1,4 @@
-"""What the log says of a model that was loaded."""
+"""The log line about a loaded model."""
 
 from __future__ import annotations
 

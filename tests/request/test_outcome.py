@@ -1,4 +1,4 @@
-"""What is said of a request: the header, the sentence, the reason, and the last requests."""
+"""The reports about a request: the header, the sentence, the reason, and the last requests."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ TEXT = "<s>Be brief.<u>Hi there<u>Be brief.<a>" + 30 * "z" + "  " + 30 * "z"
 def test_the_message_that_a_character_falls_into(
     char: int, message: int | None, role: str | None, message_char: int | None
 ) -> None:
-    """Trimmed messages are found, those that were not rendered are passed over."""
+    """Trimmed messages are found, messages that were not rendered are skipped."""
     nearest = replace(NO_MATCH, n_agreed=char, stored_next="stored")
     found = divergence_at(TEXT, nearest, MESSAGES)
     assert found is not None
@@ -221,7 +221,7 @@ def test_a_reply_says_the_same_whatever_other_tenants_have_stored(
     own: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if others have stored more, and in more places than are looked at."""
+    """Also if other tenants have stored more, and in more trees than are searched."""
     monkeypatch.setattr("mlx_lm_kvpersist.request.outcome._MAX_ROOTS", 2)
     if own:
         other = replace(ROOT, **own)
@@ -252,7 +252,7 @@ def test_a_prompt_diverges_where_more_than_the_template_matches(
 
 
 def test_what_was_evicted_is_known_by_the_blocks_that_match_whole(store: BlockStore) -> None:
-    """The block that is gone is looked for behind the last full block of the match."""
+    """The evicted block is searched after the last full block of the match."""
     ids = list(range(2 * BLOCK_TOKENS + 9))
     parent, start, path = ROOT.key, 0, []
     for stop in (BLOCK_TOKENS, 2 * BLOCK_TOKENS, len(ids)):

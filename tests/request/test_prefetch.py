@@ -1,4 +1,4 @@
-"""Reading ahead, behind the server's own generation thread: who waits, and for what."""
+"""Reading ahead, with the server's own generation thread: which requests wait for which reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENDLESS = 100_000
 
 @dataclass
 class Asked:
-    """A request and what came of it so far."""
+    """A request and its result so far."""
 
     request: Any
     text: str = ""
@@ -54,9 +54,9 @@ class Asked:
         return outcome
 
     def go_on(self) -> None:
-        """Return when the reply has some tokens more."""
+        """Return when the reply has some more tokens."""
         n_before = self.n_tokens
-        wait_until(lambda: self.n_tokens > n_before + 3, "tokens of the one who decodes")
+        wait_until(lambda: self.n_tokens > n_before + 3, "tokens of the running reply")
 
 
 @dataclass
@@ -116,13 +116,13 @@ class Server:
             asked.error = error
 
     def decode(self) -> Asked:
-        """Have somebody decode from now on."""
+        """Have a reply decode from now on."""
         asked = self.ask(synthetic_text(30, seed=99), ENDLESS)
         asked.go_on()
         return asked
 
     def forget_hot_blocks(self) -> None:
-        # A reply's last part is sent before its turn is kept.
+        # A reply's last part is sent before its turn is saved.
         wait_until(lambda: not self.generator._serving, "the end of all replies")
         self.store.drain()
         self.store.pool.clear()
@@ -204,15 +204,15 @@ def test_nobody_waits_for_what_another_needs_from_disk(server: Server, reads: Re
     assert again.text == first.text
     assert again.outcome.tier == "disk" and again.outcome.n_restored >= 512
     assert len(reads.threads) >= 3 and set(reads.threads) == {"kvpersist-prefetch_0"}
-    wait_until(lambda: n_pins(server.store) == 0, "turns to be written and nothing held")
-    # What it says of disk is said once.
+    wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
+    # The line about the disk is logged once.
     assert server.served(prompt).outcome.tier == "ram"
 
 
 def test_replies_go_on_while_a_restore_is_joined(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two of their steps it takes a fifth of the longest stall, or one block."""
+    """Between two of their steps the restore takes a fifth of the longest stall, or one block."""
     prompt = synthetic_text(1500)
     first = server.served(prompt)
     server.forget_hot_blocks()
@@ -276,7 +276,7 @@ def test_a_prompt_is_looked_up_once_on_the_thread_of_its_client(
 def test_a_lookup_that_waits_for_a_disk_delays_other_lookups_for_a_limited_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has a connection to the index. Other threads open their own."""
+    """It has its own connection to the index. Other threads open theirs."""
     server.served(synthetic_text(40, seed=1))
     monkeypatch.setattr(database, "_TURN_S", 0.05)
     find, waits, may_go_on = Lookup._find, threading.Event(), threading.Event()
@@ -298,7 +298,7 @@ def test_a_lookup_that_waits_for_a_disk_delays_other_lookups_for_a_limited_time(
 
 
 def test_only_the_loaded_model_has_its_prompts_tokenized_ahead(server: Server) -> None:
-    """And what was made with the tokenizer of a model that went meanwhile is made again."""
+    """And ids of a tokenizer whose model was unloaded are made again."""
     server.served(synthetic_text(40))
     request = server.module.CompletionRequest("text", "one two three", [], None, None)
     server.generator._render_ahead(request, server.args(4, model="another"))
@@ -359,11 +359,11 @@ def test_many_that_wait_are_all_served(server: Server, monkeypatch: pytest.Monke
     assert [asked.error for asked in again] == [None] * len(prompts)
     assert [asked.outcome.tier for asked in again] == ["disk"] * len(prompts)
     assert [asked.text for asked in again] == first
-    wait_until(lambda: n_pins(server.store) == 0, "turns to be written and nothing held")
+    wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
 
 
 def test_a_client_that_goes_away_while_it_waits_holds_nothing(server: Server, reads: Reads) -> None:
-    """The server sees it only when it writes to it; then the sequence is stopped."""
+    """The server notices that only when it writes to the client; then the sequence is stopped."""
     prompt = synthetic_text(1200)
     server.served(prompt)
     server.forget_hot_blocks()
@@ -404,7 +404,7 @@ def test_what_cannot_be_read_costs_a_restore(
     again.thread.join(60)
     assert again.error is None and again.text == first.text
     assert again.outcome.n_restored == 256
-    wait_until(lambda: n_pins(server.store) == 0, "turns to be written and nothing held")
+    wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
 
 
 def test_a_reader_that_fails_costs_a_restore(

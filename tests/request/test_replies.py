@@ -1,4 +1,4 @@
-"""Replies that clients send back: when the model's own ids are fed for them, and what is read."""
+"""Replies that clients send back: when the model's own ids are fed, and what the model reads."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_tokenizer(kind: str, folder: Path) -> Any:
     if kind.startswith("metaspace"):
         content["pre_tokenizer"]["prepend_scheme"] = kind.removeprefix("metaspace-")
     path.write_text(json.dumps(content))
-    # What mlx-lm reads the form of tool calls from.
+    # The text from which mlx-lm infers the form of tool calls.
     return load_tokenizer(folder, {"tool_parser_type": "json_tools"})
 
 
@@ -78,7 +78,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
 
 
 class Template:
-    """A template of one shape: what it writes before, in front of, behind and after content."""
+    """A template of one shape: its text around messages and around their content."""
 
     def __init__(
         self, lead: str = "", trim: str = "", tail: str = "", end: str = "EOS\n", opening: str = ""
@@ -139,7 +139,7 @@ def read(chat: Chat, ids: list[int]) -> str:
 
 
 def follow_up(chat: Chat, turn: ChatTurn, **changes: Any) -> ChatTurn:
-    """Send the reply back, or what became of it, with a next question."""
+    """Send the reply back, perhaps changed, with a next question."""
     return chat.turn([QUESTION, {**turn.message, **changes}, NEXT], [chat.tokenizer.eos_token_id])
 
 
@@ -157,7 +157,7 @@ def is_fed_as_it_was(turn: ChatTurn, after: ChatTurn) -> bool:
 def test_white_space_of_a_reply_comes_back(
     tokenizers: dict[str, Any], store: BlockStore, kind: str, text: str, trim: str
 ) -> None:
-    """The server drops a space in front, templates trim: all of what was stored is found."""
+    """The server drops a space in front, templates trim: still all stored tokens are found."""
     chat = chat_with(tokenizers[kind], store, Template(trim=trim))
     first = reply_with(chat, text)
     after = follow_up(chat, first)
@@ -173,7 +173,7 @@ def test_white_space_of_a_reply_comes_back(
 def test_a_template_that_writes_a_space_before_content(
     tokenizers: dict[str, Any], store: BlockStore, kind: str
 ) -> None:
-    """No second space, and none less."""
+    """No space is added, and none is lost."""
     template = Template(lead=" ", end="EOS", opening="[INST]")
     chat = chat_with(tokenizers[kind], store, template)
     first = reply_with(chat, " Hello there")
@@ -198,7 +198,7 @@ def test_white_space_behind_a_reply_stays(tokenizers: dict[str, Any], store: Blo
 def test_a_reply_that_is_not_in_nfc(
     tokenizers: dict[str, Any], store: BlockStore, text: str
 ) -> None:
-    """The tokenizer normalises what is sent back: only the ids keep what the model said."""
+    """The tokenizer normalises the text that comes back: only the ids are the model's own."""
     chat = chat_with(tokenizers["byte-level-nfc"], store, Template())
     first = reply_with(chat, text)
     assert first.message["content"] == text
@@ -236,7 +236,7 @@ def thinking(kept: bool = False, opened: bool = False) -> str:
 def test_a_tool_call_after_reasoning(
     tokenizers: dict[str, Any], store: BlockStore, opened: bool, arguments: str
 ) -> None:
-    """However the client serialises the call, and whatever white space stands around thinking."""
+    """However the client serialises the call, and whatever white space is around thinking."""
     chat = chat_with(tokenizers["byte-level"], store, thinking(opened=opened))
     begin = "" if opened else "<think>\n"
     first = reply_with(chat, f"{begin}Where is it?\n</think>\n\n\nLet me.\n\n{CALL}")
@@ -248,7 +248,7 @@ def test_a_tool_call_after_reasoning(
     after = chat.turn([QUESTION, first.message, RESULT], end)
     assert is_fed_as_it_was(first, after)
     assert CALL in read(chat, after.fed) and "seen" in read(chat, after.fed)
-    # Other arguments are another call, and other thoughts other reasoning.
+    # Other arguments make another call, and other thoughts make other reasoning.
     edited = json.loads(json.dumps(first.message))
     edited["tool_calls"][0]["function"]["arguments"] = '{"b": 2, "a": [2]}'
     assert not is_fed_as_it_was(first, chat.turn([QUESTION, edited, RESULT], end))
@@ -348,7 +348,7 @@ def test_a_reply_is_fed_up_to_its_stop_string(
 def test_any_beginning_of_an_interrupted_reply_is_found(
     tokenizers: dict[str, Any], store: BlockStore, kind: str, trim: str, text: str
 ) -> None:
-    """Nobody knows how much of it its client has read."""
+    """Nobody knows how much of the reply its client has read."""
     chat = chat_with(tokenizers[kind], store, Template(trim=trim))
     reply = exactly(chat, text)
     first = chat.turn([QUESTION], reply, finish_reason="length")
@@ -386,7 +386,7 @@ def test_a_later_answer_to_the_same_question_hides_none_that_was_cut(
     monkeypatch: pytest.MonkeyPatch,
     is_sent_first: bool,
 ) -> None:
-    """Whichever is known first: the ids of a reply, or what its client was sent."""
+    """Whether the ids of a reply are known first, or the text that its client got."""
     chat = chat_with(tokenizers["byte-level"], store, Template())
     options: dict[str, Any] = {"isolated": False, "step_s": 0.0, "memory": mock.MagicMock()}
     serving = Serving(store, chat.loaded, print, **options)
@@ -454,7 +454,7 @@ def test_a_reply_that_ends_inside_a_character(
 def test_replies_of_any_bytes_are_found_again(
     tokenizers: dict[str, Any], store: BlockStore, kind: str
 ) -> None:
-    """A model that samples at random: bytes that are no character, bytes 0, spaces at the ends."""
+    """A model that samples at random: bytes without a character, bytes 0, spaces at the ends."""
     tokenizer = tokenizers[kind]
     special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
     plain = sorted(set(tokenizer.get_vocab().values()) - special)
@@ -473,7 +473,7 @@ def test_replies_of_any_bytes_are_found_again(
 def test_a_reply_that_was_not_remembered_costs_what_differs_alone(
     tokenizers: dict[str, Any], store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a kill before it was written: its text is found up to the first difference."""
+    """As after a kill before it was written: its text matches up to the first difference."""
     chat = chat_with(tokenizers["byte-level"], store, Template())
     byte = {chat.tokens.to_bytes([i]): i for i in chat.tokenizer.get_vocab().values()}
     said = [byte[bytes([n])] for n in b"~\xff^~^~\0 yes"]
@@ -534,7 +534,7 @@ templates = st.builds(
 def test_what_is_read_differs_from_the_rendering_in_replies_only(
     tokenizers: dict[str, Any], store: BlockStore, template: Template, kind: str, data: Any
 ) -> None:
-    """In a reply's place stands what was rendered, or what its ids decode to: nothing else."""
+    """The text of a reply is its rendering, or the text of its ids: nothing else."""
     tokenizer = tokenizers[kind]
     chat = chat_with(tokenizer, store, template)
     words = [exactly(chat, text) for text in (" ", "\n", "a", " b", "é", "é"[:1])]
@@ -589,7 +589,7 @@ def blank_ends(text: str) -> tuple[str, str]:
 
 
 def read_again(chat: Chat, text: str) -> str:
-    """Return text as it is read behind a line break: normalised, without a space in front."""
+    """Return text as it is read after a line break: normalised, without a space in front."""
     return read(chat, chat.encode("\n" + text)).removeprefix(" ").removeprefix("\n")
 
 

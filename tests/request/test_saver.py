@@ -1,4 +1,4 @@
-"""An unfinished block is stored as the model computed it, and a conversation goes on within it."""
+"""An unfinished block is stored as the model computed it, and a conversation continues in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = random_ids(3, 600)
 
 built = functools.cache(build)
 LOGITS: dict[int, mx.array] = {}
-"""Of the whole text, by the id of a model, which lives as long as these tests."""
+"""Logits of the whole text, by the id of a model, which lives as long as these tests."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredMod
 
 
 def computed(stored: StoredModel, n_tokens: int) -> tuple[mx.array, list[Any]]:
-    """Return the logits of the first tokens, [n, vocab], and the caches that hold them."""
+    """Return the logits of the first tokens, [n, vocab], and the caches of these tokens."""
     caches = stored.spec.make_cache()
     starts = range(0, n_tokens, 256)
     chunks = [mx.array([IDS[start : min(start + 256, n_tokens)]]) for start in starts]
@@ -60,7 +60,7 @@ def expected_of(stored: StoredModel) -> mx.array:
 
 
 def keep(stored: StoredModel, n_tokens: int) -> None:
-    """Store a turn that ends there, and forget what is in RAM."""
+    """Store a turn that ends there, and forget all blocks in RAM."""
     sequence = RunningSequence(stored.loaded.root, n_tokens - 5, session="s")
     caches = computed(stored, n_tokens)[1]
     stored.loaded.save(sequence, IDS[:n_tokens], caches, REPLY, stored.store)
@@ -78,7 +78,7 @@ def blocks_of(stored: StoredModel) -> list[Block]:
 
 
 def check(stored: StoredModel, n_tokens: int, n_reused: int, expected: mx.array) -> None:
-    """Ask for a text of so many tokens; its last logits are as `expected` of the whole text."""
+    """Ask for the text's first tokens; the last logits must be as `expected` of the whole text."""
     row = stored.row([IDS[:n_tokens]], 1, None)
     assert row.n_cached == n_reused
     found = stored.model(mx.array([IDS[n_reused:n_tokens]]), cache=row.caches)[0, -1]
@@ -125,7 +125,7 @@ def test_an_unfinished_block_becomes_whole_in_another_process(stored: StoredMode
 
 
 def test_a_prompt_goes_on_within_the_block_that_its_reply_has_filled(stored: StoredModel) -> None:
-    """Its tokens as computed are in RAM alone, as long as there is room."""
+    """The tokens as computed are in RAM alone, as long as there is room."""
     sequence = RunningSequence(stored.loaded.root, 300, session="s")
     caches = computed(stored, 299)[1]
     stored.loaded.save(sequence, IDS[:299], caches, "user", stored.store)
@@ -234,7 +234,7 @@ def test_what_was_cut_back_over_a_blocks_end_is_stored_as_it_was_computed(
 def test_a_commit_has_the_blocks_that_are_new_since_the_one_before(
     stored: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whatever conversation: with checkpoints, and without."""
+    """For any conversation, with checkpoints and without."""
     commits: list[Commit] = []
     commit = stored.store.commit
 

@@ -56,7 +56,7 @@ def test_the_server_computes_at_the_pace_that_is_learned_and_within_the_memory()
 
 
 class Filling(dict[Any, Any]):
-    """A dict that calls `fill` while it is iterated over, as another thread may come to learn."""
+    """A dict that calls `fill` during an iteration, as another thread may learn at that time."""
 
     def __init__(self, content: dict[Any, Any], fill: Callable[[], object]) -> None:
         super().__init__(content)

@@ -1,4 +1,4 @@
-"""A restore beside replies, a little between two steps of theirs: the same as in one go."""
+"""A restore in parts, between two steps of running replies: the same as without replies."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_in_steps_or_in_one_go_the_caches_are_the_same(stored: StoredModel) -> N
 
 
 def test_a_restore_that_was_begun_in_steps_ends_in_one_go(stored: StoredModel) -> None:
-    """Nobody decodes any more: the request enters at once."""
+    """No reply runs any more, so the request enters at once."""
     at_once = look_up(stored).restore()
     lookup = look_up(stored)
     lookup.prefetch()
@@ -227,7 +227,7 @@ def test_the_buffers_are_not_all_made_in_one_step(
 
 
 def test_a_client_that_left_leaves_no_caches_behind(stored: StoredModel) -> None:
-    """No collector sees how much memory they hold."""
+    """Python's garbage collector does not know how much memory they have."""
     gc.collect()
     gc.disable()
     try:
@@ -279,7 +279,7 @@ def test_the_canary_also_runs_between_steps(stored: StoredModel) -> None:
     n_steps = 1
     while not lookup.advance(0.0):
         n_steps += 1
-        # Another prompt that needs them meanwhile has its own canary.
+        # Another prompt that needs them in the meantime has its own canary.
         assert all(entry.read_s for entry in stored.store.pool._entries.values())
     reuse = lookup.restore()
     assert n_steps > 1 and (reuse.caches, reuse.outcome.n_reused) == (None, 0)

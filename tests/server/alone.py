@@ -1,4 +1,4 @@
-"""Clients of the command line that reach this machine only."""
+"""Command-line clients that reach this machine only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 def run_alone(home: Path, folder: Path, command: Sequence[str | Path], **variables: str) -> str:
-    """Run a command in a folder, with a home and nothing else of this machine; return its output.
+    """Run a command in a folder, with a home folder and no other variables; return its output.
 
     `variables` are set in its environment.
     """

@@ -1,4 +1,4 @@
-"""A server for the tests of several APIs: its replies are written by the tests."""
+"""A server for the tests of several APIs; the tests write its replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_CONTEXT = 8192
 def scripted_server(
     models_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ScriptedServer]:
-    """A tiny model with tools and thinking, for tests of one session, one after another."""
+    """A tiny model with tools and thinking, for tests that run one after another."""
     folder = tmp_path_factory.mktemp("scripted")
     start = StartServer(folder)
     config = {"max_position_embeddings": MAX_CONTEXT}

@@ -1,4 +1,4 @@
-"""What schemathesis is told of the server under test: requests stay small, and agents exist."""
+"""Hooks of schemathesis for the server under test: requests stay small, and agents exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KNOWN = "one"
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
-    """Change values without making a right request wrong, or a wrong one right."""
+    """Change values so that right requests stay right, and wrong requests stay wrong."""
     body = case.body
     if isinstance(body, dict):
         most = body.get("max_tokens")

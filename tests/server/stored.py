@@ -25,7 +25,7 @@ def n_tokens(store: Path, session: str) -> int:
 
 
 def wait_for_commit(store: Path, session: str, tokens: int) -> None:
-    """Return when a session's last turn, of so many tokens in all, is committed."""
+    """Return when a session's last turn is committed: it then has `tokens` in all."""
     wait_until(lambda: n_tokens(store, session) == tokens, f"{tokens} tokens of {session!r}")
 
 
@@ -42,7 +42,7 @@ def wait_for_writer(server: ServerProcess) -> None:
 def wait_for_reply(server: ServerProcess) -> None:
     """Return when the last reply is on disk.
 
-    It is remembered right after its turn: before the next request is looked up.
+    The reply is remembered right after its turn, before the next request is looked up.
     """
     server.chat([{"role": "user", "content": "Bye"}], max_tokens=1)
     wait_for_writer(server)

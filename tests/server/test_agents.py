@@ -51,7 +51,7 @@ def test_an_agent_is_warm_before_its_first_question(
     status, reply = call(server, "POST", "/smith/generate", {"messages": [ASK], "max_tokens": 5})
     usage = reply["usage"]
     assert status == 200 and reply["object"] == "chat.completion"
-    # All of the beginning but the words of the template that follow.
+    # All of the beginning except the template's words after it.
     assert usage["prompt_tokens_details"]["cached_tokens"] > n_system - 12 > 256
     plain = server.chat([{"role": "system", "content": SYSTEM}, ASK], max_tokens=5)
     message = reply["choices"][0]["message"]
@@ -59,7 +59,7 @@ def test_an_agent_is_warm_before_its_first_question(
     wait_for_commit(started.store, "agent:smith", usage["prompt_tokens"] + 5)
     status, shown = call(server, "GET", "/smith")
     assert status == 200 and shown["tokens"] == usage["prompt_tokens"] + 5
-    assert shown["branches"] == 2  # the beginning's own, and the conversation's
+    assert shown["branches"] == 2  # one for the beginning, one for the conversation
     assert shown["bytes"] == shown["tiers"]["disk"]["bytes"] > 0 and "4" in shown["precision"]
     assert shown["tiers"]["ram"]["blocks"] == shown["tiers"]["disk"]["blocks"] > 4
     assert not shown["pinned"] and shown["used"] >= shown["created"]
@@ -85,7 +85,7 @@ def test_a_stream_through_the_sdk(server: ServerProcess) -> None:
 
 
 def test_agents_share_a_beginning_and_part(server: ServerProcess) -> None:
-    """Eviction leaves in RAM what another agent continues; deletion, on disk, too."""
+    """Eviction from RAM keeps blocks that another agent continues; so does deletion from disk."""
     shared = synthetic_text(1800, seed=72)
     for name in ("one", "two"):
         status, made = call(server, "POST", "", {"id": name, "system": shared})
@@ -160,7 +160,7 @@ def test_pages(server: ServerProcess) -> None:
 
 
 def test_who_may_do_what(server: ServerProcess) -> None:
-    """Agents are for clients; what others would notice is for the operator or one's namespace."""
+    """Clients may use agents; changes that others notice need the operator or one's namespace."""
     forwarded = {"X-Forwarded-For": "192.0.2.1"}
     own = {**forwarded, "X-KVPersist-Namespace": "mine"}
     assert call(server, "POST", "", {"id": "far"}, forwarded)[0] == 201
@@ -191,7 +191,7 @@ def test_no_page_of_another_site_changes_an_agent(server: ServerProcess) -> None
 
 
 def test_the_records_of_an_agent_go_with_it(server: ServerProcess) -> None:
-    """And no others: whoever asks why a request was slow finds it."""
+    """Other records stay: a client that asks why a request was slow finds its record."""
 
     def named() -> list[str | None]:
         records = json.loads(server.request("GET", "/v1/kvpersist/requests")[2])
@@ -231,7 +231,7 @@ def test_what_is_refused(
     if said is not None:
         error = json.loads(answer)["error"]
         assert said in error["message"] and error["type"] == "invalid_request_error"
-    assert call(server, "GET", "/lost")[0] == 404  # what failed was not created
+    assert call(server, "GET", "/lost")[0] == 404  # failed agents were not created
 
 
 def test_wrong_methods_and_bodies(server: ServerProcess) -> None:
@@ -263,7 +263,7 @@ def test_an_agent_that_generates_stays(server: ServerProcess) -> None:
 
 
 def test_the_example_reuses_what_it_expects(server: ServerProcess) -> None:
-    """Its output stands in the docs: the same lines with other numbers."""
+    """The docs show its output: the same lines with other numbers."""
     command = [sys.executable, str(REPOSITORY / "examples" / "agents.py"), "--tokens", "12"]
     url = f"http://127.0.0.1:{server.port}"
     done = subprocess.run(
@@ -275,6 +275,6 @@ def test_the_example_reuses_what_it_expects(server: ServerProcess) -> None:
     for phase, name, prompt, expected, reused in rows[1:]:
         share = 0.95 if phase != "state" else 0.9  # the template's words after the system prompt
         least = share * int(expected)
-        if phase == "state":  # leaves what another agent has stored inside a block of 256
+        if phase == "state":  # ends inside a block of 256 that another agent has stored
             least = min(least, int(expected) // 256 * 256)
         assert int(prompt) > int(reused) >= least > 0, (phase, name)

@@ -1,4 +1,4 @@
-"""A prompt that is longer than the model's context: clients are told in the way they act upon."""
+"""A prompt that is longer than the model's context: clients get the error that they act upon."""
 
 from __future__ import annotations
 

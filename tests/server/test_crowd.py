@@ -33,11 +33,11 @@ CROWDS = [
         for family in ("gemma3_text", "mamba2", "falcon_h1")
     ),
 ]
-"""The model, how often each client asks, and how many clients. One of each class of caches: all
-tokens, windows, states, and both in one layer."""
+"""The model, how often each client asks, and the number of clients. One model for each class of
+caches: all tokens, windows, states, and two kinds in one layer."""
 
 LEFT_BYTES = 256 << 20
-"""What a process may hold more after a crowd: MLX keeps freed buffers."""
+"""The memory that a crowd may leave: MLX keeps freed buffers."""
 
 
 class Crowd:
@@ -129,7 +129,7 @@ def test_a_crowd_gets_what_everybody_would_get_alone(
         (model / "config.json").write_text(json.dumps(config))
     server = start_server.with_plugin(model, "--kvpersist-ram", "64M")
     crowd = Crowd(server)
-    crowd.run(n_clients, min(n_times // 4, 20))  # what a crowd needs is there from here on
+    crowd.run(n_clients, min(n_times // 4, 20))  # from here on all that a crowd needs exists
     wait_for_writer(server)
     before, bytes_before = held(server), resident_bytes(server)
     crowd.run(n_clients, n_times)

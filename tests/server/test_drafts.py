@@ -1,4 +1,4 @@
-"""Requests with a draft model behind the real server: kept as those without one."""
+"""Requests with a draft model on the real server are stored as those without."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def logprobs(reply: Reply) -> list[float]:
 def test_a_conversation_goes_on_when_its_draft_comes_changes_and_goes(
     server: ServerProcess, drafts: list[str]
 ) -> None:
-    """Each turn after a kill; it says what it says where nothing is stored."""
+    """Each turn comes after a kill, and replies as a server without stored turns."""
     talk: list[Message] = [{"role": "system", "content": synthetic_text(600, seed=61)}]
     for draft in drafts:
         ask(server, [user(9)], draft)
@@ -77,7 +77,7 @@ def test_a_conversation_goes_on_when_its_draft_comes_changes_and_goes(
             logprobs(cold), abs=1e-5
         )
         talk.append(said(n))
-        n_before = reply.prompt_tokens - 8  # with what the template puts behind the question
+        n_before = reply.prompt_tokens - 8  # with the template's text after the question
         server.restart(kill=True)
 
 
@@ -126,7 +126,7 @@ def test_what_a_client_that_left_had_computed_is_reused(
 def test_kill_9_in_the_middle_of_a_prompt_and_of_a_reply(
     server: ServerProcess, drafts: list[str]
 ) -> None:
-    """After it, replies are those of a server that computes all."""
+    """After the kill, replies are as from a server that computes all."""
     talk: list[Message] = [{"role": "system", "content": synthetic_text(14_000, seed=63)}, user(0)]
     params = {"model": str(server.model), "draft_model": drafts[0], "stream": True}
     ask(server, [user(9)], drafts[0])
@@ -188,7 +188,7 @@ def test_models_with_drafts_and_adapters_take_turns(
     for n in range(2):
         for kind in kinds:
             if n == 0:
-                ask(server, [user(9)], **kind)  # until it is known, nothing is looked up
+                ask(server, [user(9)], **kind)  # no lookup before the model is known
             replies.append(ask(server, talk, **kind))
     n_kinds = len(kinds)
     for first, again in zip(replies[:n_kinds], replies[n_kinds:], strict=True):
@@ -197,7 +197,7 @@ def test_models_with_drafts_and_adapters_take_turns(
         more = pool.map(lambda kind: ask(server, talk, **kind, max_tokens=60), kinds)
         for first, longer in zip(replies, list(more), strict=False):
             assert longer.text.startswith(first.text)
-    # A draft changes neither what a model says, nor what is found of it.
+    # A draft changes neither a model's replies, nor what is found of them.
     assert [reply.cached_tokens > 0 for reply in replies[:n_kinds]] == [False, False, False, True]
     assert replies[0].text == replies[3].text != replies[1].text
 

@@ -1,4 +1,4 @@
-"""What requests may ask for besides a plain chat: the real server keeps its word on each."""
+"""Requests for more than a plain chat: the real server does what each one asks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    """Servers that end with this module."""
+    """Start servers that end with this module."""
     start = StartServer(tmp_path_factory.mktemp("edges"))
     try:
         yield start
@@ -86,7 +86,7 @@ def newest(server: ServerProcess) -> dict[str, Any]:
 
 
 def with_special_tokens_at(model: Path, first_id: int) -> Path:
-    """Give a tiny model's special tokens ids far behind those of all other tokens."""
+    """Give a tiny model's special tokens ids far above those of all other tokens."""
     content = json.loads((model / "tokenizer.json").read_text())
     for n, added in enumerate(content["added_tokens"]):
         added["id"] = content["model"]["vocab"][added["content"]] = first_id + n
@@ -98,7 +98,7 @@ def with_special_tokens_at(model: Path, first_id: int) -> Path:
 def test_text_that_spells_roles_is_not_taken_for_them(
     started: StartServer, models_dir: Path, tmp_path: Path
 ) -> None:
-    """A user who writes what a conversation looks like between its marks is not in it."""
+    """A user's text that looks like a conversation, without its marks, stays a user's text."""
     config = {"vocab_size": 8023, "eos_token_id": 8022}
     model = make_tiny_model(models_dir / "holes", config=config)
     with_special_tokens_at(model, 8020)
@@ -195,14 +195,14 @@ def assert_says_stock(server: ServerProcess, reply: Reply, why: str) -> None:
 
 
 def test_a_client_that_goes_away(server: ServerProcess) -> None:
-    """The system message was prefilled as a segment of its own, and is there for the next try."""
+    """The system message was prefilled as its own segment, and is stored for the next try."""
     system: Message = {"role": "system", "content": synthetic_text(400, seed=21)}
     body = {"messages": [system, user("Tell it all.")], "max_tokens": 500, "stream": True}
     events = server.events("/v1/chat/completions", body)
     next(events)
     events.close()
     again = server.chat([system, user("Tell it all.")], max_tokens=5)
-    n_last = 20  # of the template and the question
+    n_last = 20  # tokens of the template and the question
     assert again.cached_tokens >= again.prompt_tokens - n_last
     assert again.kvpersist["tier"] == "ram"
     cold = server.chat([system, user("Tell it all.")], "cold", max_tokens=5, headers=tenant("cold"))
@@ -220,7 +220,7 @@ def spoken(reply: Reply, tokenizer: Tokenizer) -> list[str]:
 
 
 def stop_word(pieces: list[str], tokenizer: Tokenizer) -> tuple[int, str]:
-    """Return where a token first stands that can be a stop word, and the word."""
+    """Return the first position of a token that can be a stop word, and the word."""
     for n, piece in enumerate(pieces):
         word = piece.replace("Ġ", " ")
         if (
@@ -241,8 +241,8 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 
 def test_stop_words(server: ServerProcess, tokenizer: Tokenizer) -> None:
-    """What the client got of a reply is reused, the stop word and what it hides is not."""
-    # No two capitals are a token: so the ids of the reply are those that its text encodes to.
+    """The text that the client got is reused; the stop word and the hidden text are not."""
+    # No two capitals are a token, so the reply's text encodes to the reply's ids.
     vocabulary = tokenizer.get_vocab()
     bias = {str(vocabulary[letter]): 60.0 for letter in string.ascii_uppercase}
     params: dict[str, Any] = {"max_tokens": 30, "logit_bias": bias}
@@ -263,7 +263,7 @@ def test_stop_words(server: ServerProcess, tokenizer: Tokenizer) -> None:
 def test_a_reply_that_begins_with_a_space(
     server: ServerProcess, tokenizer: Tokenizer, stopped: bool
 ) -> None:
-    """The server drops that space; the reply is known again, as far as it was sent."""
+    """The server drops that space; the reply still matches, as far as it was sent."""
     vocabulary = tokenizer.get_vocab()
     words = [t for t in vocabulary if t[0] == "Ġ" and t[1:].isascii() and t[1:].isalpha()]
     bias = {str(vocabulary[token]): 60.0 for token in sorted(words)}
@@ -327,7 +327,7 @@ def test_logprobs(server: ServerProcess) -> None:
 
 
 def cold_part(reply: Reply) -> int:
-    """What a first request may reuse: the system message that other tests sent."""
+    """The tokens that a first request may reuse: the system message that other tests sent."""
     assert reply.cached_tokens < reply.prompt_tokens - 5
     return reply.cached_tokens
 
@@ -343,7 +343,7 @@ def test_tools(server: ServerProcess) -> None:
     assert more.cached_tokens == n_total(first)
     renamed = {**TOOL, "function": {"name": "nod", "parameters": {}}}
     other = server.chat(talk, "tools", tools=[renamed])
-    # What is common is restored, or computed where that is quicker.
+    # The common part is restored, or computed if that is quicker.
     said_of_it = other.kvpersist["outcome"], other.kvpersist.get("reason")
     assert said_of_it[0] == "DIVERGE" or said_of_it == ("MISS", "diverged")
     assert other.cached_tokens < first.prompt_tokens - without.prompt_tokens
@@ -418,7 +418,7 @@ def cramped(
 
 
 def test_hardly_any_ram(cramped: tuple[ServerProcess, Path]) -> None:
-    """Conversations are read back from disk when RAM holds none of them."""
+    """Conversations are read back from disk when none is in RAM."""
     server, store = cramped
     talks: dict[str, list[Message]] = {
         name: [{"role": "system", "content": name + synthetic_text(200)}] for name in ("a", "b")
@@ -459,7 +459,7 @@ def test_namespaces_by_key(cramped: tuple[ServerProcess, Path]) -> None:
 
 
 def test_a_model_that_is_not_there(server: ServerProcess) -> None:
-    """Loading fails, and the next request finds all as it was."""
+    """Loading fails, and the next request is served as before."""
     question = [SYSTEM, user("Which model?")]
     first = server.chat(question, max_tokens=5)
     with pytest.raises(ServerError, match="404"):

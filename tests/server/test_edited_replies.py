@@ -1,4 +1,4 @@
-"""A reply that its user corrects before it goes on is read as corrected, by way of every API."""
+"""A reply that its user corrects is read as corrected, on every API."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ SESSION = "session-of-ottilie"
 
 
 def turns(server: ServerProcess, *, kills: bool) -> list[tuple[str, int]]:
-    """Hold a conversation; return each reply and how many tokens of its prompt were reused."""
+    """Have a conversation; return each reply and how many tokens of its prompt were reused."""
     messages: list[Message] = [{"role": "system", "content": f"{SECRET}. {synthetic_text(900)}"}]
     said = []
     for n in range(3):

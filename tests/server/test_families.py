@@ -1,4 +1,4 @@
-"""Models with windows and states, behind the real server: their conversations survive, too."""
+"""Models with windows and states on the real server: their conversations survive, too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER = "Something else: " + QUESTIONS[0]
 
 
 class Talk:
-    """A conversation that sends back what it got."""
+    """A conversation that sends its replies back."""
 
     def __init__(self, server: ServerProcess, store: Path) -> None:
         self.server, self.store = server, store
@@ -86,8 +86,8 @@ def test_a_conversation_goes_on_after_kill_9(
     killed.turn(OTHER)
     assert killed.replies == whole.replies
     assert killed.cached == whole.cached
-    # Each turn goes on from the end of the one before it, its restore point; so does the last,
-    # which went back by one.
+    # Each turn continues from the restore point at the earlier turn's end; so does the last, which
+    # goes back by one turn.
     ends = [*killed.totals[: N_TURNS - 1], killed.totals[N_TURNS - 2]]
     for before, cached in zip(ends, killed.cached[1:], strict=True):
         assert before - 1 <= cached <= before

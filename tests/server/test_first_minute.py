@@ -1,4 +1,4 @@
-"""A server keeps conversations from its first request on, with the options that users get.
+"""A server stores conversations from its first request on, with the default options.
 
 No test here waits between a start and its first request.
 """
@@ -32,7 +32,7 @@ from .lora import make_adapter
 from .stored import wait_for_commit, wait_for_reply
 
 N_START_LINES = 8
-"""The lines of ours that a start may log."""
+"""Our lines that a start may log."""
 N_REPLY = 24
 """The tokens of each reply."""
 
@@ -162,7 +162,7 @@ def test_models_that_alternate_keep_all_conversations(
 def test_a_model_with_code_of_its_own_is_kept_and_replies_as_stock_does(
     start_server: StartServer, tmp_path: Path, bits: str
 ) -> None:
-    """Its name is that of a known architecture, and nothing is known of its code.
+    """It has a known architecture's name, but its code is unknown.
 
     In its own precision a reply has the numbers of stock's.
     """
@@ -171,7 +171,7 @@ def test_a_model_with_code_of_its_own_is_kept_and_replies_as_stock_does(
     precision = () if bits == "default" else ("--kvpersist-kv-bits", bits)
     trusted = ("--trust-remote-code", *precision)
     server = started_on(start_server, model, tmp_path / "store", *trusted)
-    # Stock tokenizes a reply that comes back, and ours takes the ids that the model produced.
+    # Stock tokenizes a reply that comes back; our server takes the ids that the model produced.
     talks = [Talk(f"client {n}", seed=n, answer="It is so.") for n in range(3)]
     with ThreadPoolExecutor(len(talks)) as pool:
         for turn in range(3):
@@ -204,7 +204,7 @@ class Model(llama.Model):
 def test_a_start_says_in_few_lines_what_it_keeps_and_where(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A later turn adds one line, and nothing else comes."""
+    """A later turn adds exactly one line."""
     store = tmp_path / "store"
     server = started_on(start_server, tiny_model, store)
     spec = json.loads(server.request("GET", SPEC_PATH)[2])
@@ -236,7 +236,7 @@ def other_model(models_dir: Path) -> Path:
 def test_a_start_does_not_wait_for_the_stores_lock(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The log names the process that has the lock, and requests are served and kept."""
+    """The log names the process that has the lock, and requests are served and stored."""
     store = tmp_path / "store"
     started_on(start_server, tiny_model, store).terminate()
     talk = Talk("talk")

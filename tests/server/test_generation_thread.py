@@ -1,4 +1,4 @@
-"""What no request can tell: who shares a batch, and when a model's weights are given back."""
+"""Behaviour that no request shows: shared batches, and the release of a model's weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def patched(tmp_path: Path) -> Iterator[Patched]:
 
 
 def test_conversations_share_a_batch(patched: Patched, tiny_model: Path) -> None:
-    """Two prompts of different length are computed together, and speak together."""
+    """Two prompts of different length are computed together, and their replies run together."""
     provider = patched.server.ModelProvider(patched.args)
     model, tokenizer = provider.load(str(tiny_model))
     assert provider.is_batchable
@@ -121,7 +121,7 @@ def generate(
 def test_a_models_weights_are_given_back_before_the_next_is_loaded(
     patched: Patched, tiny_model: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two models do not always fit into memory: the plugin must not hold the first."""
+    """Two models do not always fit into memory: the plugin must not keep the first."""
     other = make_tiny_model(models_dir / "second-model", seed=1)
     loaded: list[weakref.ref[Any]] = []
     alive: list[int] = []
@@ -135,7 +135,7 @@ def test_a_models_weights_are_given_back_before_the_next_is_loaded(
     monkeypatch.setattr(patched.server, "load", watched)
     provider = patched.server.ModelProvider(patched.args)
     gc.collect()
-    gc.disable()  # nothing may hold the model in a circle, either
+    gc.disable()  # no reference cycle may have the model, either
     # Stock's provider collects garbage before it loads; the reference count must do.
     monkeypatch.setattr(gc, "collect", lambda *args: 0)
     try:

@@ -1,4 +1,4 @@
-"""A client that sends its whole conversation again and again is never stopped by what is in it."""
+"""A client that always sends its whole conversation is never stopped by its content."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_beginning_that_ends_with_a_space_is_refused(scripted_server: Scripted
 def test_a_long_conversation_with_adapted_messages_is_reused(
     started: StartServer, models_dir: Path
 ) -> None:
-    """Every turn reuses what the one before has computed, also after a restart."""
+    """Every turn reuses all that the earlier turn has computed, also after a restart."""
     model = make_tiny_model(models_dir / "mistral", chat_template=SHAPES["mistral"])
     server = started.with_plugin(model)
     talk: list[Message] = []
@@ -187,7 +187,7 @@ def test_a_long_conversation_with_adapted_messages_is_reused(
 def test_every_history_is_served_over_every_api(
     start_server: StartServer, models_dir: Path, shape: str
 ) -> None:
-    """Where stock serves a history, its reply is the same."""
+    """If stock serves a history, its reply is the same."""
     model = make_tiny_model(models_dir / shape, chat_template=SHAPES[shape])
     begin = (
         lambda: start_server(model),

@@ -88,7 +88,7 @@ def test_a_model_that_is_not_there_is_named_beside_the_one_that_is(
 
 
 def name_of(path: Path) -> str:
-    """Return what a descriptor or a thread in /proc is called."""
+    """Return the name of a descriptor or a thread in /proc."""
     try:
         is_descriptor = path.parent.name == "fd"
         return os.readlink(path) if is_descriptor else (path / "comm").read_text().strip()
@@ -97,13 +97,13 @@ def name_of(path: Path) -> str:
 
 
 def held(server: ServerProcess) -> dict[str, list[str]]:
-    """Return what the server's process has open ("fd"), and its threads ("task")."""
+    """Return the server process's open files ("fd"), or its threads ("task")."""
     process = Path("/proc") / str(server.pid)
     return {kind: [name_of(path) for path in process.glob(f"{kind}/*")] for kind in ("fd", "task")}
 
 
 def wait_for_release(server: ServerProcess, kind: str, before: list[str]) -> None:
-    """Return when the server holds no more of a kind than before; say what it holds otherwise."""
+    """Return when the server has no more of a kind than before; otherwise fail with the surplus."""
     try:
         wait_until(lambda: len(held(server)[kind]) <= len(before), kind, 90)
     except AssertionError:

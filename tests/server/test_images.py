@@ -226,7 +226,7 @@ def letters_only(model: Path) -> dict[str, float]:
 
 
 class Shown:
-    """A conversation about pictures that sends back what it got."""
+    """A conversation about pictures that sends its replies back."""
 
     def __init__(self, store: Path, session: str, model: Path) -> None:
         self.store, self.session = store, session
@@ -267,7 +267,7 @@ TURNS = {
 def test_conversations_with_images_survive_kill_9(
     start_server: StartServer, start_vision: Any, vision_model: Path, precision: tuple[str, ...]
 ) -> None:
-    """Each reply is that of a server that computed all, and nothing known is computed again."""
+    """Each reply is as if all were computed, and no known token is computed again."""
     server = start_vision(start_server, *precision)
     talks = {name: Shown(start_server.store, name, vision_model) for name in TURNS}
     replies: dict[str, list[str]] = {name: [] for name in TURNS}
@@ -306,7 +306,7 @@ def test_the_commands_know_a_store_with_images(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exported, deleted, imported and indexed anew it is the same conversation."""
+    """Exported, deleted, imported and indexed again it is the same conversation."""
     server = start_vision(start_server)
     talk = Shown(start_server.store, "shown", vision_model)
     talk.turn(server, "What is this?", picture(*LARGE))
@@ -329,7 +329,7 @@ def test_the_commands_know_a_store_with_images(
     assert [again[name] for name in ("tokens", "chain")] == [shown["tokens"], shown["chain"]]
     server.restart()
     talk.turn(server, "Sure?")
-    # Ids of replies that are spelled otherwise are no part of the file, nor of an index made anew.
+    # Neither the file nor a rebuilt index has ids that replies alone spell in another way.
     assert talk.reused[3] >= talk.prompts[0] - 1
 
 

@@ -1,4 +1,4 @@
-"""A reply that its client interrupts is a turn: the next prompt goes on from where it stopped."""
+"""A reply that its client interrupts is a turn: the next prompt continues where it stopped."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def interrupt(server: ServerProcess, path: str, body: dict[str, Any], session: s
 
 
 def wait_for_turn(server: ServerProcess, session: str) -> None:
-    """Wait until a turn is on disk, and then its reply's ids: a kill loses what is not."""
+    """Wait until a turn and then its reply's ids are on disk: a kill would lose them."""
     wait_until(lambda: n_tokens(store_of(server), session) > 0, f"a turn of {session!r}")
     wait_for_writer(server)
 
@@ -134,7 +134,7 @@ def as_produced(text: str) -> list[Message]:
 def test_the_next_reply_is_that_of_a_computed_prompt(
     family: str, seed: int | None, start_server: StartServer, tmp_path: Path
 ) -> None:
-    """Also where requests are served one by one, as those with a seed, or from checkpoints."""
+    """Also if requests are served one by one, as with a seed, or from checkpoints."""
     model = make_zoo_model(tmp_path / "model", family)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["max_position_embeddings"] = 8192

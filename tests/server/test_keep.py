@@ -1,4 +1,4 @@
-"""A request with `X-KVPersist-Keep: no` uses what is stored and leaves nothing behind."""
+"""A request with `X-KVPersist-Keep: no` uses stored blocks and stores nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stats(server: ServerProcess) -> dict[str, Any]:
 
 
 def rows(store: Path) -> dict[str, list[Any]]:
-    """Return everything that the index holds, but when it was last used."""
+    """Return everything that the index has, except times of use."""
     with closing(sqlite3.connect(store / "index.sqlite", timeout=30)) as db:
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE sql LIKE "
                                                  "'CREATE TABLE%'")]  # fmt: skip
@@ -44,7 +44,7 @@ def rows(store: Path) -> dict[str, list[Any]]:
 
 
 def held(server: ServerProcess, store: Path) -> tuple[Any, ...]:
-    """Return all that the server and its store hold of requests, once the writer is at rest."""
+    """Return all that the server and its store have of requests, once the writer is at rest."""
     wait_for_writer(server)
     notes = {path.name: path.read_bytes() for path in (store / "sessions").glob("*")}
     found = stats(server)["store"]
@@ -60,7 +60,7 @@ def test_it_uses_what_is_stored_and_stores_nothing(
     wait_for_reply(server)
     before = held(server, started.store)
     assert before[0]["blocks"] and before[0]["sessions"] and before[1]
-    # In other words than the reply's own ids, so that a server that has nothing reads the same.
+    # Not the reply's own text, so that a server without a store reads the same.
     answer: Message = {"role": "assistant", "content": "It sees the sea."}
     # Long enough that full blocks would be written before the reply has ended.
     more: Message = {"role": "user", "content": synthetic_text(900, seed=22)}
@@ -71,10 +71,10 @@ def test_it_uses_what_is_stored_and_stores_nothing(
     restored, again = replies
     assert restored.cached_tokens == first.prompt_tokens
     assert restored.kvpersist["outcome"] == "DIVERGE" and restored.kvpersist["kept"] == "no"
-    # The second finds nothing of the first, and neither changed anything.
+    # The second request finds nothing of the first, and neither changes the store.
     assert again.cached_tokens == restored.cached_tokens
     assert held(server, started.store) == before
-    # It said what a server says that has nothing to restore.
+    # It replied as a server that has nothing to restore.
     alone = server.chat(talk, headers={**NO, "X-KVPersist-Namespace": "alone"})
     assert (alone.cached_tokens, alone.text) == (0, restored.text) and restored.text == again.text
     (record,) = (
@@ -83,7 +83,7 @@ def test_it_uses_what_is_stored_and_stores_nothing(
         if each["id"] == restored.headers["x-kvpersist-request"]
     )
     assert record["kept"] is False and ", not kept, session" in record["sentence"]
-    # A request that is kept finds nothing of it either, and is found itself.
+    # A request that is stored finds nothing of it either, and is found itself.
     kept = server.chat(talk, "kept")
     assert kept.cached_tokens == restored.cached_tokens and kept.text == restored.text
     assert "kept" not in kept.kvpersist
@@ -116,7 +116,7 @@ def test_a_value_that_is_neither_yes_nor_no_is_refused(server: ServerProcess) ->
 def test_the_stock_servers_own_cache_keeps_nothing_either(
     started: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A model with windows is not kept with a draft; stock's cache holds what it served."""
+    """With a draft, a model with windows is not stored; stock's cache has what it served."""
     model = make_zoo_model(tmp_path / "model", "gemma3_text")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "sliding_window": 4096}))

@@ -35,7 +35,7 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
 
 @contextmanager
 def quiet(server: ServerProcess, n_leaving: int) -> Iterator[None]:
-    """Check what the block adds to the log: one line for each client that leaves, and no worse."""
+    """Check the log of the block: one line for each client that leaves, and no warnings."""
     start = len(server.log)
 
     def left() -> list[str]:

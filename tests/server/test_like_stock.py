@@ -1,6 +1,6 @@
 """The same bytes to a stock server and to one with the plugin: the same answers.
 
-Differences that are wanted stand in the table of docs/api.md, which gives the reasons.
+The table of docs/api.md lists the wanted differences and their reasons.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TABLE = Path(__file__).parents[2] / "docs" / "api.md"
 WRONG_FIELDS = pytest.mark.skipif(not answers_wrong_fields(), reason="stock fails")
 CLOSED = "closes the connection"
-"""What the table says of a server that answers nothing."""
+"""The table's word for a server that answers nothing."""
 HALF_CLOSE = None
 """A step of a conversation: the client closes its sending side."""
 Step = bytes | float | None
-"""What a client does next: it sends bytes, waits for seconds, or closes its sending side."""
+"""A client's next action: it sends bytes, waits for seconds, or closes its sending side."""
 
 
 def chat(**fields: object) -> bytes:
@@ -185,7 +185,7 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
     "`messages` or `prompt` of a wrong form": {
         "no messages": [request(b"{}")],
         "messages are text": [request(b'{"messages": "Hello?"}')],
-        "messages are no number": [request(b'{"messages": NaN}')],
+        "messages are not a number": [request(b'{"messages": NaN}')],
         "no prompt": [request(b"{}", target=f"POST {TEXT}")],
     },
     "a model that does not exist": {
@@ -211,7 +211,7 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
 
 @pytest.fixture(scope="module")
 def servers(started: StartServer, tiny_model: Path) -> Iterator[list[ServerProcess]]:
-    """A stock server, and one with the plugin, that keeps what stock keeps."""
+    """A stock server, and a server with the plugin in stock's precision."""
     begin = (
         lambda: started(tiny_model),
         lambda: started.with_plugin(tiny_model, *FULL_PRECISION),
@@ -291,7 +291,7 @@ def test_answers_differ_as_the_docs_say(servers: list[ServerProcess], row: str) 
     assert reason
     for steps in DIFFERENT[row].values():
         stock, ours = (answer(server, steps) for server in servers)
-        assert stock != ours, "the docs name a difference that is none"
+        assert stock != ours, "the docs name a difference that does not exist"
         assert status(stock) in said_stock and status(ours) in said_ours
 
 

@@ -1,6 +1,6 @@
-"""A memory budget that all clients together exceed: it holds, and replies are as without it.
+"""A memory budget that all clients together exceed: it is kept, and replies are as without it.
 
-`KVPERSIST_TURNS=300 KVPERSIST_TOKENS=4000` makes of the first test the long one.
+`KVPERSIST_TURNS=300 KVPERSIST_TOKENS=4000` makes the first test the long one.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ LARGE = {
 }
 """8 or 16 KiB a token: a budget of some hundred MiB then fits a few conversations."""
 LEFT_BYTES = 128 * MIB
-"""What a process may have more than the account says."""
+"""The memory that a process may have beyond the account."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
-"""Else glibc keeps what a CPU's arrays leave, as much again as the budget; see docs/disk.md."""
+"""Otherwise glibc keeps freed arrays of a CPU, as much as the budget again; see docs/disk.md."""
 LAUNCHER = """
 import signal
 import sys
@@ -97,7 +97,7 @@ class Talks:
     def budget(self, n_fit: float) -> int:
         """Return a budget that `n_fit` of the first prompts fill."""
         row = self.takes.caches_bytes((), [N_TOKENS + LONG_REPLY // 4], ROOM + GROWTH)
-        # An eighth is the pool's, another one is for chunks; so much are SQLite and the texts.
+        # An eighth is the pool's, an eighth is for chunks; SQLite and the texts take 32 MiB.
         return int(max(128 * MIB, (n_fit * row + 32 * MIB) * 8 / 6))
 
     def messages(self, number: int, turn: int) -> list[Message]:
@@ -217,7 +217,7 @@ def test_the_sum_stays_within_the_budget(
 def test_a_prompt_beyond_the_budget_is_served_and_nobody_starves(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins when nothing else runs; twenty that fit one by one go before and after it."""
+    """It begins when nothing else runs; twenty smaller prompts run before and after it."""
     monkeypatch.setattr(f"{__name__}.N_SESSIONS", 20)
     monkeypatch.setattr(f"{__name__}.N_FIT", 0)
     monkeypatch.setattr(f"{__name__}.N_TOKENS", 150)

@@ -53,7 +53,7 @@ def post(server: ScriptedServer, body: Any, path: str = MESSAGES) -> tuple[int, 
 
 
 def test_a_round_trip_with_a_tool(server: ScriptedServer, client: Anthropic) -> None:
-    """Streamed: every turn after the first reuses all but what is new in it."""
+    """Streamed: every turn after the first reuses all but its new tokens."""
     client = client.with_options(default_headers={"X-KVPersist-Namespace": "a round trip"})
     system: Any = [{"type": "text", "text": SYSTEM, "cache_control": MARK}]
     messages: list[Any] = [{"role": "user", "content": "What is in the harbour?"}]
@@ -126,7 +126,7 @@ def test_whole_replies_and_their_ends(server: ScriptedServer, client: Anthropic)
 def test_sampled_replies_are_counted_and_reused_as_they_were_spelled(
     server: ScriptedServer, client: Anthropic
 ) -> None:
-    """Their ids are seldom those that their text would get."""
+    """Their ids are seldom those of their tokenized text."""
     server.say()
     messages: list[Any] = []
     n_before = 0
@@ -145,7 +145,7 @@ def test_sampled_replies_are_counted_and_reused_as_they_were_spelled(
 def test_a_call_that_cannot_be_read_is_text(
     server: ScriptedServer, client: Anthropic, written: str
 ) -> None:
-    """Stock drops it, and the client would get an empty turn; of some it would get no end."""
+    """Stock drops it: the client would get an empty turn, or a stream without an end."""
     given: Any = {"model": MODEL, "tools": [TOOL], "max_tokens": 90}
     asked: Any = [{"role": "user", "content": "Call it."}]
     text = f"<tool_call>\n{written}\n</tool_call>"
@@ -160,7 +160,7 @@ def test_a_call_that_cannot_be_read_is_text(
 def test_a_tool_that_must_not_be_called_is_not_there(
     server: ScriptedServer, client: Anthropic
 ) -> None:
-    """It is not in the prompt, and a call that the model writes all the same is text."""
+    """It is not in the prompt, and a call that the model still writes is text."""
     given: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Say it."}]}
     none: Any = {"type": "none"}
     plain = client.messages.count_tokens(**given).input_tokens
@@ -181,7 +181,7 @@ def test_a_tool_that_must_not_be_called_is_not_there(
 def test_a_deferred_tool_stands_where_its_reference_stands(
     server: ScriptedServer, client: Anthropic
 ) -> None:
-    """The list of tools stands in front of everything: a tool that joins it changes all."""
+    """The list of tools comes before everything: a new tool in it changes the whole prompt."""
     search: Any = {**TOOL, "name": "search"}
     hidden: Any = {**TOOL, "name": "aaa", "description": "Comes first.", "defer_loading": True}
     start: list[Any] = [{"role": "user", "content": SYSTEM[:600]}]
@@ -292,7 +292,7 @@ def n_told(server: ScriptedServer) -> int:
 def test_a_client_that_goes_away_stops_its_reply(
     server: ScriptedServer, stream: bool, later: bool
 ) -> None:
-    """Also one that goes before the reply's headers: stock stops a reply only behind these."""
+    """Also a client that leaves before the reply's headers: stock stops a reply only after them."""
     server.say("Yes. " * 20_000)
     body: Any = {"messages": [{"role": "user", "content": "Long?"}], "max_tokens": 40_000}
     n_before, log_start = n_told(server), len(server.process.log)

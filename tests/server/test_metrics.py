@@ -1,4 +1,4 @@
-"""`/metrics` of a real server: what it says is what happened."""
+"""`/metrics` of a real server: its numbers are right."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_requests_and_tokens_are_counted_by_outcome(
 
 def test_times_are_observed_by_outcome(server: ServerProcess, served: list[Reply]) -> None:
     samples = scraped(server)
-    # Of a stream that begins before its prompt is looked up, the header does not know the outcome.
+    # If a stream begins before its prompt is looked up, its header has no outcome.
     outcomes = {record["id"]: record["outcome"] for record in asked(server, "requests")}
     n_gaps: Counter[str] = Counter()
     for reply in served:
@@ -150,7 +150,7 @@ def test_a_scrape_does_not_wait_for_generation(server: ServerProcess) -> None:
 
 
 def test_a_damaged_file_is_counted(server: ServerProcess, served: list[Reply]) -> None:
-    wait_for_writer(server)  # else it may evict what is changed here
+    wait_for_writer(server)  # else it may evict the rows that are changed here
     folder = Path(asked(server, "stats")["store"]["folder"])
     for path in (folder / "blocks").rglob("*.safetensors"):
         content = bytearray(path.read_bytes())

@@ -1,6 +1,6 @@
-"""Requests of which parts are wrong: an error with a sentence, and a server that goes on.
+"""Requests with wrong parts: an error with a sentence, and a server that continues.
 
-Every route that takes a body is asked. What stock serves is served, too.
+Every route that takes a body is tested. Requests that stock serves are served, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AGENTS, SESSIONS = "/v1/agents", "/v1/kvpersist/sessions"
 
 
 def without_images(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body whose images are texts: every request with one is refused by a text model."""
+    """Return a body with texts in place of images: a text model refuses every image."""
     text = json.dumps(body).replace('"type": "image"', '"type": "text", "text": "An image."')
     text = text.replace('"type": "input_image"', '"type": "input_text", "text": "An image."')
     found: dict[str, Any] = json.loads(text)
@@ -105,9 +105,9 @@ N_MANY = {path: 2900 if path in GENERATING else 460 for path in BODIES}
 
 
 def is_refused(status: int, answer: str) -> bool:
-    """Tell whether an answer is an error, also behind headers that came before it was known.
+    """Tell whether an answer is an error, also one after the headers of a success.
 
-    Stock's streams can end without their end: it met an error that it tells nobody.
+    Stock's streams can stop without their last event, after an error that it does not send.
     """
     is_stream = answer.startswith(("data: ", ": "))
     is_cut = not answer or (is_stream and "data: [DONE]" not in answer)
@@ -115,7 +115,7 @@ def is_refused(status: int, answer: str) -> bool:
 
 
 class Asked:
-    """Asks a server, and stock where that is refused."""
+    """Sends requests to a server, and refused requests also to stock."""
 
     def __init__(self, start: StartServer, model: Path) -> None:
         self._start, self._model = start, model
@@ -126,7 +126,7 @@ class Asked:
         assert self.server.request("POST", AGENTS, one)[0] == 201
 
     def ask(self, path: str, body: Any) -> tuple[int, str]:
-        """Return status and answer. Fails for what is no answer to any request."""
+        """Return status and answer. Fails if no request can have such an answer."""
         status, answer = post(self.server, path, body)
         assert status < 500 and '"type": "server_error"' not in answer, answer
         assert '"type": "api_error"' not in answer, answer
@@ -140,7 +140,7 @@ class Asked:
         return status, answer
 
     def _compare(self, path: str, body: Any, answer: str) -> None:
-        """Fail if stock serves what is refused for this reason. It may die of it, or hang."""
+        """Fail if stock serves the refused request. Stock may die of it, or hang."""
         reason = path + re.sub(r"\d+", "0", answer)[:120]
         if reason in self._compared:
             return
@@ -149,13 +149,13 @@ class Asked:
             found = post(stock, path, body, timeout_s=20)
         except (OSError, HTTPException):
             found = (0, "")
-        assert is_refused(*found), f"stock serves what is refused with {answer}"
+        assert is_refused(*found), f"stock serves a request that is refused with {answer}"
         self._compared.add(reason)
         if not stock.healthy() or found[0] == 0:
             stock.restart(kill=True)
 
     def check(self) -> None:
-        """Fail unless the server goes on as before."""
+        """Fail unless the server works as before."""
         status, _, _ = self.server.request("POST", CHAT_PATH, {**CHAT, "stream": False})
         assert status == 200 and "Traceback" not in self.server.log
 

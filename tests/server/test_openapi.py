@@ -18,7 +18,7 @@ CONFIGURATION = """
 include-path-regex = "^/(v1/)?(kvpersist|metrics)"
 phases.coverage.unexpected-methods = []
 """
-"""Of other methods stock answers 404 and 501 there, as on its own paths."""
+"""For other methods stock answers 404 and 501 there, as on its own paths."""
 SHORT = ("--phases", "coverage")
 LONG = ("--phases", "coverage,fuzzing,stateful", "--max-examples", "200", "--max-time", "200")
 

@@ -58,7 +58,7 @@ class OpenCode(Agent):
 
 
 def restarted(server: ScriptedServer) -> list[dict[str, Any]]:
-    """Return what the server says of its requests, kill it, and start it again."""
+    """Return the server's records of its requests; kill it, and start it again."""
     asked = requests(server)
     wait_for_writer(server.process)
     server.process.restart(kill=True)
@@ -85,9 +85,9 @@ def test_opencode(start_server: StartServer, tmp_path: Path) -> None:
 
 
 def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps its history in a file, and sends its rules again behind it: those are computed.
+    """It keeps its history in a file, and sends its rules after it again: those are computed.
 
-    Reuse ends with the last whole block before them, so with at most 255 tokens less.
+    Reuse ends with the last whole block before the rules: at most 255 tokens earlier.
     """
     server = make_server(start_server, tmp_path)
     programs = install(tmp_path, "aider-chat")

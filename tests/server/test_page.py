@@ -1,4 +1,4 @@
-"""The operator's page in a browser, and the routes behind it: who sees and changes sessions."""
+"""The operator's page in a browser, and its routes: who sees and changes sessions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def width(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def opened(browser: Browser, server: ServerProcess, width: int) -> Iterator[Page]:
-    """The page, shown; its console and the addresses that it asks are checked at the end."""
+    """The page in a browser; its console and its requested addresses are checked at the end."""
     page, told, asked = browser.new_page(viewport={"width": width, "height": 800}), [], set[str]()
     page.on("console", lambda message: told.append(message.text))
     page.on("pageerror", lambda error: told.append(str(error)))
@@ -239,7 +239,7 @@ def test_an_evicted_session_comes_back_from_disk(server: ServerProcess) -> None:
     status, done = change(server, "evict", {"id": before["id"]})
     assert status == 200 and done["ram_bytes_freed"] > 0
     after = session(server, "evicted")
-    # Its own blocks went; those that others in RAM continue stayed.
+    # Its own blocks went; blocks that other conversations in RAM continue stayed.
     assert after["tier"] == "disk" and 0 < after["ram_blocks"] < before["blocks"]
     assert {**after, "ram_blocks": before["blocks"], "tier": "ram"} == before
     assert session(server, "first") == other
@@ -270,7 +270,7 @@ def test_a_deleted_session_is_gone(
     assert main(["why", "--kvpersist-dir", str(started.store)]) == 0
     told = capsys.readouterr().out
     assert '"deleted"' not in told and '"quotes it"' in told
-    # What others begin with is still there, and no more than that.
+    # Only the blocks that begin other conversations are left.
     reply = server.chat(messages, "again", max_tokens=8)
     assert 0 < int(reply.kvpersist["reused"]) < reply.prompt_tokens // 2
     assert change(server, "delete", {"id": one["id"]})[0] == 404
@@ -323,7 +323,7 @@ def test_the_page_draws_the_memory_and_what_is_written(opened: Page, server: Ser
 
 
 def test_what_does_not_fit_is_drawn_full(browser: Browser, server: ServerProcess) -> None:
-    """More may be used than the budget has: alone, every request begins."""
+    """More than the budget may be used: a request that runs alone always begins."""
     data = described(server)
     data["memory"] |= {"caches": 3 * data["memory"]["total"], "waiting": 2}
     data["store"]["tiers"]["ram"]["asked_again_tokens"] = 1234
@@ -347,7 +347,7 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     name, status = f"{MARKUP}{width}", opened.locator("#status")
     reply = server.chat(talk(82), name, max_tokens=8)
     wait_for_reply(server)
-    action(opened, name, "Pin")  # the page finds the session by itself
+    action(opened, name, "Pin")  # the page finds the session without a reload
     expect(status).to_contain_text("is pinned")
     assert session(server, name)["pinned"]
     expect(opened.get_by_label(f"Actions for {name}", exact=True)).to_be_focused()
@@ -382,7 +382,7 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     more: list[Message] = [{"role": "assistant", "content": reply.text}]
     server.chat([*talk(82), *more, {"role": "user", "content": "On"}], name, max_tokens=8)
     wait_for_reply(server)
-    assert session(server, name)["title"] == f"<b>&amp; {width}"  # its name goes on
+    assert session(server, name)["title"] == f"<b>&amp; {width}"  # its name is longer
 
     action(opened, f"<b>&amp; {width}", "Delete")
     dialog = opened.get_by_role("dialog")
@@ -406,7 +406,7 @@ def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
             save_turn(store, chain(*([n] * 16 for n in range(24))), "long")
         server = servers.with_plugin(tiny_model)
         found = session(server, "long")
-        assert found["bytes"] > 24 << 20  # more than sockets hold
+        assert found["bytes"] > 24 << 20  # more than fits into socket buffers
         page, saved = browser.new_page(), list[Download]()
         page.on("download", lambda download: saved.append(download))
         page.goto(url_of(server))
@@ -492,7 +492,7 @@ def test_500_sessions(browser: Browser, crowded: ServerProcess, width: int) -> N
     page.goto(url_of(crowded))
     names, place = page.locator(".session b"), page.locator("#place")
     expect(place).to_have_text(re.compile("^1 to 20 of "))
-    # Its first words, without what the agent put before them, and its client.
+    # Its first words, without the agent's reminder before them, and its client.
     expect(page.get_by_text(f"{MARKUP} Refactor the parser", exact=True).first).to_be_visible()
     expect(page.get_by_text("Claude Code").first).to_be_visible()
     assert names.count() == 20 and page.evaluate(FITS)
@@ -507,7 +507,7 @@ def test_500_sessions(browser: Browser, crowded: ServerProcess, width: int) -> N
     page.get_by_label("Choose all on this page").check()
     expect(page.locator("#choose-matches")).to_be_hidden()
     page.get_by_role("button", name="Delete them").click()
-    expect(page.get_by_role("dialog")).to_contain_text("This frees 0 B of disk")  # others share it
+    expect(page.get_by_role("dialog")).to_contain_text("This frees 0 B of disk")  # it is shared
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator("#status")).to_contain_text("11 sessions are deleted")
     expect(place).to_have_text("No session has that.")
@@ -537,9 +537,9 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     assert start.evaluate("e => e.scrollWidth > e.clientWidth")  # its middle is left out
     place_of = "e => [e.getBoundingClientRect().top, e.getBoundingClientRect().right]"
     (top, right), (top_of_end, right_of_end) = name.evaluate(place_of), end.evaluate(place_of)
-    assert right_of_end <= right and top_of_end == pytest.approx(top, abs=3)  # in its line
+    assert right_of_end <= right and top_of_end == pytest.approx(top, abs=3)  # in the same line
     assert name.inner_text() == "w" * 200
-    # All matches are chosen, not those of a page only.
+    # All matches are chosen, not only those on one page.
     page.locator("#choose-all").focus()
     keys.press("Space")
     expect(page.locator("#chosen")).to_have_text("20 chosen")
@@ -609,7 +609,7 @@ def test_no_text_is_shown_that_may_not_be(
 
 
 def test_an_old_answer_does_not_undo_a_newer_one(opened: Page, server: ServerProcess) -> None:
-    """A poll that began before a button was pressed may be answered after it."""
+    """A poll that began before a click may be answered after it."""
     held: list[tuple[Route, APIResponse]] = []
 
     def hold(route: Route) -> None:

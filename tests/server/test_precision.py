@@ -1,4 +1,4 @@
-"""The default precision, behind the real server."""
+"""The default precision on the real server."""
 
 from __future__ import annotations
 

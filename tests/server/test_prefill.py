@@ -1,4 +1,4 @@
-"""Long prompts behind the real server: clients that leave, beginnings that several share, kills."""
+"""Long prompts on the real server: clients that leave, shared beginnings, kills."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG = 10_000
 
 @pytest.fixture(scope="module", autouse=True)
 def zygote() -> Iterator[None]:
-    """These servers compute with OpenBLAS; they are forked from a process that has it."""
+    """These servers compute with OpenBLAS; they are forked from a process that has loaded it."""
     before = ServerProcess.zygotes[sys.executable]
     made = Zygote(env=openblas_env())
     ServerProcess.zygotes[sys.executable] = (*before, made)
@@ -49,7 +49,7 @@ def server(started: StartServer, tiny_model: Path, zygote: None) -> ServerProces
 
 
 class Leaving:
-    """A client that asks, reads how far its prompt is, and goes away."""
+    """A client that sends a prompt, reads its progress, and leaves."""
 
     def __init__(self, server: ServerProcess, messages: list[Message], **params: Any) -> None:
         self._server, self._from = server, len(server.log)
@@ -61,7 +61,7 @@ class Leaving:
         self._socket.sendall(head.encode() + payload)
 
     def read_until(self, share: float) -> int:
-        """Return how many tokens were computed when at least this share of the prompt was."""
+        """Read until at least this share of the prompt is computed; return the computed tokens."""
         found: list[tuple[int, int]] = []
 
         def is_far() -> bool:
@@ -111,7 +111,7 @@ def test_after_kill_9_in_a_prompt_it_goes_on(
     leaving.leave()
     cut = server.chat(talk(2), max_tokens=8, temperature=0.0)
     assert 5 * 256 <= cut.cached_tokens < cut.prompt_tokens - 1, cut.cached_tokens
-    other = {"X-KVPersist-Namespace": "other"}  # where nothing is stored
+    other = {"X-KVPersist-Namespace": "other"}  # with an empty store
     whole = server.chat(talk(2), max_tokens=8, temperature=0.0, headers=other)
     assert whole.cached_tokens == 0 and whole.text == cut.text
 
@@ -137,7 +137,7 @@ def test_models_with_windows_and_states_go_on_from_a_checkpoint_on_the_way(
     assert again.cached_tokens > 0.9 * again.prompt_tokens
     wait_for_writer(server)
     stored = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]["tiers"]["disk"]
-    # Of the checkpoints on the way none is left: the first, the prompt's and the reply's are.
+    # Checkpoints on the way are gone; the first, the prompt's and the reply's are left.
     assert stored["checkpoints"] <= 24, stored
 
 
@@ -145,9 +145,9 @@ def test_models_with_windows_and_states_go_on_from_a_checkpoint_on_the_way(
 def test_a_client_that_hangs_up_without_streaming_is_not_served_to_the_end(
     server: ServerProcess, params: dict[str, Any]
 ) -> None:
-    """Also one with a seed, whose reply would be computed alone while all others wait."""
+    """Also a request with a seed, whose reply would run alone while all others wait."""
     before = served_tokens(server)
-    for pause_s in (0.3, 3.0, 30.0):  # until some tokens of the reply were computed
+    for pause_s in (0.3, 3.0, 30.0):  # until some tokens of the reply are computed
         leaving = Leaving(server, talk(4, 40), max_tokens=30_000, **params)
         leaving.read_until(1.0)
         time.sleep(pause_s)
@@ -160,13 +160,13 @@ def test_a_client_that_hangs_up_without_streaming_is_not_served_to_the_end(
 
 
 def n_stored(server: ServerProcess) -> int:
-    """Return how many blocks the index knows; the files of those of a turn come before."""
+    """Return how many blocks the index has; the files of a turn's blocks come before."""
     stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
     return int(stats["store"]["tiers"]["disk"]["blocks"])
 
 
 def served_tokens(server: ServerProcess) -> int:
-    """Return how many tokens clients were given, after the first of each reply."""
+    """Return how many tokens clients got, after the first of each reply."""
     text = server.request("GET", "/metrics")[2].decode()
     counts = [
         line.split()[-1]

@@ -1,4 +1,4 @@
-"""What one client cannot learn of another, on a real server."""
+"""One client learns nothing of another, on a real server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_anonymous_requests_share_nothing_with_isolation(
     size = stored_bytes(start_server.store)
     for _ in range(3):
         assert server.chat(talk, max_tokens=5).cached_tokens == 0
-    # What nobody could find is not written.
+    # Blocks that nobody could find are not written.
     assert server.chat(talk, "named", max_tokens=5).cached_tokens == named.prompt_tokens - 1
     assert server.chat(talk, "other", max_tokens=5).cached_tokens == 0
     server.terminate()

@@ -39,14 +39,14 @@ from tests.support.server_process import HOST, free_port
 pytestmark = pytest.mark.slow
 
 MODELS = {"tensor": "llama", "pipeline": "deepseek_v2", "hybrid": "qwen3_next"}
-"""By what is told in a test's name: how a model is divided, or that it has recurrent layers."""
+"""Names for test ids: how a model is divided, or that it has recurrent layers."""
 ENDS_S = 30.0
 """Every request to ranks in trouble has its reply, or a broken connection, by then."""
 
 
 @pytest.fixture(scope="session")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models that can be divided; those of a pipeline need an index of their files."""
+    """Models that can be divided; a model for a pipeline needs an index of its files."""
     folder, made = tmp_path_factory.mktemp("divided"), {}
     made["tensor"] = make_tiny_model(folder / "llama", n_heads=4, n_kv_heads=2)
     for kind in ("pipeline", "hybrid"):
@@ -80,12 +80,12 @@ class Ranked(RankedServer):
 
 
 class Talk:
-    """A conversation whose replies are known of one process."""
+    """A conversation whose replies are known from a single process."""
 
     def __init__(self, model: Path, seed: int = 0) -> None:
         self.seed, self.bias = seed, whole_characters(model)
         self.messages: list[Message] = []
-        if seed:  # those with a number share a system prompt that is worth waiting for
+        if seed:  # numbered conversations share a system prompt long enough to wait for
             self.messages.append({"role": "system", "content": synthetic_text(900, seed=99)})
         self.replies: list[str] = []
         self.cached: list[int] = []
@@ -118,7 +118,7 @@ EXACT = ("--kvpersist-kv-bits", "16")
 
 @cache
 def alone(model: Path, n_turns: int, seeds: tuple[int, ...] = (0,)) -> list[list[str]]:
-    """Return the replies of one process to conversations of so many turns."""
+    """Return the replies of one process to conversations of this number of turns."""
     talks = [Talk(model, seed) for seed in seeds]
     with (
         tempfile.TemporaryDirectory() as store,
@@ -242,7 +242,7 @@ def test_what_one_rank_lost_costs_reuse_alone(
 
 
 def test_folders_of_unequal_age(divided: dict[str, Path], tmp_path: Path) -> None:
-    """Rank 1 goes back to an older state of its folder: what both have is reused."""
+    """Rank 1 goes back to an older state of its folder: the common blocks are reused."""
     (expected,) = alone(divided["tensor"], 4)
     talk, older = Talk(divided["tensor"]), tmp_path / "older"
     with Ranked(divided, "tensor", tmp_path, *EXACT) as server:
@@ -288,7 +288,7 @@ def leave(server: ServerProcess, body: dict[str, object], after_s: float) -> Non
 
 @pytest.mark.parametrize("seed", [None, 7], ids=["in a batch", "served by itself"])
 def test_clients_that_leave(divided: dict[str, Path], tmp_path: Path, seed: int | None) -> None:
-    """In a prompt and in a reply; stock's ranks wait for ever where a seeded one leaves."""
+    """In a prompt and in a reply; stock's ranks wait for ever if a client with a seed leaves."""
     rng, talk = random.Random(3), Talk(divided["tensor"])
     with Ranked(divided, "tensor", tmp_path) as server:
         for n in range(6):
@@ -319,7 +319,7 @@ def test_the_end_of_one_ends_all(
 
 
 def test_they_end_with_mlx_launch(divided: dict[str, Path], tmp_path: Path) -> None:
-    """MLX's launcher, ended by SIGTERM, leaves stock's ranks behind."""
+    """If SIGTERM ends MLX's launcher, stock's ranks keep running."""
     port, log_path = free_port(), tmp_path / "log"
     command = (
         *(sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"),
@@ -356,7 +356,7 @@ def test_they_end_with_mlx_launch(divided: dict[str, Path], tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def begun(divided: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Talk, Path]:
-    """A conversation of one turn, and the folder of the two ranks that keep it."""
+    """A conversation of one turn, and the folder of the two ranks that have stored it."""
     folder, talk = tmp_path_factory.mktemp("begun"), Talk(divided["tensor"])
     with Ranked(divided, "tensor", folder, *EXACT) as server:
         talk.turn(server)
@@ -409,13 +409,13 @@ def test_a_fault_on_one_rank_ends_in_a_reply_or_an_exit(
     except (ServerError, HTTPException, OSError) as error:
         assert not isinstance(error, TimeoutError) and "no healthy" not in str(error), server.log
     for n, reply in enumerate(talk.replies):
-        if reply != expected[n]:  # it was found by its rendered text, or not at all
+        if reply != expected[n]:  # an earlier reply was read as rendered text
             assert reply == reply_to(divided["tensor"], talk.messages[: 2 * n + 1]), server.log
             break
 
 
 KILLS_S = 600.0
-"""How long ranks are killed at random."""
+"""The time during which ranks are killed at random."""
 
 
 @pytest.mark.timeout(KILLS_S + 300)

@@ -53,7 +53,7 @@ class Agent(ABC):
         self._settings.write_bytes(content.encode())
         self._settings.chmod(0o640)
         self.env: dict[str, str] = {}
-        # By name: of a package without a version npm takes one that suits the Node here.
+        # By name: without a version npm takes the package that suits the Node here.
         package = f"{self.package}@latest"
         install = ("npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), package)
         subprocess.run(install, check=True, timeout=600, capture_output=True)
@@ -65,7 +65,7 @@ class Agent(ABC):
         assert self._files().keys() - {name} > self._before.keys() - {name}
 
     def disconnect(self) -> None:
-        """Undo `connect`, and check that the home has the settings of before, and none of ours."""
+        """Undo `connect`, and check that the home has its earlier settings, and none of ours."""
         self._connect("--undo")
         files = self._files()
         assert {name: files.get(name) for name in self._before} == self._before
@@ -90,11 +90,11 @@ class Agent(ABC):
 
     @abstractmethod
     def ask(self, question: str, *, again: bool) -> str:
-        """Ask, in the conversation that was the last one if `again`; return the answer."""
+        """Ask, in the last conversation if `again`; return the answer."""
 
     @abstractmethod
     def read_note(self) -> str:
-        """Return what the model writes to read the note."""
+        """Return the model's call that reads the note."""
 
 
 class ClaudeCode(Agent):
@@ -219,7 +219,7 @@ def test_a_tool_that_is_searched_for_only_makes_the_prompt_longer(
 
 
 def requests(server: ScriptedServer) -> list[dict[str, Any]]:
-    """Return what the running server says of its requests, the oldest first."""
+    """Return the running server's records of its requests, the oldest first."""
     _, _, answer = server.process.request("GET", "/v1/kvpersist/requests")
     asked: list[dict[str, Any]] = json.loads(answer)
     return asked[::-1]

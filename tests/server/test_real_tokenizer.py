@@ -1,4 +1,4 @@
-"""A real tokenizer and its template behind the real server, with a tiny model."""
+"""A real tokenizer and its template on the real server, with a tiny model."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SYSTEM: Message = {"role": "system", "content": synthetic_text(150, seed=99)}
 
 
 class Talk:
-    """A conversation that sends back what it got."""
+    """A conversation that sends its replies back."""
 
     def __init__(self, session: str, store: Path) -> None:
         self.session = session
@@ -81,7 +81,7 @@ def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path, n_turns: int
         assert talks[name].replies == talks["uninterrupted"].replies, name
         assert talks[name].cached == talks["uninterrupted"].cached, name
     assert len(set(talks["killed"].replies)) == n_turns
-    # Each turn reuses all that was there before it: prompt and reply of the last one.
+    # Each turn reuses all that was stored before: prompt and reply of the last turn.
     for before, cached in zip(talks["killed"].totals, talks["killed"].cached[1:], strict=False):
         assert cached >= before - 1
     whole, killed = block_files(tmp_path / "uninterrupted"), block_files(tmp_path / "killed")
@@ -170,7 +170,7 @@ def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: P
     log = server.log
     sentences = re.findall(r"kvpersist: (.*) \(kvp-\w+\)$", log, re.MULTILINE)
     assert len(sentences) == 5
-    sentences = sentences[2:]  # those since the restart
+    sentences = sentences[2:]  # sentences since the restart
     assert re.fullmatch(
         rf"reused {warm.cached_tokens:,} of {warm.prompt_tokens:,} tokens from disk in \d+ ms, "
         '1 computed, session "s"',
@@ -209,7 +209,7 @@ def test_stocks_lines_on_its_empty_cache_do_not_contradict_ours(
 def test_a_start_while_another_process_changes_the_store(
     start_server: StartServer, tiny_model: Path
 ) -> None:
-    """What is stored is used at once; what is new is written when the other has ended."""
+    """Stored turns are used at once; new turns are written when the other process has ended."""
     server, talk = start_server.with_plugin(tiny_model), Talk("main", start_server.store)
     talk.turn(server, "One?")
     with lock_holder(start_server.store) as holder:

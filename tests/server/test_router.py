@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 N_CONVERSATIONS = 8
 N_TURNS = 4
 LEAST_SHARE = 0.9
-"""Of what one server reuses, so much is reused behind the router while its server lives."""
+"""The share of one server's reuse that is left behind the router while that server lives."""
 TOOLS = [
     {
         "name": "read",
@@ -135,6 +135,6 @@ def test_one_of_two_servers_dies(
 
 
 def n_workers(gateway: ServerProcess) -> int:
-    """Return how many servers the router knows and takes for sound."""
+    """Return how many servers the router knows as healthy."""
     workers = json.loads(gateway.request("GET", "/workers")[2])["workers"]
     return sum(worker["is_healthy"] for worker in workers)

@@ -1,4 +1,4 @@
-"""Servers that share what they computed: one restores what the other did, replies stay equal."""
+"""Servers that share computed blocks: one restores the other's, and replies stay equal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Talk:
         self.replies: list[Reply] = []
 
     def ask(self, server: ServerProcess, *questions: str) -> Reply:
-        """Ask question after question; return the last reply."""
+        """Have one turn after another; return the last reply."""
         for question in questions:
             self.messages.append({"role": "user", "content": question})
             reply = server.chat(self.messages, "s", max_tokens=270, temperature=0.0)
@@ -88,7 +88,7 @@ class Team:
         return self._start.with_plugin(self._model, *folder, *shared, launcher=AT_ONCE)
 
     def expected(self) -> Talk:
-        """Return the conversation as a server says it that shares nothing."""
+        """Return the conversation with a server that shares nothing."""
         talk = Talk()
         talk.ask(alone := self.server("--kvpersist-ram", "256M"), *QUESTIONS)
         alone.stop()
@@ -132,7 +132,7 @@ def test_a_server_that_is_killed_before_it_puts_something_puts_it_afterwards(
     in_the_way = tmp_path / "bucket" / "kvpersist"
     in_the_way.touch()
     talk.ask(first, QUESTIONS[0])
-    wait_for_reply(first)  # else the next prompt has other tokens: those of the reply's text
+    wait_for_reply(first)  # else the next prompt has the tokens of the reply's text
     assert shared_counts(first)["written"] == 0
     first.restart(kill=True)
     in_the_way.unlink()
@@ -162,7 +162,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 def test_over_s3_servers_with_empty_disks_go_on(
     started: StartServer, tiny_model: Path, tmp_path: Path, key: Path, bucket: Bucket
 ) -> None:
-    """They have computed nothing of the conversation, and reply as one that has.
+    """They have computed nothing of the conversation, and reply as if they had.
 
     At last the store is slow, then gone: replies stay right, and nothing is lost locally.
     """
@@ -199,7 +199,7 @@ from mlx_lm_kvpersist._startup import serve
 obstore.store.LocalStore = lambda *args, **options: threading.Event().wait()
 serve(sys.argv[1:])
 """
-"""A server whose shared folder does not answer from the start, as one of NFS without its server."""
+"""A server whose shared folder never answers, as a folder of NFS without its server."""
 
 
 @pytest.mark.slow

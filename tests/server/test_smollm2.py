@@ -1,4 +1,4 @@
-"""A real model, a real text, kill -9: what was stored is reused, and no reply changes."""
+"""A real model, a real text, kill -9: all stored tokens are reused, and no reply changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ N_BEFORE_KILL = 2
 
 @dataclass
 class Talk:
-    """A conversation about the document; it sends back what it got."""
+    """A conversation about the document; it sends its replies back."""
 
     server: ServerProcess
     store: Path
@@ -98,7 +98,7 @@ FACTS = {
     "What is a telescope?": "device",
     "Who wrote Romeo and Juliet?": "Shakespeare",
 }
-"""Where the model in its own precision is sure of the first word."""
+"""Facts of whose first word the model in its own precision is sure."""
 
 
 def facts_told(folder: Path, model: Path, *options: str) -> int:

@@ -32,7 +32,7 @@ def ask(
 def test_chat_completions(scripted_server: ScriptedServer, stream: bool, word: str) -> None:
     text, reason, n_tokens = ask(scripted_server, REPLY, [word, "never"], stream)
     assert (text, reason) == (REPLY.partition(word)[0], "stop")
-    assert n_tokens < 40  # nothing was computed behind it
+    assert n_tokens < 40  # nothing was computed after it
 
 
 @STREAMS

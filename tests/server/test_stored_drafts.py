@@ -1,6 +1,6 @@
 """A reply that another conversation has had takes fewer steps, after a restart, too.
 
-Wrong drafts change neither a reply nor what is stored of it.
+Wrong drafts change neither a reply nor its stored blocks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_what_another_session_was_told_is_guessed(tiny_model: Path, tmp_path: Pa
         server.restart(kill=True)
         assert reply("b", "theirs") == first
         assert n_guessed() < by_itself + 30
-        assert reply("c") == first  # while what is stored is read
+        assert reply("c") == first  # while stored ids are read
         n_guessed()
         assert reply("d") == first
         assert n_guessed() > by_itself + 100

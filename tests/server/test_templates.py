@@ -22,7 +22,7 @@ def test_role_mapping_without_a_template(
     before = 0
     for turn in range(3):
         reply = server.chat(talk, "s", role_mapping=roles, max_tokens=12)
-        # "A: " is stripped at the end of a prompt, so a turn parts right behind the last "A:".
+        # "A: " is stripped at the end of a prompt, so a turn diverges right after the last "A:".
         assert reply.cached_tokens >= before
         before = reply.prompt_tokens - 2
         talk += [

@@ -30,7 +30,7 @@ UNLIKE = re.compile(
     r'"(?:id|item_id|created|created_at|completed_at|signature)": ?(?:"[^"]*"|[0-9.]+|null)'
     r"|restore_ms=[0-9.]+|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]+|\b(?:msg|resp|rs|chatcmpl)[-_]\w+"
 )
-"""What differs between two equal requests: names and times."""
+"""The parts that differ between the replies of two equal requests: names and times."""
 
 PLACES: dict[str, tuple[tuple[str, ...], Any]] = {
     "keys": (
@@ -60,7 +60,7 @@ def _requests(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class Tenants:
-    """The clients of a server, each with what names it. They ask in some forms of a request."""
+    """The clients of a server, each with its name. They use some forms of a request."""
 
     def __init__(self, server: ServerProcess, headers: Any, forms: slice = slice(None)) -> None:
         self.server, self._headers, self.forms = server, headers, forms
@@ -141,7 +141,7 @@ def test_a_guess_learns_nothing_of_a_model_that_stock_serves(
 def test_the_number_of_agents_of_others_is_nobodys_business(
     start_server: StartServer, tiny_model: Path
 ) -> None:
-    """Neither an id that others have taken nor how many there are makes a difference."""
+    """Neither the ids nor the number of other tenants' agents make a difference."""
     server = start_server.with_plugin(tiny_model)
 
     def create(who: str, name: str) -> tuple[int, Any]:

@@ -42,7 +42,7 @@ def test_a_file_is_computed_and_pinned_at_the_start(
     assert (session["name"], session["pinned"]) == ("warm Fr-hst-ck", True)
     first = server.chat([SYSTEM, ASK], max_tokens=2)
     assert first.kvpersist["outcome"] == "DIVERGE"
-    # All of it but the words of the template that follow.
+    # All of it except the template's words after it.
     assert first.cached_tokens > session["tokens"] - 12 > 256
 
 

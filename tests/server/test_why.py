@@ -99,14 +99,14 @@ def test_why_needs_no_running_server(
     out = capsys.readouterr().out
     assert told[0]["sentence"] in out and "asked:  gate see?" in out
     assert f"First token after {told[0]['first_token_s']:.2f} s" in out
-    # A restarted server goes on behind them.
+    # A restarted server adds its records to them.
     again = start_server.with_plugin(tiny_model)
     again.chat([SYSTEM, QUESTION])
     again.terminate()
     assert main(["why", *store, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found[1:] == stored and found[0]["outcome"] in ("EXACT", "EXTEND", "DIVERGE")
-    # A session's records go with it, and others quote it no more.
+    # A session's records are deleted with it, and other records quote it no more.
     assert main(["sessions", "rm", *store, "s"]) == 0
     capsys.readouterr()
     assert main(["why", *store, "--json"]) == 0
@@ -158,7 +158,7 @@ def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_dir: Path) -> None:
-    """The same words under another model, namespace or precision are named as that."""
+    """The reason for the same words is another model, namespace or precision."""
     other_model = make_tiny_model(models_dir / "other-weights", seed=9)
     server = start_server.with_plugin(tiny_model)
     server.chat([SYSTEM, QUESTION])
@@ -194,7 +194,7 @@ def test_what_was_evicted(
     again = server.chat(talks[0], max_tokens=8)
     assert again.cached_tokens == 0
     assert records(server)[0]["reason"] == "evicted to keep to the budget"
-    # It is written anew, and so it was evicted in vain.
+    # It is written again, and so it was evicted in vain.
     wait_until(lambda: evicted_in_vain(server) > 256, "tokens that were asked for again")
     wait_until(lambda: settled(server), "a writer at rest")
     assert main(["why", "--url", f"http://127.0.0.1:{server.port}"]) == 0

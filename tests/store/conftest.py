@@ -29,7 +29,7 @@ def chain(*blocks: list[int], parent: bytes = ROOT.key) -> list[Block]:
 
 
 def arrays_of(node: Block) -> dict[str, mx.array]:
-    """Return arrays whose content belongs to this node alone."""
+    """Return arrays that differ from all other nodes' arrays."""
     seed = int.from_bytes(node.key[:4], "little")
     arrays = {
         "0.k.weights": mx.random.randint(0, 1 << 30, (2, 64, node.n_tokens, 128), mx.uint32),
@@ -52,17 +52,17 @@ def unused_checkpoints(index: Index) -> list[tuple[float, bytes]]:
 
 
 def state(node: Block) -> Checkpoint:
-    """Return the checkpoint that holds the state of recurrent layers behind a block."""
+    """Return the checkpoint with the state of recurrent layers after a block."""
     return Checkpoint.at(node.key, "state", 0)
 
 
 def window(node: Block) -> Checkpoint:
-    """Return the checkpoint that holds a block's tokens for layers that see 512."""
+    """Return the checkpoint with a block's tokens for layers that see 512."""
     return Checkpoint.at(node.key, "window-512", node.n_tokens)
 
 
 def arrays_of_checkpoint(checkpoint: Checkpoint) -> dict[str, mx.array]:
-    """Return arrays that belong to this checkpoint alone, of dtypes as states have them."""
+    """Return arrays that differ from all other checkpoints' arrays, in dtypes of states."""
     key = mx.random.key(int.from_bytes(checkpoint.key[:4], "little"))
     arrays = {
         "0.conv": mx.random.normal((2, 1, 3, 64), mx.bfloat16, key=key),

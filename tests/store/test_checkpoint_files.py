@@ -71,7 +71,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_states_come_in_any_form(tmp_path: Path) -> None:
-    """A transposed view, a slice, a scalar: what is read is what was meant."""
+    """A transposed view, a slice, a scalar: the same values are read."""
     square = mx.arange(64, dtype=mx.bfloat16).reshape(8, 8)
     arrays = {
         "transposed": square.T,

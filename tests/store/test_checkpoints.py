@@ -1,4 +1,4 @@
-"""Parts in a store: kept, found, replaced, evicted, and lost together with their block."""
+"""Checkpoints in a store: saved, found, replaced, evicted, and lost together with their block."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def checkpoints_of(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
 
 
 def check_holds(store: BlockStore, checkpoint: Checkpoint, tier: str) -> None:
-    """Assert that a checkpoint holds what `arrays_of_checkpoint` made for it."""
+    """Assert that a checkpoint has the arrays that `arrays_of_checkpoint` made for it."""
     loaded = store.reader.load(checkpoint, ROOT)
     assert loaded is not None and loaded.tier == tier
     expected = arrays_of_checkpoint(checkpoint)
@@ -125,7 +125,7 @@ def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> N
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:
         db.execute(statement)
     assert store.checkpoints([node.key]) == {}
-    # It is found again when a turn has it anew.
+    # It is found again when a turn has saved it again.
     save_turn(store, [node], "s", [state(node)])
     again = reopened(store)
     assert checkpoints_of(again, node) == {state(node)}
@@ -133,11 +133,11 @@ def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> N
     again.close()
 
 
-# Blocks that hold nothing.
+# Blocks without arrays.
 
 
 def test_blocks_without_arrays(store: BlockStore) -> None:
-    """Where every layer is recurrent, blocks are ids and text, and the state is all KV."""
+    """If every layer is recurrent, blocks are only ids and text; the state has all of the cache."""
     nodes = chain([1, 2], [3])
     checkpoint = state(nodes[1])
     keys = tuple(node.key for node in nodes)
@@ -207,7 +207,7 @@ def test_a_checkpoint_for_a_block_that_is_nowhere_is_left_out(store: BlockStore)
     (elsewhere,) = chain([9])
     save_turn(store, nodes, "s", [window(nodes[1]), state(elsewhere)], [state(nodes[0])])
     assert checkpoint_files(store.folder) == names(state(nodes[0]), window(nodes[1]))
-    assert checkpoints_of(store, nodes[0]) == {state(nodes[0])}, "superseded by what is not there"
+    assert checkpoints_of(store, nodes[0]) == {state(nodes[0])}, "superseded by nothing stored"
     again = reopened(store)
     assert checkpoints_of(again, elsewhere) == set()
     again.close()
@@ -262,7 +262,7 @@ def test_a_failed_turn_supersedes_nothing(
     assert store.turns_not_saved == 1
     assert {path: path.read_bytes() for path in store.folder.glob("*/*/*")} == before
     assert store.index.keys("checkpoints") == {state(nodes[1]).key}
-    # What could not be written is served from RAM, as is what it would have superseded.
+    # Unwritten checkpoints, and checkpoints that they supersede, are served from RAM.
     check_holds(store, state(longer[2]), "ram")
     check_holds(store, state(nodes[1]), "ram")
     save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
@@ -270,7 +270,7 @@ def test_a_failed_turn_supersedes_nothing(
 
 
 def test_a_waiting_turn_keeps_what_another_supersedes(store: BlockStore) -> None:
-    """Two branches: the second goes on from the state that the first leaves behind."""
+    """Two branches: the second continues from the state that the first supersedes."""
     nodes = chain([1], [2])
     old = state(nodes[1])
     save_turn(store, nodes, "s", [old])
@@ -307,7 +307,7 @@ def test_a_replaced_tail_takes_its_checkpoints_along(store: BlockStore) -> None:
 def test_what_a_turn_takes_the_place_of_goes_in_its_transaction(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is killed right behind it leaves files without rows, and those are swept."""
+    """A process that is killed right after it leaves files without rows, which are swept."""
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "s", [state(head), state(tail)])
     longer = chain([1], [2, 3, 4])
@@ -342,7 +342,7 @@ def test_too_much_that_waits_counts_checkpoints(store: BlockStore) -> None:
             )
     assert store.turns_not_saved == 1
     assert checkpoint_files(store.folder) == names(state(two[0]))
-    # It is in RAM, and may go.
+    # It is in RAM, and may be evicted.
     entry = store.pool.get(state(one[0]).key)
     assert entry is not None and not entry.pins and not entry.is_stored
 
@@ -351,7 +351,7 @@ def test_too_much_that_waits_counts_checkpoints(store: BlockStore) -> None:
 
 
 def tight(store: BlockStore, n_bytes: int) -> DiskStore:
-    """Close a store and open its folder with a budget of so many bytes less than it has."""
+    """Close a store and open its folder with a budget of `n_bytes` less than it has."""
     store.close()
     disk = DiskStore(store.folder, store.limits)
     max_disk_bytes = disk.used_bytes() - n_bytes
@@ -363,7 +363,7 @@ def test_the_least_recently_used_goes_first_checkpoint_or_leaf(store: BlockStore
     old, new = chain([1], [2]), chain([3], [4])
     save_turn(store, old, "old", [window(old[0])])
     save_turn(store, new, "new", [state(new[1])])
-    store.touch([old[1].key])  # as a chain without its checkpoint: that is older than all else now
+    store.touch([old[1].key])  # as a chain without its checkpoint, which is now older than all else
     store.drain()
     disk = tight(store, 1)
     assert disk.make_room(0)
@@ -436,7 +436,7 @@ def test_checkpoints_of_waiting_turns_stay(store: BlockStore) -> None:
     save_turn(store, one, "one", [state(one[0]), state(one[1])])
     save_turn(store, two, "two", [state(two[0])])
     with writer_held(store):
-        # Of blocks that are in the turn, and of one that is not.
+        # Checkpoints of blocks of the turn, and of a block that is not in it.
         store.commit(Commit(ROOT, tuple(one[:1]), checkpoints=(state(one[0]),)), [])
         store.commit(Commit(ROOT, (), checkpoints=(window(one[1]),)), [])
         keep = {key for commit in store.writer.commits() for key in commit.keys()}
@@ -473,7 +473,7 @@ def test_checkpoints_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> N
     store.close()
 
 
-# What cannot be had.
+# Checkpoints that cannot be loaded.
 
 
 def damage(path: Path) -> None:
@@ -501,7 +501,7 @@ def test_a_checkpoint_that_cannot_be_trusted_goes_to_quarantine(
         ".json",
         ".safetensors",
     ]
-    # The block and its other checkpoint are as they were; the checkpoint can be kept anew.
+    # The block and its other checkpoint are as they were; the checkpoint can be saved again.
     check_holds(store, other, "disk")
     assert store.reader.load(node, ROOT) is not None
     save_turn(store, [node], "s", [checkpoint])
@@ -512,7 +512,7 @@ def test_a_checkpoint_that_cannot_be_trusted_goes_to_quarantine(
 def test_what_goes_to_quarantine_is_gone_while_it_goes(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer takes it out of the index after this was read, and before the answer is made."""
+    """The writer removes its row after a lookup has read it, and before the lookup's answer."""
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
     asked: list[tuple[Callable[[], set[Any]], Record]] = [
@@ -610,7 +610,7 @@ def test_a_checkpoint_of_another_model(store: BlockStore) -> None:
 def test_a_checkpoint_that_another_process_removes(
     store: BlockStore, limits: StoreLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two stores on one folder: None for who is about to load it; then it can be written anew."""
+    """Two stores on one folder: the other store loads None; then it can be written again."""
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[1])])
     store.pool.clear()
@@ -624,7 +624,7 @@ def test_a_checkpoint_that_another_process_removes(
     assert store.blocks_quarantined == 0 and not store._failures
     assert checkpoints_of(store, *longer) == {state(longer[2])}
     check_holds(store, state(longer[2]), "disk")
-    # A turn that was to go on from it is saved all the same, without it.
+    # A turn that continues from it is still saved, without it.
     branch = chain([1], [2], [4])
     turn = Commit(ROOT, tuple(branch), checkpoints=(offered, state(branch[2])))
     new = [(branch[2], arrays_of(branch[2]))]
@@ -661,7 +661,7 @@ def test_an_index_that_cannot_be_read(
         raise sqlite3.OperationalError("disk I/O error")
 
     monkeypatch.setattr(Database, "connection", property(fail))
-    assert checkpoints_of(store, node) == {state(node)}  # what is in RAM
+    assert checkpoints_of(store, node) == {state(node)}  # checkpoints in RAM
     store.pool.clear()
     assert checkpoints_of(store, node) == set()
     assert "cannot read the index" in caplog.text

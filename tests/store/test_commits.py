@@ -1,4 +1,4 @@
-"""A commit holds its new blocks; commits that wait together share a transaction."""
+"""A commit has its new blocks; commits that wait together share a transaction."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Asked:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Count what is asked of indexes that are opened from now on."""
+    """Count the statements of indexes that are opened from now on."""
     asked, connect = Asked(), Database._connect
 
     def counted(database: Database) -> sqlite3.Connection:

@@ -171,7 +171,7 @@ def _full_disk(index: Index) -> Iterator[None]:
 
 @contextmanager
 def _file_too_large(index: Index) -> Iterator[None]:
-    """The system refuses to let any file grow: EFBIG, as EIO and others an I/O error."""
+    """The system refuses to let any file grow: EFBIG, an I/O error like EIO."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -289,12 +289,12 @@ def test_every_error_of_sqlcipher_is_one_of_sqlite(encryption: Encryption) -> No
             assert issubclass(kind, getattr(sqlite3, kind.__name__))
 
 
-# What is done.
+# The reaction.
 
 
 @pytest.fixture
 def folder(tmp_path: Path, path: Path, encryption: Encryption) -> Path:
-    """A store with that index, which no file of a block stands behind."""
+    """A store with that index, but without block files."""
     folder = tmp_path / "store"
     with closing(DiskStore(folder, LIMITS, encryption=encryption)):
         pass
@@ -327,7 +327,7 @@ def test_a_damaged_index_is_rebuilt_and_one_in_trouble_is_left_alone(
     (folder / "index.sqlite").write_bytes(content)
     monkeypatch.undo()
     with closing(DiskStore(folder, LIMITS, encryption=encryption)) as disk:
-        assert disk.index.totals().n_blocks == 0  # as the files say
+        assert disk.index.totals().n_blocks == 0  # as in the files
     assert list((folder / "quarantine").glob("index-*.sqlite"))
 
 

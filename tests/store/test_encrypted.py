@@ -1,4 +1,4 @@
-"""A folder that is encrypted: it tells nothing without its key, and all else is as it was."""
+"""A folder that is encrypted: it tells nothing without its key, and all else is the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IDS = list(range(77_000, 77_128))
 
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
-    """A key file, and the folder of a store beside it that is not made yet."""
+    """A key file, and the folder of a store that does not exist yet."""
     assert cli.main(["key", str(tmp_path / "key")]) == 0
     return tmp_path / "key"
 
@@ -69,7 +69,7 @@ def conversation() -> list[Block]:
 
 
 def keep(store: BlockStore) -> dict[bytes, dict[str, mx.array]]:
-    """Keep a conversation with all that a folder can hold of one; return its arrays by key."""
+    """Save a conversation in all forms that a folder can have; return its arrays by key."""
     nodes = conversation()
     content = save_turn(store, nodes, NAME, [state(nodes[1])], note={"words": TEXT})
     (session,) = store.index.sessions()
@@ -81,7 +81,7 @@ def keep(store: BlockStore) -> dict[bytes, dict[str, mx.array]]:
 
 
 def traces(folder: Path, content: dict[bytes, dict[str, mx.array]]) -> set[str]:
-    """Return what of the conversation is found in the names and bytes of a folder."""
+    """Return the traces of the conversation in the names and bytes of a folder."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     said = b"\0".join(str(path).encode() + b"\0" + path.read_bytes() for path in files)
     needles = {
@@ -111,7 +111,7 @@ def test_the_folder_tells_nothing_of_a_conversation(
         found = traces(folder, content)
         store.lose(conversation()[1], f"it says {TEXT}")
         store.drain()
-        staging = Staging(store.disk.files)  # as a process leaves it that is killed
+        staging = Staging(store.disk.files)  # as a killed process leaves it
         node = conversation()[0]
         new = store.disk.new_file(ROOT, node, content[node.key])
         new.write(staging.path(node.key))
@@ -286,7 +286,7 @@ def test_an_exported_session_is_for_any_store(
 def test_without_its_marker_a_store_is_left_alone(
     folder: Path, encryption: Encryption, content: bytes | None
 ) -> None:
-    """Also where somebody has made an empty one, as for a store that is not encrypted."""
+    """Also if somebody has made an empty marker, as for a store that is not encrypted."""
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         keep(store)
     marker = folder / "kvpersist-store"
@@ -385,7 +385,7 @@ def test_a_damaged_index_says_nothing_on_stderr_by_itself(
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "is damaged" in done.stderr
 
 
-# Beside a shared store.
+# With a shared store.
 
 
 def test_a_shared_store_gets_blocks_by_its_own_key(

@@ -1,4 +1,4 @@
-"""Encrypted objects: decrypted with their own name and key only; and what a key file is."""
+"""Encrypted objects: decrypted with their own name and key only; and key files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is evicted first, in RAM and on disk, and what is never evicted."""
+"""The order of eviction, in RAM and on disk, and blocks that are never evicted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keys_of(*chains: list[Block]) -> list[bytes]:
 
 
 def test_a_chain_that_was_used_at_one_moment_is_evicted_from_its_end(store: BlockStore) -> None:
-    """All of an older conversation goes before a newer one loses a block, in RAM and on disk."""
+    """All of an older conversation is evicted before any block of a newer one, in both tiers."""
     old, new = chain([1], [2], [3], [4]), chain([5], [6], [7])
     save_turn(store, old, "old")
     save_turn(store, new, "new")
@@ -110,7 +110,7 @@ def test_pinned_sessions_are_never_evicted(store: BlockStore) -> None:
         assert disk.index.keys() == {node.key for node in chain([1], [2])}
 
 
-# What comes back.
+# Evicted blocks that come back.
 
 
 def serve(pool: BlockPool, nodes: list[Block]) -> None:

@@ -50,7 +50,7 @@ def test_reads_what_was_written(
 ) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: copies)
     arrays = {name: a.astype(dtype) for name, a in arrays_of(NODE).items()}
-    arrays["0.v"] = mx.zeros((2, 1, 3, 0), dtype)  # an indexer keeps keys alone
+    arrays["0.v"] = mx.zeros((2, 1, 3, 0), dtype)  # an indexer has only keys
     mx.eval(arrays)
     size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays)
     path = block_path(tmp_path, NODE.key)
@@ -85,7 +85,7 @@ def test_arrays_of_any_dtype_are_read_as_they_were_written(
 def test_a_sound_file_that_cannot_be_read_now_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool
 ) -> None:
-    """Another process may have made room; else it is the machine that fails."""
+    """Another process may have evicted it; otherwise the machine has the fault."""
     path = block_path(tmp_path, NODE.key)
     write_block(path, NODE, ROOT, arrays_of(NODE))
 
@@ -103,7 +103,7 @@ def test_a_sound_file_that_cannot_be_read_now_is_no_damage(
 def test_on_cuda_the_writer_reads_no_array_of_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the host reads there leaves the GPU's memory."""
+    """A read on the host moves an array out of the GPU's memory."""
     arrays, read = arrays_of(NODE), []
 
     def noted(array: Any) -> memoryview:
@@ -232,7 +232,7 @@ def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
 
 
 def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
-    """A link or a pipe is no block; what it points to is not read, and it is not waited for."""
+    """A link or a pipe is not a block: a link's target is not read, a pipe is not waited for."""
     (real := tmp_path / "real").write_bytes(b"content")
     (link := tmp_path / "link").symlink_to(real)
     os.mkfifo(pipe := tmp_path / "pipe")

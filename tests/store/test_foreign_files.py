@@ -1,4 +1,4 @@
-"""The store harms no file that is not its own, whatever folder it is given."""
+"""The store harms no foreign file, whatever its folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FOREIGN = (
 
 
 def fill(folder: Path, names: tuple[str, ...] = FOREIGN) -> dict[Path, bytes]:
-    """Put files of somebody else's into a folder; return them with their content."""
+    """Put foreign files into a folder; return them with their content."""
     files = {folder / name: os.urandom(50_000) for name in names}
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def check_untouched(files: dict[Path, bytes]) -> None:
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return inode and size of all that a folder holds."""
+    """Return inode and size of all files in a folder."""
     return {
         str(path.relative_to(folder)): (path.lstat().st_ino, path.lstat().st_size)
         for path in folder.rglob("*")
@@ -87,7 +87,7 @@ def command(*argv: str | Path) -> int:
     return cli.main(list(map(str, argv)))
 
 
-# A folder of somebody else's.
+# A foreign folder.
 
 
 @pytest.mark.parametrize("names", [FOREIGN, ("notes.txt",), ("blocks/ab/photo.jpg",)], ids=len)
@@ -141,7 +141,7 @@ def test_import_refuses_a_folder_of_somebody_elses(
 
 
 def test_an_index_of_somebody_elses_is_not_ours(tmp_path: Path, limits: StoreLimits) -> None:
-    """Their index.sqlite may have blocks, even in WAL mode."""
+    """A foreign index.sqlite may have a table of blocks, even in WAL mode."""
     folder = tmp_path / "home"
     folder.mkdir()
     db = sqlite3.connect(folder / "index.sqlite")

@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.store.verify import find_problems
 from .conftest import ROOT, chain, save_turn
 
 OLD_ID = "0012ab34"
-"""An id as older versions drew them."""
+"""An id in the form of older versions."""
 
 
 def named(store: BlockStore, name: str | None) -> Session:
@@ -31,13 +31,13 @@ def named(store: BlockStore, name: str | None) -> Session:
 
 
 def draw(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
-    """Let these ids be drawn first, and the last of them from then on."""
+    """Have these ids drawn first, and then always the last of them."""
     drawn = chained(ids, iter(lambda: ids[-1], None))
     monkeypatch.setattr("mlx_lm_kvpersist.store.disk.secrets.token_hex", lambda _: next(drawn))
 
 
 def with_old_id(store: BlockStore, name: str | None) -> Session:
-    """Let a stored session have an id as older versions drew them, its file too."""
+    """Give a stored session, and its file, an id in the form of older versions."""
     with store.disk.lock.held():
         session = named(store, name)
         store.index.remove_session(session.id)

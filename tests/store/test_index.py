@@ -1,4 +1,4 @@
-"""The index's file: its connections, its rows, its totals, and what a damaged one may say."""
+"""The index's file: its connections, rows and totals, and wrong rows of a damaged index."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def n_descriptors() -> int:
 
 
 def test_a_connection_ends_with_its_thread(store: BlockStore) -> None:
-    """As the server's threads do that answer for the statistics: one each."""
+    """As with the server's threads that answer for the statistics: each has one connection."""
     save_turn(store, chain([1], [2]), "s")
     in_fresh_threads(2, store.stats)
     before = n_descriptors()
@@ -132,7 +132,7 @@ def test_threads_that_come_and_go_borrow_one_connection(
 def test_a_thread_that_keeps_the_connection_stops_no_other_thread(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others open connections, and leave none."""
+    """The other threads open connections, and close them again."""
     monkeypatch.setattr(database, "_TURN_S", 0.02)
     halfway, may_go_on = threading.Event(), threading.Event()
 
@@ -202,7 +202,7 @@ def test_a_lookup_among_many_conversations_asks_a_few_questions(store: BlockStor
     assert len(asked) <= 5
 
 
-# Rows that say what no row should.
+# Rows with wrong content.
 
 DAMAGES = [
     "UPDATE roots SET about = 'no JSON'",
@@ -260,7 +260,7 @@ def three(store: BlockStore) -> BlockStore:
 
 
 def ask_everything(store: BlockStore) -> None:
-    """Ask what a request, the statistics and the commands ask of the index."""
+    """Send the queries of a request, of the statistics and of the commands."""
     index = store.index
     for parent in (ROOT.key, chain([1, 2])[0].key):
         for ahead in (None, "<1><2>", pack_ids([1, 2])):
@@ -325,7 +325,7 @@ def test_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -> No
 
 
 def test_a_row_that_lies_about_its_place_is_passed_over(three: BlockStore) -> None:
-    """A key covers parent and ids, not where the block stands."""
+    """A key covers parent and ids, not the block's position."""
     three.pool.clear()
     head, tail = chain([1, 2], [3, 4])
     packed = pack_ids([1, 2, 3, 4])
@@ -344,7 +344,7 @@ def test_rows_that_go_round_in_circles_are_no_chain(store: BlockStore) -> None:
 
 
 def test_a_row_that_lies_about_its_ids_is_passed_over(three: BlockStore) -> None:
-    """They would be taken for those that the block's arrays were computed of."""
+    """They would be taken for the ids of the block's arrays."""
     three.pool.clear()
     tail = chain([1, 2], [3, 4])[1]
     lie = pack_ids([3, 9]).hex()
@@ -394,7 +394,7 @@ def test_what_is_lost_is_not_there_while_it_is_removed(store: BlockStore) -> Non
     assert node.key not in view
 
 
-# What a client may make of it.
+# What clients may write into it.
 
 
 @pytest.mark.parametrize("most", [300, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -457,7 +457,7 @@ def test_an_index_shrinks_with_its_store(tmp_path: Path) -> None:
 
 
 def test_rows_count_towards_the_budget(tmp_path: Path) -> None:
-    """A turn of many tokens and few bytes, as of a tiny model: most of it is its rows."""
+    """A turn of many tokens and few bytes, as of a tiny model: rows are most of its bytes."""
     limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=4 << 20)
     store = BlockStore(tmp_path / "store", limits)
     most = 0

@@ -57,7 +57,7 @@ def test_a_store_that_comes_to_a_volume_without_locks_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What is stored there is read, and requests are served."""
+    """Stored blocks are read there, and requests are served."""
 
     def flock(*args: object) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -89,7 +89,7 @@ def test_a_change_stops_with_the_name_of_the_holder(
         assert " since 20" in said and "secret" not in said
         holder.kill()
         holder.wait()
-        assert disk.sweep() == 0  # its lock went with it
+        assert disk.sweep() == 0  # its lock ended with it
     disk.close()
 
 
@@ -127,7 +127,7 @@ def test_a_server_reads_meanwhile_and_writes_afterwards(
 def test_an_index_that_another_program_has_locked(
     folder: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What to do is said, and it is not to choose another folder."""
+    """The log says what to do, which is not to choose another folder."""
     monkeypatch.setattr("mlx_lm_kvpersist.store.folder.OPEN_S", 0.1)
     monkeypatch.setattr(database, "_WAIT_S", 0.1)
     disk = DiskStore(folder, limits)

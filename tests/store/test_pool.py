@@ -19,7 +19,7 @@ def filled(pool: BlockPool, nodes: list[Block], *, pinned: bool = False) -> list
 
 
 def held(pool: BlockPool) -> tuple[int, ...]:
-    """Return numbers of blocks and checkpoints, all bytes, and those of checkpoints."""
+    """Return the numbers of blocks and checkpoints, all bytes, and the checkpoints' bytes."""
     stats = pool.stats()
     return tuple(stats[name] for name in ("blocks", "checkpoints", "bytes", "checkpoint_bytes"))
 
@@ -91,7 +91,7 @@ def test_checkpoints_go_by_age_and_hold_nobody() -> None:
     assert held(pool) == (2, 2, 40, 20)
     assert pool.checkpoints(keys) == checkpoints
     pool.touch([checkpoints[0].key])
-    # The leaf is the oldest of what may go, checkpoint or not.
+    # The leaf is the oldest evictable entry, checkpoint or not.
     filled(pool, chain([9]))
     assert [key in pool for key in keys] == [True, False]
     filled(pool, chain([8]))
@@ -154,7 +154,7 @@ def test_blocks_of_no_bytes() -> None:
         pool.put(KVBlock(node, {}, 0))
     assert len(pool) == 49 and pool.n_bytes == 0
     pool.put(KVBlock(state(nodes[-1]), object(), 20))
-    # What goes makes no room until the checkpoint itself is the oldest; then it goes.
+    # Evictions free no bytes until the checkpoint itself is the oldest; then it is evicted.
     assert held(pool)[1:3] == (0, 0)
 
 
@@ -240,7 +240,7 @@ def test_a_chain_is_released_up_to_what_others_need() -> None:
 
 
 def test_among_many_siblings_the_neighbours_are_looked_at() -> None:
-    """The last before what lies ahead, the first after it, and all with the same text."""
+    """The last before the text ahead, the first after it, and all with the same text."""
     pool = BlockPool(1 << 30)
     nodes = [chain([10 * n, 7])[0] for n in range(11, 11 + 3 * FEW)]
     for node in nodes:
@@ -256,7 +256,7 @@ def test_among_many_siblings_the_neighbours_are_looked_at() -> None:
 
 
 def test_what_a_prompt_begins_with_is_found_among_many_siblings() -> None:
-    """It stands far from the prompt in sorted order, behind others with the same beginning."""
+    """It is far from the prompt in sorted order, after others with the same beginning."""
     pool = BlockPool(1 << 30)
     nodes = [chain([10 * n, 7])[0] for n in range(11, 11 + 3 * FEW)]
     short = [
@@ -289,7 +289,7 @@ def test_a_pool_gives_back_what_it_is_asked_for() -> None:
     assert pool.release(11) == 20 and [key in pool for key in old] == [True, False, False]
     assert pool.release(100) == 10 and pool.release(100) == 0
     assert [key in pool for key in (*old, *new)] == [False, False, False, True, True]
-    # What a tier below has, too, stays while a commit waits for it.
+    # A block that a tier below has, too, stays while a commit waits for it.
     pool.set_stored(new)
     assert pool.release(100) == 0 and pool.stats()["evicted"] == 3
 

@@ -47,7 +47,7 @@ class Universe:
 
 
 class Naive:
-    """What the pool should do, by looking at all entries each time."""
+    """The pool's expected behaviour, computed from all entries each time."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.n_uses = max_bytes, 0
@@ -167,7 +167,7 @@ def start(record: Record) -> float:
 
 
 class User:
-    """One who does one thing at a time with a pool, and lets go of what it pinned."""
+    """A user of a pool who does one thing at a time, and unpins its entries."""
 
     def __init__(self, pool: BlockPool | Naive, universe: Universe) -> None:
         self.pool, self.universe = pool, universe
@@ -244,7 +244,7 @@ def test_a_million_operations() -> None:
 
 
 class Journal:
-    """A pool's lock that writes down who did what, in the order in which they had the lock."""
+    """A pool's lock that records the calls of all users in the order of the lock."""
 
     def __init__(self) -> None:
         self.lock, self.depth = threading.RLock(), 0
@@ -305,7 +305,7 @@ def test_eight_threads_do_what_one_does_after_the_other(n_each: int) -> None:
 
 
 def check_sums(pool: BlockPool) -> None:
-    """All that is counted is what is there, and what may go is on its way."""
+    """The counts are the entries' sums, and evictable entries are queued."""
     entries = pool._entries.values()
     points = [e for e in entries if isinstance(e.block, Checkpoint)]
     found = pool._checkpoints.values()

@@ -58,14 +58,14 @@ class Talk:
         return end
 
     def after(self, seconds: float) -> set[str]:
-        """Return the files of checkpoints that are there so much later."""
+        """Return the files of checkpoints that exist `seconds` later."""
         self.now_s += seconds
         self.store.writer.submit(lambda: None)
         self.settle()
         return checkpoint_files(self.store.folder)
 
     def settle(self) -> None:
-        """Return when nothing is left to be written but what is postponed."""
+        """Return when only postponed checkpoints are left to be written."""
         settle(self.store.writer)
 
 
@@ -126,7 +126,7 @@ def test_what_is_postponed_keeps_no_blocks_on_a_full_disk(tmp_path: Path) -> Non
 
 
 def test_what_writes_nothing_is_no_turn_that_is_saved(talk: Talk) -> None:
-    """Nor does it say that the disk works again."""
+    """Nor does it prove that the disk works again."""
     talk.turn()
     n_saved = talk.store.turns_saved
     with closing(DiskStore(talk.store.folder, LIMITS)) as disk:

@@ -1,4 +1,4 @@
-"""What is read ahead stays until it is used, within half of the budget, whatever happens."""
+"""Blocks that are read ahead stay until they are used, within half of the budget."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_was_in_ram_stays_too(stored: Any) -> None:
 
 
 def test_there_is_no_room_beside_turns_that_wait(stored: Any) -> None:
-    """Their blocks may not go, nor may the budget be exceeded for what is only read."""
+    """Their blocks may not be evicted, and reads must not exceed the budget."""
     store, nodes = stored
     others = chain(*([100 + n] for n in range(10)))
     store.put((node, arrays_of(node)) for node in others)
@@ -151,7 +151,7 @@ def test_a_release_while_it_reads_holds_nothing(
 
 
 def test_a_dropped_block_that_comes_anew_is_not_let_go_by_another(stored: Any) -> None:
-    """A turn that waits to be written must not lose its pin to what was read ahead before."""
+    """A turn that waits to be written must not lose its pin to an earlier read."""
     store, nodes = stored
     ahead = begin(store, nodes[:1])
     store.pool.remove(nodes[0].key)
@@ -173,7 +173,7 @@ def test_what_cannot_be_read_ends_it(stored: Any) -> None:
 
 
 def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
-    """Whatever happens to files meanwhile, each answer is whole or None, and in order."""
+    """Whatever happens to the files, each answer is whole or None, and in order."""
     store, nodes = stored
     rng = random.Random(3)
     kept = {node.key: block_path(store.folder, node.key).read_bytes() for node in nodes}
@@ -193,7 +193,7 @@ def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
             ahead.release()
             wait_until(partial(getattr, ahead, "finished"), "the end of reading")
         assert store.pool.n_bytes <= store.pool.max_bytes
-        store.drain()  # what was not there is forgotten by then
+        store.drain()  # missing keys are forgotten by then
     assert not any(entry.prefetched for entry in store.pool._entries.values())
 
 
@@ -218,7 +218,7 @@ def test_load_all_reads_little_beyond_what_is_taken(
 def test_what_another_prompt_has_read_stays_for_both(
     stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first may be served, and let go, before the second."""
+    """The first prompt may be served, and release the block, before the second."""
     store, nodes = stored
     both_wait = threading.Event()
     read = store.reader.read

@@ -1,4 +1,4 @@
-"""What a store makes of a folder that was removed, half a rebuild, files that outlive the index."""
+"""Recovery from a removed folder, half a rebuild, or files without an index."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_folder_removed_while_another_thread_reads(store: BlockStore) -> None:
     reader.start()
     try:
         for n in count():
-            while store.folder.exists():  # the reader may make an index in it meanwhile
+            while store.folder.exists():  # the reader may make an index in it at the same time
                 shutil.rmtree(store.folder, ignore_errors=True)
             save_turn(store, chain([n, 7], [n, 8]), "s")
             assert store.index.totals().n_blocks == 2
@@ -169,7 +169,7 @@ def test_a_folder_removed_while_another_thread_reads(store: BlockStore) -> None:
         reader.join()
 
 
-# Parts.
+# Checkpoints.
 
 
 def test_a_sweep_brings_checkpoints_in_line(store: BlockStore) -> None:
@@ -250,7 +250,7 @@ def test_a_rebuild_keeps_when_checkpoints_were_used(store: BlockStore) -> None:
 
 @pytest.mark.parametrize("version", [0, 1, INDEX_FORMAT - 1, INDEX_FORMAT + 1, 1 << 30, -1])
 def test_a_format_that_is_not_what_it_was_heals(store: BlockStore, version: int) -> None:
-    """A flipped bit of the version is no reason to refuse a store."""
+    """A flipped bit of the version must not make the store unusable."""
     save_turn(store, chain([1], [2]), "s")
     store.close()
     set_format(store.folder, version, INDEX_FORMAT)
@@ -288,7 +288,7 @@ def set_format(folder: Path, version: int, made_for: int) -> None:
 def test_a_rebuild_that_breaks_off_leaves_the_rows_as_they_were(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others read the old rows until it ends."""
+    """Other threads read the old rows until it ends."""
     save_turn(store, chain([1], [2]), "a name")
     before, add, seen = store.index.keys(), Index.add_blocks, list[set[bytes]]()
     sessions = store.index.sessions()

@@ -1,4 +1,4 @@
-"""What followed runs of ids: the same as a search from the end finds."""
+"""The ids after earlier runs: the same as a search from the end finds."""
 
 from __future__ import annotations
 

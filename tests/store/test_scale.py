@@ -1,4 +1,4 @@
-"""What a step costs must not grow with what it has nothing to do with. Counted, not timed."""
+"""A step's cost must not grow with unrelated content. It is counted, not timed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .conftest import ROOT, chain, save_turn
 
 
 def steps(index: Index, act: Callable[[], object]) -> int:
-    """Return how many instructions SQLite executes for an act of this thread, in tens."""
+    """Return how many tens of instructions SQLite executes for an act of this thread."""
     n_steps = 0
 
     def count() -> int:
@@ -167,7 +167,7 @@ def look_up_by_ids(one: Many) -> None:
 
 
 def look_up_the_end(one: Many) -> None:
-    """All of the block is used, and it has children."""
+    """The whole block matches, and it has children."""
     assert not match_prompt(one.index, ROOT.key, one.head.text, TOKENS).at_end
 
 
@@ -191,7 +191,7 @@ def find_the_first_to_go(one: Many) -> None:
 
 
 def find_the_first_of_a_model_to_go(one: Many) -> None:
-    """All others would go before it."""
+    """All other blocks would be evicted before it."""
     ((*_, key),) = one.index.unused(OTHER.fingerprint)
     assert key == one.other.key
 
@@ -230,7 +230,7 @@ def test_what_it_costs_does_not_grow_with_the_store(
 @settings(max_examples=40)
 @given(data=st.data())
 def test_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
-    """In either order; what is left out has no more in common than what is found."""
+    """In either order; omitted blocks have no more in common than returned blocks."""
     contents = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=20))
     contents = [list(ids) for ids in {tuple(ids) for ids in contents}]
     ahead = data.draw(st.lists(st.integers(0, 3), max_size=8))
@@ -296,7 +296,7 @@ class Key(bytes):
 
 @pytest.mark.parametrize("text", ["alike", None])
 def test_evicting_one_of_many_does_not_look_at_its_siblings(text: str | None) -> None:
-    """Without stored text they all read alike."""
+    """Without stored text they all look alike."""
     counts = []
     for n in (100, 4000):
         pool, rng = BlockPool(1 << 40), random.Random(7)

@@ -1,4 +1,4 @@
-"""The shared tier: what one store put, another fetches, and nothing that is not right."""
+"""The shared tier: one store fetches what another has put, and nothing wrong."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def counts(store: BlockStore) -> dict[str, int]:
 
 
 def put_all(store: BlockStore) -> None:
-    """Return when all that waits was put, or nothing can be."""
+    """Return when all waiting objects are put, or cannot be put."""
     settle(store.writer)
     wait_until(lambda: tier_of(store).putting.has_done_all, "everything is put")
 
 
 def wanted(nodes: Sequence[Block] = NODES, root: Root = ROOT, **changed: Any) -> Wanted:
-    """Return what a prompt of these blocks and another token wants, whose text none has."""
+    """Return the wanted blocks of a prompt: these blocks, and a token that no block has."""
     known = {
         "plan": lambda found: Plan(),
         "compute_s": lambda position, n_tokens: n_tokens / 100,
@@ -109,7 +109,7 @@ def wanted(nodes: Sequence[Block] = NODES, root: Root = ROOT, **changed: Any) ->
 
 
 def whole(found: Conversation) -> Plan:
-    """Return a plan of all of a conversation."""
+    """Return a plan to restore a whole conversation."""
     needed: list[Record] = [*found.chain, *found.checkpoints]
     n_tokens = sum(one.n_tokens for one in found.chain)
     return Plan(found.chain, [(one, 1 << 16) for one in needed], n_tokens)
@@ -275,7 +275,7 @@ def test_objects_under_anothers_name_are_misses(
 
 
 class SimulatedThreads:
-    """Threads whose tasks take time by a clock alone, and that share one line.
+    """Threads whose tasks take time by a simulated clock, and that share one network line.
 
     A task runs when it is submitted, one at a time, so tasks use the line in this order.
     """
@@ -285,7 +285,7 @@ class SimulatedThreads:
         self._line_free_s = self._now_s = 0.0
 
     def take(self, latency_s: float, on_line_s: float) -> None:
-        """Let the running task take some seconds alone, and some in which others must wait."""
+        """Let the running task take some seconds alone, and some on the shared line."""
         self._now_s = max(self._now_s + latency_s, self._line_free_s) + on_line_s
         self._line_free_s = self._now_s
 
@@ -304,7 +304,7 @@ class SimulatedThreads:
 
 
 class SimulatedFuture(Future[Any]):
-    """What a task gave, and when."""
+    """The result of a task, and its time."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -321,14 +321,14 @@ class SimulatedFuture(Future[Any]):
 
 @pytest.fixture
 def simulated(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> SimulatedThreads:
-    """The threads that fetch, of stores that are opened after this."""
+    """The fetching threads of stores that are opened after this."""
     made = SimulatedThreads(clock)
     monkeypatch.setattr("mlx_lm_kvpersist.store.shared.Threads", lambda n_threads, name: made)
     return made
 
 
 class Hampered:
-    """Objects that come slowly where that is simulated, or fail, perhaps when some have come."""
+    """Objects that come slowly on simulated threads, or fail, perhaps after some have come."""
 
     url = "test"
 
@@ -432,7 +432,7 @@ def test_short_prompts_that_gain_nothing_do_not_keep_long_ones_away(
 def test_a_fetch_never_takes_longer_than_computing(
     opened: Open, tmp_path: Path, simulated: SimulatedThreads, bytes_per_s: float, any_prefix: bool
 ) -> None:
-    """A block comes in 1, 13, 67 or 268 ms and takes 102 to compute; what is lost is bounded."""
+    """A block comes in 1, 13, 67 or 268 ms and takes 102 to compute; the lost time is bounded."""
     put(opened(), checkpoints=[state(NODES[3])])
     other = opened(objects=Hampered(tmp_path / "bucket", bytes_per_s, simulated=simulated))
     asked = wanted(
@@ -604,7 +604,7 @@ def test_what_is_used_is_put_again_before_it_is_pruned(
     for path in objects_in(tmp_path):
         path.unlink()
     put(other)
-    assert counts(other)["written"] == 7  # it believes that they are there
+    assert counts(other)["written"] == 7  # it believes that they exist
     monkeypatch.setattr(shared_objects, "ASK_AGAIN_S", 0.0)
     put(other)
     assert counts(other)["written"] == 13
@@ -790,7 +790,7 @@ def test_nothing_is_left_out_while_a_store_does_not_answer(
 
 
 class Hanging(Hampered):
-    """Objects of a folder that hangs, as one of NFS does: an operation does not come back."""
+    """Objects of a folder that hangs, as NFS can: an operation does not return."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(folder)
@@ -801,7 +801,7 @@ class Hanging(Hampered):
         """The one name that hangs; None: all do."""
 
     def hang(self, answer_s: float = 0.05) -> None:
-        """Answer nothing from now on; a store waits for it for so long."""
+        """Answer nothing from now on; a store waits `answer_s` for an answer."""
         self._monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", answer_s)
         self.goes_on.clear()
 
@@ -839,7 +839,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging
 
 
 def wait_for_attempts(store: BlockStore, n: int) -> None:
-    """Return when the thread that puts has tried some times more."""
+    """Return when the thread that puts has tried some more times."""
 
     def n_failed() -> int:
         return sum(store.stats()["failed"].values())
@@ -849,7 +849,7 @@ def wait_for_attempts(store: BlockStore, n: int) -> None:
 
 
 def check_close(store: BlockStore) -> None:
-    """Close a store that may wait for long, and does not."""
+    """Close a store, and check that this does not take long."""
     closing_thread = threading.Thread(target=store.close, args=(300.0,))
     closing_thread.start()
     closing_thread.join(60)
@@ -857,7 +857,7 @@ def check_close(store: BlockStore) -> None:
 
 
 def hang(store: BlockStore, how: str) -> None:
-    """Have an operation begun that does not end."""
+    """Begin an operation that does not end."""
     if how == "get":
         tier_of(store).fetch(wanted())
     else:

@@ -1,4 +1,4 @@
-"""The files of sessions with a name or a pin: counted in the budget, and not one by one."""
+"""The files of sessions with a name or a pin: counted in the budget, without a look at each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .conftest import ROOT, arrays_of, chain, save_turn
 
 
 def store_bytes(folder: Path) -> int:
-    """Return the size of all that counts: all but the lock and the marker."""
+    """Return the size of all files that count: all but the lock and the marker."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     counted = [path for path in paths if path.name not in ("lock", "kvpersist-store")]
     return sum(path.stat().st_size for path in counted)
@@ -61,7 +61,7 @@ def test_what_they_take_is_known_without_looking(store: BlockStore) -> None:
 
 @contextmanager
 def counted_file_operations() -> Iterator[Counter[str]]:
-    """Count what this thread asks of the file system."""
+    """Count this thread's calls to the file system."""
     counted: Counter[str] = Counter()
     asks = {"stat", "lstat", "scandir", "listdir", "open", "unlink", "replace", "mkdir"}
 

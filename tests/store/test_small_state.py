@@ -53,7 +53,7 @@ NOTHING: tuple[dict[str, str], float] = {}, 0
 
 
 def test_a_schema_that_is_no_text_costs_the_state_only(folder: Path) -> None:
-    """SQLite's own message quotes it, so reading what is left fails with another error."""
+    """SQLite's own message quotes it, so reading the rest fails with another error."""
     with closing(sqlite3.connect(folder / "index.sqlite")) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     content = (folder / "index.sqlite").read_bytes()
@@ -131,12 +131,12 @@ def test_an_index_that_says_nothing_has_no_small_state(folder: Path, left: bytes
     assert small_state(folder) == NOTHING
 
 
-# What may be written within an hour.
+# The limit of writes in an hour.
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in seconds since the epoch: its only item."""
+    """A list with the time in seconds since the epoch."""
     now = [1e9]
     monkeypatch.setattr("mlx_lm_kvpersist.store.small_state.time.time", lambda: now[0])
     return now

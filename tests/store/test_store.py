@@ -65,7 +65,7 @@ def test_a_turn_writes_only_what_is_new(store: BlockStore) -> None:
 
 
 def test_what_was_written_is_told_by_turn_and_by_hour(tmp_path: Path, limits: StoreLimits) -> None:
-    """A turn counts once, however often it is saved; the hour goes on after a restart."""
+    """A turn counts once, however often it is saved; the hour continues after a restart."""
     nodes = chain([1], [2], [3])
     with closing(BlockStore(tmp_path / "store", limits)) as store:
         assert store.stats()["written_turn_bytes"] is None
@@ -181,7 +181,7 @@ def test_a_failed_write_commits_nothing(
     assert store.index.totals().n_blocks == 0
     assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
     assert "cannot save a turn" in caplog.text
-    # What could not be written is still served from RAM, and may go when RAM is needed.
+    # Unwritten blocks are still served from RAM, and are evicted when RAM is needed.
     block = store.pool.get(nodes[0].key)
     assert block is not None and not block.pins
 
@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, limits: StoreLimi
 
 
 def test_among_many_children_the_nearest_are_found(store: BlockStore) -> None:
-    """What is left out has no more in common with the text ahead than what is returned."""
+    """Omitted children have no more in common with the text ahead than returned ones."""
     rng = random.Random(5)
 
     def word() -> str:
@@ -271,7 +271,7 @@ def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
     packed = pack_ids(range(1, 600))
     source = store.ram_first(ROOT.key, packed)
     assert match_prompt(source, ROOT.key, packed).n_tokens == 599
-    # Three for the other children, one for what goes on from the last block.
+    # Three for the other children, one for the child of the last block.
     assert len(statements) <= 5
     store.pool.remove(nodes[300].key)
     assert match_prompt(source, ROOT.key, packed).n_tokens == 599  # evicted since: asked on disk
@@ -297,7 +297,7 @@ def test_what_is_damaged_while_a_turn_is_saved_is_still_removed(
 
 
 def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore) -> None:
-    """The same prompt was answered twice, and the first conversation went on meanwhile."""
+    """The same prompt was answered twice, and the first conversation has continued."""
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "first")
     longer = chain([1], [2, 3, 4])
@@ -336,7 +336,7 @@ def test_a_change_of_what_is_found_is_told(store: BlockStore, how: str) -> None:
 
 
 def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
-    """Another process removed a block of it, which is not in RAM."""
+    """Another process removed one of its blocks, which is not in RAM."""
     nodes = chain([1], [2])
     save_turn(store, nodes[:1])
     store.pool.clear()
@@ -346,7 +346,7 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     leaf = Leaf(None, nodes[-1].key, nodes[-1].stop)
     store.commit(Commit(ROOT, tuple(nodes)), new)
     store.drain()
-    assert store.turns_not_saved == 0  # a prompt that is being computed is no turn
+    assert store.turns_not_saved == 0  # a prompt that is being computed is not a turn
     store.commit(Commit(ROOT, tuple(nodes), leaf), new)
     store.drain()
     assert store.turns_not_saved == 1
@@ -354,7 +354,7 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
 
 
 def test_what_was_evicted_from_disk_stays_in_ram_while_a_turn_needs_it(tmp_path: Path) -> None:
-    """One server whose disk is small, and whose RAM is full of what others wait for."""
+    """A server whose disk is small, and whose RAM is full of blocks that wait."""
     store = BlockStore(tmp_path / "store", StoreLimits(1 << 20, 4 << 20))
     prefetched = chain(*([n] for n in range(10, 19)))
     for n_blocks in (5, 9):
@@ -397,7 +397,7 @@ def test_why_a_turn_could_not_be_saved_is_said(
 def test_what_a_turn_builds_on_makes_no_room_for_it(
     store: BlockStore, is_full_precision: bool
 ) -> None:
-    """Nor what those build on that still wait, though nothing else was used less."""
+    """Nor do the blocks below waiting turns, though they are the least recently used."""
     ids = [list(range(first, first + 12)) for first in (10, 30, 50)]
     old, other = chain(ids[0]), chain(ids[1])
     new = chain(ids[0], ids[2])[1:] if is_full_precision else chain(ids[2])

@@ -1,4 +1,4 @@
-"""What is guessed from the store: what others of the same tenant left, and nothing else."""
+"""Draft tokens from the store come from blocks of the same tenant, and from nothing else."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_of_two_conversations_the_newer_is_believed(store: BlockStore) -> None:
     runs = known(store.runs)
     assert runs.after(ROOT, [1, 2, 3, 4, 5, 6], 3) == [70, 80]
     store.touch([one.key for one in chain([1, 2, 3], [4, 5, 6, 7, 8])])
-    save_turn(store, chain([50, 51]), "c")  # use alone is no reason to read anew
+    save_turn(store, chain([50, 51]), "c")  # use alone is no reason to read again
     assert known(runs).after(ROOT, [1, 2, 3, 4, 5, 6], 2) == [7, 8]
 
 
@@ -91,7 +91,7 @@ def test_what_is_deleted_is_guessed_no_more(
     sessions.delete(first)
     assert runs.after(ROOT, [1, 2, 3, 4, 5, 6], 1) == []
     assert known(runs).after(ROOT, [11, 12, 13, 14, 15, 16], 1) == [17]
-    # What was read before, and is known only afterwards, is not known.
+    # Ids read before a deletion are not used after it.
     save_turn(store, chain([21, 22]), "c")
     has_read, may_go_on, joined = threading.Event(), threading.Event(), reading._joined
 
@@ -110,7 +110,7 @@ def test_what_is_deleted_is_guessed_no_more(
 
 
 def test_a_small_tree_among_many_newer_blocks_costs_little(store: BlockStore) -> None:
-    """No more rows are read than eight times those that are wanted, of whatever tree."""
+    """At most eight times as many rows are read as are wanted, of any tree."""
     save_turn(store, chain([1], [2], [3]), "a")
     other = replace(ROOT, namespace="other")
     nodes = chain([4], [5], parent=other.key)

@@ -1,4 +1,4 @@
-"""What an operator sees of a store and changes in it, without a server."""
+"""An operator's view of a store, and changes in it, without a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .conftest import ROOT, arrays_of, chain, save_turn, state, window
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[BlockStore]:
     store = BlockStore(tmp_path / "store", StoreLimits(1 << 20, 1 << 30))
-    store.drain()  # what sweeps away rows without files has run
+    store.drain()  # the sweep of rows without files has run
     yield store
     store.close()
 
@@ -103,7 +103,7 @@ def test_a_selection_says_what_its_delete_frees(store: BlockStore) -> None:
 
 
 def test_a_selection_is_not_limited(store: BlockStore) -> None:
-    """More sessions than one question of the index can have."""
+    """More sessions than one query of the index can have."""
     blocks = [chain([1], [n + 2]) for n in range(1200)]
     store.index.add_blocks(ROOT, [(blocks[0][0], 10), *((own, 10) for _, own in blocks)])
     with store.index.database.transaction():
@@ -207,7 +207,7 @@ def test_a_deleted_session_leaves_neither_records_nor_blocks_in_ram(store: Block
     end = state(nodes[1])
     save_turn(store, nodes, "gone", [end])
     store.pool.touch([end.key])
-    store.pool.release(1)  # its block goes, and it stays
+    store.pool.release(1)  # its block is evicted, and the session stays
     assert end.key in store.pool and nodes[1].key not in store.pool
     for name in ("gone", "stays"):
         store.index.state.add_request({"session": name, "sentence": "s", "divergence": None})

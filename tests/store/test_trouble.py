@@ -1,4 +1,4 @@
-"""What is damage and what is only a moment's trouble; what replaces a damaged file."""
+"""The difference between damage and a moment's trouble; how a damaged file is replaced."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 def opening(code: int) -> Callable[[], AbstractContextManager[None]]:
-    """Let the opening of blocks and checkpoints to read them fail."""
+    """Make it fail to open blocks and checkpoints for reading."""
     real = os.open
 
     def fail(path: Any, flags: int, *args: Any, **options: Any) -> int:
@@ -132,7 +132,7 @@ def test_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -> N
     assert stored.children(ROOT.key) == [NODES[0]] and NODES[1].key in stored
     (session,) = stored.index.sessions()
     assert session.pinned and session.leaf == NODES[1].key
-    for what in WHATS:  # by itself, without anything being saved or opened again
+    for what in WHATS:  # without any other save or open
         assert stored.reader.load(what, ROOT) is not None
 
 
@@ -209,7 +209,7 @@ def test_damage_is_still_damage(stored: BlockStore) -> None:
 def test_a_block_computed_again_replaces_the_damaged_file(
     stored: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, also where it could not be moved to quarantine."""
+    """At once, also if it could not be moved to quarantine."""
     node = NODES[1]
     damage(stored, node.key)
 
@@ -311,8 +311,8 @@ def test_only_a_saved_turn_says_that_turns_are_saved_again(tmp_path: Path) -> No
     store.close()
 
 
-def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> None:
-    """What is left of a conversation goes in the order in which it was used, as a whole."""
+def test_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> None:
+    """The rest of a conversation is evicted as a whole, by the latest use of any block."""
     old, recent = chain([1]), chain([2], [3])
     save_turn(store, old, "old")
     save_turn(store, recent, "recent")
@@ -326,7 +326,7 @@ def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> Non
 def test_a_folder_removed_under_a_server_is_a_store_again(
     stored: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the server writes before it notices carries no marker."""
+    """Files that the server writes before it notices come without a marker."""
     folder, write, n_written = stored.folder, write_block, []
 
     def remove_and_write(path: Path, *args: Any, **options: Any) -> int:

@@ -1,4 +1,4 @@
-"""The writer's rests: how long they are, and what ends them."""
+"""The writer's pauses ("rests"): how long they are, and what ends them."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def submit(
 def save(
     writer: Writer, nodes: list[Block], run: Callable[[], Any] = lambda: None, *, ended: bool = True
 ) -> None:
-    """Have what is computed of a conversation saved, as a turn if its reply has `ended`."""
+    """Save the computed part of a conversation, as a turn if its reply has `ended`."""
     leaf = Leaf(None, nodes[-1].key, nodes[-1].stop) if ended else None
     writer.submit_commit(Task(run, Commit(ROOT, tuple(nodes), leaf)))
 
 
 def serve(writer: Writer, rest_factor: float = 1e12) -> None:
-    """Have a reply run; without a factor, work asks for rests without an end."""
+    """Have a reply run; without a factor, work needs endless rests."""
     writer.rest_factor = rest_factor
     writer.set_n_replies(1)
 
 
 def resting(writer: Writer, work: Callable[[], Any] = lambda: None) -> threading.Event:
-    """Have the writer's thread work and rest; return what is set when it has done so."""
+    """Have the writer's thread work and rest; return the event that it then sets."""
     ended = threading.Event()
 
     def run() -> None:
@@ -194,7 +194,7 @@ def test_nobody_waits_longer_than_asked_for_what_is_written(clock: Clock, writer
 
 
 def test_a_turn_that_has_ended_goes_before_prompts_that_are_still_computed(writer: Writer) -> None:
-    """Its own prompt goes with it, in order: what the turn lets go of is not written after it."""
+    """Its own prompt goes with it, in order: blocks that the turn drops are not written later."""
     may_go_on, may_end = hold(writer), threading.Event()
     saved: list[str] = []
     turn = chain([1], [2], [3])
@@ -284,7 +284,7 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
     assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
 
 
-# What waits: how much, and how long.
+# The queue: its size, and how long turns wait.
 
 
 def test_rests_that_were_cut_short_are_made_up_for_within_bounds(
@@ -368,10 +368,10 @@ def test_a_turn_of_any_size_waits_behind_what_is_no_turn(writer: Writer) -> None
 def test_a_big_turn_does_not_wait_beside_a_prompt_that_goes_beyond_it(
     writer: Writer, is_running: bool
 ) -> None:
-    """The prompt's commit has the turn's blocks, and is the one that is kept."""
+    """The prompt's commit has the turn's blocks, and replaces the turn in the queue."""
     dropped, nodes = list[str](), chain([1], [2], [3])
     may_go_on = hold(writer) if is_running else threading.Event()
-    with writer._changed:  # the writer takes nothing meanwhile
+    with writer._changed:  # the writer takes no task now
         for name, n_blocks, n_bytes in (("prompt", 3, 90), ("turn", 2, 1000)):
             keys = tuple(node.key for node in nodes[:n_blocks])
             leaf = Leaf(None, keys[-1], nodes[n_blocks - 1].stop) if name == "turn" else None
@@ -387,8 +387,8 @@ def test_a_big_turn_does_not_wait_beside_a_prompt_that_goes_beyond_it(
 def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
     """Requests are served all the time, so the writer rests wherever it may.
 
-    Writing without rests takes a third of the time. With rests after each file it took twice as
-    long as there was.
+    Writing without rests takes a third of the time. With rests after each file it took twice the
+    available time.
     """
     limits = StoreLimits(max_ram_bytes=1 << 20, max_disk_bytes=1 << 30)
     store = BlockStore(tmp_path / "store", limits)
@@ -456,7 +456,7 @@ def test_what_is_not_written_at_the_end_is_counted(
 
 
 def hold_rests(store: BlockStore) -> threading.Semaphore:
-    """Have the writer wait before each file, until what is returned is released."""
+    """Have the writer wait before each file, until the returned semaphore is released."""
     store.drain()
     released = threading.Semaphore(0)
 
@@ -542,7 +542,7 @@ def whole_bytes(folder: Path) -> int:
 
 
 def test_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
-    """What files say of themselves counts before they are written."""
+    """The files' metadata counts before they are written."""
     limits = StoreLimits(4 << 20, 2 << 20)
     for n_chars, n_saved in ((10, 25), (100_000, 0)):
         root = Root("fingerprint", "4b64", namespace="n" * n_chars)
@@ -582,7 +582,7 @@ def test_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: Stor
 def test_what_another_process_announced_counts(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, floor: bool
 ) -> None:
-    """One process announced a turn and wrote nothing yet; the other leaves it its room."""
+    """One process has announced a turn and written nothing; the other leaves room for it."""
     save_turn(store, chain([1], [2]), "old")
     used = store.disk.used_bytes()
     limits = replace(store.limits, max_disk_bytes=used + (8 << 20))
@@ -605,7 +605,7 @@ def test_what_another_process_announced_counts(
 
 
 def test_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
-    """It holds no bytes: only what does is left out when too much waits."""
+    """It has no arrays: only turns with arrays are left out when too much waits."""
     may_go_on, left_out = hold(writer), list[str]()
     turns = {"reply": {}, "first": {b"1": 6}, "second": {b"2": 6}}
     writer.max_bytes = 10
@@ -638,7 +638,7 @@ def test_an_idle_writer_does_not_hold_the_last_turn(writer: Writer) -> None:
     writer.submit(held.set)
     writer.drain()
     del held
-    wait_until(lambda: is_freed() is None, "the writer to let go of what it has done")
+    wait_until(lambda: is_freed() is None, "the writer to release the finished turn")
 
 
 def test_notes_that_wait_are_bounded_and_nothing_else_is_left_out(

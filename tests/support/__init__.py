@@ -1,4 +1,4 @@
-"""What several test folders, the benchmarks and the tools use."""
+"""Code that several test folders, the benchmarks and the tools use."""
 
 from .reply import Reply, ServerError, parse_outcome
 from .server_process import ServerProcess

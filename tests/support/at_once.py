@@ -1,6 +1,6 @@
 """A server whose work does not depend on a clock.
 
-It postpones no checkpoint: `kill -9` undoes no computing of a finished turn. It waits for the
+It postpones no checkpoint, so `kill -9` loses nothing of a finished turn. It waits for the
 shared store, which is slower than a tiny model when the machine is busy.
 
 `launcher=AT_ONCE` starts it in place of `mlx_lm server`.

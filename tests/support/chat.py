@@ -23,19 +23,19 @@ from .wire import Message, sent_for
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """A request: what was rendered, what was fed, how much of it was stored, what was sent."""
+    """A request: its rendering, the fed ids, how much of them was stored, and the sent reply."""
 
     rendered: list[int]
     fed: list[int]
     n_reused: int
     n_reused_by_ids: int
-    """How much of what was fed is stored, compared by ids."""
+    """How many of the fed ids are stored, compared by ids."""
     n_agreed: int
     """Characters of the prompt that are stored."""
     reply: list[int]
     message: Message
     computed: list[int]
-    """What would be fed if nothing were stored but the ids of replies."""
+    """The ids that would be fed if only the ids of replies were stored."""
 
     @property
     def n_total(self) -> int:
@@ -43,7 +43,7 @@ class ChatTurn:
 
 
 class Chat:
-    """One tree and one root of replies behind a tokenizer and its template."""
+    """One tree and one root of replies, with a tokenizer and its template."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Chat:
             ids = spliced.ids
         message = sent_for(
             self.tokenizer,
-            rendered,  # from which the server tells whether the prompt ends inside of thinking
+            rendered,  # the server needs it to see whether the prompt ends inside of thinking
             reply,
             finish_reason,
             stop_words,

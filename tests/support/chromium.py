@@ -1,7 +1,7 @@
-"""A Chromium for the tests of the page: one that is installed, or one from the npm registry.
+"""A Chromium for the tests of the page: an installed one, or one from the npm registry.
 
-`python -m tests.support.chromium` fetches one, without root, for Linux on x86_64 where none is
-installed: the package @sparticuz/chromium, 66 MB, with the libraries that it needs. It goes into
+`python -m tests.support.chromium` fetches one, without root, if none is installed on Linux on
+x86_64: the package @sparticuz/chromium, 66 MB, with the libraries that it needs. It goes into
 $KVPERSIST_CHROMIUM, or a folder in the user's cache.
 """
 
@@ -24,7 +24,7 @@ _INSTALLED = ("chromium", "chromium-browser", "google-chrome")
 _ON_A_MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
 _UNPACK = 'import c from "@sparticuz/chromium"; console.log(await c.executablePath());'
 _WITH_LIBRARIES = {"AWS_EXECUTION_ENV": "AWS_Lambda_nodejs22.x"}
-"""The package unpacks its libraries only where it believes to be in its usual place."""
+"""The package unpacks its libraries only if it seems to run in its usual place."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def fetch() -> None:
 
 
 def main() -> int:
-    """Fetch Chromium where it is missing and can be had; otherwise say why the tests skip."""
+    """Fetch Chromium if it is missing and can be fetched; otherwise say why the tests skip."""
     if find() is not None:
         return 0
     if not can_be_fetched():

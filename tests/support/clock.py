@@ -1,4 +1,4 @@
-"""A clock that a test moves, in place of the machine's, for code whose decisions need the time."""
+"""A clock that a test moves, instead of the machine's, for code whose decisions need the time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Result = TypeVar("Result")
 
 
 class Clock:
-    """Seconds that stand still until somebody sleeps or advances them. Any thread.
+    """Seconds that stand still until any thread sleeps or advances them.
 
     `monotonic`, `perf_counter` and `sleep` replace those of the module `time`. A thread that
     sleeps moves the clock for all threads.
     """
 
     def __init__(self) -> None:
-        # Times that were taken before are in the past.
+        # Times from before the clock are in its past.
         self._now_s = monotonic()
         self._conditions: list[ClockCondition] = []
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class ClockCondition(threading.Condition):
         super().__init__()
         self._clock = clock
         self.ends_s: list[float] = []
-        """When the timed waits of now end."""
+        """The times at which the present timed waits end."""
 
     def wait(self, timeout: float | None = None) -> bool:
         end_s = float("inf") if timeout is None else self._clock.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""mlx-lm's server as it may become: changes that stand as pull requests at ml-explore/mlx-lm.
+"""mlx-lm's server as it may become: changes of open pull requests at ml-explore/mlx-lm.
 
 1409: `fetch_nearest_cache` takes one more parameter. 1392: `run` makes its prompt cache through
 another function. 1207: one more path that generates, with a handler of its own.

@@ -1,4 +1,4 @@
-"""A draft model for a tiny model: most of its tokens are the model's, too."""
+"""A draft model for a tiny model: it mostly chooses the model's tokens."""
 
 from __future__ import annotations
 

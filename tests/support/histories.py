@@ -1,7 +1,6 @@
-"""Conversations as clients resend them, many of which some template refuses.
+"""Conversations as clients resend them; some template refuses many of them.
 
-Each is a list of messages of Chat Completions. A text in angle brackets is what the model must
-see of it.
+Each is a list of messages of Chat Completions. The model must see the texts in angle brackets.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ HISTORIES: dict[str, list[Message]] = {
                                             "text": "<a1>"}]), user("<u2>")],
     "a text of null": [user([{"type": "text", "text": None}, {"type": "text", "text": "<u1>"}])],
 }  # fmt: skip
-"""By name."""
+"""Conversations by name."""
 
 
 def as_messages(history: list[Message]) -> dict[str, Any]:

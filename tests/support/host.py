@@ -42,7 +42,7 @@ class AutoTokenizer:
 class PreTrainedTokenizerBase: ...
 PreTrainedTokenizer = PreTrainedTokenizerFast = PreTrainedTokenizerBase
 """
-"""What mlx-lm imports of transformers, which takes two thirds of a start. No model is loaded."""
+"""Names that mlx-lm imports of transformers; the import takes two thirds of a start."""
 SCRIPT = """\
 #!{python}
 import sys
@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that borrows the packages of this one.
+    """A virtual environment that borrows this environment's packages.
 
     path: where its Python looks for packages first.
     """
@@ -78,7 +78,7 @@ class Environment:
     def run(
         self, *command: str | Path, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program of this environment, as a user would: bare names are its scripts."""
+        """Run a program of this environment, as a user would; bare names are its scripts."""
         program, *arguments = map(str, command)
         path = {"PYTHONPATH": self.path} if self.path else {}
         return subprocess.run(
@@ -94,10 +94,10 @@ class Environment:
     def run_forked(
         self, *command: str | Path, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Do the same in a fork that starts in a tenth of the time.
+        """Do the same in a fork, which starts in a tenth of the time.
 
-        It executes the text of our .pth if the environment has the file: whether Python does so is
-        for `run` to show.
+        It executes the text of our .pth if the environment has the file: only `run` shows that
+        Python does so.
         """
         program, *arguments = map(str, command)
         script = () if program == "python" else (str(self.bin / program),)
@@ -138,7 +138,7 @@ class Environment:
 
 
 def borrowed_packages() -> list[str]:
-    """Return the folders that hold mlx-lm, pluggy and the rest."""
+    """Return the folders of mlx-lm, pluggy and the rest."""
     names = ("mlx-lm", "mlx", "pluggy", "rich")
     return list(dict.fromkeys(str(metadata.distribution(name).locate_file("")) for name in names))
 
@@ -179,7 +179,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
 
 
 def place_of_transformers(folder: Path) -> str:
-    """Write what programs import that load no model; return the folder as a PYTHONPATH."""
+    """Write modules for programs that load no model; return their folder as a PYTHONPATH."""
     (package := folder / "transformers").mkdir()
     for name in ("__init__", "tokenization_utils_base"):
         (package / f"{name}.py").write_text(TRANSFORMERS, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Caches joined of pieces that are all there, as the server joins what it reads."""
+"""Caches joined of complete pieces, as the server joins blocks that it reads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 class Pieces:
     """The parts of a prompt cache of `n_tokens`.
 
-    `blocks` hold its tokens from the first on, `windows` its last tokens by window, `state` the
-    states of the recurrent groups after the last token, and `newest` the tokens as they were
-    computed of the block of the grid that the last is in. Kinds without groups are empty.
+    `blocks` have its tokens from the first on, `windows` its last tokens by window, `state` the
+    states of the recurrent groups after the last token, and `newest` the tokens of the last token's
+    block as they were computed. Kinds without groups are empty.
     """
 
     n_tokens: int
@@ -27,7 +27,7 @@ class Pieces:
 
 
 def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = True) -> list[Any]:
-    """Return a prompt cache that holds what the pieces do (see `Joiner`)."""
+    """Return a prompt cache with the tokens of the pieces (see `Joiner`)."""
     windows = {
         window: sum(piece.stop - piece.start for piece in parts)
         for window, parts in pieces.windows.items()

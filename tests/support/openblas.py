@@ -17,10 +17,10 @@ def openblas_env() -> dict[str, str]:
     the CPU 15 to 45 times as fast, so the prefill of a real model takes seconds instead of minutes.
     Preloading replaces the functions in the whole process; it must be set before Python starts.
     With OpenBLAS a row's last bits can depend on how many rows are computed with it, so tests that
-    compare every bit do without.
+    compare every bit run without it.
 
-    Empty where there is nothing to preload: on a Mac, whose MLX has no BLAS of its own, and on
-    Linux without OpenBLAS, where a line on stderr says so.
+    Empty on a Mac, whose MLX has no BLAS of its own, and on Linux without OpenBLAS; then a line on
+    stderr says so.
     """
     if sys.platform != "linux":
         return {}

@@ -10,7 +10,7 @@ import pytest
 
 
 def every_pair(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test with so few combinations that each two values of two parameters meet.
+    """Parametrize a test with few combinations, in which each two values of two parameters meet.
 
     All other combinations are slow. `indirect` names the parameters that are fixtures.
     """

@@ -16,9 +16,9 @@ from .zygote import Zygote
 
 
 class RankedServer(ServerProcess):
-    """Rank 0 is the server that is asked; `others` are the processes of the other ranks.
+    """Rank 0 is the HTTP server; `others` are the processes of the other ranks.
 
-    Nothing starts or ends them together but MLX's ring, and what they do themselves. The others get
+    Only MLX's ring, and their own code, starts or ends them together. The others get
     the options `others_extra`, too.
     """
 
@@ -84,5 +84,5 @@ class RankedServer(ServerProcess):
         self.others = []
 
     def wait_for_others(self, timeout_s: float = 30.0) -> list[int]:
-        """Wait for the other ranks to end by themselves; return their exit statuses."""
+        """Wait until the other ranks have ended on their own; return their exit statuses."""
         return [other.wait(timeout_s) for other in self.others]

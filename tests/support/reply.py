@@ -28,7 +28,7 @@ class Reply:
     finish_reason: str | None
     usage: dict[str, Any]
     headers: dict[str, str]  # names in lower case
-    ttft_s: float  # from sending to the first text; to the whole reply where it was not streamed
+    ttft_s: float  # from sending to the first text, or to the whole reply without a stream
     total_s: float
     raw: dict[str, Any]  # the reply, or the last chunk of a stream that had choices
     reasoning: str = ""
@@ -57,7 +57,7 @@ class Reply:
 
     @property
     def kvpersist(self) -> dict[str, str]:
-        """The parts of the X-KVPersist header by name; empty where there is none."""
+        """The parts of the X-KVPersist header by name; empty without the header."""
         return parse_outcome(self.headers.get(OUTCOME_HEADER, ""))
 
 

@@ -1,7 +1,7 @@
 """A server whose replies a test writes: tiny models with random weights call no tools.
 
 Everything else is the server's own: its prompts, its caches, its decoding steps. The model computes
-its logits, and the sampler does not heed them.
+its logits, and the sampler ignores them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 class ScriptedServer:
-    """A server with the plugin that says what it is told to say, and then what it samples."""
+    """A server with the plugin that says the given replies, and after them what it samples."""
 
     def __init__(self, start: StartServer, model: Path, folder: Path, *options: str) -> None:
         self._script = folder / "script.jsonl"

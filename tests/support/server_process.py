@@ -54,7 +54,7 @@ def listens(pid: int, port: int) -> bool:
 def _target(link: str) -> str | None:
     try:
         return os.readlink(link)
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in the meantime
         return None
 
 
@@ -71,9 +71,9 @@ class ServerProcess:
     """
 
     zygotes: ClassVar[dict[str, Sequence[Zygote]]] = {}
-    """Fork servers, which saves most of their start; for tests. By the Python that they are.
+    """Zygotes by Python: tests fork servers from them, which saves most of a start.
 
-    They take turns: all forks of one hash strings alike, which a restarted server does not.
+    They take turns: all forks of one have the same string hashes, unlike a restarted server.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ServerProcess:
 
     @property
     def command(self) -> list[str]:
-        """The command line, as it is run."""
+        """The command line that is run."""
         return [
             *(self.python, *self.launcher),
             *("--model", self.model, "--host", HOST, "--port", str(self.port)),
@@ -167,18 +167,18 @@ class ServerProcess:
         return self._signal(signal.SIGKILL, 60.0)
 
     def restart(self, *, kill: bool = False) -> None:
-        """End the server (with SIGKILL where `kill`) and start it again on the same port."""
+        """End the server (with SIGKILL if `kill`) and start it again on the same port."""
         if self.alive:
             self._signal(signal.SIGKILL if kill else signal.SIGTERM, 60.0)
         self.start()
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        """Wait for the server to end by itself; return the exit status."""
+        """Wait until the server has ended on its own; return the exit status."""
         return self._running().wait(timeout_s)
 
     @property
     def log(self) -> str:
-        """What the server has printed so far."""
+        """The server's output so far."""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     # Requests
@@ -192,7 +192,7 @@ class ServerProcess:
     ) -> Reply:
         """Send a chat completion; `session` becomes X-Session-ID, `params` join the body.
 
-        Of `params`, `headers` are sent as such; `max_tokens` is 32 where it is not named.
+        In `params`, `headers` are HTTP headers; `max_tokens` is 32 by default.
         """
         body = {"messages": list(messages), **params}
         return self._generate("/v1/chat/completions", session, stream, **body)
@@ -229,7 +229,7 @@ class ServerProcess:
             yield from read_events(response)
 
     def healthy(self) -> bool:
-        """Say whether this server, and not another on its port, answers /health within 2 s."""
+        """Say whether this server, not another on its port, answers /health within 2 s."""
         return self.alive and self._health() == 200 and listens(self.pid, self.port or 0)
 
     # Inside
@@ -281,12 +281,12 @@ class ServerProcess:
         with socket.socket() as probe:
             if probe.connect_ex((HOST, self.port or 0)) != 0:
                 return False
-            # A probe that was given this very port as its own has connected to itself.
+            # A probe whose own port is by chance this port has connected to itself.
             is_itself = probe.getsockname() == (HOST, self.port)
         return not is_itself and not listens(self.pid, self.port or 0)
 
     def _health(self) -> int | None:
-        """Return the status of /health, None where nobody answers."""
+        """Return the status of /health, None if nobody answers."""
         try:
             return self.request("GET", "/health", timeout_s=2.0)[0]
         except (OSError, HTTPException):

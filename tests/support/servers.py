@@ -35,7 +35,7 @@ class StartServer:
         return self(model, *plugin, *extra, **options)
 
     def close(self) -> None:
-        """End the servers at once: a test that is about their end has ended them before."""
+        """End the servers at once: tests of a server's end have ended it before."""
         for server in self._servers:
             if server.alive:
                 server.kill9()

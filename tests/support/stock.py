@@ -1,4 +1,4 @@
-"""What the mlx-lm that is installed can do, where its versions differ."""
+"""Abilities of the installed mlx-lm that differ between versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IS_BEFORE_0_32 = versions.parse(versions.installed("mlx-lm")) < (0, 32, 0)
 def keeps_short_chunks() -> bool:
     """Tell whether ChunkedKVCache works for chunks shorter than the 256 tokens that it grows by.
 
-    That of 0.31.3 trims its buffer where it should trim its tokens.
+    In 0.31.3 it trims its buffer where it should trim its tokens.
     """
     cache = ChunkedKVCache(16)
     one = mx.zeros((1, 1, 1, 4))
@@ -44,7 +44,7 @@ def serves_holes() -> bool:
 def reads_lists_of_calls() -> bool:
     """Tell whether mlx-lm's parser for Mistral reads `[TOOL_CALLS] [{"name": ...}]`.
 
-    That of 0.31.3 reads `[TOOL_CALLS]name[ARGS]{...}` only. The client gets no call of a list.
+    In 0.31.3 it reads only `[TOOL_CALLS]name[ARGS]{...}`. Clients get no calls in a list.
     """
     return not _IS_BEFORE_0_32
 
@@ -52,7 +52,7 @@ def reads_lists_of_calls() -> bool:
 def answers_wrong_fields() -> bool:
     """Tell whether a field of a wrong type is an error with a status.
 
-    0.31.3 closes the connection, and with a stop word that is a number it serves nothing more.
+    0.31.3 closes the connection, and serves nothing after a stop word that is a number.
     """
     return not _IS_BEFORE_0_32
 
@@ -66,17 +66,17 @@ def samples_with_xtc() -> bool:
 
 
 def heed_biases(server: ServerProcess) -> None:
-    """Have the logit_bias of the next request heeded.
+    """Make the server apply the logit_bias of the next request.
 
-    0.31.3 ignores that of the first request after one without, also without the plugin: a sequence
-    that had none leaves its place in the batch to the next one.
+    0.31.3 ignores the bias of the first request after a request without one, also without the
+    plugin: the new sequence takes over the place in the batch, which has no bias.
     """
     if _IS_BEFORE_0_32:
         server.chat([{"role": "user", "content": "Bye"}], max_tokens=1, logit_bias={"0": -1.0})
 
 
 def n_not_sent(tokenizer: Any, ids: Sequence[int]) -> int:
-    """Return how many of the last tokens of a reply that max_tokens cut are not sent.
+    """Return how many last tokens are not sent of a reply that max_tokens cut.
 
     0.31.3 does not finalize its detokenizer: broken characters and a single space at the end wait
     for text that never comes. No client can send them back.

@@ -1,4 +1,4 @@
-"""Where the files of a store that is not encrypted are."""
+"""Paths of the files of a store without encryption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small chat templates that render and refuse what those of well-known models do."""
+"""Small chat templates that render and refuse the same as those of well-known models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHATML = (
     "\n</tool_call>{%- endfor %}<|im_end|>\n{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""As in Qwen2.5's: every role, where it stands."""
+"""As in Qwen2.5's: every role, at its place."""
 
 LLAMA3 = (
     "{%- if tools is defined and tools %}<|im_start|>ipython\n{{ tools | tojson }}<|im_end|>"

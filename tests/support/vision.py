@@ -41,8 +41,8 @@ from mlx_lm_kvpersist._startup import serve
 config.MAX_LOSS_S = 0.0
 serve(sys.argv[1:])
 """
-"""Its kernels are Metal's; elsewhere others take their place. It rounds to bfloat16, but not here:
-replies are compared. No checkpoint is postponed."""
+"""Its kernels are Metal's; without Metal, stand-ins replace them. Here it does not round to
+bfloat16, because replies are compared. No checkpoint is postponed."""
 
 IMAGE_TEMPLATE = TEMPLATE.replace(
     "{{ message.content or '' }}",
@@ -54,7 +54,7 @@ IMAGE_TEMPLATE = TEMPLATE.replace(
 
 
 def make_vision_model(path: Path) -> Path:
-    """Write the model's directory; return `path`. Skips the test where mlx-lm has no such model."""
+    """Write the model's directory; return `path`. Skips the test if mlx-lm has no such model."""
     if not hasattr(pytest.importorskip("mlx_lm.server"), "load_processor"):
         pytest.skip("no processors of images before mlx-lm 0.32.1")
     path.mkdir(parents=True)

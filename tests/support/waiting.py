@@ -1,4 +1,4 @@
-"""Wait for what another thread or process does."""
+"""Wait for other threads and processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
 
 
 def settle(writer: Writer) -> None:
-    """Return when nothing is left to be written but what is postponed.
+    """Return when only postponed checkpoints are left to be written.
 
     The writer does not wait for more turns then, as it does while nobody waits for it.
     """
@@ -30,9 +30,9 @@ def settle(writer: Writer) -> None:
 
 
 def hold(writer: Writer) -> threading.Event:
-    """Have a store's writer do nothing until the event is set; return the event.
+    """Stop a store's writer until the returned event is set.
 
-    The writer already waits then: what is submitted next stays in its queue.
+    At the return the writer has stopped: tasks submitted next stay in its queue.
     """
     may_go_on, holds = threading.Event(), threading.Event()
 
@@ -47,7 +47,7 @@ def hold(writer: Writer) -> threading.Event:
 
 @contextmanager
 def writer_held(store: BlockStore) -> Iterator[None]:
-    """Have the store's writer do nothing inside the block; what waits is written afterwards."""
+    """Stop the store's writer inside the block; it writes the waiting tasks afterwards."""
     may_go_on = hold(store.writer)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a client is sent for a reply's ids: the server's own handler on ids that a test chose."""
+"""The message that a client gets for ids that a test chose, by the server's own handler."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A Python that has imported what takes longest in a server's start, and forks for each server.
+"""A Python that has done a server start's longest imports, and forks for each server.
 
-Half of a start is the import of transformers. What a fork does from there is what
-`python -m MODULE …` or `python SCRIPT …` does. MLX is not imported before: its threads would not
-survive the fork.
+Half of a start is the import of transformers. A fork then does the same as `python -m MODULE …` or
+`python SCRIPT …`. MLX is not imported before the fork, which its threads would not survive.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 PTH = Path(__file__).parents[2] / "mlx_lm_kvpersist.pth"
 VARIABLES = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-"""What a server's environment has besides that of the tests."""
+"""Variables that a server has besides those of the tests."""
 READ_AT_IMPORT = (
     *("DYLD_", "HF_", "HOME", "LANG", "LC_", "LD_", "OMP_", "OPENBLAS_", "PYTHON"),
     *("TRANSFORMERS_", "TZ", "XDG_"),
@@ -34,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Forked:
-    """A process that the zygote has forked, with what is used of subprocess.Popen."""
+    """A process that the zygote has forked, with the used methods of subprocess.Popen."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self._zygote, self.pid = zygote, pid
@@ -76,7 +75,7 @@ class Forked:
 class Zygote:
     """The process that forks, started when it is first asked.
 
-    python: an interpreter whose packages are those of this one, and perhaps more. env: set on top
+    python: an interpreter with this one's packages, and perhaps more. env: set on top
     of this process's environment.
     """
 
@@ -87,7 +86,7 @@ class Zygote:
         self._env = {**os.environ, **VARIABLES, **(env or {})}
 
     def fits(self, env: Mapping[str, str]) -> bool:
-        """Say whether it has read the variables of this environment that imports read."""
+        """Say whether its imports have read the same variables as this environment has."""
         return _read_at_import(env) == _read_at_import(self._env)
 
     def fork(
@@ -146,7 +145,7 @@ class Zygote:
                 if type(answer) is not int:
                     raise ValueError(f"the zygote answered {answer}")
                 return answer
-            except BaseException:  # the next answer would be that of this order
+            except BaseException:  # else the next order would get this order's answer
                 self._process.kill()
                 self._process.wait()
                 raise
@@ -164,7 +163,7 @@ def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _orders() -> dict[str, Any] | None:
-    """Do what is asked; return in a fork, with what it is to run, and None at the end."""
+    """Carry out orders; return an order to run in a fork, and None at the end."""
     statuses: dict[int, int] = {}
     for line in sys.stdin:
         order: dict[str, Any] = {"parent": os.getpid(), **json.loads(line)}

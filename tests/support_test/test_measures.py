@@ -1,4 +1,4 @@
-"""The measures of the package's simplicity count what they name, and nothing else."""
+"""The measures of the package's simplicity count only what they name."""
 
 from __future__ import annotations
 

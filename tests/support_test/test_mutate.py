@@ -1,4 +1,4 @@
-"""The mutants that `make mutate` makes, and those that are allowed to survive."""
+"""The mutants that `make mutate` makes, and the mutants that may survive."""
 
 from __future__ import annotations
 

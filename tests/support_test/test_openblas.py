@@ -42,7 +42,7 @@ def test_a_line_says_where_it_is_missing(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads on Linux only")
 def test_a_process_preloads_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library of glibc stands in, which Python itself does not load: OpenBLAS may be missing."""
+    """A library of glibc that Python does not load replaces OpenBLAS, which may be missing."""
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(openblas, "find_library", lambda name: "libanl.so.1")
     command = [sys.executable, "-c", "print(open('/proc/self/maps').read())"]

@@ -25,12 +25,12 @@ def logits_and_keys(path: Path) -> tuple[mx.array, list[mx.array]]:
 
 def weights_of(path: Path) -> dict[str, mx.array]:
     weights: Any = mx.load(str(path / "model.safetensors"))
-    mx.eval(weights)  # before a test writes the file that they are read from
+    mx.eval(weights)  # evaluated before a test writes the file that they are read from
     return dict(weights)
 
 
 def scaled_channels(plain: mx.array, scaled: mx.array) -> list[dict[int, float]]:
-    """Return by what factor channels of each head are larger, where that is at least 2."""
+    """Return the factors of at least 2 by which channels of each head are larger."""
     ratios: Any = (mx.linalg.norm(scaled, axis=1) / mx.linalg.norm(plain, axis=1)).tolist()
     return [{i: ratio for i, ratio in enumerate(head) if ratio > 2} for head in ratios]
 

@@ -29,7 +29,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_stream_and_whole_reply_agree(server: ServerProcess) -> None:
-    asked = [*MESSAGES, {"role": "user", "content": "Twice?"}]  # what no other test asks
+    asked = [*MESSAGES, {"role": "user", "content": "Twice?"}]  # no other test asks this
     whole = server.chat(asked, max_tokens=24)
     stream = server.chat(asked, stream=True, max_tokens=24)
     assert whole.text
@@ -62,7 +62,7 @@ def test_request_returns_refusals_and_chat_raises_them(server: ServerProcess) ->
     status, headers, body = server.request("GET", "/no/such/path")
     assert (status, body) == (404, b"Not Found")
     assert "content-type" in headers
-    # mlx-lm 0.31.3 answers what it refuses with nothing.
+    # mlx-lm 0.31.3 sends no answer to refused requests.
     with pytest.raises((ServerError, RemoteDisconnected), match=r"answered 400|without response"):
         server.chat(MESSAGES, temperature=-1.0)
 
@@ -79,7 +79,7 @@ def test_restart_after_kill9_keeps_the_port(tiny_model: Path, start_server: Star
     server.restart()
     after = server._process
     if isinstance(before, Forked) and isinstance(after, Forked):
-        assert after._zygote is not before._zygote, "one that hashes strings anew"
+        assert after._zygote is not before._zygote, "a zygote with other string hashes"
     assert (server.pid != first, server.port) == (True, port)
     assert server.chat(MESSAGES, max_tokens=8).text == text
 
@@ -98,7 +98,7 @@ def test_another_servers_port_is_not_taken_for_its_own(
 def test_a_port_that_was_taken_meanwhile_is_left_to_its_owner(
     server: ServerProcess, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """free_port() says a port that another process takes before the server can."""
+    """free_port() returns a port that another process takes before the server does."""
     ports = iter([server.port, ports_module.free_port()])
     monkeypatch.setattr("tests.support.server_process.free_port", lambda: next(ports))
     with ServerProcess(tiny_model) as own:
@@ -137,7 +137,7 @@ server.main()
 
 
 def test_model_that_does_not_load_fails_at_once(tmp_path: Path) -> None:
-    """Stock says that it is well until its thread has failed, so this one listens after that."""
+    """Stock's /health is good until its thread has failed, so this server listens after that."""
     launcher = tmp_path / "launcher.py"
     launcher.write_text(LISTENS_LATE, encoding="utf-8")
     server = ServerProcess(tmp_path, launcher=(str(launcher),), log_path=tmp_path / "log")
@@ -146,7 +146,7 @@ def test_model_that_does_not_load_fails_at_once(tmp_path: Path) -> None:
             pass
         assert not server.alive
     else:
-        # This one says that it is well, and never answers.
+        # The health of this server is good, but it never answers.
         with server:
             wait_until(lambda: "config.json" in server.log, "the traceback")
 

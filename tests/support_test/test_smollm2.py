@@ -1,4 +1,4 @@
-"""The real model is what was published, and its absence is said."""
+"""The real model is the published one, and a missing model is reported."""
 
 from __future__ import annotations
 

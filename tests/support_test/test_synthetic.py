@@ -1,4 +1,4 @@
-"""Tiny models are what the real ones are where it matters: tokenizer, template, replies."""
+"""Tiny models are like real models in what matters: tokenizer, template, replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forks are asked from several threads, and end with the zygote, which is then done without."""
+"""Several threads request forks; forks end with the zygote, and servers start without it."""
 
 from __future__ import annotations
 

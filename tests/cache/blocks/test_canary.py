@@ -1,4 +1,4 @@
-"""The canary is quiet over what the model computed, and sings over anything else."""
+"""The canary accepts KV that the model computed, and rejects all other KV."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def changed(piece: Piece, change: Callable[[str, mx.array], mx.array]) -> Piece:
 
 @pytest.fixture(params=[1, 33])
 def least_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The least rows of a call: those of the CPU and Metal, and of CUDA."""
+    """The least rows of a call on the CPU and Metal, and on CUDA."""
     monkeypatch.setattr(canary, "least_rows", lambda: request.param)
     return int(request.param)
 
@@ -145,7 +145,7 @@ def test_loud_over_other_tokens_and_other_positions() -> None:
     model = tiny_model()
     spec, pieces = stored(model, IDS)
     assert sing(model, spec, pieces, [*IDS[:-8], *IDS[:8]]) > CANARY_TOLERANCE
-    # The same tokens, computed one place later.
+    # The same tokens, computed one position later.
     _, shifted = stored(model, [5, *IDS])
     assert sing(model, spec, shifted, [5, *IDS[1:], IDS[-1]]) > CANARY_TOLERANCE
 

@@ -140,7 +140,7 @@ def test_a_block_names_its_arrays() -> None:
 
 
 def test_blocks_share_no_memory_with_the_caches() -> None:
-    """Also where a group has one layer of one head, whose slice would do as it is."""
+    """Also if a group has one layer of one head, whose slice would need no copy."""
     mx.clear_cache()
     caches = caches_of(2000)
     mx.eval([cache.state for cache in caches])
@@ -189,7 +189,7 @@ def test_splitting_a_long_cache_needs_little_more_than_the_blocks() -> None:
 
 
 def test_the_arrays_are_evaluated() -> None:
-    """Another thread may only touch what needs no stream of the thread that made it."""
+    """Another thread may only use arrays that need no stream of the thread that made them."""
     (block,) = split(SPEC.full, caches_of(10), [(0, 10)])
     arrays = list(block.values())
     for cache in join_blocks(SPEC, [(block, 10)], 5):
@@ -334,9 +334,9 @@ def test_a_hot_32k_prompt_is_joined_with_few_large_operations(
     before = mx.get_active_memory()
     caches = join_blocks(spec, [(block, BLOCK_TOKENS) for block in blocks], 512)
     n_arrays = 6 * n_layers
-    # One operation makes a layer's array; those that stack the blocks are fewer than twenty.
+    # One operation makes a layer's array; fewer than twenty stack the blocks.
     assert counted.n_operations < n_arrays + 20
-    # At most twice as many copies as reading each array and making each layer's takes at least.
+    # At most twice the least number of copies, which read each array and make each layer's.
     assert counted.n_copies < 2 * (6 * n_blocks + n_arrays)
     total = sum(map(n_bytes, blocks)) * (n_blocks * BLOCK_TOKENS + 512) / (n_blocks * BLOCK_TOKENS)
     assert mx.get_peak_memory() - before < 1.125 * total
@@ -398,7 +398,7 @@ def test_a_state_of_another_dtype_is_refused() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_caches_without_values_are_joined(whole: bool) -> None:
-    """An indexer of sparse attention keeps keys alone: its values have no numbers."""
+    """An indexer of sparse attention has only keys: its values have no numbers."""
     group = LayerGroup(
         *("0", GroupKind.FULL, "KVCache", (0,)),
         TensorShape(1, 16, "float32"),
@@ -433,7 +433,7 @@ MIXED = ModelCacheSpec(
 
 
 def mixed_caches(n_tokens: int) -> list[Any]:
-    """Caches whose keys and values tell their slot and position, and whose states their slot."""
+    """Caches whose keys and values encode their slot and position; states encode their slot."""
     caches = MIXED.make_cache()
     for slot, dim in ((0, 8), (1, 4), (2, 4)):
         at = mx.arange(n_tokens, dtype=mx.float32)[None, None, :, None] + 1000 * slot
@@ -451,7 +451,7 @@ def mixed_caches(n_tokens: int) -> list[Any]:
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("with_full", [True, False])
 def test_windows_and_states_are_joined_beside_the_rest(whole: bool, with_full: bool) -> None:
-    """Only full caches have room to spare; a window may begin within a piece."""
+    """Only full caches have spare room; a window may begin within a piece."""
     spec = MIXED if with_full else ModelCacheSpec(MIXED.groups[1:], MIXED.template)
     caches = mixed_caches(40)
     ranges = [(0, 25), (25, 40)] if with_full else []
@@ -505,7 +505,7 @@ def test_a_join_has_all_its_tokens() -> None:
 
 
 def test_kinds_that_are_left_out_stay_empty() -> None:
-    """As where the canary's kernels are compiled over a long cache of zeros."""
+    """As when the canary's kernels are compiled over a long cache of zeros."""
     (block,) = split(MIXED.full, mixed_caches(40), [(0, 40)])
     for whole in (True, False):
         joined = join(MIXED, Pieces(40, [Piece(block, 0, 40)]), 0, whole=whole)

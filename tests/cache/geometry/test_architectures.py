@@ -1,4 +1,4 @@
-"""Facts are given to mlx-lm's own architectures, in the versions that they are proven for."""
+"""Facts hold for mlx-lm's own architectures, in the versions for which they are proven."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
 
 @pytest.fixture
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A file in the place of the package's."""
+    """A file that replaces the package's."""
     monkeypatch.setattr(probe, "FILE", tmp_path / "architectures.json")
     known.cache_clear()
     yield tmp_path / "architectures.json"
@@ -56,7 +56,7 @@ def test_an_architecture_of_the_host_is_known(installed: Installed) -> None:
 
 
 def test_a_class_from_elsewhere_is_unknown(installed: Installed) -> None:
-    """As of a model that brings its own code, which may batch otherwise than what it inherits."""
+    """A model can bring its own code, which may batch in another way than its base class."""
 
     class Model(llama.Model):  # type: ignore[misc]
         pass

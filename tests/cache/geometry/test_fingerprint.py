@@ -41,7 +41,7 @@ def write_weights(path: Path, sizes: Sequence[int] = SIZES) -> int:
 
 
 def change(path: Path, start: int, content: bytes) -> None:
-    """Write over bytes in their place. Size and time stay as they are."""
+    """Overwrite bytes in place. Size and time do not change."""
     stat = path.stat()
     with path.open("r+b") as file:
         file.seek(start)
@@ -146,7 +146,7 @@ def test_small_files_are_hashed_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_large_files_that_are_equal_have_one_hash(tmp_path: Path) -> None:
-    """Place, name and times do not count."""
+    """Folder, name and times do not count."""
     path, other = tmp_path / "model.safetensors", tmp_path / "copy.safetensors"
     start = write_weights(path)
     change(path, start + 5 * MIB, b"\1" * 7 * MIB)
@@ -157,7 +157,7 @@ def test_large_files_that_are_equal_have_one_hash(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [number for number, size in enumerate(SIZES) if size])
 def test_a_tensor_that_is_another_makes_another_file(tmp_path: Path, number: int) -> None:
-    """However small it is, and although the file's size and time stay as they were."""
+    """However small it is, and although the file's size and time do not change."""
     path = tmp_path / "model.safetensors"
     start = write_weights(path) + sum(SIZES[:number])
     before = content_hash(path)
@@ -248,7 +248,7 @@ def test_a_larger_file_is_read_no_more(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_large_file_without_a_header_is_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
-    """mlx-lm does not load all files that are called so."""
+    """mlx-lm does not load all files with such names."""
     path = tmp_path / "other.safetensors"
     path.write_bytes(head)
     os.truncate(path, 20 * MIB)
@@ -309,7 +309,7 @@ def test_a_hub_link_names_its_hash_and_is_not_read(
 
 
 def test_a_model_of_the_hub_keeps_the_fingerprint_that_it_always_had(tmp_path: Path) -> None:
-    """Its conversations are found again after an upgrade. Small files lie there without a hash."""
+    """Its conversations are found again after an upgrade. Small files have no hash there."""
     hub_link(tmp_path, SHA256)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -37,7 +37,7 @@ from patches_check.inventory import BATCHES
 from tests.support import keeps_short_chunks
 
 NO_CACHES = {"TokenBuffer", "PromptTrie", "PromptTrieResult", "LRUPromptCache"}
-"""Classes of the same module that hold no KV of a layer."""
+"""Classes of the same module that have no KV of a layer."""
 
 
 def classes_of_host() -> list[str]:
@@ -62,7 +62,7 @@ def test_the_inventory_knows_no_class_that_is_not_there() -> None:
 
 
 def kv(n_tokens: int, start: int = 0) -> tuple[mx.array, mx.array]:
-    """Keys [1, 2, n, 4] that tell their position, and values [1, 2, n, 3] of its negative."""
+    """Keys [1, 2, n, 4] that are their position, and values [1, 2, n, 3] that are its negative."""
     at = mx.arange(start, start + n_tokens, dtype=mx.float32)[None, None, :, None]
     return mx.broadcast_to(at, (1, 2, n_tokens, 4)), mx.broadcast_to(-at, (1, 2, n_tokens, 3))
 
@@ -82,7 +82,7 @@ MAKERS: dict[type, Callable[[], Any]] = {
     RotatingKVCache: lambda: RotatingKVCache(16),
     ChunkedKVCache: lambda: ChunkedKVCache(16),
 }
-"""Caches of every class that holds tokens; windows are of 16."""
+"""Caches of every class with tokens; windows have 16 tokens."""
 TESTED = [cls for cls in MAKERS if cls is not ChunkedKVCache or keeps_short_chunks()]
 
 
@@ -174,7 +174,7 @@ TAKING_BACK: dict[str, Callable[[], Any]] = {
     "BatchRotatingKVCache": lambda: BatchRotatingKVCache(16, [3]),
     "FullPrecisionBatchKVCache": lambda: FullPrecisionBatchKVCache([3]),
 }
-"""Caches whose last tokens can be taken back. The batches have one row, with padding."""
+"""Caches whose last tokens can be removed. The batches have one row, with padding."""
 
 
 @settings(max_examples=200)
@@ -235,7 +235,7 @@ def test_what_is_taken_back_was_never_there(
 def test_no_more_is_taken_back_than_a_cache_can_lose(
     cache: Any, chunks: list[int], expected: int
 ) -> None:
-    """mlx-lm says of a ConcatenateKVCache that it can be trimmed, but it still gives all keys."""
+    """mlx-lm says that a ConcatenateKVCache can be trimmed, but it still returns all keys."""
     position = 0
     for n in chunks:
         keys, values = kv(n, position)

@@ -1,4 +1,4 @@
-"""A cache class that mlx-lm may get one day: an entry in `KINDS` keeps its conversations."""
+"""A cache class that mlx-lm may get one day: an entry in `KINDS` makes it supported."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def planned(model: Any) -> ModelCacheSpec:
 def test_with_an_entry_conversations_are_stored_restored_and_batched(
     model: Any, tmp_path: Path
 ) -> None:
-    """Prompts end inside a block of the grid and behind it; the canary cannot step back."""
+    """Prompts end in the first and second block; the canary cannot step back."""
     with server_attention():
         spec = planned(model)
         stored = StoredModel(model, spec, tmp_path)

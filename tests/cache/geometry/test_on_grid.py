@@ -26,7 +26,7 @@ IDS = random_ids(5, 700)
 
 @pytest.fixture(params=["gemma2", "deepseek_v3"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """One that stock serves one request at a time, and one that it serves so with a seed."""
+    """A model that stock serves one request at a time, and one for which a seed makes it do so."""
     model = build(request.param)
     spec = probe_model(model)
     assert not any(hasattr(slot, "bits") for slot in slots_of(spec.make_cache()))
@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def logprobs(model: Any, ids: Sequence[int], caches: list[Any], step: int) -> mx.array:
-    """Return those of the next token, as stock computes them for one request at a time."""
+    """Return the next token's, as stock computes them for one request at a time."""
     ((_, found),) = generate_step(
         mx.array(list(ids)), model, max_tokens=1, prompt_cache=caches, prefill_step_size=step
     )
@@ -64,7 +64,7 @@ def test_the_cut_does_not_matter(model: Any) -> None:
 def test_a_short_piece_is_computed_token_by_token_if_kernels_are_compiled_for_few_rows(
     n_before: int, n_tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that is not cut has the rows that it has in stock."""
+    """A call that is not cut has as many rows as in stock."""
     monkeypatch.setattr(kinds, "least_rows", lambda: 33)
     calls: list[int] = []
 

@@ -99,7 +99,7 @@ def test_values_may_take_other_bits() -> None:
     ],
 )
 def test_a_precision_has_its_name(precision: KVPrecision, name: str) -> None:
-    """Names are part of every stored conversation's root: they stay."""
+    """Names are part of every stored conversation's root: they must not change."""
     assert str(precision) == name
     bits = f"keys {precision.keys.bits} bits, values {precision.values.bits}"
     assert layout_in_words(name).startswith(bits)

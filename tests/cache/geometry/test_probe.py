@@ -1,4 +1,4 @@
-"""Tracing a few tokens shows the forms of a model's caches, and which it cannot take."""
+"""Tracing a few tokens shows the forms of a model's caches, and refuses unknown forms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE, KEYS = mx.random.normal((2, VOCAB, DIM), key=mx.random.key(0))
 
 
 class Attention(nn.Module):  # type: ignore[misc]
-    """One layer of attention; its logits are what it attends to."""
+    """One layer of attention; its logits are the attention's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):  # type: ignore[misc]
 
 
 class Leaves(nn.Module):  # type: ignore[misc]
-    """Does to its caches what `leave` does, and nothing else."""
+    """Calls `leave` on its caches, and does nothing else."""
 
     def __init__(self, leave: Callable[[list[Any], int], None], *caches: Any) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_other_groups_have_live_caches_of_their_precision() -> None:
 
 
 def test_nothing_is_evaluated(tmp_path: Path) -> None:
-    """The numbers of the weights are not even there."""
+    """The file of the weights is cut off before their numbers."""
     path = tmp_path / "weights.npy"
     mx.save(str(path), mx.ones((DIM,)))
     weights: Any = mx.load(str(path))

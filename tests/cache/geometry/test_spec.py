@@ -37,7 +37,7 @@ from ..conftest import tiny_deepseek_v2, tiny_gemma3, tiny_llama, tiny_qwen3
 
 
 class OddLayers(nn.Module):  # type: ignore[misc]
-    """Layers that keep keys and values of the given shapes, and the last `n_unused` nothing."""
+    """Layers that keep keys and values of the given shapes; the last `n_unused` keep nothing."""
 
     def __init__(
         self, shapes: list[tuple[int, int, int]], n_unused: int = 0, dtype: mx.Dtype = mx.float32
@@ -211,7 +211,7 @@ def test_windows_are_a_group_of_their_own() -> None:
     assert sliding.precision is None and full.precision == DEFAULT
     assert list(spec.sliding) == [16] and not spec.any_prefix
     assert spec.layout == "k8rv4rb64,c256,w16"
-    # Its window, and of the other layers the newest tokens.
+    # Its window, and the newest tokens of the other layers.
     assert spec.bytes_per_checkpoint == (16 + 255) * 2 * 64 * 4
 
 
@@ -359,7 +359,7 @@ def test_all_kinds_of_groups_are_described() -> None:
 
 
 def test_unlike_allocations_have_unlike_layouts() -> None:
-    """Also of groups of several geometries, each of one precision."""
+    """Also for groups of several geometries, each in one precision."""
     shapes = [TensorShape(2, dim, "float32") for dim in (64, 128, 192)]
 
     def layout(*bits: int) -> str:

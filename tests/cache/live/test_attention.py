@@ -64,7 +64,7 @@ class Case:
         return self.n_rows, self.n_heads, self.n_queries, self.n_keys
 
     def arrays(self) -> tuple[mx.array, PackedKV, PackedKV]:
-        """Return queries, keys and values; what is behind the tokens would be noticed."""
+        """Return queries, keys and values; reading past the tokens would be noticed."""
         keys = mx.random.split(mx.random.key(self.seed), 3)
         lead = (self.n_rows, self.n_kv_heads, self.n_keys + self.n_spare)
         k, v = self.precision.keys, self.precision.values
@@ -220,7 +220,7 @@ def test_rotated_attention_is_plain_attention(dim: int, strategy: Strategy) -> N
         found = keys.attend(queries, values, 0.1, mask)
         expected = written_out(queries, keys, values, 0.1, mask)
         assert mx.abs(found - expected).max() < TOLERANCE
-    # Negative control: neither side is rotated for nothing.
+    # Negative control: both sides must be rotated.
     for side in (keys, values):
         side.quantization = replace(side.quantization, rotated=False)
         wrong = keys.attend(queries, values, 0.1, "causal")
@@ -385,8 +385,8 @@ def test_tiles_bound_what_is_plain_at_once() -> None:
     whole = peak_bytes(lambda: dequantized_attention(queries, keys, values, 0.1, None))
     tiled = peak_bytes(lambda: dequantized_attention(queries, keys, values, 0.1, None, tile_bytes))
     assert whole > 8 * case.head_bytes()
-    # MLX's attention on the CPU copies what it reads; tiles that do not wait for each other
-    # would need 12 times a head.
+    # MLX's attention on the CPU copies what it reads; tiles that do not wait for each other would
+    # need 12 times a head's bytes.
     assert tiled < 3 * tile_bytes
 
 
@@ -442,7 +442,7 @@ def test_bits_show_where_fetches_are_packed() -> None:
     assert isinstance(keys, PackedKV) and isinstance(values, PackedKV)
     assert (cache.bits, cache.group_size) == (8, 32)
     assert (keys.quantization.bits, values.quantization.bits) == (8, 4)
-    # A layer that reads arrays of this cache besides (afm7) would see other keys in one call.
+    # A layer that also reads this cache's arrays (afm7) would see other keys in the same call.
     with pytest.raises(ValueError, match="packed"):
         cache.keys_and_values()
 
@@ -473,7 +473,7 @@ def patched() -> Iterator[None]:
 def test_a_batch_attends_through_the_host(
     patched: None, plan: AttentionPlan, lengths: tuple[int, ...], n_new: int, window: int | None
 ) -> None:
-    """What models call, with what models pass, for a plan and without one."""
+    """The function and the arguments of models, with a plan and without one."""
     found = []
     for each in (None, plan):
         caches = [SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4), each) for _ in lengths]

@@ -57,7 +57,7 @@ def assert_row_is(batch: BatchQuantizedKVCache, row: int, own: SequenceQuantized
 
 
 class Rows:
-    """A batch beside one sequence cache per row that is fed the same tokens alone."""
+    """A batch, and for each row a sequence cache that is fed the same tokens alone."""
 
     def __init__(self, rng: random.Random, precision: KVPrecision) -> None:
         self.rng = rng
@@ -75,7 +75,7 @@ class Rows:
         return random_kv(self.seed, n_tokens, n_rows)
 
     def new_cache(self) -> Any:
-        """Return a cache, and remember what its row must hold."""
+        """Return a cache, and remember the expected tokens of its row."""
         kind = self.rng.choice(["empty", "filled", "filled", "trimmed"])
         own = self.sequence()
         self.own.append(own)
@@ -124,7 +124,7 @@ class Rows:
             own.trim(n)
 
     def split(self) -> None:
-        """What mlx-lm does when some prompts of a batch are ready: a deep copy, two filters."""
+        """Do as mlx-lm does when some prompts of a batch are ready: a deep copy, two filters."""
         twin = copy.deepcopy(self.batch)
         cut = self.rng.randint(0, len(self.own) - 1)
         if cut:
@@ -234,7 +234,7 @@ def test_extract_is_views() -> None:
 
 
 def test_the_only_row_is_extracted_with_the_room_behind_it() -> None:
-    """What is extracted and merged again, between the segments of a prompt, is not copied."""
+    """Caches that are extracted and merged again between a prompt's segments are not copied."""
     batch = batch_of(400)
     assert batch.keys is not None
     before = [address(x) for x in batch.keys]
@@ -352,7 +352,7 @@ def test_attention_of_a_row_is_attention_alone(
 
 
 def test_left_padded_prompts_stay_finite() -> None:
-    """A query inside the padding sees nothing; what comes of it must not be NaN."""
+    """A query inside the padding sees nothing; its result must not be NaN."""
     batch = BatchQuantizedKVCache([0, 3], PRECISION)
     assert batch.offset.tolist() == [0, -3]
     mask = batch.make_mask(5)
@@ -427,7 +427,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_each_kind_of_cache_gets_its_batch() -> None:
-    """Those of which we have none keep mlx-lm's."""
+    """Kinds without a batch of ours keep mlx-lm's."""
     full, windows = [KVCache(), KVCache()], [RotatingKVCache(8), RotatingKVCache(8)]
     assert type(any_batch([sequence(3), sequence(2)])) is BatchQuantizedKVCache
     assert any_batch(windows) is None

@@ -1,4 +1,4 @@
-"""A full-precision batch of ours beside stock's: the same numbers, fewer masks and copies."""
+"""Our full-precision batch compared with stock's: the same numbers, fewer masks and copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def both(*lengths: int) -> tuple[FullPrecisionBatchKVCache, BatchKVCache]:
 
 
 def surplus(ours: FullPrecisionBatchKVCache, stock: BatchKVCache) -> int:
-    """How much padding that all rows have stock keeps and ours drops."""
+    """The padding of all rows that stock keeps and ours drops."""
     (n,) = {b - a for a, b in zip(ours._padding, stock.left_padding.tolist(), strict=True)}
     assert n >= 0
     return int(n)
@@ -49,7 +49,7 @@ def same_state(ours: FullPrecisionBatchKVCache, stock: BatchKVCache) -> None:
             if mine.offset == 0:
                 assert mine.empty()
                 continue
-            at = slice(0, mine.offset)  # the only row keeps the room behind it
+            at = slice(0, mine.offset)  # the only row keeps its spare room
             assert same_bits(mine.keys[:, :, at], theirs.keys)
             assert same_bits(mine.values[:, :, at], theirs.values)
 
@@ -67,7 +67,7 @@ def test_it_is_stocks_after_any_steps(seed: int) -> None:
                 ours.update_and_fetch(*new), stock.update_and_fetch(*new), strict=True
             ):
                 n_more = surplus(ours, stock)
-                for i, n in enumerate(ours._padding):  # what is in the padding is nobody's
+                for i, n in enumerate(ours._padding):  # numbers in the padding do not count
                     assert same_bits(mine[i, :, n:], theirs[i, :, n_more + n :])
         elif kind == "prefill":
             new = random_kv(step, rng.choice([1, 2, 9]), n_rows)

@@ -78,7 +78,7 @@ def cut(mixed: ModelCacheSpec, caches: list[Any]) -> Pieces:
 def test_a_mixed_cache_is_cut_and_joined(
     model: Any, spec: ModelCacheSpec, layout: str, whole: bool
 ) -> None:
-    """Bit for bit what an uninterrupted one gives; arrays of other tokens give something else."""
+    """It gives the bits of an uninterrupted cache; arrays of other tokens give other bits."""
     mixed = of_layout(model, spec, layout)
     caches = mixed.make_cache()
     on_grid(model, IDS[:300], caches)
@@ -99,7 +99,7 @@ def test_a_mixed_cache_is_cut_and_joined(
 def test_rows_of_a_mixed_batch_give_what_they_give_alone(
     model: Any, spec: ModelCacheSpec, layout: str
 ) -> None:
-    """Restored rows are merged, filtered, joined by others and go on, one of them alone again."""
+    """Restored rows are merged and filtered, others join, and all continue, one row alone again."""
     mixed = of_layout(model, spec, layout)
 
     def filled(n_tokens: int) -> list[Any]:

@@ -1,8 +1,7 @@
 """A query sees its own block of the grid as it was computed, and older blocks quantized.
 
-The reference is mlx-lm's KVCache, twice for each sequence: of keys and values as they come, and of
-what `mx.quantize` and `mx.dequantize` make of them. One boolean mask over both says which a query
-sees.
+The reference is mlx-lm's KVCache, twice for each sequence: with keys and values as they come, and
+after `mx.quantize` and `mx.dequantize`. One boolean mask over both selects those that a query sees.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def packed_and_back(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return what MLX makes of `x` with zeros behind each head's numbers, to the next whole group.
+    """Return `x` as MLX rounds it, with zeros after each head's numbers up to the next whole group.
 
-    Rotated, it is multiplied by a Hadamard matrix before, and by its transpose after.
+    If rotated, `x` is multiplied by a Hadamard matrix before, and by its transpose after.
     """
     size, dim = quantization.group_size, x.shape[-1]
     x = mx.pad(x, [(0, 0)] * 3 + [(0, -dim % size)])
@@ -98,7 +97,7 @@ class Reference:
 
 
 class Streams:
-    """Sequences in our caches, alone and as rows of a batch, each beside its reference."""
+    """Sequences in our caches, alone and as rows of a batch, each with its reference."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class Streams:
             reference.trim(n_taken)
 
     def run(self, n_steps: int = 30) -> float:
-        """Let rows join, leave and go on; return the largest difference from the references."""
+        """Let rows join, leave and continue; return the largest difference from the references."""
         for _ in range(n_steps):
             act, n_rows = self.rng.random(), len(self.references)
             if act < 0.08 and n_rows < 4:
@@ -226,7 +225,7 @@ def test_keys_padded_to_few_lengths_follow_the_rule(
 
     def seen(queries: mx.array, keys: mx.array, *others: Any, **more: Any) -> mx.array:
         mask = more.get("mask")
-        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:  # the reference's is boolean
+        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:  # the reference's mask is boolean
             lengths.add(keys.shape[2])
         if isinstance(mask, str):
             words.add(mask)
@@ -237,12 +236,12 @@ def test_keys_padded_to_few_lengths_follow_the_rule(
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", seen)
     assert Streams(seed, COARSE, PLANS[plan]).run() < TOLERANCE
     assert lengths and all(n % 48 == 0 for n in lengths)
-    assert not words  # also for few queries, as those that check draft tokens
+    assert not words  # also for few queries, such as a check of draft tokens
 
 
 @pytest.mark.parametrize("n_rows", [1, 3])
 def test_a_step_does_not_copy_what_is_dequantized(n_rows: int) -> None:
-    """The newest keys are written into it; a read of their place before would be such a copy."""
+    """The newest keys are written into it; reading their place before that would copy it."""
     n_heads, n_keys, dim = 4, 8000, 64
     cache = BatchQuantizedKVCache(
         [0] * n_rows, KVPrecision.of(8, 64, 4, rotated=True), PLANS["dequantize"]
@@ -250,7 +249,7 @@ def test_a_step_does_not_copy_what_is_dequantized(n_rows: int) -> None:
     cache.update_and_fetch(*mx.random.normal((2, n_rows, n_heads, n_keys, dim)))
     queries = mx.random.normal((n_rows, n_heads, 1, dim))
     peaks = []
-    for _ in range(2):  # the first call makes what later ones find
+    for _ in range(2):  # the first call makes the array for later calls
         keys, values = cache.update_and_fetch(*mx.random.normal((2, n_rows, n_heads, 1, dim)))
         mx.eval(cache.state, queries)
         mx.clear_cache()
@@ -401,7 +400,7 @@ def faults() -> dict[str, tuple[type, str, Any]]:
     }
 
 
-# Arrays do not depend on what else is kept.
+# Arrays do not depend on the rest of a cache.
 CELLS = [(fault, plan) for fault in faults() for plan in ("arrays", "packed")]
 CELLS.remove(("reset", "arrays"))
 

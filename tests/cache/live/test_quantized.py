@@ -127,13 +127,13 @@ def test_appends_in_place() -> None:
         mx.eval(cache.state)
     assert [address(x) for x in cache.keys] == before
     capacity = cache.keys[0].shape[2]
-    mx.eval(cache.update_and_fetch(*random_kv(9, capacity - 604)))  # all that there is room for
+    mx.eval(cache.update_and_fetch(*random_kv(9, capacity - 604)))  # all tokens that fit
     mx.eval(cache.state)
     assert [address(x) for x in cache.keys] == before
 
 
 def test_what_was_taken_back_waits_no_longer() -> None:
-    """Tokens that came one by one, right behind a block, are taken back before they are packed."""
+    """Tokens that came singly, right after a block, are removed before they are packed."""
     n = pk.GRID + 3
     (keys, values), (others, other_values) = random_kv(1, n), random_kv(2, 1)
     cache, straight = (SequenceQuantizedKVCache(PRECISION) for _ in range(2))

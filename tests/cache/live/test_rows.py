@@ -1,4 +1,4 @@
-"""Chunks of several prompts in one call give what each gives by itself."""
+"""Chunks of several prompts in one call give the same as each chunk alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def attended(
 
 
 def padded(arrays: list[mx.array], width: int) -> mx.array:
-    """Return rows padded on the right with what would be noticed."""
+    """Return rows padded on the right with numbers that would be noticed."""
     sizes = [[(0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)] for x in arrays]
     pairs = zip(arrays, sizes, strict=True)
     return mx.concatenate([mx.pad(x, size, constant_values=99.0) for x, size in pairs])
@@ -102,7 +102,7 @@ def test_rows_are_as_alone(kind: str, window: int | None, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_are_as_alone(seed: int) -> None:
-    """Also a row that goes on by one token, and one whose ring has turned."""
+    """Also a row that continues by one token, and one whose ring has turned."""
     rng = random.Random(seed)
     size, n_rows = 24, rng.randint(2, 5)
     together, alone = (
@@ -165,7 +165,7 @@ def test_caches_whose_fetches_are_arrays_of_the_grid_stay_apart() -> None:
 
 
 def test_short_rows_are_not_padded_to_a_long_one() -> None:
-    """Eight rows, one of 30,000 tokens, took eight times as long as each by itself."""
+    """Eight rows, one of 30,000 tokens, took eight times as long as each alone."""
 
     def row(n_tokens: int) -> Any:
         cache = empty_row("full precision")

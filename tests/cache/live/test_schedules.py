@@ -27,13 +27,13 @@ MODELS: dict[str, Callable[[], Any]] = {**ARCHITECTURES, "gemma3": tiny_gemma3}
 PRECISION = KVPrecision.of(4, 32)
 MAX_TOKENS = 8
 TIE = 2e-3
-"""Log-probabilities this close may swap between batch shapes: float32 sums differ in order, and
-where such a difference crosses a rounding step of 4 bits, it grows."""
+"""Log-probabilities this close may swap between batch shapes: float32 sums differ in order, and a
+difference that crosses a rounding step of 4 bits grows."""
 
 
 @dataclass(frozen=True)
 class Alone:
-    """What one prompt gives when it runs by itself."""
+    """The result of one prompt that runs alone."""
 
     prompt: list[int]
     tokens: list[int]
@@ -59,7 +59,7 @@ def run_alone(model: Any, prompt: list[int]) -> Alone:
 
 
 class Setup:
-    """A model whose caches are ours, and a pool of prompts with what each gives alone.
+    """A model whose caches are ours, and a pool of prompts with their results alone.
 
     Alone every layer reads plain keys; in the batch the layers attend by `plan`, if there is one.
     """
@@ -153,7 +153,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 N_SCHEDULES = {"llama": (12, 200), "qwen3": (6, 50), "deepseek_v2": (6, 50), "gemma3": (6, 50)}
-"""By default, and among the slow tests."""
+"""Numbers by default, and among the slow tests."""
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ class NoMask(BatchQuantizedKVCache):
 
 
 class OneTooLong(SequenceQuantizedKVCache):
-    """Merges as if it held one token more than it does."""
+    """Merges as if it had one token more."""
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:

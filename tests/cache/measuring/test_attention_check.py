@@ -142,7 +142,7 @@ def off_for_odd_scales(product: Product) -> Product:
 
 
 def leaves_some_unwritten(product: Product) -> Product:
-    """A product whose first result is right, and later ones have a column of what was there."""
+    """A product whose first result is right, and later ones have a column of old memory."""
     stale: dict[Any, mx.array] = {}
 
     def multiply(x: mx.array, packed: pk.Packed, *given: Any, transpose: bool) -> mx.array:
@@ -169,7 +169,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
 def test_packed_attention_that_is_wrong_is_left_out_and_named(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also if it is asked for."""
+    """Also if it is requested."""
     backend, broken = FAULTS[fault]
     computed_on(backend, monkeypatch)
     monkeypatch.setattr(pk, "matmul", broken(pk.matmul))
@@ -244,7 +244,7 @@ def test_cuda_computes_no_packed_product_unless_it_is_asked_for(
     monkeypatch.setattr(pk, "matmul", multiplied)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
     assert plan_attention(model, spec).plans == {"0": DEQUANTIZES}
-    # Each over NaN first; a step also with two rows.
+    # Each case runs over NaN first; a step also with two rows.
     assert queries_of == {"fused": [1, 1, 1, 1, 4, 4], "packed": []}
     assert plan_attention(model, spec, "packed").plans == {"0": forced_plan("packed")}
     assert queries_of["packed"]

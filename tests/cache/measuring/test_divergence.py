@@ -1,4 +1,4 @@
-"""What a model predicts over quantized caches, against the definitions."""
+"""A model's divergence over quantized caches, compared with the definitions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_predictions_are_those_of_the_definition(
     assert mx.allclose(mx.array(found.above), nll - own_nll, atol=1e-3)
     assert mx.allclose(mx.array(found.own.nll), own_nll, atol=1e-3)
     assert found.same == (p.argmax(axis=-1) == q.argmax(axis=-1)).tolist()
-    # Only the second block sees something that is quantized.
+    # Only the second block sees quantized tokens.
     assert max(found.divergence[:256]) < 1e-5 < 1e-4 < min(found.divergence[256:])
 
 

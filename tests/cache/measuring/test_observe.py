@@ -59,7 +59,7 @@ def test_layers_of_which_some_are_ours() -> None:
 
 
 class OneLayer:
-    """Stands for a model: one layer that does with its cache what `attend` does."""
+    """Stands for a model: one layer that calls `attend` on its cache."""
 
     def __init__(self, attend: Callable[[Any, Any, Any, mx.array], mx.array]) -> None:
         self.attend = attend

@@ -1,4 +1,4 @@
-"""What a chunk of a prompt takes in memory, told before it is computed."""
+"""The memory that a chunk of a prompt takes, predicted before it is computed."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ RATIOS = {
     "recurrent_gemma": 3,
     "jamba": 4,
 }
-"""How far the formula may be from what 512 tokens take, in either direction."""
+"""How far the formula may be from the memory of 512 tokens, in either direction."""
 
 
 def computed(model: Any, caches: list[Any], n_tokens: int) -> int:
-    """Compute a chunk; return what it took."""
-    gc.collect()  # what earlier tests left is not freed meanwhile
+    """Compute a chunk; return the memory that it took."""
+    gc.collect()  # else arrays of earlier tests may be freed below
     peak = PeakMemory()
     model(mx.array([[1] * n_tokens]), cache=caches)
     mx.eval([slot.state for slot in slots_of(caches) if not slot.empty()])
@@ -196,7 +196,7 @@ def test_without_room_a_few_tokens_are_computed_all_the_same() -> None:
     assert PrefillMemory(20_000.0, 16.0, 4096.0, MIB).most_tokens(30_000) == MIN_CHUNK
 
 
-# What is learned.
+# Learning.
 
 
 def formula() -> PrefillMemory:
@@ -204,7 +204,7 @@ def formula() -> PrefillMemory:
 
 
 def learn(memory: PrefillMemory, n_tokens: int, position: int, factor: float) -> None:
-    """Let a chunk take `factor` of what the formula tells."""
+    """Let a chunk take `factor` times the formula's bytes."""
     memory.learn(n_tokens, position, int(factor * formula_bytes(memory, n_tokens, position)))
 
 
@@ -242,7 +242,7 @@ def test_a_short_chunk_that_takes_as_much_as_a_long_one_is_heard() -> None:
 
 
 def test_chunks_that_the_limit_made_short_teach() -> None:
-    """A formula that tells far too much would keep them short forever."""
+    """A formula that predicts far too much would keep chunks short forever."""
     memory = PrefillMemory(500_000.0, 10.0, 1000.0, 64 * MIB)
     first = memory.most_tokens(0)
     assert first < 256
@@ -297,7 +297,7 @@ def test_no_chunk_exceeds_the_limit_once_chunks_have_taught(
 
 @pytest.mark.parametrize("n_bytes", [0, 640 * MIB])
 def test_one_strange_peak_is_forgotten(n_bytes: int) -> None:
-    """Something else was freed, or made, while the chunk was computed."""
+    """Other arrays were freed, or made, while the chunk was computed."""
     memory, usual = formula(), formula().most_tokens(5000)
     for _ in range(60 if not n_bytes else 1):
         memory.learn(512, 5000, n_bytes)
@@ -322,7 +322,7 @@ def test_arguments_of_any_form_are_read() -> None:
 def test_what_a_chunk_takes_is_neither_what_it_leaves_nor_what_was_there(
     is_evaluated_within: bool,
 ) -> None:
-    """16 MiB come and go and 4 stay, with others before and besides."""
+    """16 MiB are temporary and 4 stay; other arrays exist before and at the same time."""
     kept, others = list[mx.array](), mx.arange(8 << 20)
     mx.eval(others, mx.arange(32 << 20).sum())
 

@@ -1,4 +1,4 @@
-"""The texts on which a precision is judged lie where they should, whatever the tokenizer."""
+"""The texts that judge a precision are at the right positions, whatever the tokenizer."""
 
 from __future__ import annotations
 

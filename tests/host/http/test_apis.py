@@ -155,9 +155,9 @@ def test_a_model_that_is_unloaded_meanwhile_is_no_error(words: WordsServer, path
 
 
 def test_nobody_is_told_the_rest(words: WordsServer) -> None:
-    """A client that has gone away stops its generation.
+    """A client that has left stops its generation.
 
-    Where nothing is sent before the end, the server's own generator sees that it went.
+    If nothing is sent before the end, the server's own generator notices that it left.
     """
     words.generator.pause = partial(time.sleep, 0.02)
     payload = {"say": "x", "stream": True}
@@ -208,7 +208,7 @@ def test_parameters_are_those_that_stock_reads(server: ModuleType, fields: dict[
 
 
 def test_a_client_that_left_before_the_head_waits_for_no_reply(words: WordsServer) -> None:
-    """Stock stops a reply only after it has sent the head."""
+    """Stock stops a reply only after it has sent the headers."""
     seen: list[Any] = []
 
     class Notes:

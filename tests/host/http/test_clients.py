@@ -49,7 +49,7 @@ def test_what_came_from_a_client_is_left_to_be_read() -> None:
         assert client._connection.recv(9) == b"more"
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):
-            theirs.recv(1)  # nothing was sent to a client that is there
+            theirs.recv(1)  # nothing was sent to a client that has not left
 
 
 def test_a_slow_reader_gets_all_of_a_reply_that_no_buffer_holds() -> None:
@@ -139,7 +139,7 @@ def test_a_connection_that_its_thread_has_closed_counts_as_left() -> None:
 def test_a_silent_stream_gets_keepalives_whose_bytes_are_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first has the head; a client that has closed its sending side was sent a part of it."""
+    """The first sends the headers; a client with a closed sending side has got part of them."""
     monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
     monkeypatch.setattr(clients, "KEEPALIVE_S", 0.0)
     with connected() as (client, theirs):
@@ -182,7 +182,7 @@ def test_a_keepalive_comes_when_a_stream_has_been_silent_for_long(clock: Clock) 
 
 
 def test_a_keepalive_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for a thread that writes to the client, nor for a client that reads nothing."""
+    """Neither for a thread that writes to the client, nor for a client that does not read."""
     monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
     large = b": " + bytes(1 << 24) + b"\n\n"
     with connected() as (client, theirs):

@@ -1,4 +1,4 @@
-"""Chat completions and text completions while nothing comes: headers, beats, and errors."""
+"""Completions before any text: headers, keepalives and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def comments(body: str) -> list[str]:
 
 
 def said(body: str) -> list[Any]:
-    """Return what the events of a stream hold, but the last one, which only ends it."""
+    """Return the data of a stream's events, except the last event, which only ends it."""
     found = [part.removeprefix("data: ") for part in parts(body) if not part.startswith(":")]
     assert found.pop() == "[DONE]"
     return [json.loads(each) for each in found]

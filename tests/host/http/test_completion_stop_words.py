@@ -1,4 +1,4 @@
-"""A text in pieces is cut where its first stop word is complete, and shown as far as is known."""
+"""A text in pieces is cut at its first complete stop word, and sent as early as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No request ends the generation thread, and what stock serves is served as stock serves it."""
+"""No request ends the generation thread, and requests that stock serves are served the same."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "huge frequency penalty": ({"frequency_penalty": HUGE}, "frequency_penalty is too large"),
     "top_k beyond the vocabulary": ({"temperature": 1, "top_k": 99999}, "top_k is 99999"),
     "top_k of true": ({"temperature": 1, "top_k": True}, "top_k is a boolean"),
-    "min_p that is no number": ({"temperature": 1, "min_p": NAN}, "min_p is nan"),
+    "min_p that is not a number": ({"temperature": 1, "min_p": NAN}, "min_p is nan"),
     "xtc_threshold above a half": (
         {"temperature": 1, "xtc_probability": 0.5, "xtc_threshold": 0.9},
         "xtc_threshold is 0.9, expected a number from 0 to 0.5",
     ),
-    "xtc_threshold that is no number": (
+    "xtc_threshold that is not a number": (
         {"temperature": 1, "xtc_probability": 0.5, "xtc_threshold": NAN},
         "xtc_threshold is nan",
     ),
@@ -264,7 +264,7 @@ def test_a_reply_may_have_any_number_of_tokens(server: ServerProcess) -> None:
     "name", ["temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 )
 def test_integers_that_mlx_does_not_take_are_numbers(server: ServerProcess, name: str) -> None:
-    """Stock's generation thread ends on them; the same numbers as floats it serves."""
+    """They end stock's generation thread, which serves the same numbers as floats."""
     body = {"messages": USER, "max_tokens": 4, "top_p": 0.9, name: 10**30}
     status, answer = post(server, CHAT, json.dumps(body).encode())
     assert status == 200, answer

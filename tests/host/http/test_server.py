@@ -1,4 +1,4 @@
-"""Requests and replies as plugins see them; headers go where they belong, and nowhere else."""
+"""Requests and replies as plugins see them; headers go only to the replies that need them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def keep_alive(patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> M
 
 
 def heads(answered: str) -> list[str]:
-    """Return the head of each reply on a connection."""
+    """Return status line and headers of each reply on a connection."""
     return [f"HTTP/1.1{part}".partition("\r\n\r\n")[0] for part in answered.split("HTTP/1.1")[1:]]
 
 
@@ -65,7 +65,7 @@ def test_headers_stay_with_their_request(keep_alive: ModuleType) -> None:
 def test_a_refused_generation_gets_no_header(
     patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock answers 404 with the error's text; the outcome of a request that failed is no one's."""
+    """Stock answers 404 with the error's text; a failed request has no outcome to tell."""
     captured: list[Any] = []
 
     class OneConnection:
@@ -122,7 +122,7 @@ def test_a_reply_is_told_once_and_before_its_last_part(
         )
     assert notes.calls == [["request_received", "s", stream], ["reply_sent", "pong", False]]
     assert answered.count('"finish_reason": "length"') == 1
-    # Without streaming the headers wait for the reply, and can tell of it.
+    # Without streaming the headers wait for the reply, and can describe it.
     assert ("X-Echo: 1" if stream else "X-Echo: 2") in answered
 
 
@@ -339,7 +339,7 @@ def test_two_plugins_cannot_answer_one_path() -> None:
 def test_a_server_that_cannot_listen_ends_its_generation_thread(
     patched_server: ModuleType,
 ) -> None:
-    """A port in use: stock raises and leaves the thread, and the process never ends."""
+    """A port in use: stock raises, its thread continues, and the process never ends."""
     stopped: list[bool] = []
     generator = SimpleNamespace(stop_and_join=lambda: stopped.append(True))
 

@@ -1,4 +1,4 @@
-"""Changes of mlx-lm that are in sight do not stop the server, and what plugins see stays whole."""
+"""Expected changes of mlx-lm do not stop the server, and plugins still see all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BY_NAME = {patch.name: patch for patch in PATCHES}
 
 @pytest.fixture
 def coming(server: ModuleType) -> Iterator[ModuleType]:
-    """The server's module with changes that stand as pull requests, for one test."""
+    """The server's module with changes of open pull requests, for one test."""
     before, defaults = dict(vars(server)), server._run_http_server.__defaults__
     coming_host.change(server)
     yield server
@@ -121,7 +121,7 @@ def test_a_signature_may_grow_by_what_has_a_default(source: str, fits: bool) -> 
 def test_a_prompt_cache_that_is_not_made_here_is_noticed(
     coming: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A factory that holds the class itself would leave the patch without effect."""
+    """If a factory has its own reference to the class, the patch has no effect."""
     stock = coming.LRUPromptCache
     monkeypatch.setattr(coming, "make_lru_prompt_cache", lambda args: stock(10))
     applied = PatchSet()
@@ -140,7 +140,7 @@ def coming_server(started: StartServer, tiny_model: Path) -> ServerProcess:
 
 
 def ask(server: ServerProcess, **headers: str) -> tuple[dict[str, str], Any]:
-    """Ask the new path; return the headers of its reply, and what it says."""
+    """Send a request to the new path; return its reply's headers and body."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     status, found, body = server.request("POST", ANSWERS, BODY, named)
     assert status == 200, body

@@ -1,4 +1,4 @@
-"""Every patch proves itself, says what it needs, and can be taken back."""
+"""Every patch verifies its effect, names what it needs, and can be undone."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_probe_passes_with_all_patches_and_asks_no_real_plugin(
 
 
 def add_processor(value: Any) -> Any:
-    """Return logits processors of all rows, or of one, with one more of another package."""
+    """Add another package's processor to the logits processors of all rows, or of one row."""
 
     def shifted(tokens: Any, logits: Any) -> Any:
         return mx.roll(logits, 1, -1)
@@ -145,7 +145,7 @@ def test_probes_pass_beside_a_package_that_adds_logits_processors(
             patch.check()
     finally:
         PATCH_SET.undo()
-    assert calls or module == "server"  # no probe makes a request's processors
+    assert calls or module == "server"  # no probe makes processors of a request
 
 
 @each_patch
@@ -247,7 +247,7 @@ def test_a_method_that_requires_more_fails_the_probe(
 
 
 def test_nothing_leaks(server: ModuleType) -> None:
-    """Other users of mlx_lm in the process see what they saw before."""
+    """Other users of mlx_lm in the process see no change."""
     names = ("mlx_lm", "mlx_lm.models.cache", "mlx_lm.generate", "mlx_lm.utils", "argparse")
     modules = [importlib.import_module(name) for name in names]
     before = [dict(vars(module)) for module in modules]

@@ -1,4 +1,4 @@
-"""Pairs of mlx-lm and mlx: those measured pass, those that hang or do not start are refused."""
+"""Pairs of mlx-lm and mlx: measured pairs pass; pairs that hang or do not start are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merging: a plugin merges one layer's caches, or stock does, whatever the plugin does."""
+"""Merging: a plugin merges one layer's caches, or stock does, even if the plugin fails."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_a_cache_that_cannot_merge_is_stocks_error(patched_server: ModuleType) -
 
 
 def test_states_that_are_not_made_yet_begin_together(patched_server: ModuleType) -> None:
-    """Prompts of one token: nothing of them is computed before their replies begin."""
+    """Prompts of one token are not computed before their replies begin."""
 
     class Adds:
-        """Answers with the sum of what it has read, which it holds as a state."""
+        """Answers with the sum of the ids that it has read; the sum is its state."""
 
         layers = (None,)
         make_cache: Any

@@ -1,4 +1,4 @@
-"""Draft tokens over every kind of cache change no reply, and leave nothing in what is stored.
+"""Draft tokens over every kind of cache change no reply, and leave nothing in the store.
 
 Each reply is compared with the model's own caches, which compute it token by token.
 """
@@ -51,7 +51,7 @@ class Composite(nn.Module):  # type: ignore[misc]
 
 @dataclass
 class Reply:
-    """What a model says, and the caches at the end of the last token."""
+    """A model's reply, and the caches after the last token."""
 
     tokens: list[int]
     logprobs: list[mx.array]
@@ -59,11 +59,11 @@ class Reply:
 
 
 class Replies:
-    """A model with caches of one precision, and what it says to random prompts."""
+    """A model with caches of one precision, and its replies to random prompts."""
 
     def __init__(self, model: Any, choice: PrecisionChoice = FULL) -> None:
         self.model, self.choice = model, choice
-        # A number between two steps of the quantization may go to either.
+        # A number between two quantization steps may be rounded to either.
         self.tolerance = 1e-4 if choice == FULL else 2e-2
         end_on_grid(model)
         self.batches = True
@@ -75,7 +75,7 @@ class Replies:
         self.make_cache, self.batches = spec.make_cache, spec.batches
 
     def own_caches(self) -> list[Any]:
-        """Return caches of mlx-lm; for a quantized model those of a sequence that is alone."""
+        """Return caches of mlx-lm; for a quantized model the caches of a single sequence."""
         if self.choice != FULL:
             caches: list[Any] = self.make_cache()
         elif hasattr(self.model, "make_cache"):
@@ -106,8 +106,8 @@ class Replies:
     ) -> Reply:
         """Compute a reply with drafts of `said`, in which some tokens are wrong.
 
-        The prompt is computed in chunks of any length. There may have been another reply `beside`
-        it: then the row may have padding in front.
+        The prompt is computed in chunks of any length. If another reply ran `beside` it, the row
+        may have padding in front.
         """
         row, start = self.make_cache(), 0
         while start < len(prompt) - 1:
@@ -159,7 +159,7 @@ class Replies:
         return self.n_drafted
 
     def check_end(self, caches: list[Any], ids: list[int]) -> None:
-        """Compare caches at the end of a reply with those of a cold run."""
+        """Compare caches at the end of a reply with the caches of a cold run."""
         cold = self.own_caches()
         self.model(mx.array([ids]), cache=cold)
         for slot, other in zip(slots_of(caches), slots_of(cold), strict=True):
@@ -211,7 +211,7 @@ def test_a_draft_over_the_end_of_a_window_changes_nothing(name: str, seed: int) 
         replies.check(rng, max(1, window - before), rng.randrange(1, 2 * window))
         for before in (window, *rng.sample(range(1, window), 2), -3)
     )
-    assert n_drafted, "drafts are given up where they could be taken back"
+    assert n_drafted, "no drafts, although they could be taken back"
 
 
 @pytest.mark.parametrize("seed", seeds(2))
@@ -235,7 +235,7 @@ def test_a_state_is_never_given_a_draft() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", available())
 def test_a_draft_changes_no_reply_of_any_architecture(name: str) -> None:
-    """As the model replies in a batch: some replies alone are others, in mlx-lm, too."""
+    """Replies are compared in a batch: some differ if they run alone, in mlx-lm, too."""
     try:
         replies = Replies(build(name))
     except ModelNotSupported:

@@ -79,7 +79,7 @@ def test_a_dead_generation_thread_ends_the_server(
 def test_a_device_that_refuses_all_work_ends_the_server(
     environment: Environment, tiny_model: Path, tmp_path: Path, more: dict[str, int]
 ) -> None:
-    """What was stored before is found by the next process."""
+    """The next process finds all turns that were stored before."""
     plugins = ("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"))
     question = {"messages": [{"role": "user", "content": "Why? " * 300}], "max_tokens": 2}
     with ServerProcess(
@@ -117,7 +117,7 @@ def test_whoever_waits_when_the_queue_closes_is_answered() -> None:
     requests = RequestQueue()
     waiting: Queue[Any] = Queue()
     requests.put((waiting, "request", "args"))
-    assert requests.get_nowait()[0] is waiting  # being served: it is not in the queue any more
+    assert requests.get_nowait()[0] is waiting  # being served: it is no longer in the queue
     error = GenerationStopped("the end")
     requests.close(error)
     assert waiting.get_nowait() is error
@@ -146,7 +146,7 @@ def test_nobody_slips_in_while_the_queue_closes() -> None:
 def test_the_end_is_told_whatever_provides_the_model(
     patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A provider of mlx-lm's own tests has no `is_ready`; what ended the thread is still told."""
+    """A provider of mlx-lm's own tests has no `is_ready`; the thread's error is still logged."""
 
     def fail(self: Any) -> None:
         raise RuntimeError("bad luck")

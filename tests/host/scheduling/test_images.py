@@ -1,4 +1,4 @@
-"""Images of a prompt: the ids that tell them apart, and what the model computes of them."""
+"""Images of a prompt: the ids that distinguish them, and the model's caches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rendered(*parts: list[int] | mx.array) -> tuple[list[int], Vision]:
 
 
 def test_images_that_differ_in_one_pixel_are_never_taken_for_each_other() -> None:
-    """Where resizing leaves nothing of the difference, the model is given the same."""
+    """If resizing removes the difference, the model gets the same pixels."""
     module = pytest.importorskip("mlx_lm.processors.muse_spark")
     process = module.Processor(patch_size=SIDE // 2)
     rng = np.random.default_rng(5)

@@ -21,7 +21,7 @@ from tests.support.host import plugged
 
 
 class Model:
-    """As much of a model as makes caches."""
+    """The part of a model that makes caches."""
 
     layers = (None, None, None)
 
@@ -36,7 +36,7 @@ class Batchable:
 
 
 class Makes:
-    """Makes three of these caches; an exception is raised, None is no answer."""
+    """Answers with three of these caches; raises an exception, and gives no answer for None."""
 
     batches = True
 

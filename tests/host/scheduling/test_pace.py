@@ -11,7 +11,7 @@ def test_pace_is_careful_where_nothing_is_known() -> None:
     pace.learn(0, 500, 0.5)
     assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
     assert pace.tokens(0, 9.0) == pytest.approx(2000, abs=1)  # four times as many at once
-    for seconds, n_tokens in ((1.0, 500), (2.0, 1000)):  # twice as slow so far from the start
+    for seconds, n_tokens in ((1.0, 500), (2.0, 1000)):  # twice as slow at position 5000
         assert pace.tokens(5000, seconds) == pytest.approx(n_tokens, abs=1)
     for n in (300, 500):
         pace.learn(5000, n, n * 4e-3)
@@ -27,7 +27,7 @@ def test_pace_goes_by_the_nearest_place_that_it_knows() -> None:
 
 
 def test_pace_of_one_chunk_is_that_of_its_tokens() -> None:
-    """Only a short one may be all overhead; one that was quick enough tells nothing of that."""
+    """Only a short chunk may be all overhead; a long chunk does not show its overhead."""
     short, long = Pace(), Pace()
     short.learn(0, 32, 0.01)
     assert short.tokens(0, 1.0) == 128
@@ -41,7 +41,7 @@ def test_pace_of_one_chunk_is_that_of_its_tokens() -> None:
 def test_pace_tells_what_a_chunk_costs_from_what_its_tokens_do(
     overhead_s: float, quick: int, slow: int
 ) -> None:
-    """Small chunks are mostly overhead; taken for the cost of tokens, they would stay small."""
+    """If the overhead of small chunks counted as the tokens' cost, chunks would stay small."""
     pace, n_tokens = Pace(), 32
     for _ in range(20):
         pace.learn(5000, n_tokens, overhead_s + n_tokens * 1e-4)
@@ -60,7 +60,7 @@ def test_a_kernel_that_is_compiled_is_no_slow_device() -> None:
     before = pace.tokens(5000, 0.1)
     pace.learn(5000, 384, 3.0)
     assert pace.tokens(5000, 0.1) == before
-    pace.learn(5000, 1024, 1.5 * (0.02 + 1024e-4))  # this much slower is a slower device
+    pace.learn(5000, 1024, 1.5 * (0.02 + 1024e-4))  # a chunk this much slower means a slower device
     assert before / 2 < pace.tokens(5000, 0.1) < before
     before = pace.tokens(5000, 0.1)
     pace.learn(5000, 384, 3.0)
@@ -95,7 +95,7 @@ def test_the_time_of_a_prompt_adds_up_over_its_positions() -> None:
 
 
 def test_the_time_of_a_prompt_does_not_depend_on_the_chunks_that_were_measured() -> None:
-    """Beside replies chunks are short: their overhead is told apart, and paid once a long chunk."""
+    """While replies run, chunks are short: their overhead must count once a long chunk."""
     found = []
     for sizes in ((512, 2048), (32, 64, 96)):
         pace = Pace()

@@ -1,4 +1,4 @@
-"""Replies that are taken out of the batch where memory ends, and go on with the same tokens."""
+"""Replies that leave the batch if memory is short, and later continue with the same tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ N_TOKENS = 40
 
 
 class Scales:
-    """Has room for so many tokens of replies, and notes what it is told."""
+    """Has room for `most` tokens of replies, and notes what it is told."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -39,7 +39,7 @@ class Scales:
 
 
 class Kept(Saving):
-    """A request whose parked replies may enter when there is room, with what was kept of them."""
+    """A request whose parked replies may enter when there is room, with their saved tokens."""
 
     is_free = False
     keeps = True
@@ -124,7 +124,7 @@ def test_an_account_that_fails_is_logged_once_and_has_room(
 def test_the_youngest_goes_on_with_the_same_tokens(
     serve: Callable[..., tuple[Serving, Scales]], monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
-    """With or without what was kept of it."""
+    """With or without its saved tokens."""
     monkeypatch.setattr(Kept, "keeps", keeps)
     serving, scales = serve(most=150)
     clients = [serving.ask(1000 * i, 40, N_TOKENS) for i in (1, 2, 3)]
@@ -142,7 +142,7 @@ def test_the_youngest_goes_on_with_the_same_tokens(
 def test_a_parked_reply_has_no_token_of_a_draft(
     serve: Callable[..., tuple[Serving, Scales]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has drafts while it is alone, before it is parked and after; their ends are wrong."""
+    """It has drafts while it is alone, before and after parking; the drafts' ends are wrong."""
     clock = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
     monkeypatch.setattr(prompt_lookup, "time", clock)
     monkeypatch.setattr(
@@ -173,7 +173,7 @@ def test_what_is_told_is_what_runs(serve: Callable[..., tuple[Serving, Scales]])
     n_told = len(scales.told)
     for _ in range(8):
         serving.step()
-    assert len(scales.told) == n_told + 2  # every fourth step: nothing came or went
+    assert len(scales.told) == n_told + 2  # every fourth step, if no row comes or goes
     replies, prompts, n_bytes = scales.told[-1]
     generator = serving.generator
     assert prompts == [] and abs(replies[0] - len(generator.replies.tokens[0])) <= 4
@@ -212,12 +212,12 @@ def test_it_enters_beside_others_as_soon_as_the_plugin_says_so(
 
 
 def test_stock_sees_what_is_parked(serve: Callable[..., tuple[Serving, Scales]]) -> None:
-    """With no caches; `next_generated` ends only when nothing is left."""
+    """Parked replies have no caches; `next_generated` ends only when none is left."""
     serving, scales = serve(most=90)
     second = parked_one(serving)
     generator = serving.generator
     assert generator.extract_cache([second.uid]) == {second.uid: ([], [])}
-    assert scales.told[-1][1] == [], "no memory is counted for it"
+    assert scales.told[-1][1] == [], "no memory is counted for it while parked"
     n_before = len(second.answer)
     tokens = []
     while responses := generator.next_generated():
@@ -245,7 +245,7 @@ def test_a_client_that_leaves_while_its_reply_is_parked_is_forgotten(
 def test_a_parked_reply_keeps_its_sampler_and_its_processors(
     serve: Callable[..., tuple[Serving, Scales]],
 ) -> None:
-    """A processor sees the same tokens as without a pause, and the count goes on."""
+    """A processor sees the same tokens as without a pause, and the count continues."""
     serving, _ = serve(most=90)
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Prompts beside replies: their order, their chunks, and what ends one of them alone."""
+"""Prompts during replies: their order, their chunks, and faults that end only one of them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Counting:
 
 
 class Plugin:
-    """Takes requests and sees what is saved of them."""
+    """Takes requests and records what is saved of them."""
 
     def __init__(self, limits: PrefillLimits, *, joins: bool = False) -> None:
         self.limits, self.joins = limits, joins
@@ -132,10 +132,10 @@ class Serving:
         self.generator, self.plugin, self.model = generator, plugin, model
         self.clients: dict[int, Client] = {}
         self.order: list[int] = []
-        """Whose prompt each step went on with, by its first id."""
+        """The prompt that each step continued, by its first id."""
         self.progress: list[tuple[int, int]] = []
         self.segment_ends: list[tuple[list[int], list[int]]] = []
-        """The tokens and the keys of each prompt where a segment ended: there stock saves."""
+        """The tokens and the keys of each prompt at a segment's end, where stock saves."""
 
     def ask(
         self, first: int, n_prompt: int, max_tokens: int = 4, *, is_taken: bool = True
@@ -294,7 +294,7 @@ def test_a_prompt_at_the_end_of_the_positions_joins_no_longer_one(
 
 @pytest.mark.parametrize("full_precision", [0, 1])
 def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_precision: int) -> None:
-    """The model makes one mask for all layers, and quantized rows have another than padded ones."""
+    """The model makes one mask for all layers, but quantized and padded rows need two."""
     model = tiny_model(n_layers=3)
     spec = probe_model(model, PrecisionChoice())
     (group,) = spec.groups
@@ -358,9 +358,9 @@ def test_no_chunk_is_longer_than_the_plugin_allows_and_all_get_on(
 
 
 def test_a_chunk_is_computed_before_its_step_ends(serve: Callable[..., Serving]) -> None:
-    """Else the next step of the replies would wait for it, however long it is."""
+    """Otherwise the replies' next step would wait for the chunk, however long it is."""
     serving = serve(most=64)
-    serving.ask(1000, 128)  # the first segment is one chunk, which the plugin does not look at
+    serving.ask(1000, 128)  # the first segment is one chunk, which the plugin does not see
     serving.step()
     gc.collect()
     before = mx.get_active_memory()
@@ -393,7 +393,7 @@ def test_the_shortest_goes_first_and_the_long_one_is_not_starved(
     short = serving.ask(5000, 60)
     while not short.answer:
         serving.step()
-    assert serving.order.count(1000) <= 3  # the chunk before it, and beside its last steps
+    assert serving.order.count(1000) <= 3  # one before the short prompt, then during its end
     n_short, begun = 0, len(serving.order)
     while not long.answer:
         n_short += 1
@@ -425,7 +425,7 @@ def test_what_was_computed_is_saved_after_every_chunk(serve: Callable[..., Servi
     client = serving.ask(1000, 300)
     serving.run(client)
     saved = [(kind, len(tokens)) for _, kind, tokens, _ in serving.plugin.saved]
-    # Where a segment ends the server saves; the last chunk of each is not saved twice.
+    # The server saves at a segment's end, so the last chunk of each is not saved twice.
     assert saved == [("prefill", 64), ("prefill", 128), ("prefill", 192), ("prefill", 256)]
     for handle, _, tokens, keys in serving.plugin.saved:
         assert handle == 1000 and tokens == keys == client.ids[: len(tokens)]
@@ -558,7 +558,7 @@ def test_an_error_in_a_prompt_ends_this_request_alone(
 def test_an_error_in_a_joint_call_ends_the_one_at_fault_alone(
     serve: Callable[..., Serving], n_good: int, place: int
 ) -> None:
-    """In the prompt's first half, or where its reply begins."""
+    """In the prompt's first half, or at the begin of its reply."""
     serving = serve(most=512, joins=True)
     bad = serving.ask(POISON - place, 51)
     good = [serving.ask(1000 * i, 30 + 9 * i) for i in range(1, n_good + 1)]
@@ -572,7 +572,7 @@ def test_an_error_in_a_joint_call_ends_the_one_at_fault_alone(
     more = [serving.ask(9000 + 100 * i, 40) for i in range(3)]
     serving.run(*more)
     prompts = [rows for rows in serving.model.computed if max(rows) > 1]
-    assert len(prompts[-1]) == 3, "those that come later are computed together again"
+    assert len(prompts[-1]) == 3, "later prompts are computed together again"
 
 
 @pytest.mark.parametrize("where", ["prompt", "first token"])
@@ -625,7 +625,7 @@ def test_a_client_that_leaves_between_the_two_tries_is_forgotten(
 
 
 def test_whoever_joins_after_a_step_that_failed_is_alone(serve: Callable[..., Serving]) -> None:
-    """The server removes those that failed only when the batch's time is over."""
+    """The server removes failed rows only when the batch's time is over."""
     serving = serve(most=64)
     pair = [serving.ask(1000 * i, 20, 100) for i in (1, 2)]
     while not all(client.answer for client in pair):
@@ -698,7 +698,7 @@ def test_an_error_in_a_step_of_the_replies_ends_them_and_not_the_server(
 def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, step_s: float, most: int
 ) -> None:
-    """A clock that goes on by 0.35 ms a token stands for a device; a step takes time, too."""
+    """A clock that advances by 0.35 ms a token stands for a device; a step takes time, too."""
     now_s = 0.0
     clock = SimpleNamespace(perf_counter=lambda: now_s)
     for module in (batch_generator, prefill):
@@ -717,7 +717,7 @@ def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
     while not alone.answer:
         serving.step()
     longest = max(max(rows) for rows in serving.model.computed)
-    assert longest == 768  # what less than 0.3 s takes
+    assert longest == 768  # takes less than 0.3 s
     serving.model.computed.clear()
     beside = serving.ask(11_000, 3000)
     while not beside.answer:
@@ -731,11 +731,11 @@ def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
 def test_replies_beside_a_prompt_do_not_change_the_pace_that_is_learned(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, n_beside: int
 ) -> None:
-    """A device that is given work ahead, as MLX gives it: a chunk waits for the replies' step."""
+    """MLX queues work on a device, so a chunk waits for the replies' step."""
     now_s = given_s = built_s = 0.0
 
     class Device:
-        """Stands for `mx` in our own code: work is done when it is waited for."""
+        """Stands for `mx` in our own code: work is done when somebody waits for it."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(mx, name)
@@ -799,7 +799,7 @@ def test_caches_that_cannot_be_merged_end_their_request_alone(
     serving.run(good := serving.ask(1000, 100))
     assert good.answer == right_answer(good)
     assert "bad luck" in str(bad.error) and not bad.answer
-    assert not serving.generator.prefills.all, "its prompt is still held"
+    assert not serving.generator.prefills.all, "its prompt is still queued"
 
 
 def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
@@ -834,7 +834,7 @@ POISONED = {"prompt": (POISON - 5, 20), "last token": (POISON - 19, 20), "reply"
 
 @pytest.mark.parametrize("place", POISONED)
 def test_requests_that_all_fail_end_the_server(serve: Callable[..., Serving], place: str) -> None:
-    """Also if their prompts are computed before."""
+    """Also if their prompts were computed before."""
     serving = serve(most=64)
     for _ in range(MOST_IN_A_ROW - 1):
         until_refused(serving, serving.ask(*POISONED[place]))
@@ -893,7 +893,7 @@ def test_caches_that_cannot_be_copied_end_the_replies_and_not_the_server(
 def test_a_short_prompt_does_not_wait_beside_many_long_ones(
     serve: Callable[..., Serving], n_long: int
 ) -> None:
-    """Nor for one of them to end, where as many are computed as the server allows."""
+    """It does not wait for the end of a long one either, if the server computes its maximum."""
     serving = serve(most=64)
     for n in range(n_long):
         serving.ask(1000 * (n + 1), 3000 + n)
@@ -937,6 +937,6 @@ def test_an_error_does_not_hold_the_caches_of_its_prompt(
     computed = weakref.ref(serving.generator.prefills.all[0])
     while serving.generator.prefills.all:
         serving.step()
-    error = client.error  # as the client's thread holds it
+    error = client.error  # as the client's thread does
     gc.collect()
     assert error is not None and computed() is None

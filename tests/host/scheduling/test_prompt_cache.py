@@ -1,4 +1,4 @@
-"""The prompt cache: a plugin's own requests are its own, and no fetch leaves no token."""
+"""The prompt cache: a plugin's requests stay with it, and every fetch leaves a token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.host import plugged
 
 
 class Saves(TakenRequest):
-    """Records what it is given to save, or raises."""
+    """Records its arguments at a save, or raises."""
 
     def __init__(self, n_cached: int = 0, error: Exception | None = None) -> None:
         super().__init__(Prompt([1, 2, 3], [[1, 2, 3]], ["user"]))
@@ -40,7 +40,7 @@ def taken_by(taker: Saves) -> TakenTokens:
 
 
 def filled_cache(server: ModuleType, n_tokens: int) -> tuple[Any, list[Any]]:
-    """Return a prompt cache that holds tokens 0 … n_tokens - 1, saved by stock."""
+    """Return a prompt cache with tokens 0 … n_tokens - 1, saved by stock."""
     import mlx.core as mx
 
     cache = server.LRUPromptCache(10)

@@ -1,4 +1,4 @@
-"""Guessed tokens: the reply is that of one token at a time, and its caches hold just its tokens."""
+"""Draft tokens: replies are the same as without them, and caches have exactly their tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORDS = 40
 
 
 class Scripted:
-    """A model that says what a script has at the next place; its keys are the ids it has read."""
+    """A model that says the next id of a script; its keys are the ids it has read."""
 
     layers = (None,)
 
@@ -62,7 +62,7 @@ def repeating(seed: int, n: int) -> list[int]:
 
 
 def begun(model: Scripted, n_prompt: int, n_reply: int, quantized: bool, stop: int | None) -> Any:
-    """Return stock's batch of one reply whose prompt was computed but for its last id."""
+    """Return stock's batch of one reply whose prompt was computed except its last id."""
     row: Any = SequenceQuantizedKVCache(KVPrecision.of(8, 32)) if quantized else KVCache()
     return batch_of_one(model, model.script[:n_prompt], [row], n_reply, stop)
 
@@ -77,7 +77,7 @@ def batch_of_one(
 def batch_of_rows(
     model: Any, prompts: list[list[int]], rows: list[list[Any]], n_reply: int, stop: int | None
 ) -> Any:
-    """Return stock's batch of replies whose prompts were computed but for their last ids."""
+    """Return stock's batch of replies whose prompts were computed except their last ids."""
     n, sequences = len(prompts), [[stop]] if stop is not None else []
     if hasattr(stock, "StopSequences"):
         stops = {"stop_sequences": [stock.StopSequences(sequences) for _ in prompts]}
@@ -113,7 +113,7 @@ def all_of(batch: Any, steps: Any) -> list[Any]:
 def test_a_reply_is_that_of_one_token_at_a_time(
     seed: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_lookup, "MOST_CREDIT", 1e9)  # wrong guesses, too, are gone on with
+    monkeypatch.setattr(prompt_lookup, "MOST_CREDIT", 1e9)  # even wrong drafts are continued
     rng = random.Random(seed)
     script = repeating(seed, 900)
     n_prompt, n_reply = rng.randrange(8, 400), rng.randrange(1, 400)
@@ -152,7 +152,7 @@ def test_what_repeats_takes_fewer_calls_of_the_model(monkeypatch: pytest.MonkeyP
 
 
 def test_wrong_guesses_are_paid_off_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes a second here, a guess three, and what it guesses is always wrong."""
+    """A step takes a second here, a step with a draft three, and each draft is wrong."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(prompt_lookup, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     made, n_guesses = PromptLookup(most_taken_back), 0
@@ -177,7 +177,7 @@ def test_wrong_guesses_are_paid_off_before_the_next(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("change", ["nothing", "a processor", "another reply", "no room"])
 def test_only_a_single_reply_without_processors_is_guessed(change: str) -> None:
-    """And only as many tokens as its caches can take back."""
+    """And a draft has only as many tokens as the caches can take back."""
     script = [1, 2, 3, 4, 5] * 40
     batch = begun(Scripted(script), 20, 30, False, None)
     made = PromptLookup(lambda caches: 1 if change == "no room" else most_taken_back(caches))
@@ -200,7 +200,7 @@ def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) 
         rng = random.Random(3)
         prompt = [rng.randrange(1, 60) for _ in range(200)]
         plain = all_of(batch_of_one(model, prompt, spec.make_cache(), 400), lambda one: one.next())
-        # It is given what it will say, with faults, as a passage that it has read.
+        # The reply, with faults, is given as a passage that the model has read.
         said = [one.token for one in plain]
         faulty = [id_ if rng.random() < 0.9 else (id_ + 1) % 60 for id_ in said]
         made = PromptLookup(most_taken_back)
@@ -215,7 +215,7 @@ def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) 
 
 
 def test_a_sampler_is_asked_for_one_token_at_a_time() -> None:
-    """XTC throws one coin in a call, and in older versions compares all rows of it."""
+    """XTC draws one random number a call, and in older versions compares all rows with it."""
     script, shapes = [1, 2, 3, 4, 5] * 40, set()
     batch, made = begun(Scripted(script), 20, 30, False, None), PromptLookup(most_taken_back)
 
@@ -229,7 +229,7 @@ def test_a_sampler_is_asked_for_one_token_at_a_time() -> None:
 
 
 class Counted(Saving):
-    """A request whose plugin knows what follows: the next numbers, and then a wrong one."""
+    """A request whose plugin has drafts: the next numbers, and then a wrong number."""
 
     def draft_ids(self, run: Sequence[int], n: int) -> list[int]:
         return [*range(run[-1] + 1, run[-1] + n), 7]
@@ -239,7 +239,7 @@ class Counted(Saving):
 def test_a_draft_that_fails_half_way_ends_its_reply_and_leaves_nothing(
     place: str, patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the model, whose caches then have the draft's tokens, or at the end inside a draft."""
+    """In the model, whose caches then have the draft's tokens, or at an end in the draft."""
 
     class Failing(Counting):
         def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
@@ -302,7 +302,7 @@ class Stored(TakenRequest):
         if self._rng.random() < 0.1:
             raise RuntimeError("no guess today")
         ends = [end for end in range(3, len(self._ids)) if self._ids[end - 3 : end] == run[-3:]]
-        return self._ids[ends[-1] :] if ends else ()  # more than was asked for
+        return self._ids[ends[-1] :] if ends else ()  # more than was requested
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,4 +1,4 @@
-"""Replies on their way to their clients, and clients that went away."""
+"""Replies on their way to their clients, and clients that left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.host.scheduling.waiting import (
 
 
 class Context:
-    """What stock puts first into the queue of a reply."""
+    """The first item that stock puts into a reply's queue."""
 
     _should_stop = False
     prompt: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""Tokenizing between two hooks: what may change a prompt, and what a failure costs."""
+"""Tokenizing between two hooks: allowed changes of a prompt, and the cost of failures."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_an_empty_prompt_is_refused_before_it_kills_the_thread(patched_server: M
 
 
 def test_a_prompt_longer_than_the_context_is_refused(patched_server: ModuleType) -> None:
-    with plugged(Prepares(ValueError("it is not asked"))):
+    with plugged(Prepares(ValueError("this hook is not called"))):
         with pytest.raises(RequestRefused, match="prompt is too long: 5 tokens > 4 maximum") as e:
             tokenize(patched_server, text="abcde", max_context=4)
         assert (e.value.status, e.value.code) == (400, "context_length_exceeded")
@@ -217,7 +217,7 @@ def test_plugins_know_an_image_by_what_the_model_is_given_of_it() -> None:
     assert (ids, types, state) == ([0, *given], ["system", "user"], "normal")
     assert (fed.starts, fed.cache_key) == ([2, 5], [0, *prompt.ids])
     assert isinstance(fed.cache_key, TakenTokens)
-    assert vision.starts == [1, 4]  # as stock made them, for the next time
+    assert vision.starts == [1, 4]  # as stock made them: the next request needs them
 
 
 class Times:
@@ -262,7 +262,7 @@ def test_plugins_are_told_once_when_the_tokens_of_a_reply_came_however_it_ends()
 
 
 def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> None:
-    """Which ids the model has is asked on the generation thread: mlx 0.31.2 aborts elsewhere."""
+    """The generation thread finds out the model's ids: mlx 0.31.2 aborts on other threads."""
     asked: list[str] = []
 
     class Provider(SimpleNamespace):

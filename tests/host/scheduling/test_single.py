@@ -1,4 +1,4 @@
-"""A prompt that is served alone: its chunks, what is saved of it, and what stock is left."""
+"""A prompt that is served alone: its chunks, its saves, and the part left to stock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Single:
         self.context = SimpleNamespace(stop=lambda: None, prompt=IDS)
         self.reply.put(self.context)
         self.options: dict[str, Any] = {}
-        """What stock was given."""
+        """Stock's arguments."""
         self.tokens: list[str] = ["token"]
         self.error: Exception | None = None
 
@@ -52,7 +52,7 @@ class Single:
             raise self.error
 
     def compute(self, caches: Any = None, n_cached: int = 0, **options: Any) -> tuple[Any, Any]:
-        """Return the caches and the ids that stock is given."""
+        """Return the caches and the ids that stock gets."""
         prompt = Prompt(IDS, [IDS[:N_SYSTEM], IDS[N_SYSTEM:]], ["system", "user"])
         taken = Taken("saves", Saving(self.plugin, prompt), n_cached=n_cached, prompt=prompt)
         taken.reply = self.reply
@@ -69,7 +69,7 @@ class Single:
 
 
 def holds(caches: Any, ids: list[int]) -> bool:
-    """Whether a cache's keys are these ids; behind them its buffer has room."""
+    """Whether a cache's keys are these ids; its buffer may have more room."""
     return bool(caches[0].offset == len(ids) and keys_of(caches)[: len(ids)] == ids)
 
 

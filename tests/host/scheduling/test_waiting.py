@@ -46,7 +46,7 @@ class Fetched(TakenRequest):
 
 
 class Fetches:
-    """Fetches for every prompt that begins with a "w", until the test says that it is there."""
+    """Fetches for every prompt that begins with "w", until the test says that it is in RAM."""
 
     def __init__(self) -> None:
         self.there: set[str] = set()
@@ -115,7 +115,7 @@ def put(
 
 
 def take(generator: Any, timeout: float | None = SERVING) -> str | None:
-    """Take a request as the server's loop does, and tokenize it as that would."""
+    """Take a request as the server's loop does, and tokenize it."""
     queued = generator._next_request(timeout)
     if queued is None:
         return None
@@ -140,19 +140,19 @@ def test_ready_requests_pass_those_that_wait(
 
 
 def test_plugins_may_work_while_no_request_is_there(generator: Any, fetches: Fetches) -> None:
-    """A request that comes at that time is the next."""
+    """A request that comes at that time is next."""
     put(generator, "served")
     assert take(generator) == "served" and take(generator) is None
     assert fetches.n_idle == 0
     assert [take(generator, IDLE) for _ in range(3)] == [None] * 3
-    assert fetches.n_idle == 4  # the first of them when the reply had ended
+    assert fetches.n_idle == 4  # the first when the reply had ended
     put(generator, "next")
     assert take(generator, IDLE) == "next" and fetches.n_idle == 4
     assert take(generator, IDLE) is None and fetches.n_idle == 6
 
 
 class Works:
-    """A plugin's answers to `prefetch` that take time: so many calls of `seconds` each."""
+    """A plugin's answers to `prefetch` that take time: `n_calls` calls of `seconds` each."""
 
     def __init__(self, fetches: Fetches, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = clock
@@ -172,7 +172,7 @@ class Works:
 
 @pytest.fixture
 def speaking(generator: Any) -> Any:
-    """A reply that has begun: others have to wait for no longer than a gap."""
+    """A reply that has begun: it waits for entering requests, GAP_S at most."""
     reply = SimpleNamespace(has_begun=True, is_over=False, is_stopped=False)
     generator._replies.append(reply)
     return reply
@@ -221,7 +221,7 @@ def test_a_small_restore_passes_a_large_one_which_gets_on_all_the_same(
     else:
         take(generator)
         pytest.fail(f"w2 still waits after {works.asked}")
-    # The first is not passed until it has proved to be large, and has every third gap then.
+    # The first is not passed until it proves to be large; then it works in every third pause.
     assert 6 <= works.asked.count("w1") < 12
 
 
@@ -248,7 +248,7 @@ def test_many_that_come_at_once_let_the_replies_go_on(
     n_restores: int,
     n_short: int,
 ) -> None:
-    """They take GAP_S and what one of them takes, and then the replies have a step; all get in."""
+    """They take GAP_S plus the time of one of them, then the replies have a step; all enter."""
     begun: list[Any] = []
     render = generator._rendered
 
@@ -279,7 +279,7 @@ def test_many_that_come_at_once_let_the_replies_go_on(
 def test_all_that_came_together_enter_before_the_first_step_also_of_a_later_batch(
     generator: Any, works: Works
 ) -> None:
-    """Nothing of the batch before counts: its last step may have ended long ago."""
+    """The earlier batch does not count: its last step may have ended long ago."""
     for batch in range(2):
         names = [f"a{batch}{n}" for n in range(4)]
         for name in names:
@@ -296,7 +296,7 @@ def test_before_the_first_reply_all_restore_that_can_and_are_computed_together(
 ) -> None:
     names = ["w1", "w2", "w3"]
     works.seconds, works.n_calls = dict.fromkeys(names, 2 * WORK_S), dict.fromkeys(names, 4)
-    works.n_calls["s"] = 10**9  # it waits for what no work of its own brings
+    works.n_calls["s"] = 10**9  # it waits for something that its own work does not bring
     for name in ["w1", "s", "w2", "w3"]:
         put(generator, name)
     assert [take(generator) for _ in range(4)] == [*names, None]
@@ -312,7 +312,7 @@ def test_one_that_is_ready_just_after_the_gap_enters_all_the_same(
 
 
 class Looks:
-    """The server's looks for a request that is on its way, each after the wait for it."""
+    """The server's looks for a request that is on its way; it waits before each look."""
 
     def __init__(self, generator: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n = 0
@@ -347,7 +347,7 @@ def test_the_first_waits_for_one_whose_thread_is_about_to_queue_it(
 def test_nobody_waits_for_one_that_is_not_queued_or_takes_long(
     generator: Any, clock: Clock, looks: Looks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its body may be long, or it asks for something else than a reply."""
+    """Its body may be long, or it may not ask for a reply."""
     monkeypatch.setitem(ARRIVING, 1, clock.perf_counter())
     looks.then = lambda: ARRIVING.clear() if looks.n == 3 else None
     put(generator, "a1")
@@ -439,7 +439,7 @@ def chat_args() -> Any:
 def test_a_prompt_that_was_made_ahead_is_made_again_for_another_tokenizer(
     generator: Any, chat: Any
 ) -> None:
-    """Rendering changes messages; mlx-lm 0.31.3 fails on those that it has changed."""
+    """Rendering changes messages; mlx-lm 0.31.3 fails on messages that it has changed."""
 
     class Marks:
         @hookimpl
@@ -506,7 +506,7 @@ def test_what_would_end_the_batch_passes_nobody(
     put(generator, "a")
     put(generator, "w3", "other")
     assert take(generator) is None
-    # Neither does anybody pass that: it would wait for ever on a busy server.
+    # No request passes this one, which would wait for ever on a busy server.
     assert fetches.begun == ["w1"]
     fetches.there |= {"w1"}
     assert [take(generator) for _ in range(2)] == ["w1", "image"]
@@ -527,7 +527,7 @@ def test_a_waiting_request_is_tokenized_once(generator: Any, fetches: Fetches) -
 
 
 def test_what_a_plugin_takes_knows_where_its_tokens_go(generator: Any) -> None:
-    """By that the batch generator finds out that a client left, and tells it of errors."""
+    """The batch generator needs this to notice that a client left, and to send it errors."""
 
     class Takes:
         @hookimpl
@@ -652,7 +652,7 @@ def test_a_batch_that_no_request_can_join_makes_steps(generator: Any) -> None:
 def test_plugins_know_at_once_that_nothing_is_served_any_more(
     generator: Any, fetches: Fetches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the server waits for a request, and also if one is there."""
+    """Before the server waits for a request, and also if a request is queued."""
     n_idle: list[int] = []
     stock = generator._take_queued
 

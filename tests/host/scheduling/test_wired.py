@@ -1,4 +1,4 @@
-"""MLX's wired limit is set as the plugin chooses, whichever of the host's places asks for it."""
+"""MLX's wired limit is the plugin's choice, wherever mlx-lm sets it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.host import plugged
 
 RECOMMENDED = 1000
 SMALL, LARGE = 500, 504
-"""Bytes of weights: at most half of what the device recommends, and more."""
+"""Bytes of weights: at most half of the recommended bytes, and more."""
 
 
 class Weights(ProbeModel):
@@ -36,13 +36,13 @@ class Weights(ProbeModel):
 
 
 class Wired(KVPersistPlugin):
-    """The plugin as it answers the one hook: models are served as stock does."""
+    """The plugin with only one hook: models are served as in stock."""
 
     add_options = configure = shutdown = model_loaded = None  # type: ignore[assignment]
 
 
 class Host:
-    """The stock server's places that set the limit, on a device of our making."""
+    """The places of the stock server that set the limit, on a simulated device."""
 
     def __init__(
         self, server: ModuleType, monkeypatch: pytest.MonkeyPatch, calls: list[int]
@@ -67,7 +67,7 @@ class Host:
         self.provider._load(str(n_bytes))
 
     def reply(self) -> None:
-        """Compute in a batch, and beside it a stream, as a server may."""
+        """Compute in a batch and in a stream at once, as a server may."""
         batch = self.generate.BatchGenerator(ProbeModel())
         with self.generate.wired_limit(ProbeModel(), []):
             pass
@@ -76,7 +76,7 @@ class Host:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A Mac that recommends 1,000 bytes: what reaches `mx.set_wired_limit` there."""
+    """A simulated Mac that recommends 1,000 bytes; return the calls of `mx.set_wired_limit`."""
     made: list[int] = []
     limits = [0]
 
@@ -103,7 +103,7 @@ def host(
 def test_stock_sets_the_limit_in_all_three_places(
     calls: list[int], server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: without our patches all of it reaches MLX."""
+    """The negative control: without our patches all calls reach MLX."""
     host = Host(server, monkeypatch, calls)
     host.start()
     assert calls == [RECOMMENDED]

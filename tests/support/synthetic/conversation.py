@@ -26,7 +26,7 @@ def synthetic_text(n_chars: int, seed: int = 0) -> str:
     parts: list[str] = []
     length = 0
     while length < n_chars:
-        # A number keeps one passage from being a copy of another.
+        # A number makes each passage unique.
         part = f"[{rng.randrange(1000)}] {rng.choice(prose)}\n"
         parts.append(part)
         length += len(part)

@@ -62,8 +62,8 @@ def make_tiny_model(
         replies want float32: bfloat16 on the CPU is slow and coarse.
     vocab_size: tokens of the tokenizer and rows of the embedding.
     bos: the tokenizer's encode() puts a begin token first, and the template renders it.
-    model_type: any module of mlx_lm.models that reads these names from config.json; what else
-        it wants goes into `config`.
+    model_type: any module of mlx_lm.models that reads these names from config.json; further fields
+    go into `config`.
     eos_bias: added to the logit of the end token. The default never ends a reply before
         max_tokens; at about 3.0 a reply of temperature 1 ends within some tens of tokens.
     whole_characters: replies use only tokens that are whole printable characters (or newlines).
@@ -73,7 +73,7 @@ def make_tiny_model(
     config: entries of config.json that replace or join those made here. A tied embedding makes
         the model repeat its last token.
 
-    Raises ValueError where mlx_lm has no such model_type, or the kind is unknown.
+    Raises ValueError if mlx_lm has no such model_type, or the kind is unknown.
     """
     path.mkdir(parents=True, exist_ok=True)
     files = train_tokenizer(
@@ -140,10 +140,10 @@ def _random_weights(
 ) -> dict[str, mx.array]:
     """Return weights by name, in float32.
 
-    Sharp attention makes a logit depend on single places of the prompt as much as on the last
-    token: greedy replies then seldom run in circles, and a wrong cache shows.
-    The first number of the residual stream is kept constant where the layers' names are llama's;
-    the first column of lm_head then acts as a bias per token.
+    Sharp attention makes a logit depend on single positions of the prompt as much as on the last
+    token: greedy replies then seldom repeat themselves, and a wrong cache shows. The first number
+    of the residual stream is kept constant if the layers' names are llama's; the first column of
+    lm_head then acts as a bias per token.
     """
     try:
         architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
@@ -183,8 +183,8 @@ def _add_token_bias(weights: dict[str, mx.array], token_bias: list[float]) -> No
         elif name == "model.embed_tokens.weight":
             steady = mx.full((weight.shape[0], 1), _STEADY)
             weights[name] = mx.concatenate([steady, weight[:, 1:]], axis=1)
-    # The final norm divides the constant by the stream's size, so the bias is only about right;
-    # it needs to be right in sign and order of size.
+    # The final norm divides the constant by the stream's size, so the bias is approximate; only its
+    # sign and order of magnitude matter.
     head = weights["lm_head.weight"]
     column = mx.array(token_bias)[:, None]
     weights["lm_head.weight"] = mx.concatenate([column, head[:, 1:]], axis=1)

@@ -1,7 +1,7 @@
-"""Copies of a model that compute the same function with a few far larger key channels.
+"""Copies of a model that compute the same function with a few much larger key channels.
 
-Models such as Qwen2 have key channels that are many times larger than the others, and quantized
-keys lose most there. The copies have such channels in any model, at any size.
+Models such as Qwen2 have key channels that are many times larger than the rest, and quantized keys
+lose most there. The copies have such channels in any model, at any size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_outliers(
 
     model: a directory with plain weights in model.safetensors and split q_proj and k_proj.
     factors: the range from which each pair's factor is drawn, uniformly.
-    n_pairs: how many pairs of each key head are scaled; drawn anew for each head.
+    n_pairs: how many pairs of each key head are scaled; drawn again for each head.
     layers: which layers are scaled: all when None, the first and the last with (0, -1).
     seed: of the pairs and their factors.
 

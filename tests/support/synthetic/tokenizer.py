@@ -69,7 +69,7 @@ _LLAMA2_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a model directory says about its tokenizer."""
+    """A model directory's files about its tokenizer."""
 
     tokenizer: Tokenizer
     config: dict[str, Any]  # tokenizer_config.json
@@ -103,12 +103,12 @@ def train_tokenizer(
     byte-level: decode(encode(text)) == text for every text.
     sentencepiece: so, except that a text which begins with a space loses that space. It is the
         current form of Llama-2's files (Metaspace).
-    sentencepiece-legacy: so for texts without special tokens; after a special token inside the
-        text decoding shows a space that was not there (Prepend, the form first published).
+    sentencepiece-legacy: so for texts without special tokens; after a special token inside the text
+    decoding adds a space (Prepend, the form first published).
 
-    `vocab_size` counts all tokens, special ones too; the result may have a few fewer where the
-    corpus has no pairs left to merge. With `bos`, `encode` puts a begin token first and the chat
-    template renders it; without, neither does. `chat_template` replaces the kind's own.
+    `vocab_size` counts all tokens, special ones too; the result may have a few fewer if the corpus
+    has no pairs left to merge. With `bos`, `encode` puts a begin token first and the chat template
+    renders it; without, neither does. `chat_template` replaces the kind's own.
     """
     if kind not in get_args(TokenizerKind):
         raise ValueError(f"unknown tokenizer kind {kind!r}; known: {get_args(TokenizerKind)}")
@@ -134,13 +134,13 @@ def train_tokenizer(
             else begin
         )
     config: dict[str, Any] = {
-        # The generic class: it takes tokenizer.json as it is, whatever config.json calls the model.
+        # The generic class reads tokenizer.json unchanged, whatever config.json calls the model.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos_token if bos else None,
         "eos_token": eos_token,
         "pad_token": pad_token,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(1e30),  # as tokenizers state that they have no limit
+        "model_max_length": int(1e30),  # so tokenizers state that they have no limit
     }
     if kind != "byte-level":
         config["unk_token"] = "<unk>"
