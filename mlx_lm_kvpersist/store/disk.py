@@ -132,12 +132,12 @@ class DiskStore:
         """Open the index that is in the folder now; make the folder again if it was removed."""
         if self.index.database.is_current():
             return
-        logger.warning(
-            "kvpersist: the index of %s was removed or replaced; it is opened again", self.folder
-        )
         self._whole.clear()
         self.files.take_into_use()
         self._opened(self.index.reopen)
+        logger.warning(
+            "kvpersist: the index of %s was removed or replaced; it was opened again", self.folder
+        )
 
     # Files and rows.
 

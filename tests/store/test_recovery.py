@@ -279,6 +279,25 @@ def test_a_store_of_another_version_is_refused_in_one_line(
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_store_of_another_version_under_an_open_store_stays_as_it_is(store: BlockStore) -> None:
+    """Somebody removes the folder, and a newer version makes it again while a server runs."""
+    save_turn(store, chain([1], [2]), "s")
+    store.index.database.empty_log()
+    newer = store.index.path.read_bytes()
+    for path in store.folder.glob("index.sqlite*"):
+        path.unlink()
+    store.index.path.write_bytes(newer)
+    set_format(store.folder, INDEX_FORMAT + 1, INDEX_FORMAT + 1)
+    newer = store.index.path.read_bytes()
+    for n in (3, 4, 5):
+        save_turn(store, chain([1], [2], [n]), "s")
+    assert store.turns_saved == 1 and store.turns_not_saved == 3
+    assert store.index.path.read_bytes() == newer
+    store.index.path.unlink()
+    save_turn(store, chain([1], [2], [6]), "s")  # the newer version's store was removed
+    assert store.turns_saved == 2
+
+
 def set_format(folder: Path, version: int, made_for: int) -> None:
     with closing(sqlite3.connect(folder / "index.sqlite")) as db:
         db.execute(f"PRAGMA user_version = {version}")
