@@ -523,7 +523,8 @@ def staged_bytes(files: OwnFiles) -> tuple[int, int]:
     for path in files.paths(_STAGED):
         try:
             if path.suffix == ".lock":
-                announced += int(path.read_bytes() or 0)
+                content = path.read_bytes()
+                announced += int(content) if content.isdigit() else 0  # torn by a power failure
             else:
                 written += os.stat(path).st_size
         except FileNotFoundError:  # just moved into place, or removed

@@ -172,6 +172,18 @@ def test_a_folder_removed_while_another_thread_reads(store: BlockStore) -> None:
 # Parts.
 
 
+def test_a_torn_announcement_counts_nothing_until_a_sweep_removes_it(store: BlockStore) -> None:
+    """After a power failure a file may hold zeros."""
+    store.drain()
+    before = store.disk.used_bytes()
+    torn = store.folder / "writing" / "1a2b3c4d.lock"
+    torn.parent.mkdir(exist_ok=True)
+    torn.write_bytes(bytes(20))
+    assert store.disk.used_bytes() == before
+    save_turn(store, chain([1]), "s")
+    assert store.turns_saved == 1 and store.disk.sweep() == 1 and not torn.exists()
+
+
 def test_a_sweep_brings_checkpoints_in_line(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     kept, lost, stray = state(nodes[0]), window(nodes[1]), state(nodes[2])
