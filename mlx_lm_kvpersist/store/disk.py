@@ -176,11 +176,11 @@ class DiskStore:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
         with self.lock.held():
             went = self.index.forget(key)
+            keys = {key, *went.checkpoints}
+            self.forgotten(keys)
             for session_id in went.sessions:
                 self.remove_sidecar(session_id)
             self.files.remove(self.files.path_of(key, Block.folder))
-            keys = {key, *went.checkpoints}
-            self.forgotten(keys)
             for removed_key in keys:
                 self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
                 if why is not None:

@@ -511,6 +511,8 @@ class Staging:
     def announce(self, n_bytes: int) -> None:
         """Count `n_bytes` more as used. The caller holds the store's lock and has made room."""
         self._n_bytes += n_bytes
+        if not self._n_bytes and self._lock is None:
+            return
         if self._lock is None:
             self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
