@@ -123,7 +123,9 @@ class Saving:
                     try:
                         if not self._plan(job):
                             continue
-                        if left or self._unwritten(job):  # in order: a turn may replace blocks
+                        lacks_room = bool(job.commit.replies) and not job.reserved_bytes
+                        # In order: a turn may replace blocks.
+                        if left or self._unwritten(job) or lacks_room:
                             left.append(job)
                             continue
                         if not begun:
@@ -214,15 +216,19 @@ class Saving:
         disk = self._disk
         keep = {*self._keep, *chain.from_iterable(job.keys for job in jobs)}
         counted: set[bytes] = set()
+        reserve = disk.reserve_bytes
         for job in jobs:
             # A block that several commits need is written once.
             files = [file for file in self._unwritten(job) if file.block.key not in counted]
-            if not files:
+            replies = () if job.reserved_bytes else job.commit.replies.values()
+            if not files and not replies:
                 continue
             counted.update(file.block.key for file in files)
-            # The rows of a long commit take more space than is reserved for them.
-            rows = max(0, sum(_row_bytes(file.block) for file in files) - disk.reserve_bytes)
-            n_bytes = sum(file.n_bytes for file in files) + rows
+            # The rows of many blocks take more space than is reserved for all commits.
+            rows = sum(_row_bytes(file.block) for file in files)
+            beyond, reserve = max(0, rows - reserve), max(0, reserve - rows)
+            n_bytes = sum(file.n_bytes for file in files) + beyond
+            n_bytes += sum(_entries_bytes(len(packed), 0) for packed in replies)
             try:
                 if not disk.make_room(n_bytes, keep, job.commit.root):
                     raise StoreError(
@@ -299,8 +305,12 @@ def _row_bytes(block: Record) -> int:
     n_ids = n_text = 0
     if isinstance(block, Block):
         n_ids, n_text = len(block.packed_ids), len(block.text.encode())
-    entries = (n_ids, n_text, n_ids + n_text)
-    return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in entries)
+    return _entries_bytes(n_ids, n_text, n_ids + n_text)
+
+
+def _entries_bytes(*sizes: int) -> int:
+    """Return the most bytes that entries of these sizes add to the index and to the log."""
+    return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in sizes)
 
 
 class DiskTier:
