@@ -291,7 +291,8 @@ def _freed_bytes(index: Index, sessions: Sequence[Session]) -> int:
 
 
 def _session(disk: DiskStore, session_id: str) -> Session:
-    session = disk.index.session(session_id)
+    # SQLite takes no text that is not valid Unicode.
+    session = disk.index.session(session_id) if session_id.isascii() else None
     if session is None:
         raise RequestRefused(f"no session has the id {session_id!r}; it may be deleted", 404)
     return session

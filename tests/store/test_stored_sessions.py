@@ -219,6 +219,13 @@ def test_a_session_whose_blocks_are_gone_can_be_shown_and_deleted(store: BlockSt
     assert refused.value.status == 404
 
 
+def test_an_id_that_is_no_text_is_not_found(store: BlockStore) -> None:
+    sessions = StoredSessions(store)
+    for change in (sessions.delete, sessions.evict, sessions.export):
+        with pytest.raises(RequestRefused, match="no session has the id"):
+            change("\ud800")
+
+
 def test_a_store_that_cannot_be_read_says_so(store: BlockStore) -> None:
     store.close()
     with pytest.raises(RequestRefused, match="the store cannot be used") as refused:
