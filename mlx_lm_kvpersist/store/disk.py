@@ -32,7 +32,16 @@ from ..errors import StoreError
 from ..units import show_bytes
 from .database import is_empty, is_locked
 from .files import FOLDERS, Arrays, file_bytes, metadata_of, write_block
-from .folder import INDEX_FILES, PLAIN, Encryption, OwnFiles, StoreLock, staged_bytes, sweep_staged
+from .folder import (
+    INDEX_FILES,
+    PLAIN,
+    Encryption,
+    OwnFiles,
+    StoreLock,
+    staged_bytes,
+    sweep_staged,
+    volume_of,
+)
 from .index import Index
 from .index_schema import is_damage
 from .rebuild import rebuild_index
@@ -86,6 +95,7 @@ class DiskStore:
         """Why this process recently removed blocks and checkpoints, by key. Any thread."""
         try:
             self.files.take_into_use()
+            self._volume = volume_of(folder)
             if not os.access(folder, os.W_OK):  # SQLite's error would say less
                 raise PermissionError(errno.EACCES, "Permission denied", str(folder))
             index = partial(Index, folder / "index.sqlite", self.files, check_all=check_all)
@@ -129,9 +139,15 @@ class DiskStore:
                 return open_index()
 
     def follow_folder(self) -> None:
-        """Open the index that is in the folder now; make the folder again if it was removed."""
+        """Open the index that is in the folder now; make the folder again if it was removed.
+
+        Raises StoreError if its volume is no longer mounted.
+        """
         if self.index.database.is_current():
             return
+        if not self._volume.is_mount():
+            self.index.database.leave()  # it is opened again when the volume is back
+            raise StoreError(f"{self._volume} is no longer mounted, so {self.folder} is not used")
         self._whole.clear()
         self.files.take_into_use()
         self._opened(self.index.reopen)

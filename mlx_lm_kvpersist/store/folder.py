@@ -346,6 +346,12 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 # Making files.
 
 
+def volume_of(folder: Path) -> Path:
+    """Return the mount point of the volume that a folder is on."""
+    folder = folder.resolve()
+    return next(path for path in (folder, *folder.parents) if path.is_mount())
+
+
 def make_private(folder: Path) -> None:
     """Make a folder and its missing parents; only the owner may read new folders."""
     if os.path.exists(folder):

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError, NoAnswer
 from ..units import parse_folder
-from .folder import OBJECTS, OwnFiles, has_own_name
+from .folder import OBJECTS, OwnFiles, has_own_name, volume_of
 from .threads import Result, Threads
 
 ANSWER_S, CONNECT_S = 9, 2
@@ -114,8 +114,7 @@ class Objects:
         """Return obstore's store. Opening a folder may hang; opening a bucket sends no request."""
         if self._store is None and self._folder is not None:
             self._store = self._obstore.store.LocalStore(self._folder, mkdir=True)
-            folder = self._folder.resolve()
-            self._volume = next(path for path in (folder, *folder.parents) if path.is_mount())
+            self._volume = volume_of(self._folder)
         elif self._store is None:
             times = {"timeout": f"{ANSWER_S}s", "connect_timeout": f"{CONNECT_S}s"}
             options = {**times, "allow_http": True}

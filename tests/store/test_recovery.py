@@ -17,7 +17,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.errors import StoreFormatError
-from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
@@ -55,6 +55,27 @@ def test_a_folder_removed_under_an_open_store_is_made_anew(store: BlockStore) ->
     assert not store._failures
     assert [x.leaf for x in store.index.sessions() if x.name == "t"] == [again[-1].key]
     assert names(store.folder) == {f"{node.key.hex()}.safetensors" for node in again}
+
+
+def test_no_store_is_made_where_a_volume_was_mounted(
+    tmp_path: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume, away, mounted = tmp_path.resolve() / "volume", tmp_path / "away", [True]
+    is_mount = Path.is_mount
+    monkeypatch.setattr(
+        Path, "is_mount", lambda path: mounted[0] if path == volume else is_mount(path)
+    )
+    with closing(BlockStore(volume / "store", limits)) as store:
+        save_turn(store, chain([1]), "s")
+        (volume / "store").rename(away)
+        mounted[0] = False
+        save_turn(store, chain([1], [2]), "s")
+        assert store.turns_not_saved == 1 and not list(volume.rglob("*.s*"))
+        shutil.rmtree(volume / "store")
+        away.rename(volume / "store")
+        mounted[0] = True
+        save_turn(store, chain([1], [3]), "s")
+        assert store.turns_saved == 2 and store.index.totals().n_blocks == 2
 
 
 def test_a_rebuild_that_is_killed_loses_nothing(store: BlockStore) -> None:
