@@ -225,7 +225,7 @@ class CheckpointSaver(Saver):
                 at_end = self._needed_at(chain, block.stop, stored) or ()
                 needed.update(need.record.key for need in at_end)
         unneeded = [c for at_block in stored.values() for c in at_block if c.key not in needed]
-        left = _replies_left(chain, sequence.n_reused, store)
+        left = _replies_left(chain, sequence, store)
         return list({point.key: point for point in [*unneeded, *left]}.values())
 
     def _needed_at(
@@ -274,11 +274,15 @@ def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> 
     return min(fitting, key=attrgetter("n_tokens"), default=None)
 
 
-def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> list[Checkpoint]:
+def _replies_left(
+    chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
+) -> list[Checkpoint]:
     """Return the checkpoints of childless replies where this chain branches off.
 
-    A reply has one checkpoint, at its end. Another conversation's turn has an earlier one, too.
+    A reply has one checkpoint, at its end. Another conversation's turn has an earlier one, too, or
+    another session ends there.
     """
+    n_reused = sequence.n_reused
     # `n_reused` may be some tokens after the end of the last block of both chains.
     fork = bisect_right([block.stop for block in chain], n_reused) - 1
     if fork < 0 or fork + 1 >= len(chain):
@@ -296,6 +300,6 @@ def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> l
         stored = store.checkpoints([block.key for block in branch])
         checkpoints = list(chained.from_iterable(stored.values()))
         is_reply = sum(checkpoint.kind == STATE for checkpoint in checkpoints) == 1
-        if branch and not following and is_reply:
+        if is_reply and not following and not store.ends(branch, sequence.session):
             left += checkpoints
     return left

@@ -247,6 +247,8 @@ class Lookup:
         pool = self._store.pool
         if sum(n for record, n in sizes if record.key not in pool) > MIN_PREFETCH_BYTES:
             self._prefetch = self._store.reader.prefetch(sizes, self.root)
+            if self._closed:  # by another thread, at the same time
+                self.close()
         is_large = sum(n for _, n in sizes) > MIN_STEPWISE_BYTES
         return self._prefetch is not None or is_large
 

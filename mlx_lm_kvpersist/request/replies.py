@@ -40,7 +40,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..apis import text_of
-from ..block import Root
+from ..block import Root, pack_ids
 from ..host.hooks import Prompt
 from ..store.block_store import BlockStore
 from ..store.records import Commit
@@ -68,6 +68,17 @@ class _Reply:
     is_known: bool
     content: str
     reasoning: str
+
+    @classmethod
+    def read(cls, packed: bytes) -> _Reply | None:
+        """Return a packed reply; None if it is malformed: any server may have put it."""
+        with suppress(ValueError, TypeError, OverflowError, RecursionError):
+            reply = cls(**json.loads(packed))
+            kinds = [type(value) for value in vars(reply).values()]
+            if kinds == [list, bool, int, str, bool, str, str]:
+                pack_ids(reply.ids)
+                return reply
+        return None
 
     def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
         """Whether a client sends back the reply or, unless `is_whole`, its beginning."""
@@ -143,7 +154,8 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     replies: list[tuple[Message, _Reply]] = []
     for message, key, key_begun in among:
         if (packed := stored.get(key) or stored.get(key_begun)) is not None:
-            reply = _Reply(**json.loads(packed))
+            if (reply := _Reply.read(packed)) is None:
+                continue
             reply = reply if reply.is_known else _streamed(reply, model.tokenizer)
             if reply.was_sent_as(message, is_whole=key in stored):
                 replies.append((message, reply))

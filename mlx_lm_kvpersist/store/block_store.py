@@ -237,10 +237,13 @@ class BlockStore:
         return key in self.writer.unwritten()
 
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
-        """Return the keys of a chain's blocks in which sessions of other names end or will end."""
+        """Return the keys of a chain's blocks in which other sessions end or will end.
+
+        Other sessions have another name than `session`, or are pinned.
+        """
         keys = [block.key for block in chain]
         stored = self.view.sessions_at(*keys)
-        leaf_keys = [ending.leaf for ending in stored if ending.name != session]
+        leaf_keys = [ending.leaf for ending in stored if ending.name != session or ending.pinned]
         leaves = (commit.leaf for commit in self.writer.commits() if commit.leaf)
         leaf_keys += [leaf.key for leaf in leaves if leaf.name != session]
         return set(keys).intersection(leaf_keys)

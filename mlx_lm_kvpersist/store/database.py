@@ -77,6 +77,11 @@ class Database:
         self._inode = self.path.stat().st_ino
         self._n_opened += 1
 
+    def leave(self) -> None:
+        """Answer no questions until `reopen`: the file that is at the path must not be used."""
+        self._inode = 0
+        self._n_opened += 1
+
     def is_current(self) -> bool:
         """Say whether the path still leads to the file that was opened."""
         try:

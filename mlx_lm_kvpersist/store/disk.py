@@ -40,6 +40,7 @@ from .folder import (
     check_writable,
     staged_bytes,
     sweep_staged,
+    volume_of,
 )
 from .index import Index
 from .index_schema import is_damage
@@ -94,6 +95,7 @@ class DiskStore:
         """Why this process recently removed blocks and checkpoints, by key. Any thread."""
         try:
             self.files.take_into_use()
+            self._volume = volume_of(folder)
             check_writable(folder)  # SQLite's error would say less
             index = partial(Index, folder / "index.sqlite", self.files, check_all=check_all)
             self.index = self._opened(index)
@@ -136,15 +138,21 @@ class DiskStore:
                 return open_index()
 
     def follow_folder(self) -> None:
-        """Open the index that is in the folder now; make the folder again if it was removed."""
+        """Open the index that is in the folder now; make the folder again if it was removed.
+
+        Raises StoreError if its volume is no longer mounted.
+        """
         if self.index.database.is_current():
             return
-        logger.warning(
-            "kvpersist: the index of %s was removed or replaced; it is opened again", self.folder
-        )
+        if not self._volume.is_mount():
+            self.index.database.leave()  # it is opened again when the volume is back
+            raise StoreError(f"{self._volume} is no longer mounted, so {self.folder} is not used")
         self._whole.clear()
         self.files.take_into_use()
         self._opened(self.index.reopen)
+        logger.warning(
+            "kvpersist: the index of %s was removed or replaced; it was opened again", self.folder
+        )
 
     # Files and rows.
 
@@ -183,11 +191,11 @@ class DiskStore:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
         with self.lock.held():
             went = self.index.forget(key)
+            keys = {key, *went.checkpoints}
+            self.forgotten(keys)
             for session_id in went.sessions:
                 self.remove_sidecar(session_id)
             self.files.remove(self.files.path_of(key, Block.folder))
-            keys = {key, *went.checkpoints}
-            self.forgotten(keys)
             for removed_key in keys:
                 self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
                 if why is not None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -28,6 +28,12 @@ from .writer import Writer
 logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096
+_REMOVE, _WRITE_BACK = "remove a file", "write a session's file"
+"""What may fail although a commit is saved, or has failed before."""
+
+
+def _log(what: str, error: Exception) -> None:
+    logger.warning("kvpersist: cannot %s: %s", what, error)
 
 
 @dataclass(eq=False)
@@ -49,7 +55,8 @@ class Saving:
 
     `file_of` returns the file of a record in RAM, and `block_of` a block in RAM: earlier blocks
     that are no longer on disk are written again. `keep` is not evicted. Files of `damaged` records
-    are replaced. `before_file` is called before each file and may take long.
+    are replaced. `before_file` is called before each file and may take long. `failed` gets a
+    failure that leaves files behind, until a sweep, and its error.
     """
 
     def __init__(
@@ -60,10 +67,12 @@ class Saving:
         keep: Collection[bytes] = (),
         before_file: Callable[[], None] = lambda: None,
         damaged: Collection[bytes] = (),
+        failed: Callable[[str, Exception], None] = _log,
     ) -> None:
         self._disk, self._index = disk, disk.index
         self._file_of, self._block_of = file_of, block_of
         self._keep, self._before_file, self._damaged = keep, before_file, damaged
+        self._failed = failed
         self._staging = Staging(disk.files)
         self._files: dict[bytes, NewFile] = {}
 
@@ -77,7 +86,7 @@ class Saving:
         exception if the disk refuses.
         """
         jobs = left = [_Job(make) for make in commits]
-        with closing(self._staging) as staging:
+        with self._continuing(_REMOVE), closing(self._staging) as staging:
             while left:
                 try:
                     with self._disk.lock.held():
@@ -114,7 +123,9 @@ class Saving:
                     try:
                         if not self._plan(job):
                             continue
-                        if left or self._unwritten(job):  # in order: a turn may replace blocks
+                        lacks_room = bool(job.commit.replies) and not job.reserved_bytes
+                        # In order: a turn may replace blocks.
+                        if left or self._unwritten(job) or lacks_room:
                             left.append(job)
                             continue
                         if not begun:
@@ -136,11 +147,20 @@ class Saving:
                 raise
             return left
         for job in begun:
-            self._disk.set_whole(job.commit.parent, *(block.key for block in job.commit.blocks))
-            self._clean_up(job)
-            self._staging.announce(-job.reserved_bytes)
             job.result = Saved(job.commit, [file.block for file in job.files])
+            with self._continuing("remember what was saved"):
+                self._staging.announce(-job.reserved_bytes)
+                self._disk.set_whole(job.commit.parent, *(block.key for block in job.commit.blocks))
+            self._clean_up(job)
         return left
+
+    @contextmanager
+    def _continuing(self, what: str) -> Iterator[None]:
+        """Report a failure that must neither change a commit's result nor stop other commits."""
+        try:
+            yield
+        except (OSError, StoreError, sqlite3.Error) as error:
+            self._failed(what, error)
 
     def _plan(self, job: _Job) -> bool:
         """Find what can be committed now; return False, and log it, if a block is missing."""
@@ -196,15 +216,19 @@ class Saving:
         disk = self._disk
         keep = {*self._keep, *chain.from_iterable(job.keys for job in jobs)}
         counted: set[bytes] = set()
+        reserve = disk.reserve_bytes
         for job in jobs:
             # A block that several commits need is written once.
             files = [file for file in self._unwritten(job) if file.block.key not in counted]
-            if not files:
+            replies = () if job.reserved_bytes else job.commit.replies.values()
+            if not files and not replies:
                 continue
             counted.update(file.block.key for file in files)
-            # The rows of a long commit take more space than is reserved for them.
-            rows = max(0, sum(_row_bytes(file.block) for file in files) - disk.reserve_bytes)
-            n_bytes = sum(file.n_bytes for file in files) + rows
+            # The rows of many blocks take more space than is reserved for all commits.
+            rows = sum(_row_bytes(file.block) for file in files)
+            beyond, reserve = max(0, rows - reserve), max(0, reserve - rows)
+            n_bytes = sum(file.n_bytes for file in files) + beyond
+            n_bytes += sum(_entries_bytes(len(packed), 0) for packed in replies)
             try:
                 if not disk.make_room(n_bytes, keep, job.commit.root):
                     raise StoreError(
@@ -221,14 +245,18 @@ class Saving:
                 job.result = error
 
     def _write_files(self, job: _Job) -> None:
-        try:
-            for file in self._unwritten(job):
+        for file in self._unwritten(job):
+            path = self._staging.path(file.block.key)
+            try:
                 self._before_file()
-                size = file.write(self._staging.path(file.block.key))
-                self._staging.sizes[file.block.key] = size
-                self._disk.n_written_bytes += size
-        except Exception as error:
-            job.result = error
+                size = file.write(path)
+            except Exception as error:
+                job.result = error
+                with self._continuing(_REMOVE):  # another commit may write it
+                    self._disk.files.remove(path)
+                return
+            self._staging.sizes[file.block.key] = size
+            self._disk.n_written_bytes += size
 
     def _move_in(self, job: _Job) -> None:
         for file in job.files:
@@ -242,10 +270,13 @@ class Saving:
 
     def _move_out(self, job: _Job) -> None:
         for key, path in job.paths.items():
-            self._disk.files.remove(path)
             del self._staging.sizes[key]
+            with self._continuing(_REMOVE):
+                self._disk.files.remove(path)
         job.paths.clear()
-        if (session := job.session) is not None:
+        if (session := job.session) is None:
+            return
+        with self._continuing(_WRITE_BACK):
             if before := self._index.session(session.id):
                 write_sidecar(before, self._disk.files)
             else:
@@ -253,7 +284,8 @@ class Saving:
 
     def _clean_up(self, job: _Job) -> None:
         for key in job.removed:
-            self._disk.files.remove(self._disk.files.path_of(key, Checkpoint.folder))
+            with self._continuing(_REMOVE):
+                self._disk.files.remove(self._disk.files.path_of(key, Checkpoint.folder))
         for file in job.files:
             was_evicted = self._disk.gone.pop(file.block.key, None) is Gone.EVICTED
             if was_evicted and isinstance(file.block, Block):
@@ -261,9 +293,11 @@ class Saving:
         for replaced, successor in job.commit.leaf.replaced if job.commit.leaf else ():
             if not self._disk.files.path_of(replaced, Block.folder).exists():
                 continue  # only RAM had it
-            self._disk.forget(replaced)
-            for moved in self._index.sessions_at(successor):
-                write_sidecar(moved, self._disk.files)
+            with self._continuing(_REMOVE):
+                self._disk.forget(replaced)
+            with self._continuing(_WRITE_BACK):
+                for moved in self._index.sessions_at(successor):
+                    write_sidecar(moved, self._disk.files)
 
 
 def _row_bytes(block: Record) -> int:
@@ -271,8 +305,12 @@ def _row_bytes(block: Record) -> int:
     n_ids = n_text = 0
     if isinstance(block, Block):
         n_ids, n_text = len(block.packed_ids), len(block.text.encode())
-    entries = (n_ids, n_text, n_ids + n_text)
-    return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in entries)
+    return _entries_bytes(n_ids, n_text, n_ids + n_text)
+
+
+def _entries_bytes(*sizes: int) -> int:
+    """Return the most bytes that entries of these sizes add to the index and to the log."""
+    return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in sizes)
 
 
 class DiskTier:
@@ -331,7 +369,7 @@ class DiskTier:
             return entry.block if entry and isinstance(entry.block, Block) else None
 
         planned = [partial(lambda commit: commit, commit) for commit in commits]
-        saving = Saving(self.disk, file_of, block_of, keep, self._writer.rest, lost)
+        saving = Saving(self.disk, file_of, block_of, keep, self._writer.rest, lost, self._failed)
         results = saving.save(planned)
         for saved in results:
             if isinstance(saved, Saved):

@@ -354,6 +354,12 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 # Making files.
 
 
+def volume_of(folder: Path) -> Path:
+    """Return the mount point of the volume that a folder is on."""
+    folder = folder.resolve()
+    return next(path for path in (folder, *folder.parents) if path.is_mount())
+
+
 def make_private(folder: Path) -> None:
     """Make a folder and its missing parents; only the owner may read new folders."""
     if os.path.exists(folder):
@@ -519,6 +525,8 @@ class Staging:
     def announce(self, n_bytes: int) -> None:
         """Count `n_bytes` more as used. The caller holds the store's lock and has made room."""
         self._n_bytes += n_bytes
+        if not self._n_bytes and self._lock is None:
+            return
         if self._lock is None:
             self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -531,7 +539,8 @@ def staged_bytes(files: OwnFiles) -> tuple[int, int]:
     for path in files.paths(_STAGED):
         try:
             if path.suffix == ".lock":
-                announced += int(path.read_bytes() or 0)
+                content = path.read_bytes()
+                announced += int(content) if content.isdigit() else 0  # torn by a power failure
             else:
                 written += os.stat(path).st_size
         except FileNotFoundError:  # just moved into place, or removed

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
-from ..errors import IndexDamaged
+from ..errors import IndexDamaged, StoreFormatError
 from ..match.tree import FEW, MAX_ALIKE, nearest
 from .database import Database, Rows, is_empty
 from .folder import OwnFiles
@@ -69,6 +69,9 @@ class Index(Rows):
                 self.database.reopen()
                 db = self.database.connection
             prepare(db, self.path, check_all=check_all)
+        except StoreFormatError:
+            self.database.leave()
+            raise
         except UnicodeDecodeError as error:
             # SQLite's message quotes a damaged schema.
             raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error

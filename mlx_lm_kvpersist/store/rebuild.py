@@ -126,7 +126,7 @@ def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = 
                 continue
             try:
                 session = read_sidecar(path, files)
-            except (ValueError, TypeError, KeyError) as error:
+            except ValueError as error:
                 bad.append(f"{path.name}: {error}")
                 continue
             if session.leaf in index:

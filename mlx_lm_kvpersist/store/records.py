@@ -7,6 +7,7 @@ Records that are read from a tier enter RAM. The writer stores commits in each t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from enum import Enum
@@ -279,16 +280,19 @@ def write_sidecar(session: Session, files: OwnFiles) -> int:
 
 
 def read_sidecar(path: Path, files: OwnFiles) -> Session:
-    """Read a session's sidecar. Raises ValueError, TypeError, KeyError or OSError."""
+    """Read a session's sidecar. Raises ValueError or OSError."""
     try:
         content = json.loads(files.read(path))
-    except StoreError as error:
+        for name in ("root", "leaf"):
+            content[name] = bytes.fromhex(content[name])
+        (session,) = read_sessions([astuple(Session(**content))])
+        if path.name != f"{session.id}.json":
+            raise ValueError(f"it holds session {session.id!r}")
+        (session.name or "").encode()
+        # Otherwise SQLite refuses them.
+        session.n_tokens.to_bytes(8, "little", signed=True)
+        if math.isnan(session.created + session.used):
+            raise ValueError("it has a time that is not a number")
+    except (StoreError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    content["root"] = bytes.fromhex(content["root"])
-    content["leaf"] = bytes.fromhex(content["leaf"])
-    session = Session(**content)
-    if path.name != f"{session.id}.json":
-        raise ValueError(f"it holds session {session.id!r}")
-    if session.name is not None:
-        session.name.encode()
     return session

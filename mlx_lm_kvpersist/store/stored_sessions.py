@@ -139,9 +139,8 @@ class StoredSessions:
         """Give a session a title for people, or remove the title with ""."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
-            with disk.lock.held():
-                session = _session(disk, session_id)
-                disk.index.state.add_note(session.id, title=title)
+            session = _session(disk, session_id)
+            disk.index.state.add_note(session.id, title=title)
             return {"id": session.id, "title": title or None}
 
         return self.changed(change)
@@ -176,11 +175,10 @@ class StoredSessions:
         """Delete a session, the blocks that only it needs, and its text in records of requests."""
 
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
-            with disk.lock.held():
-                session, before = _session(disk, session_id), disk.index.totals().n_bytes
-                gone = disk.remove_session(session)
-                disk.index.state.forget_requests([session.name])
-                freed = before - disk.index.totals().n_bytes
+            session, before = _session(disk, session_id), disk.index.totals().n_bytes
+            gone = disk.remove_session(session)
+            disk.index.state.forget_requests([session.name])
+            freed = before - disk.index.totals().n_bytes
             self._store.writer.withdraw(gone)
             for key in gone:
                 self._store.pool.drop_unpinned(key)
@@ -190,9 +188,15 @@ class StoredSessions:
         return self.changed(change)
 
     def changed(self, change: Callable[[DiskStore], Answer]) -> Answer:
-        """Let the writer change the disk, at full speed; return the result."""
-        future: Future[Answer] = Future()
-        self._store.writer.submit(partial(run_into, future, partial(change, self._store.disk)))
+        """Let the writer change the disk under its lock, at full speed; return the result."""
+        disk, future = self._store.disk, Future[Answer]()
+
+        def run() -> Answer:
+            with disk.lock.held():
+                disk.follow_folder()  # otherwise a replaced index would be changed
+                return change(disk)
+
+        self._store.writer.submit(partial(run_into, future, run))
         self._store.writer.finish(future.done, _TIMEOUT_S)
         if not future.done() and future.cancel():
             why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing was changed; ask again"
@@ -287,7 +291,8 @@ def _freed_bytes(index: Index, sessions: Sequence[Session]) -> int:
 
 
 def _session(disk: DiskStore, session_id: str) -> Session:
-    session = disk.index.session(session_id)
+    # SQLite takes no text that is not valid Unicode.
+    session = disk.index.session(session_id) if session_id.isascii() else None
     if session is None:
         raise RequestRefused(f"no session has the id {session_id!r}; it may be deleted", 404)
     return session

@@ -182,7 +182,7 @@ def _wrong_sidecar(index: Index, session: Session) -> str | None:
     path = sidecar_path(index.files.folder, session.id)
     try:
         sidecar = read_sidecar(path, index.files)
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
     for name in ("name", "pinned", "root", "leaf"):
         if getattr(sidecar, name) != getattr(session, name):

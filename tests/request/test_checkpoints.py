@@ -495,6 +495,23 @@ def test_a_reply_that_is_regenerated_is_not_written_in_vain(postponing: StoredMo
     assert len(list((postponing.folder / "checkpoints").rglob("*.safetensors"))) <= 3
 
 
+@pytest.mark.parametrize("stored", ["gemma3_text", "mamba2"], indirect=True)
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_another_reply_to_the_same_prompt_costs_another_session_nothing(
+    stored: StoredModel, is_pinned: bool
+) -> None:
+    prompt, wholes = [random_ids(1, 40), random_ids(2, 21)], list[list[int]]()
+    for seed, session in enumerate(["zoo", "zoo" if is_pinned else "another"]):
+        row = stored.row(prompt, 6, random_ids(10 + seed, 6), session)
+        wholes.append(alone(stored.model, row, stored.spec.batches).tokens)
+        stored.store.drain()
+        if is_pinned:
+            stored.store.disk.set_pinned(stored.store.index.sessions()[0], True)
+    for whole in wholes:
+        row = stored.row([[*whole, *random_ids(7, 9)]], 1, None)
+        assert row.n_cached == len(whole)
+
+
 @pytest.mark.parametrize(
     "stored",
     ["gemma3_text", pytest.param("qwen3_next", marks=pytest.mark.slow), "mamba2"],

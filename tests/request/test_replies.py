@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request.replies import known_replies, retokenize
 from mlx_lm_kvpersist.request.serving import RequestState, Serving
-from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from tests.support import n_not_sent, serves_holes
 from tests.support.chat import Chat, ChatTurn
 from tests.support.pairs import every_pair
@@ -598,3 +598,21 @@ def test_arguments_that_cannot_be_parsed_are_no_obstacle(store: BlockStore) -> N
         function = {"name": "look", "arguments": arguments}
         message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
         assert known_replies(store, Root("any", "none"), [message]) == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ids": "no list"}, {"ids": [None]}, {"ids": [1 << 40]}, {"content": None}, {"more": 1}, None],
+    ids=str,
+)
+def test_a_malformed_reply_of_another_server_is_none(
+    tokenizers: dict[str, Any], store: BlockStore, change: dict[str, object] | None
+) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, Template(trim="| trim"))
+    first = reply_with(chat, " yes ")
+    ((key, packed),) = known_replies(store, chat.root, [QUESTION, first.message]).items()
+    malformed = json.dumps({**json.loads(packed), **change}) if change else "[" * 100_000
+    store.commit(Commit(chat.root, (), replies={key: malformed.encode()}), [])
+    after = follow_up(chat, first)
+    assert after.fed[: len(first.fed)] == first.fed
+    assert read(chat, after.fed) == read(chat, after.rendered)

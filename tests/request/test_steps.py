@@ -145,6 +145,24 @@ def test_a_close_while_it_restores_lets_go_of_everything(
         lookup.restore()
 
 
+def test_a_close_while_a_prefetch_begins_lets_go_of_everything(
+    stored: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread notices that the client left."""
+    lookup, reader, pool = look_up(stored), stored.store.reader, stored.store.pool
+    prefetch = reader.prefetch
+
+    def close_and_prefetch(*args: Any) -> Any:
+        lookup.close()
+        return prefetch(*args)
+
+    monkeypatch.setattr(reader, "prefetch", close_and_prefetch)
+    lookup.prefetch()
+    reader._prefetcher.submit(lambda: None).result(10)  # the prefetch has ended
+    assert not reader._prefetches
+    assert not any(entry.prefetched for entry in pool._entries.values())
+
+
 def test_damage_that_a_prefetch_finds_is_said(stored: StoredModel) -> None:
     lookup = look_up(stored)
     path = block_path(stored.folder, lookup.stored.match.path[2].key)

@@ -8,23 +8,24 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 import pytest
 
 from mlx_lm_kvpersist.block import Block, Record
+from mlx_lm_kvpersist.store import disk_tier, folder
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.files import write_block
-from mlx_lm_kvpersist.store.folder import StoreLock
+from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf, NewFile, Saved, Session
 from mlx_lm_kvpersist.store.small_state import SmallState
 from tests.support import writer_held
 
-from .conftest import ROOT, arrays_of, chain, save_turn
+from .conftest import ROOT, arrays_of, chain, save_turn, state
 
 
 class Asked:
@@ -140,7 +141,83 @@ def test_turns_of_a_conversation_that_wait_together_are_saved_in_order(store: Bl
     assert store.turns_saved == 3 and store.disk.sweep() == 0
 
 
-def refuse() -> None:
+def test_a_turn_is_saved_although_what_it_replaces_cannot_be_removed(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "s", [state(nodes[1])])
+    real = OwnFiles.remove
+
+    def remove(files: OwnFiles, path: Path) -> bool:
+        return refuse() if path.parts[-3] == "checkpoints" else real(files, path)
+
+    longer = chain([1], [2], [3])
+    end = Leaf("s", longer[-1].key, 3)
+    turn = Commit(ROOT, tuple(longer), end, superseded=(state(nodes[1]),))
+    with monkeypatch.context() as patch, writer_held(store):
+        patch.setattr(OwnFiles, "remove", remove)
+        store.commit(turn, [(longer[2], arrays_of(longer[2]))])
+        submit(store, chain([4]), "other")
+    assert store.turns_saved == 3 and store.turns_not_saved == 0
+    assert store.failures.counts == {"remove a file: disk": 1}
+    assert store.pool.unwritten(longer[2].key) == [] and store.disk.sweep() == 1
+
+
+def test_an_evicted_block_whose_file_stays_is_no_longer_on_disk(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (node,) = chain([1])
+    save_turn(store, [node], "s")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(OwnFiles, "remove", lambda *args: refuse())
+        store.disk.forget(node.key)
+    assert store.pool.unwritten(node.key) == [node]
+
+
+def test_a_turn_that_cannot_be_taken_back_completely_takes_no_other_along(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction fails, and then the first turn's session cannot be written back."""
+    save_turn(store, chain([1]), "s")
+
+    def fail(state: SmallState, n_bytes: int) -> None:
+        patch.setattr(disk_tier, "write_sidecar", lambda *args: refuse())
+        refuse()
+
+    with monkeypatch.context() as patch, writer_held(store):
+        patch.setattr(SmallState, "count_write", of_nth(2, SmallState.count_write, fail))
+        submit(store, chain([1], [2])[1:], "s")
+        submit(store, chain([3]), "other")
+    assert store.turns_not_saved == 2
+    assert not list((store.folder / "blocks").glob(f"*/{chain([3])[0].key.hex()}*"))
+    assert store.disk.sweep() == 0
+
+
+def test_a_block_that_could_not_be_written_is_written_for_the_next_turn(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.drain()
+    real = folder.new_file
+
+    @contextmanager
+    def full(path: Path) -> Iterator[BinaryIO]:
+        monkeypatch.setattr(folder, "new_file", real)
+        with real(path) as file:
+            yield file
+            refuse()
+
+    def new_file(path: Path) -> Any:
+        return full(path) if path.suffix == ".safetensors" else real(path)
+
+    with writer_held(store):
+        for number in (2, 3):
+            submit(store, chain([1], [number]), f"s{number}")
+        monkeypatch.setattr(folder, "new_file", new_file)
+    assert store.turns_saved == 1 and store.turns_not_saved == 1
+    assert store.disk.sweep() == 0
+
+
+def refuse() -> NoReturn:
     raise OSError(28, "no space left on device")
 
 

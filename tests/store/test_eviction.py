@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.block import Block, Root
@@ -16,6 +17,7 @@ from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.pool import BlockPool
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.records import KVBlock, Leaf
+from tests.support import writer_held
 
 from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state
 
@@ -117,6 +119,40 @@ def serve(pool: BlockPool, nodes: list[Block]) -> None:
     for node in nodes:
         pool.put(KVBlock(node, None, 10, is_stored=True))
     pool.touch(node.key for node in nodes)
+
+
+def test_remembered_replies_keep_to_the_budget(store: BlockStore) -> None:
+    fill(store)
+    replies = {bytes([n]) * 16: bytes(30 << 10) for n in range(24)}
+    store.commit(Commit(ROOT, (), replies=replies), [])
+    store.drain()
+    assert store.disk.used_bytes() <= store.limits.max_disk_bytes and store.disk.n_evicted
+    assert store.replies(ROOT.key, list(replies)) == replies
+    too_many = {bytes([n]) * 16: bytes(30 << 10) for n in range(100, 200)}
+    store.commit(Commit(ROOT, (), replies=too_many), [])
+    store.drain()
+    assert store.disk.used_bytes() <= store.limits.max_disk_bytes
+    assert store.replies(ROOT.key, list(too_many)) == {}
+
+
+def test_rows_of_turns_that_are_saved_together_keep_to_the_budget(store: BlockStore) -> None:
+    fill(store)
+    empty = {"0.k": mx.zeros((1, 1))}
+    mx.eval(empty)
+    with writer_held(store):
+        for number in range(12):
+            nodes = chain(*([number, n] + [1] * 250 for n in range(12)))
+            leaf = Leaf(f"s{number}", nodes[-1].key, nodes[-1].stop)
+            store.commit(Commit(ROOT, tuple(nodes), leaf), [(node, empty) for node in nodes])
+    assert store.disk.used_bytes() <= store.limits.max_disk_bytes
+
+
+def fill(store: BlockStore) -> None:
+    """Save sessions until one is evicted."""
+    for number in range(1000):
+        save_turn(store, chain([1000 + number]), f"s{number}")
+        if store.disk.n_evicted:
+            return
 
 
 def test_what_was_evicted_and_asked_for_again_is_counted() -> None:

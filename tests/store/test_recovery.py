@@ -17,7 +17,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.errors import StoreFormatError
-from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
@@ -55,6 +55,27 @@ def test_a_folder_removed_under_an_open_store_is_made_anew(store: BlockStore) ->
     assert not store._failures
     assert [x.leaf for x in store.index.sessions() if x.name == "t"] == [again[-1].key]
     assert names(store.folder) == {f"{node.key.hex()}.safetensors" for node in again}
+
+
+def test_no_store_is_made_where_a_volume_was_mounted(
+    tmp_path: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume, away, mounted = tmp_path.resolve() / "volume", tmp_path / "away", [True]
+    is_mount = Path.is_mount
+    monkeypatch.setattr(
+        Path, "is_mount", lambda path: mounted[0] if path == volume else is_mount(path)
+    )
+    with closing(BlockStore(volume / "store", limits)) as store:
+        save_turn(store, chain([1]), "s")
+        (volume / "store").rename(away)
+        mounted[0] = False
+        save_turn(store, chain([1], [2]), "s")
+        assert store.turns_not_saved == 1 and not list(volume.rglob("*.s*"))
+        shutil.rmtree(volume / "store")
+        away.rename(volume / "store")
+        mounted[0] = True
+        save_turn(store, chain([1], [3]), "s")
+        assert store.turns_saved == 2 and store.index.totals().n_blocks == 2
 
 
 def test_a_rebuild_that_is_killed_loses_nothing(store: BlockStore) -> None:
@@ -172,6 +193,18 @@ def test_a_folder_removed_while_another_thread_reads(store: BlockStore) -> None:
 # Checkpoints.
 
 
+def test_a_torn_announcement_counts_nothing_until_a_sweep_removes_it(store: BlockStore) -> None:
+    """After a power failure a file may hold zeros."""
+    store.drain()
+    before = store.disk.used_bytes()
+    torn = store.folder / "writing" / "1a2b3c4d.lock"
+    torn.parent.mkdir(exist_ok=True)
+    torn.write_bytes(bytes(20))
+    assert store.disk.used_bytes() == before
+    save_turn(store, chain([1]), "s")
+    assert store.turns_saved == 1 and store.disk.sweep() == 1 and not torn.exists()
+
+
 def test_a_sweep_brings_checkpoints_in_line(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     kept, lost, stray = state(nodes[0]), window(nodes[1]), state(nodes[2])
@@ -277,6 +310,25 @@ def test_a_store_of_another_version_is_refused_in_one_line(
     assert f"{store.folder} is {age}" in said
     assert "--kvpersist-dir" in said and "\n" not in said
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_store_of_another_version_under_an_open_store_stays_as_it_is(store: BlockStore) -> None:
+    """Somebody removes the folder, and a newer version makes it again while a server runs."""
+    save_turn(store, chain([1], [2]), "s")
+    store.index.database.empty_log()
+    newer = store.index.path.read_bytes()
+    for path in store.folder.glob("index.sqlite*"):
+        path.unlink()
+    store.index.path.write_bytes(newer)
+    set_format(store.folder, INDEX_FORMAT + 1, INDEX_FORMAT + 1)
+    newer = store.index.path.read_bytes()
+    for n in (3, 4, 5):
+        save_turn(store, chain([1], [2], [n]), "s")
+    assert store.turns_saved == 1 and store.turns_not_saved == 3
+    assert store.index.path.read_bytes() == newer
+    store.index.path.unlink()
+    save_turn(store, chain([1], [2], [6]), "s")  # the newer version's store was removed
+    assert store.turns_saved == 2
 
 
 def set_format(folder: Path, version: int, made_for: int) -> None:

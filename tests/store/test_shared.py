@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 import zlib
@@ -934,6 +935,29 @@ def test_an_object_that_hangs_keeps_no_other_one_waiting(opened: Open, hanging: 
     save_turn(store, NODES, "s", messages=MESSAGES)
     wait_until(lambda: not tier_of(store).stats()["waiting"], "all others are put")
     assert counts(store)["not_written"] == 1 and tier_of(store).stats()["failed_with"] == ""
+
+
+def test_nothing_is_put_where_a_share_was_mounted(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, mounted = tmp_path.resolve() / "share", [True]
+    is_mount = Path.is_mount
+    monkeypatch.setattr(
+        Path, "is_mount", lambda path: mounted[0] if path == share else is_mount(path)
+    )
+    monkeypatch.setattr(putting, "PROBE_S", 0.05)
+    store = opened(objects=Objects(str(share / "kv")))
+    put(store, NODES[:1])
+    mounted[0] = False
+    shutil.rmtree(share / "kv")
+    save_turn(store, NODES, "s", messages=MESSAGES)
+    reason = f"{share} is no longer mounted"
+    wait_until(lambda: tier_of(store).stats()["failed_with"] == reason, "it is noticed")
+    assert reason in tier_of(store).fetch(wanted()) and not (share / "kv").exists()
+    mounted[0] = True
+    stats = tier_of(store).stats
+    wait_until(lambda: not (stats()["failed_with"] or stats()["waiting"]), "all is put")
+    assert (share / "kv").exists()
 
 
 def test_a_damaged_object_is_one_line_of_many(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import pytest
 
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
@@ -57,6 +61,35 @@ def test_what_they_take_is_known_without_looking(store: BlockStore) -> None:
     disk.forget(new.key)
     check()
     assert disk.index.totals().sidecar_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": 5},
+        {"pinned": None},
+        {"n_tokens": "x"},
+        {"n_tokens": 1 << 80},
+        {"used": math.nan},
+        {"used": None},
+        {"root": 5},
+        None,
+    ],
+    ids=str,
+)
+def test_a_damaged_one_is_left_out_of_a_rebuild(
+    store: BlockStore, change: dict[str, object] | None
+) -> None:
+    save_turn(store, chain([1], [2]), "damaged")
+    (path,) = (store.folder / "sessions").iterdir()
+    save_turn(store, chain([1], [3]), "good")
+    store.close()
+    content = json.dumps(json.loads(path.read_bytes()) | change) if change else "[" * 100_000
+    path.write_text(content)
+    (store.folder / "index.sqlite").unlink()
+    with closing(DiskStore(store.folder, store.limits)) as disk:
+        assert [session.name for session in disk.index.sessions()] == ["good"]
+        assert disk.index.totals().n_blocks == 3 and disk.index.faults() == []
 
 
 @contextmanager

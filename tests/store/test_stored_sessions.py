@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from mlx_lm_kvpersist.block import Block, Record, Root
 from mlx_lm_kvpersist.errors import RequestRefused, StoreError
 from mlx_lm_kvpersist.store import stored_sessions
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.records import KVBlock, Leaf, Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
 from tests.support import writer_held
@@ -184,6 +188,26 @@ def test_a_pin_does_not_take_back_what_another_process_saved(store: BlockStore) 
         store.disk.set_pinned(goes, True)
 
 
+def test_a_change_reaches_an_index_that_another_process_has_replaced(store: BlockStore) -> None:
+    save_turn(store, chain([1], [2]), "s")
+    save_turn(store, chain([3]), "gone")
+    sessions = StoredSessions(store)
+    ids = {session.name: session.id for session in store.index.sessions()}
+    replace_index(store)
+    sessions.pin(ids["s"], True)
+    replace_index(store)
+    sessions.delete(ids["gone"])
+    with closing(DiskStore(store.folder, store.limits)) as disk:
+        assert [(one.name, one.pinned) for one in disk.index.sessions()] == [("s", True)]
+
+
+def replace_index(store: BlockStore) -> None:
+    """Remove the index and rebuild it, as another process does if it is damaged."""
+    store.index.path.unlink()
+    with store.disk.lock.held():
+        rebuild_index(OwnFiles(store.folder))
+
+
 def test_a_session_whose_blocks_are_gone_can_be_shown_and_deleted(store: BlockStore) -> None:
     add(store, "lost", chain([1], [2]))
     store.disk.forget(chain([1])[0].key)
@@ -193,6 +217,13 @@ def test_a_session_whose_blocks_are_gone_can_be_shown_and_deleted(store: BlockSt
     with pytest.raises(RequestRefused, match="no session has the id") as refused:
         sessions.delete("lost")
     assert refused.value.status == 404
+
+
+def test_an_id_that_is_no_text_is_not_found(store: BlockStore) -> None:
+    sessions = StoredSessions(store)
+    for change in (sessions.delete, sessions.evict, sessions.export):
+        with pytest.raises(RequestRefused, match="no session has the id"):
+            change("\ud800")
 
 
 def test_a_store_that_cannot_be_read_says_so(store: BlockStore) -> None:
