@@ -84,6 +84,18 @@ def test_a_stream_through_the_sdk(server: ServerProcess) -> None:
     assert requests[0]["session"] == "agent:streams"
 
 
+def test_a_field_of_null_leaves_the_beginning_as_it_is(server: ServerProcess) -> None:
+    """SDKs send null for a field that is not set."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    assert call(server, "POST", "", {"id": "nulls", "system": "Be brief.", "tools": [tool]})[0] == 201
+    body = {"messages": [ASK], "max_tokens": 2}
+    counts = [
+        call(server, "POST", "/nulls/generate", {**body, **nulls})[1]["usage"]["prompt_tokens"]
+        for nulls in ({}, {"tools": None, "model": None})
+    ]
+    assert counts[0] == counts[1]
+
+
 def test_agents_share_a_beginning_and_part(server: ServerProcess) -> None:
     """Eviction leaves in RAM what another agent continues; deletion, on disk, too."""
     shared = synthetic_text(1800, seed=72)
