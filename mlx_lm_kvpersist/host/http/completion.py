@@ -60,6 +60,8 @@ class Completion:
         self._finish_reason = "stop"
         self._unread: list[str] = []
         """The text of calls that could not be parsed."""
+        self._has_ended = False
+        """Whether all tokens of the reply were read."""
 
     def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
         """Return the reply's tokens, up to a stop word in their text. It begins with `context`."""
@@ -68,7 +70,13 @@ class Completion:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
         if isinstance(self.reply, ChatReply) and not self.streams:
             responses = self.reply.keep_tokens(responses)
-        return iter(responses) if self.stop_words is None else self._until_stopped(responses)
+        if self.stop_words is not None:
+            responses = self._until_stopped(responses)
+        return self._to_the_end(responses)
+
+    def _to_the_end(self, responses: Iterable[Any]) -> Iterator[Any]:
+        yield from responses
+        self._has_ended = True
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
         """Parse a call of any tool, also of a deferred one; keep text that stock would drop."""
@@ -78,8 +86,9 @@ class Completion:
             return parse(text, self._tools or None)
         except ValueError:
             tokenizer = self._handler.generator.model_provider.tokenizer
-            start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-            self._unread.append(f"{start}{text}{end or ''}")
+            # Stock parses a call at its end, and a call that was cut off at the reply's end.
+            end = "" if self._has_ended else tokenizer.tool_call_end or ""
+            self._unread.append(f"{tokenizer.tool_call_start}{text}{end}")
             raise
 
     def _until_stopped(self, responses: Iterable[Any]) -> Iterator[Any]:
