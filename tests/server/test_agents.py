@@ -87,7 +87,8 @@ def test_a_stream_through_the_sdk(server: ServerProcess) -> None:
 def test_a_field_of_null_leaves_the_beginning_as_it_is(server: ServerProcess) -> None:
     """SDKs send null for a field that is not set."""
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
-    assert call(server, "POST", "", {"id": "nulls", "system": "Be brief.", "tools": [tool]})[0] == 201
+    made = {"id": "nulls", "system": "Be brief.", "tools": [tool]}
+    assert call(server, "POST", "", made)[0] == 201
     body = {"messages": [ASK], "max_tokens": 2}
     counts = [
         call(server, "POST", "/nulls/generate", {**body, **nulls})[1]["usage"]["prompt_tokens"]

@@ -164,9 +164,9 @@ def test_a_call_that_is_cut_off_is_text_as_the_model_wrote_it(
     written = call("look", where="there")
     cut = written[: written.index("there")]
     server.say(cut if ends_itself else written)
+    asked: Any = [{"role": "user", "content": "Call it."}]
     reply = client.messages.create(
-        messages=[{"role": "user", "content": "Call it."}],
-        **{"model": MODEL, "tools": [TOOL], "max_tokens": 90 if ends_itself else 25},
+        model=MODEL, messages=asked, tools=[TOOL], max_tokens=90 if ends_itself else 25
     )
     (block,) = reply.content
     assert reply.stop_reason == ("end_turn" if ends_itself else "max_tokens")
