@@ -190,8 +190,9 @@ class AgentsAPI:
         if isinstance(most, float) and most.is_integer():  # 2.0 is an integer in JSON Schema
             body = {**body, "max_tokens": int(most)}
         messages = [*agent.beginning["messages"], *messages]
+        given = {name: value for name, value in body.items() if value is not None}
         with self._running(handler.headers, agent):
-            handler.serve_chat({**agent.beginning, **body, "messages": messages})
+            handler.serve_chat({**agent.beginning, **given, "messages": messages})
 
     def _evict(self, handler: Any, body: Body) -> Body:
         self._check_operator(handler)

@@ -125,7 +125,7 @@ def _messages(body: Mapping[str, Any]) -> list[tuple[str, Message]]:
         return [*messages, ("input", {"role": "user", "content": items})]
     require(isinstance(items, list), "input", items, "text, or a list of items")
     for place, item in placed_objects("input", items):
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         is_call = isinstance(kind, str) and kind.endswith("_call") and "call_id" in item
         if kind == "message" and item.get("role") != "assistant":
             role = item.get("role")
@@ -200,7 +200,7 @@ def _output(place: str, item: Mapping[str, Any]) -> Message:
 
 
 def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         message["content"] += _text(f"{place}.content", item.get("content"))
     elif kind == "reasoning":

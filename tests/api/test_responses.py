@@ -90,6 +90,13 @@ ECHOED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+def test_an_item_whose_type_is_null_is_a_message() -> None:
+    talk = [("user", "Go."), ("assistant", "Gone."), ("user", "Back.")]
+    items = [{"type": None, "role": role, "content": text} for role, text in talk]
+    messages = chat(input=items)["messages"]
+    assert [(message["role"], message["content"]) for message in messages] == talk
+
+
 def test_what_other_servers_said_ends_no_conversation() -> None:
     talk = chat(input=[{"role": "user", "content": "Go."}, *ECHOED])["messages"]
     calls = [one["function"] for message in talk for one in message.get("tool_calls", ())]

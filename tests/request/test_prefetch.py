@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import importlib
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import Joiner
+from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
@@ -207,6 +209,25 @@ def test_nobody_waits_for_what_another_needs_from_disk(server: Server, reads: Re
     wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
     # The line about the disk is logged once.
     assert server.served(prompt).outcome.tier == "ram"
+
+
+def test_a_reply_that_runs_has_one_copy_of_its_caches_and_one_that_ended_none(
+    server: Server,
+) -> None:
+    """Stock's loop holds the caches that it saved last."""
+
+    def n_held() -> int:
+        caches = (each for each in gc.get_objects() if isinstance(each, SequenceQuantizedKVCache))
+        return sum(not cache.empty() for cache in caches) - n_before
+
+    n_before = 0
+    n_before = n_held()
+    asked = server.decode()
+    assert n_held() == 0  # the batch has caches of another class
+    asked.context.stop()
+    server.served(synthetic_text(1200))
+    wait_until(lambda: not server.generator._serving, "the end of all replies")
+    assert n_held() == 0
 
 
 def test_replies_go_on_while_a_restore_is_joined(

@@ -84,6 +84,19 @@ def test_a_stream_through_the_sdk(server: ServerProcess) -> None:
     assert requests[0]["session"] == "agent:streams"
 
 
+def test_a_field_of_null_leaves_the_beginning_as_it_is(server: ServerProcess) -> None:
+    """SDKs send null for a field that is not set."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    made = {"id": "nulls", "system": "Be brief.", "tools": [tool]}
+    assert call(server, "POST", "", made)[0] == 201
+    body = {"messages": [ASK], "max_tokens": 2}
+    counts = [
+        call(server, "POST", "/nulls/generate", {**body, **nulls})[1]["usage"]["prompt_tokens"]
+        for nulls in ({}, {"tools": None, "model": None})
+    ]
+    assert counts[0] == counts[1]
+
+
 def test_agents_share_a_beginning_and_part(server: ServerProcess) -> None:
     """Eviction from RAM keeps blocks that another agent continues; so does deletion from disk."""
     shared = synthetic_text(1800, seed=72)

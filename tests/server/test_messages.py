@@ -157,6 +157,23 @@ def test_a_call_that_cannot_be_read_is_text(
     assert (chat.text, chat.tool_calls) == ("", [])
 
 
+@pytest.mark.parametrize("ends_itself", [False, True])
+def test_a_call_that_is_cut_off_is_text_as_the_model_wrote_it(
+    server: ScriptedServer, client: Anthropic, ends_itself: bool
+) -> None:
+    written = call("look", where="there")
+    cut = written[: written.index("there")]
+    server.say(cut if ends_itself else written)
+    asked: Any = [{"role": "user", "content": "Call it."}]
+    reply = client.messages.create(
+        model=MODEL, messages=asked, tools=[TOOL], max_tokens=90 if ends_itself else 25
+    )
+    (block,) = reply.content
+    assert reply.stop_reason == ("end_turn" if ends_itself else "max_tokens")
+    assert block.type == "text" and written.startswith(block.text)
+    assert block.text == cut or not ends_itself
+
+
 def test_a_tool_that_must_not_be_called_is_not_there(
     server: ScriptedServer, client: Anthropic
 ) -> None:

@@ -56,6 +56,25 @@ def test_calls_and_thoughts_are_not_searched(scripted_server: ScriptedServer, st
     assert said.finish_reason == "tool_calls" and said.text.strip() == "I am."
 
 
+@pytest.mark.parametrize("word", ["</think>", "<tool_call>", "</tool_call>", "never"])
+@STREAMS
+def test_a_mark_of_the_template_ends_a_reply_as_in_stock(
+    scripted_server: ScriptedServer, stream: bool, word: str
+) -> None:
+    """Budgets of thinking and agents that run tools themselves stop at a mark."""
+    reply = "<think>\nlook there\n</think>\n\nI am.\n" + call("look", where="look") + "\nDone."
+    scripted_server.say(reply)
+    said = scripted_server.process.chat(
+        USER, max_tokens=200, stop=[word], tools=[TOOL], stream=stream
+    )
+    is_called = word in ("</tool_call>", "never")
+    assert len(said.tool_calls) == is_called
+    assert said.finish_reason == ("tool_calls" if is_called else "stop")
+    texts = {"</think>": "", "<tool_call>": "I am.", "</tool_call>": "I am."}
+    assert said.text.strip() == texts.get(word, "I am.\n\nDone.")
+    assert said.reasoning.strip() == "look there"
+
+
 @STOPS
 @STREAMS
 def test_text_completions(scripted_server: ScriptedServer, stream: bool, word: str) -> None:

@@ -18,6 +18,9 @@ from ...apis import API, Event, openai_error
 from .. import manager
 from ..hooks import ClientRequest, frozen
 
+_MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+"""The attributes of stock's tokenizer with the marks between which it finds reasoning and calls."""
+
 
 class Completion:
     """One reply. HTTP thread; `keepalive` on the thread of the clients.
@@ -27,6 +30,8 @@ class Completion:
     """
 
     stop_words: StopWords | None = None
+    marks: StopWords | None = None
+    """Those stop words with a mark of the template: stock removes marks from the text."""
     request: Any = None
     """Stock's request, once plugins have seen it."""
     is_sent = True
@@ -55,6 +60,8 @@ class Completion:
         self._finish_reason = "stop"
         self._unread: list[str] = []
         """The text of calls that could not be parsed."""
+        self._has_ended = False
+        """Whether all tokens of the reply were read."""
 
     def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
         """Return the reply's tokens, up to a stop word in their text. It begins with `context`."""
@@ -63,7 +70,13 @@ class Completion:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
         if isinstance(self.reply, ChatReply) and not self.streams:
             responses = self.reply.keep_tokens(responses)
-        return iter(responses) if self.stop_words is None else self._until_stopped(responses)
+        if self.stop_words is not None:
+            responses = self._until_stopped(responses)
+        return self._to_the_end(responses)
+
+    def _to_the_end(self, responses: Iterable[Any]) -> Iterator[Any]:
+        yield from responses
+        self._has_ended = True
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
         """Parse a call of any tool, also of a deferred one; keep text that stock would drop."""
@@ -73,16 +86,31 @@ class Completion:
             return parse(text, self._tools or None)
         except ValueError:
             tokenizer = self._handler.generator.model_provider.tokenizer
-            start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-            self._unread.append(f"{start}{text}{end or ''}")
+            # Stock parses a call at its end, and a call that was cut off at the reply's end.
+            end = "" if self._has_ended else tokenizer.tool_call_end or ""
+            self._unread.append(f"{tokenizer.tool_call_start}{text}{end}")
             raise
 
     def _until_stopped(self, responses: Iterable[Any]) -> Iterator[Any]:
+        assert self.stop_words is not None
+        tokenizer = self._handler.generator.model_provider.tokenizer
+        marks = [mark for name in _MARKS if (mark := getattr(tokenizer, name, None))]
+        self.marks = StopWords(
+            word for word in self.stop_words.words if any(mark in word for mark in marks)
+        )
         for response in responses:
+            match = getattr(response, "match", None)  # 0.31.3 has the ids of a mark, not its text
+            self.marks.cut(tokenizer.decode(match) if match else response.text)
             yield response
-            if self.stop_words is not None and self.stop_words.found is not None:
+            if self._stop_word is not None:
                 self._context.stop()
                 return  # stock then ends the reply as after its last token
+
+    @property
+    def _stop_word(self) -> str | None:
+        """The stop word that ended the reply."""
+        found = (words.found for words in (self.stop_words, self.marks) if words is not None)
+        return next(filter(None, found), None)
 
     def begin(self, head: bytes, headers: Iterable[tuple[str, str]]) -> None:
         """Send `head`, a stream's headers; `headers` come from plugins."""
@@ -111,7 +139,7 @@ class Completion:
             text = self.stop_words.cut(text)
             if finish_reason or tool_calls or reasoning:
                 text += self.stop_words.rest()
-            if finish_reason == "length" and self.stop_words.found is not None:
+            if finish_reason == "length" and self._stop_word is not None:
                 finish_reason = "stop"
         if self._unread:
             text += "".join(self._unread)
@@ -131,12 +159,11 @@ class Completion:
 
     def end(self, n_prompt: int, n_new: int, n_cached: int) -> None:
         """Send the end of the reply, after the plugins have seen the reply."""
-        stop_word = self.stop_words.found if self.stop_words is not None else None
         with self._client.lock:
             self._client.end_keepalives()
             events = self.reply.add(*self._last)
             counts = n_prompt, max(0, n_cached), n_new
-            events += self.reply.end(self._finish_reason, stop_word, *counts)
+            events += self.reply.end(self._finish_reason, self._stop_word, *counts)
         manager.ask(
             "reply_sent",
             request=ClientRequest.of(self.request),
@@ -319,7 +346,7 @@ class StopWords:
 
     def __init__(self, words: Iterable[str]) -> None:
         # If several words are complete at the same place, the longest word began first.
-        self._words = sorted(filter(None, words), key=len, reverse=True)
+        self.words = sorted(filter(None, words), key=len, reverse=True)
         self._held = ""
 
     def cut(self, piece: str) -> str:
@@ -327,12 +354,12 @@ class StopWords:
         if self.found is not None:
             return ""
         text = self._held + piece
-        ends = {word: at + len(word) for word in self._words if (at := text.find(word)) >= 0}
+        ends = {word: at + len(word) for word in self.words if (at := text.find(word)) >= 0}
         if ends:
             self.found = min(ends, key=ends.__getitem__)
             self._held = ""
             return text[: ends[self.found] - len(self.found)]
-        n_held = max((_n_begun(text, word) for word in self._words), default=0)
+        n_held = max((_n_begun(text, word) for word in self.words), default=0)
         shown, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
         return shown
 

@@ -182,6 +182,7 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
     ) -> None:
         if isinstance(tokens, TakenTokens):
             tokens.taken.insert(tokens, prompt_cache, cache_type)
+            prompt_cache.clear()  # stock's loop holds the list until the next prompt
             return
         kwargs["cache_type"] = cache_type
         super().insert_cache(model, tokens, prompt_cache, *args, **kwargs)

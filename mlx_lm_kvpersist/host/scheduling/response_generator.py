@@ -296,7 +296,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             context.tool_parser = _checked(context.tool_parser)
         if ClientRequest.of(request).continues:
             tokens = with_first_space(tokens, context.prompt, self.model_provider.tokenizer)
-        return context, self._timed(request, tokens, queued_s)
+        timed = self._timed(request, tokens, queued_s)
+        next(timed)  # the client may leave before the first token, and plugins must be told then
+        return context, timed
 
     def _render_ahead(self, request: Any, args: Any) -> None:
         """Tokenize a request for the loaded model, and let plugins wait for its data. HTTP thread.
@@ -318,9 +320,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return reads_images if self.model_provider.is_loaded(model) else None
 
     def _timed(self, request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
-        """Yield a reply's tokens, and tell plugins the times of the tokens. HTTP thread."""
+        """Yield None, then a reply's tokens; tell plugins the times of the tokens. HTTP thread."""
         times_s: list[float] = []
         try:
+            yield None
             for token in tokens:
                 times_s.append(time.perf_counter() - queued_s)
                 yield token

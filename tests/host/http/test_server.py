@@ -118,7 +118,9 @@ def test_a_reply_is_told_once_and_before_its_last_part(
 
     with plugged(notes := Notes()):
         answered = answer(
-            patched_server, completion({"prompt": "ping", "stream": stream, "stop": stop})
+            patched_server,
+            completion({"prompt": "ping", "stream": stream, "stop": stop}),
+            model_provider=SimpleNamespace(tokenizer=None),
         )
     assert notes.calls == [["request_received", "s", stream], ["reply_sent", "pong", False]]
     assert answered.count('"finish_reason": "length"') == 1

@@ -232,7 +232,7 @@ class Times:
 
 
 def test_plugins_are_told_once_when_the_tokens_of_a_reply_came_however_it_ends() -> None:
-    answers: list[Any] = [RuntimeError("no"), "ab", "ab"]
+    answers: list[Any] = [RuntimeError("no"), "ab", "ab", "ab"]
 
     class Stock:
         def generate(self, request: Any, args: Any) -> Any:
@@ -259,6 +259,8 @@ def test_plugins_are_told_once_when_the_tokens_of_a_reply_came_however_it_ends()
         assert times.n_tokens == [0, 1]
         assert list(ask()) == ["a", "b"]
         assert times.n_tokens == [0, 1, 2]
+        ask().close()  # the client left before the head of its stream was sent
+        assert times.n_tokens == [0, 1, 2, 0]
 
 
 def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> None:
