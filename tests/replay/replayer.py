@@ -265,7 +265,8 @@ class Replayer:
             logits = self._forward(prompt[n_done:end], caches)
             n_done = end
             if n < len(segments) - 1:
-                self._cache.insert_cache(self._key, prompt[:end], caches, cache_type=segment_type)
+                given = list(caches)  # the server gives its list away
+                self._cache.insert_cache(self._key, prompt[:end], given, cache_type=segment_type)
         return logits
 
     def _forward(self, ids: Sequence[int], caches: list[Any]) -> mx.array:
