@@ -53,6 +53,9 @@ class Buffers(_BaseCache, ABC):  # type: ignore[misc]
     def empty(self) -> bool:
         return self.keys is None
 
+    def finalize(self) -> None:
+        """Called at the end of a prompt; there is no padding after the tokens."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, padding and spare room included; 0 when empty."""

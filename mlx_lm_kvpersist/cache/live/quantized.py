@@ -218,8 +218,8 @@ class SequenceQuantizedKVCache(PackedCache):
 
     def packed(self, start: int, stop: int) -> tuple[pk.Packed, pk.Packed]:
         """Return keys and values of tokens [start, stop), lazy and packed."""
-        self.forget()
-        # Tokens of an unfinished block are packed for this result only.
+        # Tokens that are not packed yet are packed for this result only: packing them in buffers
+        # that a batch shares would copy the buffers.
         (n_packed,), first = self.n_packed, self.offset - self.newest.size()
         middle = min(max(start, n_packed), stop)
         keys, values = (

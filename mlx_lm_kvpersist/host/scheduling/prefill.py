@@ -252,6 +252,9 @@ class Prefills:
             for prefill in following:
                 prefill.batch.prompt_cache = []
                 batch.extend(prefill.batch)
+        for cache in batch.prompt_cache:
+            if hasattr(cache, "finalize"):
+                cache.finalize()  # a state would count its padding on, and no step evaluates that
         return batch
 
 

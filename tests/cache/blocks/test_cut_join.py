@@ -179,13 +179,25 @@ def test_a_restored_cache_appends_in_place() -> None:
 
 
 def test_splitting_a_long_cache_needs_little_more_than_the_blocks() -> None:
-    caches = caches_of(8192)
+    caches = caches_of(8193)
     mx.eval([cache.state for cache in caches])
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     blocks = split(SPEC.full, caches, [(i, i + 256) for i in range(0, 8192, 256)])
     assert mx.get_peak_memory() - before < 1.3 * sum(map(n_bytes, blocks))
+
+
+def test_cutting_the_last_whole_block_of_a_batch_copies_no_other_tokens() -> None:
+    batch = [cache.merge([cache]) for cache in caches_of(7936)]
+    for cache, last in zip(batch, caches_of(256), strict=True):
+        cache.update_and_fetch(last.newest.keys, last.newest.values)
+    mx.eval([cache.state for cache in batch])
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    (block,) = split(SPEC.full, [cache.extract(0) for cache in batch], [(7936, 8192)])
+    assert mx.get_peak_memory() - before < 10 * n_bytes(block)  # the batch is 32 blocks
 
 
 def test_the_arrays_are_evaluated() -> None:

@@ -491,7 +491,7 @@ def test_a_batch_attends_through_the_host(
 
 def test_rows_at_different_places_take_one_token_each() -> None:
     batch = SequenceQuantizedKVCache.merge([cache_of(PACKED, 5), cache_of(PACKED, 3)])
-    with pytest.raises(ValueError, match="2 tokens for rows at different places"):
+    with pytest.raises(ValueError, match="2 tokens for rows at different positions"):
         batch.update_and_fetch(*random_kv(1, 2, 2))
 
 

@@ -98,3 +98,29 @@ def test_states_that_are_not_made_yet_begin_together(patched_server: ModuleType)
             answers[one.uid].append(one.token)
     generator.close()
     assert list(answers.values()) == [[3, 6], [5, 10]]
+
+
+class Stateful:
+    """A model with one recurrent layer."""
+
+    layers = (None,)
+    make_cache: Any
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        (state,) = cache
+        state[0] = mx.zeros((len(ids), 1))
+        state.advance(ids.shape[1])
+        return mx.zeros((*ids.shape, 4))
+
+
+def test_a_state_counts_no_padding_during_a_reply(patched_server: ModuleType) -> None:
+    """No step evaluates the count: its graph would grow with each token."""
+    stream, model = mx.default_stream(mx.default_device()), Stateful()
+    model.make_cache = PluginCaches(model, "states", ModelSupport(list))
+    generator = patched_server.BatchGenerator(model, stream=stream)
+    generator.insert_segments(segments=[[[1, 2, 3]]], caches=[[ArraysCache(1)]])
+    while not generator.next()[1]:
+        pass
+    (cache,) = generator.replies.prompt_cache
+    generator.close()
+    assert cache.left_padding is None
