@@ -322,12 +322,11 @@ def encryption_of(args: Namespace) -> Encryption:
 
 
 def precision_of(args: Namespace) -> PrecisionChoice:
-    bits, group_size = args.kvpersist_kv_bits, None
+    bits, group_size = args.kvpersist_kv_bits, getattr(args, "kv_group_size", None)
     if getattr(args, "kv_bits", None) is not None:
         bits = bits or str(args.kv_bits)
-        # Stock's default, 64, does not depend on the size of the model's heads.
-        if args.kv_group_size != 64:
-            group_size = args.kv_group_size
+    if group_size == 64:  # stock's default, which does not depend on the size of the model's heads
+        group_size = None
     bits = bits or DEFAULT_BITS
     if bits not in KV_BITS:
         raise ConfigError(

@@ -123,6 +123,8 @@ def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
             precision(tmp_path, kv_bits=bits, kv_group_size=64)
     k6v4 = precision(tmp_path, "--kvpersist-kv-bits", "k6v4", kv_bits=6, kv_group_size=64)
     assert k6v4 == PrecisionChoice(6, 4, None, True)
+    grouped = precision(tmp_path, "--kvpersist-kv-bits", "8", kv_bits=None, kv_group_size=32)
+    assert grouped == PrecisionChoice(8, 8, 32, True)
     with pytest.raises(ConfigError, match="use one of 32, 64, 128"):
         precision(tmp_path, kv_bits=4, kv_group_size=16)
 
