@@ -113,15 +113,15 @@ def undo(name: str) -> None:
     """Undo the changes of `--write` to the files of a client. Raises ConfigError if it fails."""
     client = CLIENTS[name]("", 1)
     records = [
-        (file, record)
+        (file, path, record)
         for file in (*client.files, *client.for_all)
-        if (record := _record_of(file.resolve())).exists()
+        # Path.resolve raises an error for a cycle of links.
+        if (record := _record_of(path := Path(os.path.realpath(file)))).exists()
     ]
     if not records:
         print(f"connect has written no file of {name}'s.")
     failures = []
-    for file, record in records:
-        path = file.resolve()
+    for file, path, record in records:
         try:
             written = json.loads(record.read_bytes())
             former = _undone(path, written)

@@ -407,6 +407,8 @@ def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture
     (file.parent / "other.json").symlink_to(file.name)
     assert connect("claude", "--write") == 1
     assert "stays unchanged" in (err := capsys.readouterr().err) and err.count("\n") == 1
+    assert connect("claude", "--undo") == 0
+    assert "has written no file" in capsys.readouterr().out and file.is_symlink()
 
 
 def test_the_record_is_as_private_as_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
