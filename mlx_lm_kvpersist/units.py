@@ -34,18 +34,23 @@ def parse_days(text: str) -> float:
     return int(match[1]) * {"d": 86400.0, "h": 3600.0}[match[2]]
 
 
-def parse_folder(text: str) -> Path:
-    """Return a folder as an absolute path. Raises ArgumentTypeError for an empty name."""
+def parse_file(text: str) -> Path:
+    """Return a file as an absolute path: shells leave `~` as it is in --option=~/file."""
     try:
-        folder = Path(text).expanduser()
+        return Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise ArgumentTypeError(f"{text!r}: {error}") from error
+
+
+def parse_folder(text: str) -> Path:
+    """Return a folder as an absolute path. Raises ArgumentTypeError for an empty name."""
+    folder = parse_file(text)
     if not text.strip():
         raise ArgumentTypeError(
             f"{text!r} names no folder (is a variable unset?); name a folder, or leave the "
             "option out"
         )
-    return folder.absolute()
+    return folder
 
 
 def show_bytes(n_bytes: float) -> str:
