@@ -77,8 +77,7 @@ def ask(url: str, path: str, body: Any = None, timeout_s: float = 10.0) -> Any:
 def _no_answer(url: str, error: Exception) -> KVPersistError:
     reason = getattr(error, "reason", error)  # a URLError encloses it
     return KVPersistError(
-        f"no answer from {url} ({reason}); name a running server with --url, "
-        "or its store with --kvpersist-dir"
+        f"no answer from {url} ({reason}); start the server, or give a running server's URL"
     )
 
 

@@ -77,6 +77,13 @@ def test_the_key_is_sent_as_a_server_reads_it(monkeypatch: pytest.MonkeyPatch) -
         assert sent == (f"Bearer {key}".encode().decode("latin-1") if key else "None")
 
 
+def test_a_missing_answer_names_no_option() -> None:
+    """Commands name a server with different options."""
+    with pytest.raises(KVPersistError, match="no answer from") as missing:
+        ask("127.0.0.1:1", "/")
+    assert "--" not in str(missing.value)
+
+
 def test_only_what_a_server_does_not_answer_is_no_answer() -> None:
     with answering("[DONE]") as server:
         with pytest.raises(OSError, match="the disk is full"), answer(server.url, "/", {}):
