@@ -94,10 +94,10 @@ def name_session(headers: Headers, name: str) -> None:
 class AgentsAPI:
     """Answers `/v1/agents`. Requests of one namespace do not see the agents of another.
 
-    forget: removes the records of a session's requests, by the session's name.
+    forget: removes the records of a session's requests, by the session's name and namespace.
     """
 
-    def __init__(self, service: Service, forget: Callable[[str], None]) -> None:
+    def __init__(self, service: Service, forget: Callable[[str, str], None]) -> None:
         self._service, self._forget = service, forget
         self._agents: dict[tuple[str, str], Agent] = {}
         self._lock = threading.Lock()
@@ -226,7 +226,7 @@ class AgentsAPI:
             with self._lock:  # the client can delete it again
                 self._agents.setdefault((agent.namespace, agent.id), agent)
             raise
-        self._forget(agent.session)
+        self._forget(agent.session, agent.namespace)
         return Answer(b"", 204, JSON_HEADERS)
 
     def _find(self, handler: Any) -> Agent:

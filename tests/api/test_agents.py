@@ -57,7 +57,7 @@ class Service:
     def __init__(self) -> None:
         self.chat, self.sessions = Chat(), Sessions()
         service = agents.Service(lambda: self.sessions, None, False)
-        self.api = AgentsAPI(service, lambda name: None)
+        self.api = AgentsAPI(service, lambda name, namespace: None)
         self.handle = {(method, path): handle for method, path, handle in self.api.routes()}
 
     def call(
