@@ -44,9 +44,18 @@ class ReplyFormat(Protocol):
         """Return the events for a part of the reply; calls have the form of a chat completion."""
 
     def end(
-        self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
+        self,
+        finish_reason: str,
+        stop_word: str | None,
+        n_prompt: int,
+        n_cached: int,
+        n_new: int,
+        n_reasoning: int,
     ) -> list[Event]:
-        """Return the last events. `finish_reason` is a chat completion's."""
+        """Return the last events. `finish_reason` is a chat completion's.
+
+        `n_reasoning` of the `n_new` tokens are reasoning.
+        """
 
     def wait(self) -> list[Event]:
         """Return events that only show that the server is working."""

@@ -21,7 +21,7 @@ from .store.encryption import read_key, sqlcipher
 from .store.folder import PLAIN, Encryption
 from .store.objects import Objects
 from .store.records import StoreLimits
-from .units import parse_folder, parse_size, show_bytes
+from .units import parse_file, parse_folder, parse_size, show_bytes
 
 if TYPE_CHECKING:
     from .cache.live.attention import Strategy
@@ -81,7 +81,7 @@ class Config:
 
 def _option(meaning: str, parse: Any = None, **argument: Any) -> dict[str, Any]:
     """Return argparse's arguments for an option."""
-    metavars: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
+    metavars: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", parse_file: "FILE"}
     typed = {"type": parse, "metavar": metavars.get(parse)} if parse else {}
     return {"help": meaning, **typed, **argument}
 
@@ -121,7 +121,7 @@ _STORAGE = {
     "shared-key": _option(
         "The key file that encrypts shared objects; mlx-lm-kvpersist key FILE makes one; plain: no "
         "encryption",
-        Path,
+        lambda text: PLAIN_KEY if text == str(PLAIN_KEY) else parse_file(text),
         metavar="FILE|plain",
     ),
     "shared-size": _option(
@@ -132,7 +132,7 @@ _STORAGE = {
     "warm": _option(
         "Compute and pin the beginning of prompts when the server starts, as mlx-lm-kvpersist "
         "warm FILE does; can be given more than once",
-        Path,
+        parse_file,
         action="append",
         default=[],
     ),
@@ -175,7 +175,7 @@ _ACCESS = {
     "encrypt": _option(
         "The key file that encrypts the folder, from the first start on; "
         "mlx-lm-kvpersist key FILE makes one (default: not encrypted)",
-        Path,
+        parse_file,
         metavar="KEYFILE",
     ),
     "no-text": _option(
@@ -322,12 +322,11 @@ def encryption_of(args: Namespace) -> Encryption:
 
 
 def precision_of(args: Namespace) -> PrecisionChoice:
-    bits, group_size = args.kvpersist_kv_bits, None
+    bits, group_size = args.kvpersist_kv_bits, getattr(args, "kv_group_size", None)
     if getattr(args, "kv_bits", None) is not None:
         bits = bits or str(args.kv_bits)
-        # Stock's default, 64, does not depend on the size of the model's heads.
-        if args.kv_group_size != 64:
-            group_size = args.kv_group_size
+    if group_size == 64:  # stock's default, which does not depend on the size of the model's heads
+        group_size = None
     bits = bits or DEFAULT_BITS
     if bits not in KV_BITS:
         raise ConfigError(

@@ -79,11 +79,14 @@ class RequestLog:
                 return record
         return None
 
-    def forget(self, session: str | None) -> None:
-        """Remove a deleted session's records, and its quotations in other records."""
+    def forget(self, session: str | None, namespace: str | None = None) -> None:
+        """Remove a deleted session's records, and its quotations in other records.
+
+        The session of that name in another namespace keeps its records; None: in any namespace.
+        """
         for record in self._records.copy():
             record["divergence"] = _unquoted(record)["divergence"]
-            if record["session"] == session:
+            if record["session"] == session and namespace in (None, record["namespace"]):
                 with suppress(ValueError):  # newer records have replaced this record
                     self._records.remove(record)
 

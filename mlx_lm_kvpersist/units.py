@@ -15,7 +15,7 @@ def parse_size(text: str) -> int:
     A bare number means bytes, as "8B" does, and must be 0 or at least 1048576: "8" is more likely
     a forgotten unit than eight bytes. Raises ArgumentTypeError for anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower(), re.ASCII)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower(), re.ASCII)
     if match is None:
         raise ArgumentTypeError(f"{text!r} is not a size; write for example 8G or 512M")
     number, unit = float(match[1]), match[2].upper()
@@ -28,24 +28,29 @@ def parse_size(text: str) -> int:
 
 def parse_days(text: str) -> float:
     """Return an age in seconds: a number of days (14d) or hours. Raises ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+)([dh])", text.strip().lower(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,9})([dh])", text.strip().lower(), re.ASCII)
     if match is None:
         raise ArgumentTypeError(f"{text!r} is not an age; write for example 14d or 36h")
     return int(match[1]) * {"d": 86400.0, "h": 3600.0}[match[2]]
 
 
-def parse_folder(text: str) -> Path:
-    """Return a folder as an absolute path. Raises ArgumentTypeError for an empty name."""
+def parse_file(text: str) -> Path:
+    """Return a file as an absolute path: shells leave `~` as it is in --option=~/file."""
     try:
-        folder = Path(text).expanduser()
+        return Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise ArgumentTypeError(f"{text!r}: {error}") from error
+
+
+def parse_folder(text: str) -> Path:
+    """Return a folder as an absolute path. Raises ArgumentTypeError for an empty name."""
+    folder = parse_file(text)
     if not text.strip():
         raise ArgumentTypeError(
             f"{text!r} names no folder (is a variable unset?); name a folder, or leave the "
             "option out"
         )
-    return folder.absolute()
+    return folder
 
 
 def show_bytes(n_bytes: float) -> str:

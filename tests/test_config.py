@@ -11,6 +11,7 @@ import pytest
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.store.encryption import Cipher, new_key
 from mlx_lm_kvpersist.store.folder import PLAIN
 
 PLAIN_KEY = ("--kvpersist-shared-key", "plain")
@@ -123,6 +124,8 @@ def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
             precision(tmp_path, kv_bits=bits, kv_group_size=64)
     k6v4 = precision(tmp_path, "--kvpersist-kv-bits", "k6v4", kv_bits=6, kv_group_size=64)
     assert k6v4 == PrecisionChoice(6, 4, None, True)
+    grouped = precision(tmp_path, "--kvpersist-kv-bits", "8", kv_bits=None, kv_group_size=32)
+    assert grouped == PrecisionChoice(8, 8, 32, True)
     with pytest.raises(ConfigError, match="use one of 32, 64, 128"):
         precision(tmp_path, kv_bits=4, kv_group_size=16)
 
@@ -209,3 +212,29 @@ def test_what_is_shared_can_be_plain(tmp_path: Path) -> None:
     store = ("--kvpersist-dir", str(tmp_path), "--kvpersist-shared", str(tmp_path / "shared"))
     shared = config.from_args(parsed(*store, *PLAIN_KEY)).shared
     assert shared is not None and shared[1] is PLAIN
+
+
+def test_only_the_word_plain_leaves_out_encryption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    new_key(Path("plain"))
+    store = ("--kvpersist-dir", str(tmp_path), "--kvpersist-shared", str(tmp_path / "shared"))
+    shared = config.from_args(parsed(*store, "--kvpersist-shared-key", "./plain")).shared
+    assert shared is not None and isinstance(shared[1], Cipher)
+
+
+@pytest.mark.parametrize("name", ["encrypt", "shared-key", "warm", "dir"])
+def test_a_file_in_the_home_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell leaves `~` as it is in --option=~/file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (found,) = [
+        value
+        for value in vars(parsed(f"--kvpersist-{name}=~/file")).values()
+        if str(tmp_path) in str(value)
+    ]
+    assert found in (tmp_path / "file", [tmp_path / "file"])
+    with pytest.raises(SystemExit):
+        parsed(f"--kvpersist-{name}=~nobody-here/file")

@@ -4,7 +4,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from mlx_lm_kvpersist.units import parse_size, show_bytes
+from mlx_lm_kvpersist.units import parse_days, parse_size, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,16 @@ def test_sizes(text: str, n_bytes: int) -> None:
     assert parse_size(text) == n_bytes
 
 
-@pytest.mark.parametrize("text", ["", "8 apples", "-1G", "G", "1e9", "\u0668G"])
+@pytest.mark.parametrize("text", ["", "8 apples", "-1G", "G", "1e9", "\u0668G", "9" * 400])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="write for example 8G"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["14", "-1d", f"{'9' * 400}d", f"{'9' * 5000}h"])
+def test_what_is_no_age(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="write for example 14d"):
+        parse_days(text)
 
 
 @pytest.mark.parametrize("text", ["8", "1000", "1048575"])

@@ -231,7 +231,10 @@ def sessions_view(describe: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def session_changes(
-    sessions: Callable[[], Any], forget: Callable[[str | None], None], *, with_text: bool
+    sessions: Callable[[], Any],
+    forget: Callable[[str | None, str | None], None],
+    *,
+    with_text: bool,
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
     """Return, by path, functions that select, change or export sessions by a request's body.
 
@@ -256,8 +259,8 @@ def session_changes(
         return sessions().evict(require_text("id", body.get("id")))
 
     def delete(body: dict[str, Any]) -> Any:
-        session, done = sessions().delete(require_text("id", body.get("id")))
-        forget(session.name)
+        session, namespace, done = sessions().delete(require_text("id", body.get("id")))
+        forget(session.name, namespace)
         return done
 
     def rename(body: dict[str, Any]) -> Any:

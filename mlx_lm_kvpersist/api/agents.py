@@ -94,10 +94,10 @@ def name_session(headers: Headers, name: str) -> None:
 class AgentsAPI:
     """Answers `/v1/agents`. Requests of one namespace do not see the agents of another.
 
-    forget: removes the records of a session's requests, by the session's name.
+    forget: removes the records of a session's requests, by the session's name and namespace.
     """
 
-    def __init__(self, service: Service, forget: Callable[[str], None]) -> None:
+    def __init__(self, service: Service, forget: Callable[[str, str], None]) -> None:
         self._service, self._forget = service, forget
         self._agents: dict[tuple[str, str], Agent] = {}
         self._lock = threading.Lock()
@@ -117,7 +117,7 @@ class AgentsAPI:
                 yield method, path, answering(partial(self._answer, calls=calls))
 
     def _answer(self, handler: Any, calls: Mapping[str, Call]) -> Any:
-        body, method = handler.read_body(), handler.command
+        body, method = _without_null(handler.read_body()), handler.command
         if method in calls:
             return calls[method](handler, body)
         why = f"{method} is not known here, try {[*calls]}"
@@ -168,6 +168,7 @@ class AgentsAPI:
         own = self._service.namespace(handler.headers)
         with self._lock:
             agents = [agent for agent in self._agents.values() if agent.namespace == own]
+        agents.sort(key=lambda agent: agent.created)
         if "after" in query:
             ids = [agent.id for agent in agents]
             if query["after"][-1] not in ids:
@@ -190,9 +191,8 @@ class AgentsAPI:
         if isinstance(most, float) and most.is_integer():  # 2.0 is an integer in JSON Schema
             body = {**body, "max_tokens": int(most)}
         messages = [*agent.beginning["messages"], *messages]
-        given = {name: value for name, value in body.items() if value is not None}
         with self._running(handler.headers, agent):
-            handler.serve_chat({**agent.beginning, **given, "messages": messages})
+            handler.serve_chat({**agent.beginning, **body, "messages": messages})
 
     def _evict(self, handler: Any, body: Body) -> Body:
         self._check_operator(handler)
@@ -219,9 +219,14 @@ class AgentsAPI:
             if agent.n_running:
                 raise RequestRefused(f"the agent {agent.id} is generating; delete it later", 409)
             self._agents.pop((agent.namespace, agent.id), None)
-        sessions = self._service.sessions()
-        sessions.each_named(agent.namespace, agent.session, sessions.delete)
-        self._forget(agent.session)
+        try:
+            sessions = self._service.sessions()
+            sessions.each_named(agent.namespace, agent.session, sessions.delete)
+        except BaseException:
+            with self._lock:  # the client can delete it again
+                self._agents.setdefault((agent.namespace, agent.id), agent)
+            raise
+        self._forget(agent.session, agent.namespace)
         return Answer(b"", 204, JSON_HEADERS)
 
     def _find(self, handler: Any) -> Agent:
@@ -260,6 +265,11 @@ class AgentsAPI:
         finally:
             with self._lock:
                 agent.n_running -= 1
+
+
+def _without_null(body: Body) -> Body:
+    """Return a body without null fields, which SDKs send for fields that are not set."""
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _beginning(body: Body) -> Body:
@@ -346,6 +356,7 @@ def chat_body_of(content: Any, headers: Headers) -> Body:
     Raises RequestRefused for anything else.
     """
     body = {"messages": content} if isinstance(content, list) else content
+    body = _without_null(body) if isinstance(body, dict) else body
     is_body = isinstance(body, dict) and bool({"messages", "input"} & body.keys())
     require(is_body, "the prompt", content, "messages, or the body of a request that has some")
     tools = body.get("tools")

@@ -267,7 +267,13 @@ class MessagesReply(ReplyParts):
         return [{"type": "message_start", "message": message}, *self.wait()]
 
     def end(
-        self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
+        self,
+        finish_reason: str,
+        stop_word: str | None,
+        n_prompt: int,
+        n_cached: int,
+        n_new: int,
+        n_reasoning: int,
     ) -> list[Event]:
         reason = _STOP_REASONS.get(finish_reason, "end_turn")
         if reason == "tool_use" and all(block["type"] != "tool_use" for block in self._blocks):

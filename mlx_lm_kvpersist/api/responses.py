@@ -249,7 +249,7 @@ class ResponsesReply(ReplyParts):
         self._names, self._is_kept = names, is_kept
         include = body.get("include")
         self._encrypts = isinstance(include, list) and _ENCRYPTED in include
-        self._n_events = self._n_thoughts = 0
+        self._n_events = 0
         self._output: list[dict[str, Any]] = []
         echoed = {name: body.get(name) for name in _ECHOED}
         self._response: dict[str, Any] = {
@@ -270,7 +270,13 @@ class ResponsesReply(ReplyParts):
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def end(
-        self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
+        self,
+        finish_reason: str,
+        stop_word: str | None,
+        n_prompt: int,
+        n_cached: int,
+        n_new: int,
+        n_reasoning: int,
     ) -> list[Event]:
         events = list(self.close())
         self._response["usage"] = {
@@ -280,7 +286,7 @@ class ResponsesReply(ReplyParts):
                 "cache_write_tokens": n_prompt - n_cached if self._is_kept else 0,
             },
             "output_tokens": n_new,
-            "output_tokens_details": {"reasoning_tokens": min(self._n_thoughts, n_new)},
+            "output_tokens_details": {"reasoning_tokens": n_reasoning},
             "total_tokens": n_prompt + n_new,
         }
         status = "completed"
@@ -300,10 +306,6 @@ class ResponsesReply(ReplyParts):
 
     def whole(self) -> dict[str, Any]:
         return {**self._response, "output": self._output}
-
-    def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
-        self._n_thoughts += bool(reasoning)  # each part is one token
-        return super().add(text, reasoning, tool_calls)
 
     def start_part(self, block: OpenPart) -> Iterator[Event]:
         if block.kind == "thinking":

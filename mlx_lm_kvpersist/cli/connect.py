@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -113,15 +114,15 @@ def undo(name: str) -> None:
     """Undo the changes of `--write` to the files of a client. Raises ConfigError if it fails."""
     client = CLIENTS[name]("", 1)
     records = [
-        (file, record)
+        (file, path, record)
         for file in (*client.files, *client.for_all)
-        if (record := _record_of(file.resolve())).exists()
+        # Path.resolve raises an error for a cycle of links.
+        if (record := _record_of(path := Path(os.path.realpath(file)))).exists()
     ]
     if not records:
         print(f"connect has written no file of {name}'s.")
     failures = []
-    for file, record in records:
-        path = file.resolve()
+    for file, path, record in records:
         try:
             written = json.loads(record.read_bytes())
             former = _undone(path, written)
@@ -247,7 +248,9 @@ def _replace(path: Path, text: str, mode: int) -> None:
 def _text(settings: Settings, before: str) -> str:
     """Return a file's text with the settings added. Raises ValueError if it cannot be merged."""
     if isinstance(settings, str):
-        return _merged_toml(before, settings)
+        text = _merged_toml(before, settings)
+        _check_toml(before, settings, text)
+        return text
     try:
         current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
     except json.JSONDecodeError as error:
@@ -278,6 +281,19 @@ def _merged_toml(before: str, settings: str) -> str:
             else:  # at the beginning of the table, before any value of several lines
                 lines.insert(place, line)
     return _in_toml(tables, before)
+
+
+def _check_toml(before: str, settings: str, merged: str) -> None:
+    """Raise ValueError unless a TOML text says what the two texts say that it merges.
+
+    The text is merged by lines, which fails for quoted or dotted keys, inline tables, and lines of
+    a longer text that look like entries. Python 3.10 cannot read TOML, so it checks nothing.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        if tomllib.loads(merged) != _merged(tomllib.loads(before), tomllib.loads(settings)):
+            raise ValueError("its entries have another form than expected")
 
 
 def _tables(toml: str) -> list[tuple[str, list[str]]]:

@@ -170,9 +170,12 @@ def store(folder: Path, key: Path | None = None) -> Finding:
     status, output = ask([sys.executable, "-m", name, *options])
     if status == 0:
         stats = json.loads(output)
-        used, most = (show_bytes(n) for n in (stats["bytes"]["all"], stats["max_disk_bytes"]))
-        sessions = counted(stats["sessions"], "session")
-        return Finding("store", True, f"{folder}: {sessions}, {used} of {most}")
+        found = [
+            f"{each['folder']}: {counted(each['sessions'], 'session')}, "
+            f"{show_bytes(each['bytes']['all'])} of {show_bytes(each['max_disk_bytes'])}"
+            for each in ([stats] if "folder" in stats else stats.values())  # a store for each rank
+        ]
+        return Finding("store", True, "; ".join(found))
     observed, _, advice = output.partition(": ")[2].partition("; ")
     if "store rebuild" in advice:
         return Finding("store", True, f"{observed}; the server rebuilds it when it starts")

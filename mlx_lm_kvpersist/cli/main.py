@@ -91,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = args.run.partition(":")
     try:
         run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
-        if args.command in _OF_RANKS:
-            return _of_each_rank(run, args)
-        result = run(args)
+        result = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
         status: int = result if isinstance(result, int) else result.tell(args)
         sys.stdout.flush()
         return status

@@ -165,10 +165,15 @@ def terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # Rich would end the process with status 1
+
+
 def console() -> Console:
     """Return the console for a command's results."""
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
+    return _Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
 
 def table(

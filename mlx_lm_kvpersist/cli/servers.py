@@ -44,8 +44,9 @@ def answer(
     The caller handles errors while it reads the answer.
     """
     url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
-    key = os.environ.get(KEY_VARIABLE)
-    sent = {"Authorization": f"Bearer {key}"} if key else {}
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    # Strings are sent as Latin-1, and the server expects UTF-8.
+    sent = {"Authorization": f"Bearer {key}".encode().decode("latin-1")} if key else {}
     sent |= {"Content-Type": "application/json", **(headers or {})}
     payload = None if body is None else json.dumps(body).encode()
     opener = build_opener(ProxyHandler({}))  # a server on this machine needs no proxy
@@ -76,8 +77,7 @@ def ask(url: str, path: str, body: Any = None, timeout_s: float = 10.0) -> Any:
 def _no_answer(url: str, error: Exception) -> KVPersistError:
     reason = getattr(error, "reason", error)  # a URLError encloses it
     return KVPersistError(
-        f"no answer from {url} ({reason}); name a running server with --url, "
-        "or its store with --kvpersist-dir"
+        f"no answer from {url} ({reason}); start the server, or give a running server's URL"
     )
 
 

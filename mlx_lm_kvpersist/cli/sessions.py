@@ -196,10 +196,11 @@ def rm(args: argparse.Namespace) -> Report:
         chosen = index.sessions() if args.all else [choose(index, name) for name in args.sessions]
         chosen = list(dict.fromkeys(chosen))
         names = [named(session, index.state.note(session.id)) for session in chosen]
+        owners = [(session.name, index.namespace(session)) for session in chosen]
         before = disk.index.totals()
         for session in chosen:
             disk.remove_session(session)
-        disk.index.state.forget_requests(None if args.all else [one.name for one in chosen])
+        disk.index.state.forget_requests(None if args.all else owners)
         freed = before - disk.index.totals()
     removed = [{"id": session.id, "name": session.name} for session in chosen]
     return Report(

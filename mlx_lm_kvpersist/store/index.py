@@ -352,6 +352,11 @@ class Index(Rows):
             models.append(rows[0][0])
         return models
 
+    def namespace(self, session: Session) -> str | None:
+        """Return the namespace of a session; None if its root is lost."""
+        root = self.root(session.root)
+        return root.namespace if root else None
+
     def root(self, key: bytes) -> Root | None:
         rows = self.ask("SELECT about FROM roots WHERE key = ?", key)
         return read_root(key, rows[0][0]) if rows else None

@@ -172,13 +172,21 @@ class SmallState(Rows):
                 (KEPT,),
             )
 
-    def forget_requests(self, sessions: Collection[str | None] | None = None) -> None:
-        """Remove sessions' records by name (None: all), and quotations of them in other records."""
+    def forget_requests(
+        self, sessions: Collection[tuple[str | None, str | None]] | None = None
+    ) -> None:
+        """Remove the records of sessions (None: of all), and quotations of them in other records.
+
+        sessions: their names and namespaces; None means any namespace.
+        """
         with self.database.transaction() as db:
             for number, record_json in db.execute("SELECT number, about FROM requests").fetchall():
                 try:
                     record = json.loads(record_json)
-                    is_gone = sessions is None or record["session"] in sessions
+                    is_gone = sessions is None or any(
+                        record["session"] == name and namespace in (None, record["namespace"])
+                        for name, namespace in sessions
+                    )
                     quotes = record["divergence"]
                 except (TypeError, ValueError, KeyError):
                     is_gone, quotes = True, None

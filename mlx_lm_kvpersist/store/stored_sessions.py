@@ -171,19 +171,24 @@ class StoredSessions:
         chain = self.changed(lambda disk: disk.index.chain(_session(disk, session_id).leaf))
         self._store.writer.write_postponed(ends={block.key for block, _ in chain})
 
-    def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
-        """Delete a session, the blocks that only it needs, and its text in records of requests."""
+    def delete(self, session_id: str) -> tuple[Session, str | None, dict[str, Any]]:
+        """Delete a session, the blocks that only it needs, and its text in records of requests.
 
-        def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
+        Return the session, its namespace if it is known, and what was freed.
+        """
+
+        def change(disk: DiskStore) -> tuple[Session, str | None, dict[str, Any]]:
             session, before = _session(disk, session_id), disk.index.totals().n_bytes
+            namespace = disk.index.namespace(session)
             gone = disk.remove_session(session)
-            disk.index.state.forget_requests([session.name])
+            disk.index.state.forget_requests([(session.name, namespace)])
             freed = before - disk.index.totals().n_bytes
             self._store.writer.withdraw(gone)
             for key in gone:
                 self._store.pool.drop_unpinned(key)
             self._store.runs.clear()
-            return session, {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
+            done = {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
+            return session, namespace, done
 
         return self.changed(change)
 

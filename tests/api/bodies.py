@@ -98,8 +98,8 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": function}
 
 
-USAGE = 10, 7, 5
-"""Numbers of tokens: the prompt's, the cached ones among these, and the reply's."""
+USAGE = 10, 7, 5, 2
+"""Numbers of tokens: the prompt's, the cached tokens of it, the reply's, and the reasoning's."""
 Delta = tuple[str, str, list[dict[str, Any]]]
 """Text, reasoning and calls that come together."""
 DELTAS: st.SearchStrategy[list[Delta]] = st.lists(

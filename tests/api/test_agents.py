@@ -57,7 +57,7 @@ class Service:
     def __init__(self) -> None:
         self.chat, self.sessions = Chat(), Sessions()
         service = agents.Service(lambda: self.sessions, None, False)
-        self.api = AgentsAPI(service, lambda name: None)
+        self.api = AgentsAPI(service, lambda name, namespace: None)
         self.handle = {(method, path): handle for method, path, handle in self.api.routes()}
 
     def call(
@@ -104,12 +104,12 @@ def test_an_agent_that_is_deleted_while_a_request_is_read_does_not_come_back(
 ) -> None:
     class Slow(dict[str, Any]):
         def get(self, name: str, default: Any = None) -> Any:
-            if name == "messages":
+            if name == "content":
                 assert service.call("DELETE", "/v1/agents/a")[0] == 204
             return super().get(name, default)
 
     service.call("POST", "/v1/agents", {"id": "a"})
-    asked = Slow(messages=[{"role": "user", "content": "x"}])
+    asked = {"messages": [Slow(role="user", content="x")]}
     status, answer = service.call("POST", "/v1/agents/a/generate", asked)
     assert (status, answer["error"]["message"]) == (404, "the agent a was deleted")
 
@@ -119,6 +119,27 @@ def test_an_agents_session_is_its_own_whatever_a_client_says(service: Service) -
     asked = {"messages": [{"role": "user", "content": "x"}]}
     assert service.call("POST", "/v1/agents/a/generate", asked)[0] == 200
     assert service.chat.sessions == [["agent:a"]]
+
+
+@pytest.mark.parametrize("field", ["id", "system", "messages", "tools", "model"])
+def test_a_null_field_of_a_new_agent_is_not_set(service: Service, field: str) -> None:
+    assert service.call("POST", "/v1/agents", {field: None})[0] == 201
+
+
+def test_an_agent_whose_session_could_not_be_deleted_can_be_deleted_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> bool:
+        raise RequestRefused("the store is busy; ask again", 503)
+
+    for name in ("a", "ab"):
+        service.call("POST", "/v1/agents", {"id": name})
+    service.api._agents["", "a"].created -= 60
+    with monkeypatch.context() as patch:
+        patch.setattr(service.sessions, "each_named", refuse)
+        assert service.call("DELETE", "/v1/agents/a")[0] == 503
+    assert [one["id"] for one in service.call("GET", "/v1/agents")[1]["data"]] == ["a", "ab"]
+    assert service.call("DELETE", "/v1/agents/a")[0] == 204
 
 
 def test_how_many_there_are_is_counted_for_each_namespace(

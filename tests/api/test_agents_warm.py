@@ -26,6 +26,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ({"messages": [ASK], "system": "Be brief."}, ["system", "user"]),
         ({"messages": [ASK], "tools": [{"name": "f", "input_schema": {}}]}, ["user"]),
         ({"input": "Who is first?", "instructions": "Be brief."}, ["system", "user"]),
+        ({"messages": [ASK], "input": None, "system": None}, ["user"]),
+        ({"input": "Who is first?", "messages": None}, ["user"]),
     ],
 )
 def test_messages_and_requests_to_three_apis(content: Any, roles: list[str]) -> None:

@@ -233,7 +233,7 @@ def test_ends() -> None:
         "input_tokens": 10,
         "input_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 3},
         "output_tokens": 5,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 15,
     }
     (failed,) = reply_to().fail(503, "The server ends.", None)

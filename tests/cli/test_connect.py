@@ -186,6 +186,8 @@ def test_undo_restores_the_files(client: str, there: bytes | None, home: Path) -
     """Also after several calls, and byte for byte."""
     name, *flags = client.split()
     file = home / (GLOBAL if flags else FILES[name])
+    if there and file.suffix == ".toml":
+        there = b"[mine]\r\ndeep = [1, 2.50]"
     if there is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(there)
@@ -371,6 +373,32 @@ def test_what_cannot_be_merged_is_left_alone(
     assert URL in out and "by hand" in err
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot read TOML")
+@pytest.mark.parametrize(
+    "there",
+    [
+        'model = "x"\nmodel = "y"\n',
+        '\ufeffmodel = "x"\n',
+        '"model" = "x"\n',
+        '  [model_providers.kvpersist]\n  name = "x"\n',
+        '[ model_providers.kvpersist ]\nname = "x"\n',
+        'model_providers = {kvpersist = {name = "x"}}\n',
+        'model_providers.kvpersist.name = "x"\n',
+        'notes = """\nmodel = 3\n"""\n',
+    ],
+)
+def test_toml_that_cannot_be_merged_is_left_alone(
+    there: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = home / FILES["codex"]
+    file.parent.mkdir()
+    file.write_text(there)
+    assert connect("codex", "--write") == 1
+    out, err = capsys.readouterr()
+    assert file.read_text() == there and len(contents(home)) == 1
+    assert URL in out and "by hand" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
 def test_what_is_no_port_is_written_nowhere(
     port: str, home: Path, capsys: pytest.CaptureFixture[str]
@@ -407,6 +435,8 @@ def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture
     (file.parent / "other.json").symlink_to(file.name)
     assert connect("claude", "--write") == 1
     assert "stays unchanged" in (err := capsys.readouterr().err) and err.count("\n") == 1
+    assert connect("claude", "--undo") == 0
+    assert "has written no file" in capsys.readouterr().out and file.is_symlink()
 
 
 def test_the_record_is_as_private_as_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

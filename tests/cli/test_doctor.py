@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -174,6 +175,15 @@ def test_what_the_server_would_find_of_its_store(folder: Path, tmp_path: Path) -
     found = doctor.store(tmp_path / "empty")
     assert not found.passed and "holds no store" in found.found
     assert "--kvpersist-dir" in found.advice
+
+
+def test_the_store_of_each_rank_is_found(folder: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        shutil.copytree(folder, tmp_path / "ranks" / f"rank-{rank}-of-2")
+    found = doctor.store(tmp_path / "ranks")
+    assert found.passed
+    for rank in range(2):
+        assert f"{tmp_path}/ranks/rank-{rank}-of-2: 3 sessions, " in found.found
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -210,17 +210,29 @@ def test_an_error_is_one_line(
     assert capsys.readouterr().err == f"mlx-lm-kvpersist doctor: {said}\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    program = """
+@pytest.mark.parametrize("command", ["doctor", "store stats"])
+@pytest.mark.parametrize("option", ["--json", ""])
+def test_a_reader_that_has_seen_enough_is_no_error(
+    command: str, option: str, tmp_path: Path
+) -> None:
+    program = f"""
 import sys
-from mlx_lm_kvpersist.cli import doctor, main as cli
-doctor.run = lambda args: print("all is well") or 0
-sys.exit(cli.main(["doctor"]))
+from mlx_lm_kvpersist.cli import doctor, main as cli, output, store
+doctor.run = store.stats = lambda args: output.Report("all", "is well")
+sys.exit(cli.main("{command} --kvpersist-dir x {option}".split()))
 """
     reader, pipe = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=False, cwd=ROOT)
+    # An unbuffered stdout would fail at the first line.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=pipe,
+        stderr=subprocess.PIPE,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
     os.close(pipe)
     assert (done.returncode, done.stderr) == (141, b"")
 

@@ -29,6 +29,7 @@ def answering(*events: Any) -> Iterator[StartedServer]:
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
+            self.send_header("X-Sent", str(self.headers["Authorization"]))
             self.end_headers()
             for event in events:
                 data = event if isinstance(event, str) else json.dumps(event)
@@ -66,6 +67,21 @@ def test_a_reply_that_ends_early_is_an_error(last: list[Any]) -> None:
     with answering({"choices": [{"delta": {"content": "Hm"}}]}, *last) as server:
         with pytest.raises(KVPersistError, match=expected):
             server.chat([], "s", 8)
+
+
+def test_the_key_is_sent_as_a_server_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, key in (("schlüssel\n", "schlüssel"), (" ключ ", "ключ"), (" ", None)):
+        monkeypatch.setenv("KVPERSIST_API_KEY", variable)
+        with answering("[DONE]") as server, answer(server.url, "/", {}) as reply:
+            sent = reply.headers["X-Sent"]
+        assert sent == (f"Bearer {key}".encode().decode("latin-1") if key else "None")
+
+
+def test_a_missing_answer_names_no_option() -> None:
+    """Commands name a server with different options."""
+    with pytest.raises(KVPersistError, match="no answer from") as missing:
+        ask("127.0.0.1:1", "/")
+    assert "--" not in str(missing.value)
 
 
 def test_only_what_a_server_does_not_answer_is_no_answer() -> None:

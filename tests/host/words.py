@@ -36,7 +36,7 @@ class WordsReply:
         return [{"type": "word", "word": text}] if text else []
 
     def end(
-        self, finish_reason: str, stop_word: Any, n_prompt: int, n_cached: int, n_new: int
+        self, finish_reason: str, stop_word: Any, n_prompt: int, n_cached: int, *n_new: int
     ) -> list[dict[str, Any]]:
         return [{"type": "end", "why": finish_reason, "tokens": n_prompt}]
 

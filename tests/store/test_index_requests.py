@@ -36,7 +36,7 @@ def test_records_go_with_their_session_and_others_quote_it_no_more(tmp_path: Pat
     index.state.add_request(record(2, session="stays", divergence=quotes))
     index.state.add_request(record(3, session=None, divergence=None))
     index.state.add_request(record(4))  # by an older version
-    index.state.forget_requests(["gone"])
+    index.state.forget_requests([("gone", None)])
     silent = {"char": 5, "stored": None, "asked": None}
     left = [record(3, session=None, divergence=None)]
     assert index.state.requests() == [*left, record(2, session="stays", divergence=silent)]
@@ -44,7 +44,7 @@ def test_records_go_with_their_session_and_others_quote_it_no_more(tmp_path: Pat
     kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert b"secret" not in kept and b"stays" in kept
     index = Index(tmp_path / "index.sqlite")
-    index.state.forget_requests([None, "stays"])
+    index.state.forget_requests([(None, None), ("stays", None)])
     assert index.state.requests() == []
     index.close()
 

@@ -11,6 +11,9 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Record, Root
 from mlx_lm_kvpersist.errors import RequestRefused, StoreError
+from mlx_lm_kvpersist.request.outcome import Kind, Outcome
+from mlx_lm_kvpersist.request.serving import RequestState
+from mlx_lm_kvpersist.request_log import RequestLog
 from mlx_lm_kvpersist.store import stored_sessions
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
@@ -199,6 +202,22 @@ def test_a_change_reaches_an_index_that_another_process_has_replaced(store: Bloc
     sessions.delete(ids["gone"])
     with closing(DiskStore(store.folder, store.limits)) as disk:
         assert [(one.name, one.pinned) for one in disk.index.sessions()] == [("s", True)]
+
+
+def test_records_of_another_namespace_stay(store: BlockStore) -> None:
+    """Two tenants may give their sessions the same name."""
+    save_turn(store, chain([1], [2]), "same")
+    (session,) = store.index.sessions()
+    own = store.index.namespace(session)
+    log = RequestLog()
+    for namespace in (own, "another's"):
+        state = RequestState("same", str(namespace))
+        record = log.add(state, "m", Outcome(Kind.MISS, 9))
+        store.index.state.add_request(record)
+    deleted, namespace, _ = StoredSessions(store).delete(session.id)
+    log.forget(deleted.name, namespace)
+    for records in (store.index.state.requests(), log.records()):
+        assert [record["namespace"] for record in records] == ["another's"]
 
 
 def replace_index(store: BlockStore) -> None:

@@ -56,6 +56,8 @@ class Completion:
         self._is_open = False
         """Whether headers were sent: stock's headers, or early headers."""
         self._reasoning: list[str] = []
+        self._n_read = self._n_added = self._n_reasoning = 0
+        """Tokens that were read, that the parts so far have, and that the reasoning has."""
         self._tool_calls: list[dict[str, Any]] = []
         self._finish_reason = "stop"
         self._unread: list[str] = []
@@ -75,7 +77,9 @@ class Completion:
         return self._to_the_end(responses)
 
     def _to_the_end(self, responses: Iterable[Any]) -> Iterator[Any]:
-        yield from responses
+        for response in responses:
+            self._n_read += 1
+            yield response
         self._has_ended = True
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
@@ -147,6 +151,8 @@ class Completion:
         self.doing = "generating"
         if reasoning:
             self._reasoning.append(reasoning)
+            self._n_reasoning += self._n_read - self._n_added
+        self._n_added = self._n_read
         if tool_calls:
             self._tool_calls += tool_calls
         if finish_reason is not None:
@@ -162,7 +168,7 @@ class Completion:
         with self._client.lock:
             self._client.end_keepalives()
             events = self.reply.add(*self._last)
-            counts = n_prompt, max(0, n_cached), n_new
+            counts = n_prompt, max(0, n_cached), n_new, self._n_reasoning
             events += self.reply.end(self._finish_reason, self._stop_word, *counts)
         manager.ask(
             "reply_sent",
@@ -292,7 +298,13 @@ class ChatReply:
         return [self._last_chunk]
 
     def end(
-        self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
+        self,
+        finish_reason: str,
+        stop_word: str | None,
+        n_prompt: int,
+        n_cached: int,
+        n_new: int,
+        n_reasoning: int,
     ) -> list[Event]:
         self._last_chunk["choices"][0]["finish_reason"] = finish_reason  # it is not sent yet
         self.n_prompt, self.n_cached, self._n_new = n_prompt, n_cached, n_new

@@ -6,13 +6,15 @@ import json
 import threading
 import time
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.api.responses import ResponsesAPI, ResponsesReply
 from mlx_lm_kvpersist.apis import openai_error
 from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.host.http.completion import Completion
 
 from ..words import Keepalives, WordsServer, request
 
@@ -179,3 +181,19 @@ def test_a_beat_to_nobody_harms_nobody(words: WordsServer, keepalives: Keepalive
     assert not thread.is_alive()
     words.generator.wait = lambda: None
     assert len(said(words.post(CHAT, "/v1/chat/completions")[2])) == 5
+
+
+def test_reasoning_is_counted_in_tokens() -> None:
+    """Several tokens may make one character, and then come in one part."""
+    reply = ResponsesReply({}, {}, is_kept=True)
+    client = SimpleNamespace(lock=threading.RLock(), end_keepalives=lambda: None)
+    completion = Completion(SimpleNamespace(client=client), ResponsesAPI(), reply)
+    completion.request = SimpleNamespace(request_type="chat", messages=[], prompt="", tools=None)
+    context = SimpleNamespace(tool_parser=None)
+    texts = ["H", "m", "", "", "🦜", "", "Yes", ""]
+    for n, text in enumerate(completion.responses(context, texts)):
+        if text:
+            completion.add(text if n > 5 else "", text if n < 5 else "", [], None)
+    completion.add("", "", [], "stop")
+    completion.end(3, len(texts), 0)
+    assert reply.whole()["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
