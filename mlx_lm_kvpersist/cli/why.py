@@ -32,10 +32,12 @@ def run(args: argparse.Namespace) -> Report:
     else:
         with reading(args) as index:
             ends_s = time.monotonic() + WRITTEN_S
-            while not _chosen(records := index.state.requests(), args.request):
+            records = index.state.requests()
+            while args.request and not _chosen(records, args.request):
                 if time.monotonic() > ends_s:
                     break
                 time.sleep(_LOOK_AGAIN_S)
+                records = index.state.requests()
             store = {"written_last_hour_bytes": index.state.written_last_hour()}
     if args.request is not None:
         found = _chosen(records, args.request)

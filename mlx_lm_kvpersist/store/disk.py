@@ -37,10 +37,10 @@ from .folder import (
     Encryption,
     OwnFiles,
     StoreLock,
+    Volume,
     check_writable,
     staged_bytes,
     sweep_staged,
-    volume_of,
 )
 from .index import Index
 from .index_schema import is_damage
@@ -95,10 +95,11 @@ class DiskStore:
         """Why this process recently removed blocks and checkpoints, by key. Any thread."""
         try:
             self.files.take_into_use()
-            self._volume = volume_of(folder)
+            self._volume = Volume(folder)
             check_writable(folder)  # SQLite's error would say less
             index = partial(Index, folder / "index.sqlite", self.files, check_all=check_all)
             self.index = self._opened(index)
+            self.lock.check_missing = self._check_volume
         except (OSError, sqlite3.Error) as error:
             if is_locked(error):
                 raise StoreError(f"the store {folder} cannot be used: {error}") from error
@@ -140,19 +141,25 @@ class DiskStore:
     def follow_folder(self) -> None:
         """Open the index that is in the folder now; make the folder again if it was removed.
 
-        Raises StoreError if its volume is no longer mounted.
+        Raises OSError if its volume is no longer mounted.
         """
         if self.index.database.is_current():
             return
-        if not self._volume.is_mount():
-            self.index.database.leave()  # it is opened again when the volume is back
-            raise StoreError(f"{self._volume} is no longer mounted, so {self.folder} is not used")
+        self._check_volume()
         self._whole.clear()
         self.files.take_into_use()
+        self._volume = Volume(self.folder)
         self._opened(self.index.reopen)
         logger.warning(
             "kvpersist: the index of %s was removed or replaced; it was opened again", self.folder
         )
+
+    def _check_volume(self) -> None:
+        try:
+            self._volume.check()
+        except OSError:
+            self.index.database.leave()  # it is opened again when the volume is back
+            raise
 
     # Files and rows.
 

@@ -32,10 +32,6 @@ _REMOVE, _WRITE_BACK = "remove a file", "write a session's file"
 """What may fail although a commit is saved, or has failed before."""
 
 
-def _log(what: str, error: Exception) -> None:
-    logger.warning("kvpersist: cannot %s: %s", what, error)
-
-
 @dataclass(eq=False)
 class _Job:
     make: Callable[[], Commit]
@@ -55,8 +51,7 @@ class Saving:
 
     `file_of` returns the file of a record in RAM, and `block_of` a block in RAM: earlier blocks
     that are no longer on disk are written again. `keep` is not evicted. Files of `damaged` records
-    are replaced. `before_file` is called before each file and may take long. `failed` gets a
-    failure that leaves files behind, until a sweep, and its error.
+    are replaced. `before_file` is called before each file and may take long.
     """
 
     def __init__(
@@ -67,12 +62,10 @@ class Saving:
         keep: Collection[bytes] = (),
         before_file: Callable[[], None] = lambda: None,
         damaged: Collection[bytes] = (),
-        failed: Callable[[str, Exception], None] = _log,
     ) -> None:
         self._disk, self._index = disk, disk.index
         self._file_of, self._block_of = file_of, block_of
         self._keep, self._before_file, self._damaged = keep, before_file, damaged
-        self._failed = failed
         self._staging = Staging(disk.files)
         self._files: dict[bytes, NewFile] = {}
 
@@ -95,7 +88,8 @@ class Saving:
                         self._make_room(left)
                         left = [job for job in left if job.result is None]
                         if not left:
-                            staging.close()  # under the lock: files in place would count twice
+                            with self._continuing(_REMOVE):
+                                staging.close()  # under the lock: files in place would count twice
                 except Exception as error:  # of the lock or the whole transaction
                     for job in left:
                         job.result = error
@@ -140,7 +134,8 @@ class Saving:
         except BaseException:
             for job in begun:
                 self._move_out(job)
-                self._staging.announce(-job.reserved_bytes)
+                with self._continuing("give back reserved space"):
+                    self._staging.announce(-job.reserved_bytes)
                 job.reserved_bytes = 0
             left = [job for job in jobs if job.result is None]
             if len(left) == len(jobs):
@@ -154,13 +149,17 @@ class Saving:
             self._clean_up(job)
         return left
 
+    @staticmethod
     @contextmanager
-    def _continuing(self, what: str) -> Iterator[None]:
-        """Report a failure that must neither change a commit's result nor stop other commits."""
+    def _continuing(what: str) -> Iterator[None]:
+        """Log a failure that must neither change a commit's result nor stop other commits.
+
+        It may leave files behind until a sweep.
+        """
         try:
             yield
         except (OSError, StoreError, sqlite3.Error) as error:
-            self._failed(what, error)
+            logger.warning("kvpersist: cannot %s: %s", what, error)
 
     def _plan(self, job: _Job) -> bool:
         """Find what can be committed now; return False, and log it, if a block is missing."""
@@ -369,7 +368,7 @@ class DiskTier:
             return entry.block if entry and isinstance(entry.block, Block) else None
 
         planned = [partial(lambda commit: commit, commit) for commit in commits]
-        saving = Saving(self.disk, file_of, block_of, keep, self._writer.rest, lost, self._failed)
+        saving = Saving(self.disk, file_of, block_of, keep, self._writer.rest, lost)
         results = saving.save(planned)
         for saved in results:
             if isinstance(saved, Saved):

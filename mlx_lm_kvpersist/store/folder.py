@@ -27,7 +27,7 @@ import sqlite3
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from io import BytesIO
 from itertools import takewhile
@@ -354,10 +354,18 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 # Making files.
 
 
-def volume_of(folder: Path) -> Path:
-    """Return the mount point of the volume that a folder is on."""
-    folder = folder.resolve()
-    return next(path for path in (folder, *folder.parents) if path.is_mount())
+class Volume:
+    """The volume of a folder: while it is not mounted, the folder would be made on another one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, path = folder, folder.resolve()
+        self._mount_point = next(each for each in (path, *path.parents) if each.is_mount())
+
+    def check(self) -> None:
+        """Raise OSError if the folder is in the mount point and the volume is not mounted."""
+        point = self._mount_point
+        if not point.is_mount() and self._folder.resolve().is_relative_to(point):
+            raise OSError(f"{point} is no longer mounted, so {self._folder} is not used")
 
 
 def make_private(folder: Path) -> None:
@@ -429,6 +437,8 @@ class StoreLock:
     def __init__(self, path: Path) -> None:
         self.is_patient = False
         """Whether to wait for another process without limit; otherwise at most 2 s."""
+        self.check_missing: Callable[[], None] = lambda: None
+        """Called before a missing folder is made. It raises an exception if it must not be made."""
         self._path = path
         self._own = _Held()
 
@@ -448,7 +458,9 @@ class StoreLock:
 
     def _locked(self) -> int:
         """Lock the file for this thread; return its descriptor."""
-        make_private(self._path.parent)
+        if not os.path.exists(self._path.parent):
+            self.check_missing()
+            make_private(self._path.parent)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             self._wait(descriptor)

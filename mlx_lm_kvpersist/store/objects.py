@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError, NoAnswer
 from ..units import parse_folder
-from .folder import OBJECTS, OwnFiles, has_own_name, volume_of
+from .folder import OBJECTS, OwnFiles, Volume, has_own_name
 from .threads import Result, Threads
 
 ANSWER_S, CONNECT_S = 9, 2
@@ -86,8 +86,7 @@ class Objects:
             ) from error
         self._obstore: Any = obstore
         self._store: Any = None
-        self._volume = Path("/")
-        """The mount point of the folder."""
+        self._volume: Volume | None = None
         with self._usable():
             self._folder = _folder_of(url)
             if self._folder is None:
@@ -114,7 +113,7 @@ class Objects:
         """Return obstore's store. Opening a folder may hang; opening a bucket sends no request."""
         if self._store is None and self._folder is not None:
             self._store = self._obstore.store.LocalStore(self._folder, mkdir=True)
-            self._volume = volume_of(self._folder)
+            self._volume = Volume(self._folder)
         elif self._store is None:
             times = {"timeout": f"{ANSWER_S}s", "connect_timeout": f"{CONNECT_S}s"}
             options = {**times, "allow_http": True}
@@ -126,8 +125,8 @@ class Objects:
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:
         try:
-            if not self._volume.is_mount():  # obstore would make the folder on this machine's disk
-                raise OSError(f"{self._volume} is no longer mounted")
+            if self._volume is not None:
+                self._volume.check()  # obstore would make the folder on this machine's disk
             if self._folder is not None and has_own_name(name):
                 OwnFiles(self._folder).check_place(self._folder / name)  # obstore follows links
             yield

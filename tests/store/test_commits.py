@@ -142,7 +142,7 @@ def test_turns_of_a_conversation_that_wait_together_are_saved_in_order(store: Bl
 
 
 def test_a_turn_is_saved_although_what_it_replaces_cannot_be_removed(
-    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[1])])
@@ -159,7 +159,7 @@ def test_a_turn_is_saved_although_what_it_replaces_cannot_be_removed(
         store.commit(turn, [(longer[2], arrays_of(longer[2]))])
         submit(store, chain([4]), "other")
     assert store.turns_saved == 3 and store.turns_not_saved == 0
-    assert store.failures.counts == {"remove a file: disk": 1}
+    assert "kvpersist: cannot remove a file: " in caplog.text
     assert store.pool.unwritten(longer[2].key) == [] and store.disk.sweep() == 1
 
 

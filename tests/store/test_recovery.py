@@ -70,8 +70,7 @@ def test_no_store_is_made_where_a_volume_was_mounted(
         (volume / "store").rename(away)
         mounted[0] = False
         save_turn(store, chain([1], [2]), "s")
-        assert store.turns_not_saved == 1 and not list(volume.rglob("*.s*"))
-        shutil.rmtree(volume / "store")
+        assert store.turns_not_saved == 1 and not list(volume.iterdir())
         away.rename(volume / "store")
         mounted[0] = True
         save_turn(store, chain([1], [3]), "s")
