@@ -22,7 +22,7 @@ _LINES = (
 
 
 def points(results: DeviceResults, what: str, side: str) -> list[tuple[int, float]]:
-    """Return (tokens, seconds) of a line, in the order of the lengths."""
+    """Return a chart line's (tokens, seconds), by length of prompt."""
     medians = ((n, results.median(ttft.QUESTION, f"{what}, {tokens(n)}", side)) for n in CONTEXTS)
     return [(n, seconds) for n, seconds in medians if seconds is not None]
 

@@ -97,4 +97,4 @@ GOALS = (
     Goal(decode.MEMORY, "8 of 4K", 0.42, 0.42),
 )
 QUESTIONS = (*dict.fromkeys(goal.question for goal in GOALS), store.QUESTION)
-"""All questions of the page. The store has no goal."""
+"""All questions of the page. `store` has no goal."""

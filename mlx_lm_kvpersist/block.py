@@ -63,7 +63,7 @@ class Root:
     @classmethod
     @lru_cache(maxsize=64)  # all files of a store have the same root
     def from_json(cls, text: str) -> Root:
-        """Read `to_json`. Raises ValueError or TypeError when it is something else."""
+        """Read `to_json`. Raises ValueError or TypeError for any other text."""
         return cls(**json.loads(text))
 
 

@@ -48,7 +48,7 @@ QUANTIZED = {
     "test_prompt_cache.py::TestPromptCache::test_cache_to_quantized": "The plugin's caches are "
     "quantized from the start and have no method for it.",
 }
-"""Further tests that cannot pass over the plugin's caches, and why."""
+"""Further tests that cannot pass with the plugin's caches, and why."""
 FAIL_IN_STOCK = {
     "0.31.3": (
         "test_generate.py::TestGenerate::test_batch_continued_generation_ssm",

@@ -55,7 +55,7 @@ class Answer(NamedTuple):
 def answering(answer: Callable[[Any], Any]) -> Callable[[Any], None]:
     """Return a route's handler that sends the answer or the refusal of `answer`.
 
-    answer: takes the handler; returns an Answer or its content, or None if it has sent an answer.
+    answer: takes the handler; returns an Answer, its content, or None if already sent.
     """
 
     def handle(handler: Any) -> None:

@@ -95,7 +95,7 @@ def readable(value: Any, depth: int = 0) -> str:
 
 @dataclass
 class OpenPart:
-    """The text of one kind so far. `index` counts all parts of a reply, including calls."""
+    """The open part's text so far. `index` counts all parts of a reply, including calls."""
 
     kind: Kind
     index: int

@@ -198,7 +198,7 @@ def make_parser() -> CommandParser:
         "--chars",
         type=int,
         default=12_000,
-        help="characters of the text in the prompt (default: %(default)s, 4,000 tokens)",
+        help="characters of the prompt text (default: %(default)s, about 4,000 tokens)",
     )
     _add_quality(add)
     add_spec = _adder(commands, "kv-bits")

@@ -236,7 +236,7 @@ def writes(n_writes: int, n_reads: int) -> str:
 
 
 def measured(compute: Callable[[], object]) -> str:
-    """Return the least time of four calls, the first of which may compile, and the memory."""
+    """Return the least time of four calls (the first may compile), and the memory."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     times_s = timeit.repeat(lambda: mx.eval(compute()), number=1, repeat=4)

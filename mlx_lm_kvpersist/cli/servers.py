@@ -198,7 +198,7 @@ class StartedServer:
             time.sleep(0.05)
 
     def chat(self, messages: Sequence[Message], session: str | None, max_tokens: int) -> Reply:
-        """Stream the reply to a conversation, chosen greedily."""
+        """Stream a conversation's reply, decoded greedily."""
         body = {
             "messages": list(messages),
             "max_tokens": max_tokens,

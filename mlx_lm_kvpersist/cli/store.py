@@ -275,7 +275,7 @@ def _segments(index: Index) -> list[Segment]:
     segment_of: dict[bytes, Segment] = {}
     for key, parent_key, root, _, n_tokens, n_bytes, used in rows:
         segment = parent = segment_of.get(parent_key)
-        # A segment ends at the block after which its sessions diverge.
+        # A segment ends where its sessions diverge or one ends.
         if segment is None or segment.n_sessions != n_through[key]:
             segment = Segment(len(segments), root, parent, key, n_through[key])
             segments.append(segment)

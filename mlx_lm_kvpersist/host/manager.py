@@ -64,7 +64,7 @@ class PluginManager(pluggy.PluginManager):
 
 
 def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return a plugin's answer to a hook, with the plugin's name if it is called again."""
+    """Return a plugin's answer to a hook, and the plugin's name if `NAMED`."""
     check, raised = partial(check_answer, hook), RAISED.get(hook, ())
     answer = safely(plugin, hook, function, *args, check=check, raised=raised)
     return (plugin, answer) if hook in NAMED and answer is not None else answer
@@ -277,7 +277,7 @@ class Taken:
 
 
 def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
-    """Return the request as taken by the first plugin that takes it; None leaves it to stock."""
+    """Return the first plugin's `Taken` for a request; None leaves the request to stock."""
     answer = ask("take_request", request=request, prompt=prompt)
     return None if answer is None else Taken(*answer)
 

@@ -274,8 +274,8 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
 
     In sorted order these are the first block after `ahead` and the last before it. A block that is
-    a prefix of `ahead` can be further away. The last block before `ahead` then has the same prefix,
-    so the search continues with this common text.
+    a prefix of `ahead` can be further away. The last block before `ahead` then shares that prefix,
+    so the search repeats with the prefix.
     """
     nodes = find(">", ahead)
     key = ahead

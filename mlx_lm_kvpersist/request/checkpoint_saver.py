@@ -37,7 +37,7 @@ MAX_CHECKPOINTS = 6
 """The number of newest checkpoints that stay besides the first: two for each of three turns."""
 
 N_SAFE = 2
-"""The number of newest checkpoints in lower tiers that stay: a kill loses postponed ones."""
+"""The number of newest written checkpoints to keep: a kill loses postponed checkpoints."""
 
 MAX_BRANCHES = 4
 """The number of older positions where conversations diverge, for which checkpoints stay."""
@@ -279,8 +279,8 @@ def _replies_left(
 ) -> list[Checkpoint]:
     """Return the checkpoints of childless replies where this chain branches off.
 
-    A reply has one checkpoint, at its end. Another conversation's turn has an earlier one, too, or
-    another session ends there.
+    A reply has one checkpoint, at its end. Other conversations' turns have an earlier checkpoint
+    too, or a session ends there.
     """
     n_reused = sequence.n_reused
     # `n_reused` may be some tokens after the end of the last block of both chains.

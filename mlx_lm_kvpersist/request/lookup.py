@@ -313,7 +313,7 @@ class Lookup:
         """
         if self._prefetch is not None:
             self._prefetch.stop()  # this thread reads the remaining blocks faster
-        several = self.model.ranks.are_several  # then no rank stops alone
+        several = self.model.ranks.are_several  # so no rank stops alone
         try:
             while (reuse := self._reuse) is None:
                 if not several and (self._closed or is_gone()):
@@ -506,7 +506,7 @@ def tokens_to_reuse(
 ) -> tuple[int, Reason | None]:
     """Return how many of the first `n_tokens` of a diverging match to use and, if not all, why.
 
-    It compares the time to restore them with the time to compute them. O(blocks).
+    The time to restore them is compared with the time to compute them. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
         return 0, None  # only a template's first words match
@@ -528,7 +528,7 @@ def _is_restored(
     sizes = {n: forms_bytes(spec.block_arrays(n)) for n in {block.n_tokens for block in blocks}}
     n_bytes: Counter[str] = Counter()
     for block in blocks:
-        n_bytes[RAM] += sizes[block.n_tokens]  # read blocks are also joined on this thread
+        n_bytes[RAM] += sizes[block.n_tokens]  # joining takes time in addition to reading
         if (tier := store.tier_of(block.key)) != RAM:
             n_bytes[tier] += sizes[block.n_tokens]
     for tier in n_bytes:

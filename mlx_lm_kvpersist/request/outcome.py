@@ -51,7 +51,7 @@ class Reason(Enum):
     OTHER_MODEL = "other-model", "stored for another model"
     OTHER_PRECISION = "other-precision", "stored in another KV precision"
     OTHER_NAMESPACE = "new", "stored in another namespace or session"
-    """For the operator only: a reply has the word of `NOTHING_ALIKE` instead."""
+    """Only the operator sees this; a reply shows `NOTHING_ALIKE` instead."""
     EVICTED = "evicted", "evicted to keep to the budget"
     DAMAGED = "damaged", "a stored file failed its check and is in quarantine"
     NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"

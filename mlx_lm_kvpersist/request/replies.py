@@ -71,7 +71,7 @@ class _Reply:
 
     @classmethod
     def read(cls, packed: bytes) -> _Reply | None:
-        """Return a packed reply; None if it is malformed: any server may have put it."""
+        """Unpack a reply; return None if it is malformed: any server may have put it."""
         with suppress(ValueError, TypeError, OverflowError, RecursionError):
             reply = cls(**json.loads(packed))
             kinds = [type(value) for value in vars(reply).values()]

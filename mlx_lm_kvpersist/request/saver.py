@@ -189,8 +189,8 @@ class Saver:
     ) -> list[tuple[bytes, bytes]]:
         """Return the partial blocks that the chain contains, each with the longer block's key.
 
-        A block with a prompt's end stays, only in RAM, after the reply has filled it to a quantized
-        block: the same prompt continues from it.
+        If a reply fills a block to a quantized block, the prompt's unquantized part stays in RAM
+        for the same prompt.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):

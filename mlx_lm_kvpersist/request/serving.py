@@ -436,7 +436,7 @@ class ServedRequest(TakenRequest):
         """Look up the saved part of a sequence by its ids, which must not change. O(prompt)."""
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
-        state.move(Stage.PARKED)  # this includes a prompt whose chunk failed
+        state.move(Stage.PARKED)  # also for a prompt whose chunk failed
         if self._serving.model.ranks.decides:
             state.lookup = Lookup(prompt, self._root, self._serving.store, model)
         self._claim = self._new_claim()

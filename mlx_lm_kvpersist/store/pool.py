@@ -189,7 +189,7 @@ class BlockPool:
                     self._remove(record_key)
 
     def is_spare(self, key: bytes) -> bool:
-        """Say whether a record is only in RAM, and no commit waits with it."""
+        """Say whether a record is only in RAM, and in no waiting commit."""
         entry = self._entries.get(key)
         return entry is not None and not entry.is_stored and not entry.pins
 

@@ -30,7 +30,7 @@ PROBE_S = 10.0
 PRUNE_S = 600.0
 """How often a server that puts objects checks whether the size limit is exceeded."""
 MOST_ATTEMPTS = 3
-"""Attempts for one object, and failures in a row, while the store answers."""
+"""At most this many attempts per object, and failures in a row."""
 CLOSING_S = 2.0
 _N_TURNS = 256
 
@@ -123,7 +123,7 @@ class Putting:
 
     @property
     def has_done_all(self) -> bool:
-        """Whether no object waits, or no object can be put now."""
+        """Whether the queue is empty, or putting has failed."""
         return not self._is_busy and (not self.waiting or bool(self._store.failed_with))
 
     def _work(self) -> None:

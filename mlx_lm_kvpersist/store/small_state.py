@@ -109,7 +109,7 @@ class SmallState(Rows):
             )
 
     def saved(self) -> dict[str, float]:
-        """Return the `tokens` that were reused, and the `seconds` to compute `timed` of them."""
+        """Return the reused `tokens`, and the `seconds` that computing `timed` of them takes."""
         return self._get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
 
     def salvage(self, path: Path) -> None:

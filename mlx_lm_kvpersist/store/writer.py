@@ -230,7 +230,7 @@ class Writer:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Write everything that waits or is postponed at full speed, then return."""
+        """Write all waiting and postponed commits at full speed, then return."""
         with self._changed:
             self.write_postponed()
             self.finish(lambda: not self.n_tasks)

@@ -179,7 +179,7 @@ def test_every_write_fails_once(
         n_failed += failed
         left[0] = -1
         ask_in_ram(talk, cold, ids, f"call {n} failed")
-        # The same turn again is stored whole.
+        # A repeated turn is stored in full.
         talk.store.pool.clear()
         talk.remember(ids, f"session-{n}")
         check_on_disk(talk, cold, ids)

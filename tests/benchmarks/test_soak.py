@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 def test_memory_follows_what_a_process_takes() -> None:
     before = memory_of(os.getpid())
-    block = mmap.mmap(-1, 32 << 20)  # of memory that was not in use before
+    block = mmap.mmap(-1, 32 << 20)  # memory that was not in use before
     block.write(b"x" * len(block))
     assert memory_of(os.getpid()) - before > len(block) // 2
 

@@ -54,7 +54,7 @@ def test_packed_ids_that_are_damaged_raise_nothing(packed: bytes) -> None:
 
 
 def test_every_bit_of_an_images_hash_counts() -> None:
-    """Stock's ids have 60 bits, a key 128 of a hash of all."""
+    """Stock keeps 60 bits; a key hashes all 256."""
     (first,) = image(0, 1)
     packed = [pack_ids([-(-first ^ 1 << bit)]) for bit in range(256)]
     assert len({pack_ids([first]), *packed}) == 257

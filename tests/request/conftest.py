@@ -101,7 +101,7 @@ class Conversations:
         return logits
 
     def remember(self, ids: list[int], n_prompt: int, session: str | None = None) -> None:
-        """Have a turn as the server does: look up, prefill, save, reply, save."""
+        """Run a turn as the server does: look up, prefill, save, reply, save."""
         prompt = ids[:n_prompt]
         reuse = self.look_up(prompt)
         assert list(reuse.prompt.ids) == prompt

@@ -359,7 +359,7 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     assert not session(server, name)["pinned"]
     opened.keyboard.press("Enter")
     expect(opened.locator(".menu[open]")).to_have_count(1)
-    opened.keyboard.press("Shift+Tab")  # a menu that the focus leaves covers other rows no more
+    opened.keyboard.press("Shift+Tab")  # a menu closes when it loses the focus
     expect(opened.locator(".menu[open]")).to_have_count(0)
     action(opened, name, "Evict from RAM")
     expect(status).to_contain_text("of RAM freed")

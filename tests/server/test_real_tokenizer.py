@@ -36,7 +36,7 @@ def test_a_conversation_in_qwen3s_template(start_server: StartServer, tmp_path: 
             {"role": "user", "content": "And then?"},
         ]
         second = server.chat(messages, "s", temperature=1.0, max_tokens=5)
-        # max_tokens cuts the reply, maybe inside of a character: all of the prompt is reused.
+        # max_tokens may cut the reply inside a character; the whole prompt is still reused.
         assert second.cached_tokens >= first.prompt_tokens, (first.text, second.kvpersist)
         again = server.chat(messages, "s", temperature=0.0, max_tokens=5)
         assert again.cached_tokens == again.prompt_tokens - 1

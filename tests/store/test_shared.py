@@ -840,7 +840,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging
 
 
 def wait_for_attempts(store: BlockStore, n: int) -> None:
-    """Return when the thread that puts has tried some more times."""
+    """Return after the put thread has failed `n` more times."""
 
     def n_failed() -> int:
         return sum(store.stats()["failed"].values())

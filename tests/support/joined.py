@@ -1,4 +1,4 @@
-"""Caches joined of complete pieces, as the server joins blocks that it reads."""
+"""Caches joined from complete pieces, as the server joins stored blocks."""
 
 from __future__ import annotations
 

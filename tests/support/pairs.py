@@ -26,7 +26,7 @@ def every_pair(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pyte
 def pair_cover(sizes: Sequence[int]) -> set[int]:
     """Return combinations in which each two values meet, by their number in the whole product.
 
-    sizes: how many values each parameter has. The combination with the most new pairs goes first.
+    sizes: how many values each parameter has. Each step adds the case with the most new pairs.
     """
     pairs = [
         {(i, j, case[i], case[j]) for i, j in combinations(range(len(sizes)), 2)}

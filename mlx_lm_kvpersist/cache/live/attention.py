@@ -19,7 +19,7 @@ the mask is None.
 A query sees the keys and values of its own block of the grid in full precision. So attention is
 computed for spans of queries that end with a block.
 
-Queries, full-precision tokens and results have the model's form. Rotated keys are multiplied by
+Callers pass and get arrays that are neither rotated nor padded. Rotated keys are multiplied by
 rotated queries, and the sum of rotated values is rotated back: products of rows do not change if
 both factors are padded, or multiplied by the same orthonormal matrix.
 """

@@ -90,7 +90,7 @@ def plan_attention(
     groups dequantize: each process calls `least` with its number of right strategies, and `least`
     returns the smallest number of all processes.
 
-    Raises ModelNotSupported if dequantizing is wrong, which no other strategy could replace.
+    Raises ModelNotSupported if dequantizing is wrong: no other strategy can replace it.
     """
     slots = slots_of(spec.make_cache())
     shapes: list[AttentionShape | None] = [None] * len(slots)

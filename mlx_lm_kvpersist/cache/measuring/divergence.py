@@ -96,7 +96,7 @@ def compared(
 ) -> dict[str, Predictions]:
     """Return the predictions after each of `ids` except the last, over each of `caches`.
 
-    ids: the next ids of a text, up to `AT_ONCE` of one block of the grid, and one id more. All
+    ids: up to `AT_ONCE` next ids of a text, in one block of the grid, and one more id. All
     caches hold the text before; `own_caches` are in full precision. Evaluates MLX.
     """
     fed, followed = mx.array([list(ids[:-1])]), mx.array(list(ids[1:]))

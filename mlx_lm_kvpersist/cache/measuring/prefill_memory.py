@@ -127,7 +127,7 @@ class PrefillMemory:
         """Learn that a chunk after `position` cached tokens took `n_bytes`.
 
         Predictions rise at once and fall slowly. A short chunk is mostly overhead, unless the limit
-        made it short. It raises predictions only if it took more than longer chunks should take.
+        made it short. It raises predictions only if it exceeds the prediction for longer chunks.
         """
         predicted = self._formula(n_tokens, position)
         place, before = position.bit_length(), self._factor(position)
@@ -268,7 +268,7 @@ def _activation_bytes(model: Any) -> tuple[int, int]:
 def _state_bytes(group: LayerGroup) -> int:
     """Return the bytes that a recurrent layer takes for a token.
 
-    Metal has kernels for states of heads, [heads, ...].
+    Metal has kernels for per-head states, [heads, ...].
     """
     shape = max((shape for shape, _ in filter(None, group.states)), key=math.prod)
     if len(shape) == 3 and backend() == "metal":

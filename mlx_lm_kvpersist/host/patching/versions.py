@@ -22,7 +22,7 @@ CEILING: Version = (0, 33, 0)
 NEWEST_MLX: Version = (0, 32, 4)
 # end bounds
 METAL_FLOOR: Version = (0, 32, 1)
-"""The oldest mlx on macOS. In older versions a GPU error ends the process (mlx#3523), and products
+"""macOS needs this mlx. In older versions a GPU error ends the process (mlx#3523), and products
 of packed keys are wrong for some heads and lengths (mlx#3497, #3631, #4250)."""
 
 

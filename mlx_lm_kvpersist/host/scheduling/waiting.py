@@ -156,7 +156,7 @@ class Line(deque[Waiting]):
     """Whether some requests must wait until after the next step."""
 
     def step_ended(self) -> bool:
-        """Let a waiting request work; return whether to check again before the next step."""
+        """Let waiting requests progress; return whether to check again before the step."""
         self._begin_gap()
         return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self)
 
