@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from email.message import Message
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from .errors import RequestRefused
 
@@ -27,6 +27,17 @@ _ANTHROPIC_TYPES = {
 }
 
 
+class Usage(NamedTuple):
+    """Token counts of a request: `n_cached` prompt tokens were reused, and `n_reasoning` of the
+    reply's `n_new` tokens are reasoning.
+    """
+
+    n_prompt: int
+    n_cached: int
+    n_new: int
+    n_reasoning: int
+
+
 class ReplyFormat(Protocol):
     """Makes the events of an API from the parts of one reply.
 
@@ -43,19 +54,8 @@ class ReplyFormat(Protocol):
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
         """Return the events for a part of the reply; calls have the form of a chat completion."""
 
-    def end(
-        self,
-        finish_reason: str,
-        stop_word: str | None,
-        n_prompt: int,
-        n_cached: int,
-        n_new: int,
-        n_reasoning: int,
-    ) -> list[Event]:
-        """Return the last events. `finish_reason` is a chat completion's.
-
-        `n_reasoning` of the `n_new` tokens are reasoning.
-        """
+    def end(self, finish_reason: str, stop_word: str | None, usage: Usage) -> list[Event]:
+        """Return the last events. `finish_reason` is a chat completion's."""
 
     def wait(self) -> list[Event]:
         """Return events that only show that the server is working."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .apis import API, Event, ReplyFormat, Request
+from .apis import API, Event, ReplyFormat, Request, Usage
 from .errors import ConfigError, KVPersistError, PluginFault, RequestRefused
 from .host.hooks import (
     ClientRequest,
@@ -42,6 +42,7 @@ __all__ = [
     "RequestRefused",
     "Route",
     "TakenRequest",
+    "Usage",
     "check_plugin",
     "find_faults",
     "hookimpl",

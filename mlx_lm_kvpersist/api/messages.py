@@ -18,6 +18,7 @@ from typing import Any
 from ..apis import (
     Event,
     Request,
+    Usage,
     anthropic_error,
     placed_objects,
     refuse,
@@ -266,15 +267,7 @@ class MessagesReply(ReplyParts):
         message = {**self._message, "content": [], "usage": self._usage(n_prompt, n_cached, 0)}
         return [{"type": "message_start", "message": message}, *self.wait()]
 
-    def end(
-        self,
-        finish_reason: str,
-        stop_word: str | None,
-        n_prompt: int,
-        n_cached: int,
-        n_new: int,
-        n_reasoning: int,
-    ) -> list[Event]:
+    def end(self, finish_reason: str, stop_word: str | None, usage: Usage) -> list[Event]:
         reason = _STOP_REASONS.get(finish_reason, "end_turn")
         if reason == "tool_use" and all(block["type"] != "tool_use" for block in self._blocks):
             reason = "end_turn"  # no call could be parsed
@@ -284,7 +277,7 @@ class MessagesReply(ReplyParts):
             "stop_reason": reason,
             "stop_sequence": stop_word if reason == "stop_sequence" else None,
         }
-        counts = self._usage(n_prompt, n_cached, n_new)
+        counts = self._usage(usage.n_prompt, usage.n_cached, usage.n_new)
         self._message |= {**stopped, "usage": counts}
         delta = {"type": "message_delta", "delta": stopped, "usage": counts}
         return [*self.close(), delta, {"type": "message_stop"}]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from email.message import Message as Headers
 from typing import Any
 
-from ..apis import Event, Request, openai_error, placed_objects, require, require_text
+from ..apis import Event, Request, Usage, openai_error, placed_objects, require, require_text
 from ..errors import RequestRefused
 from . import chat
 from .chat import Message, OpenPart, Part, ReplyParts
@@ -269,25 +269,17 @@ class ResponsesReply(ReplyParts):
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
-    def end(
-        self,
-        finish_reason: str,
-        stop_word: str | None,
-        n_prompt: int,
-        n_cached: int,
-        n_new: int,
-        n_reasoning: int,
-    ) -> list[Event]:
+    def end(self, finish_reason: str, stop_word: str | None, usage: Usage) -> list[Event]:
         events = list(self.close())
         self._response["usage"] = {
-            "input_tokens": n_prompt,
+            "input_tokens": usage.n_prompt,
             "input_tokens_details": {
-                "cached_tokens": n_cached,
-                "cache_write_tokens": n_prompt - n_cached if self._is_kept else 0,
+                "cached_tokens": usage.n_cached,
+                "cache_write_tokens": usage.n_prompt - usage.n_cached if self._is_kept else 0,
             },
-            "output_tokens": n_new,
-            "output_tokens_details": {"reasoning_tokens": n_reasoning},
-            "total_tokens": n_prompt + n_new,
+            "output_tokens": usage.n_new,
+            "output_tokens_details": {"reasoning_tokens": usage.n_reasoning},
+            "total_tokens": usage.n_prompt + usage.n_new,
         }
         status = "completed"
         if finish_reason == "length":

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096
 _REMOVE, _WRITE_BACK = "remove a file", "write a session's file"
-"""What may fail although a commit is saved, or has failed before."""
+"""Actions whose failure does not change a commit's result."""
 
 
 @dataclass(eq=False)
@@ -308,7 +308,7 @@ def _row_bytes(block: Record) -> int:
 
 
 def _entries_bytes(*sizes: int) -> int:
-    """Return the most bytes that entries of these sizes add to the index and to the log."""
+    """Return how much entries of these sizes may add to the index and its log, in bytes."""
     return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in sizes)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mlx_lm_kvpersist.apis import Usage
+
 SCHEMA = {"type": "object", "properties": {"where": {"type": "string"}}}
 LOOK = {"name": "look", "description": "Look.", "input_schema": SCHEMA}
 LATER = {"name": "later", "input_schema": SCHEMA, "defer_loading": True}
@@ -98,7 +100,7 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": function}
 
 
-USAGE = 10, 7, 5, 2
+USAGE = Usage(10, 7, 5, 2)
 """Numbers of tokens: the prompt's, the cached tokens of it, the reply's, and the reasoning's."""
 Delta = tuple[str, str, list[dict[str, Any]]]
 """Text, reasoning and calls that come together."""

@@ -224,7 +224,7 @@ def test_events_put_together_are_the_reply(deltas: list[Delta]) -> None:
     events = reply.begin(10, 7)
     for delta in deltas:
         events += reply.add(*delta)
-    events += reply.end("stop", None, *USAGE)
+    events += reply.end("stop", None, USAGE)
     message = events[0]["message"]
     is_open = False
     assert events[1] == {"type": "ping"}
@@ -268,7 +268,7 @@ def test_events_put_together_are_the_reply(deltas: list[Delta]) -> None:
 def test_stop_reasons(finish: str, word: str | None, calls: bool, reason: str) -> None:
     reply = MessagesReply("m", marks_cache=False)
     reply.add("x", "", [call("f", {})] if calls else [])
-    *_, delta, _ = reply.end(finish, word, *USAGE)
+    *_, delta, _ = reply.end(finish, word, USAGE)
     assert delta["delta"]["stop_reason"] == reason
     assert delta["delta"]["stop_sequence"] == (word if reason == "stop_sequence" else None)
 
@@ -276,7 +276,7 @@ def test_stop_reasons(finish: str, word: str | None, calls: bool, reason: str) -
 @pytest.mark.parametrize("marks_cache", [True, False])
 def test_the_parts_of_a_prompt_add_up(marks_cache: bool) -> None:
     reply = MessagesReply("m", marks_cache=marks_cache)
-    usage = reply.end("stop", None, *USAGE)[-2]["usage"]
+    usage = reply.end("stop", None, USAGE)[-2]["usage"]
     assert usage["cache_read_input_tokens"] == 7 and usage["output_tokens"] == 5
     assert usage["cache_creation_input_tokens"] == (3 if marks_cache else 0)
     assert usage["input_tokens"] == (0 if marks_cache else 3)
@@ -289,7 +289,7 @@ def test_the_parts_of_a_prompt_add_up(marks_cache: bool) -> None:
 def test_arguments_are_an_object(arguments: Any, shown: dict[str, Any]) -> None:
     reply = MessagesReply("m", marks_cache=False)
     reply.add("", "", [call("f", arguments)])
-    reply.end("tool_calls", None, *USAGE)
+    reply.end("tool_calls", None, USAGE)
     assert reply.whole()["content"][0]["input"] == shown
 
 

@@ -169,7 +169,7 @@ def test_events_put_together_are_the_reply(deltas: list[Delta], encrypts: bool) 
     events = reply.begin(10, 7)
     for delta in deltas:
         events += reply.add(*delta) + reply.wait()
-    events += reply.end("stop", None, *USAGE)
+    events += reply.end("stop", None, USAGE)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items: list[dict[str, Any]] = []
     texts: dict[int, str] = {}
@@ -203,7 +203,7 @@ def test_what_is_sent_back_is_the_reply(deltas: list[Delta]) -> None:
     reply = reply_to(include=["reasoning.encrypted_content"])
     for delta in deltas:
         reply.add(*delta)
-    reply.end("stop", None, *USAGE)
+    reply.end("stop", None, USAGE)
     output = json.loads(json.dumps(reply.whole()["output"]))
     if not output:
         return
@@ -227,7 +227,7 @@ def test_a_call_in_a_namespace_has_the_name_that_the_client_knows() -> None:
 
 def test_ends() -> None:
     reply = reply_to()
-    assert reply.end("length", None, *USAGE)[-1]["type"] == "response.incomplete"
+    assert reply.end("length", None, USAGE)[-1]["type"] == "response.incomplete"
     assert reply.whole()["incomplete_details"] == {"reason": "max_output_tokens"}
     assert reply.whole()["usage"] == {
         "input_tokens": 10,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.api.admin import answering
-from mlx_lm_kvpersist.apis import Request
+from mlx_lm_kvpersist.apis import Request, Usage
 from mlx_lm_kvpersist.host.hooks import Route, hookimpl
 from mlx_lm_kvpersist.host.http import clients
 from mlx_lm_kvpersist.host.http.completion import Completion
@@ -35,10 +35,8 @@ class WordsReply:
         self.content += text
         return [{"type": "word", "word": text}] if text else []
 
-    def end(
-        self, finish_reason: str, stop_word: Any, n_prompt: int, n_cached: int, *n_new: int
-    ) -> list[dict[str, Any]]:
-        return [{"type": "end", "why": finish_reason, "tokens": n_prompt}]
+    def end(self, finish_reason: str, stop_word: Any, usage: Usage) -> list[dict[str, Any]]:
+        return [{"type": "end", "why": finish_reason, "tokens": usage.n_prompt}]
 
     def wait(self) -> list[dict[str, Any]]:
         return [{"type": "beat"}]

@@ -54,7 +54,7 @@ class Buffers(_BaseCache, ABC):  # type: ignore[misc]
         return self.keys is None
 
     def finalize(self) -> None:
-        """Called at the end of a prompt; there is no padding after the tokens."""
+        """Called at the end of a prompt. Buffers never have padding after the tokens."""
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from ...apis import API, Event, openai_error
+from ...apis import API, Event, Usage, openai_error
 from .. import manager
 from ..hooks import ClientRequest, frozen
 
@@ -168,8 +168,8 @@ class Completion:
         with self._client.lock:
             self._client.end_keepalives()
             events = self.reply.add(*self._last)
-            counts = n_prompt, max(0, n_cached), n_new, self._n_reasoning
-            events += self.reply.end(self._finish_reason, self._stop_word, *counts)
+            usage = Usage(n_prompt, max(0, n_cached), n_new, self._n_reasoning)
+            events += self.reply.end(self._finish_reason, self._stop_word, usage)
         manager.ask(
             "reply_sent",
             request=ClientRequest.of(self.request),
@@ -297,21 +297,13 @@ class ChatReply:
         self._last_chunk = _with_reasoning(chunk) if reasoning else chunk
         return [self._last_chunk]
 
-    def end(
-        self,
-        finish_reason: str,
-        stop_word: str | None,
-        n_prompt: int,
-        n_cached: int,
-        n_new: int,
-        n_reasoning: int,
-    ) -> list[Event]:
+    def end(self, finish_reason: str, stop_word: str | None, usage: Usage) -> list[Event]:
         self._last_chunk["choices"][0]["finish_reason"] = finish_reason  # it is not sent yet
-        self.n_prompt, self.n_cached, self._n_new = n_prompt, n_cached, n_new
+        self.n_prompt, self.n_cached, self._n_new, _ = usage
         options = self._handler.body.get("stream_options")
         if not isinstance(options, dict) or not options.get("include_usage"):
             return []
-        return [self._handler.stock_usage(n_prompt, n_new, n_cached)]
+        return [self._handler.stock_usage(usage.n_prompt, usage.n_new, usage.n_cached)]
 
     def wait(self) -> list[Event]:
         return []
