@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
@@ -181,7 +181,10 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[list[int]]:
-    """Make SIGTERM end the server as Ctrl-C does; a second signal, or `grace_s`, forces the end.
+    """Make SIGTERM and SIGHUP end the server as Ctrl-C does.
+
+    A second signal, or `grace_s`, forces the end; not a second SIGHUP, because a terminal that is
+    closed sends it once by the kernel and once by the shell.
 
     The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
     and joins the generation thread. Outside the main thread nothing changes. Yields the list of the
@@ -195,6 +198,8 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and received:
+            return
         received.append(number)
         if len(received) == 2 and getattr(provider, "fatal_error", None) is not None:
             return
@@ -208,9 +213,10 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
         _deferred[-1].append(number)
 
     previous: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, handler)}
-    # A shell starts background jobs with SIGINT ignored; it stays ignored.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        previous[signal.SIGINT] = signal.signal(signal.SIGINT, handler)
+    # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP; both stay so.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+            previous[number] = signal.signal(number, handler)
     try:
         yield received
     finally:
@@ -220,7 +226,8 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
 
 def end_now(number: int, reason: str) -> NoReturn:
     """End the process without waiting for any thread."""
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{reason}, stopped\n".encode())
+    with suppress(OSError):  # the terminal may be closed
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{reason}, stopped\n".encode())
     os._exit(128 + number)
 
 
@@ -232,5 +239,6 @@ def end_process(status: int) -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError):  # the terminal may be closed
+            stream.flush()
     os._exit(status)

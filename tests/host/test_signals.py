@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -31,6 +33,9 @@ with ending_cleanly(grace_s=float(sys.argv[1])):
     except KeyboardInterrupt:
         print("interrupted", flush=True)
 """
+
+HANGING = 'print("shutdown", flush=True)\n        time.sleep(600)'
+"""What a process does in place of its last line."""
 
 
 def start(grace_s: float) -> subprocess.Popen[str]:
@@ -63,9 +68,22 @@ def test_the_clock_ends_a_process_that_hangs() -> None:
     assert error == "not ended after 0.3 s, stopped\n"
 
 
+def test_a_closed_terminal_ends_the_process_cleanly_and_in_bounded_time() -> None:
+    """The kernel and the shell each send SIGHUP, and nobody reads what the process prints."""
+    code = STUBBORN.replace('print("interrupted", flush=True)', HANGING)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code, "1"])
+    with open(terminal, "rb", buffering=0) as output:
+        assert output.readline() == b"ready\r\n"
+        os.kill(pid, signal.SIGHUP)
+        assert output.readline() == b"shutdown\r\n"
+        os.kill(pid, signal.SIGHUP)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+
+
 def test_a_signal_during_the_shutdown_ends_at_once() -> None:
-    shutdown = 'pass\n    print("shutdown", flush=True)\n    time.sleep(600)'
-    code = STUBBORN.replace('print("interrupted", flush=True)', shutdown)
+    code = STUBBORN.replace('print("interrupted", flush=True)', HANGING)
     process = subprocess.Popen(
         [sys.executable, "-c", code, "30"],
         stdout=subprocess.PIPE,

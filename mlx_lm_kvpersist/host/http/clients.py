@@ -35,7 +35,7 @@ HEADERS_AFTER_S = 2.0
 KEEPALIVE_S = 10.0
 """How long a stream may be silent: clients give up after 300 s."""
 DRAIN_S = 5.0
-"""How long replies may continue after SIGTERM."""
+"""How long replies may continue after SIGTERM or SIGHUP."""
 BACKLOG = 128
 """Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
 _COMMENT = b":\n\n"
@@ -201,7 +201,7 @@ class Clients:
 
 
 class PluginHTTPServer(StockServer):
-    """Listens as stock's server does; after SIGTERM, until the begun replies have ended.
+    """Listens as stock's server does; after SIGTERM or SIGHUP, until the begun replies have ended.
 
     New requests get 503 during that time.
     """
@@ -214,7 +214,7 @@ class PluginHTTPServer(StockServer):
         try:
             super().serve_forever(*args)
         except KeyboardInterrupt as asked:
-            if signal.SIGTERM in asked.args and len(self.clients):
+            if {signal.SIGTERM, signal.SIGHUP}.intersection(asked.args) and len(self.clients):
                 stopped = GenerationStopped("the server ends; ask again when it runs")
                 self.generator.requests.refuse(stopped)
                 threading.Thread(target=self._end_after_replies, daemon=True).start()
