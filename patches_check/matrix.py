@@ -218,12 +218,15 @@ def make_environment(row: Row, folder: Path, wheel: Path) -> Path | None:
 def python_with(version: str, folder: Path) -> Path:
     """Return a Python that has a version of mlx-lm: this one, or that of a new environment.
 
-    Raises RowFailed if the environment cannot be made.
+    The new environment has this Python's version, or the least that `versions.toml` has for that
+    mlx-lm. Raises RowFailed if the environment cannot be made.
     """
     if version == versions.installed("mlx-lm"):
         return Path(sys.executable)
+    least = next(row.python for row in rows() if (row.mlx_lm, row.expect) == (version, "serves"))
     here = ".".join(map(str, sys.version_info[:2]))
-    row = Row(version, NEWEST, here, "serves")
+    newer = max(here, least, key=lambda python: [*map(int, python.split("."))])
+    row = Row(version, NEWEST, newer, "serves")
     python = make_environment(row, folder / "environment", build_wheel(folder))
     assert python is not None
     return python
