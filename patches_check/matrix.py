@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,15 +218,16 @@ def make_environment(row: Row, folder: Path, wheel: Path) -> Path | None:
 def python_with(version: str, folder: Path) -> Path:
     """Return a Python that has a version of mlx-lm: this one, or that of a new environment.
 
-    The new environment has this Python's version, or the least that `versions.toml` has for that
-    mlx-lm. Raises RowFailed if the environment cannot be made.
+    The new environment is the first row of `versions.toml` that serves with that mlx-lm, so it has
+    an old mlx; its Python is this one's version, if that is newer than the row's. Raises RowFailed
+    if the environment cannot be made.
     """
     if version == versions.installed("mlx-lm"):
         return Path(sys.executable)
-    least = next(row.python for row in rows() if (row.mlx_lm, row.expect) == (version, "serves"))
+    row = next(row for row in rows() if (row.mlx_lm, row.expect) == (version, "serves"))
     here = ".".join(map(str, sys.version_info[:2]))
-    newer = max(here, least, key=lambda python: [*map(int, python.split("."))])
-    row = Row(version, NEWEST, newer, "serves")
+    newer = max(here, row.python, key=lambda python: [*map(int, python.split("."))])
+    row = replace(row, python=newer)
     python = make_environment(row, folder / "environment", build_wheel(folder))
     assert python is not None
     return python

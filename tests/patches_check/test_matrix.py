@@ -44,25 +44,31 @@ def test_an_mlx_lm_that_needs_a_newer_python_is_not_run_with_an_older() -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "version", "python"),
-    [((3, 10), "0.32.2", "3.11"), ((3, 13), "0.32.2", "3.13"), ((3, 11), "0.31.3", "3.11")],
+    ("here", "version", "mlx", "python"),
+    [
+        ((3, 10), "0.32.2", "0.32.2", "3.11"),
+        ((3, 13), "0.32.2", "0.32.2", "3.13"),
+        ((3, 11), "0.31.3", "0.31.2", "3.11"),
+    ],
 )
-def test_an_environment_of_another_mlx_lm_has_a_python_that_it_supports(
+def test_an_environment_of_another_mlx_lm_has_a_python_that_it_supports_and_an_old_mlx(
     here: tuple[int, int],
     version: str,
+    mlx: str,
     python: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Row] = []
     monkeypatch.setattr(sys, "version_info", (*here, 0, "final", 0))
+    monkeypatch.setattr(matrix, "_IS_MAC", False)
     monkeypatch.setattr(matrix.versions, "installed", lambda name: "0.0.0")
     monkeypatch.setattr(matrix, "build_wheel", lambda folder: folder)
     monkeypatch.setattr(
         matrix, "make_environment", lambda row, *_: made.append(row) or Path(row.python)
     )
     assert matrix.python_with(version, tmp_path) == Path(python)
-    assert made == [Row(version, "newest", python, "serves")]
+    assert made == [Row(version, mlx, python, "serves")]
 
 
 def test_the_matrix_is_printed_as_ci_services_take_it(capsys: pytest.CaptureFixture[str]) -> None:

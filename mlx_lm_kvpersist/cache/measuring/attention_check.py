@@ -317,5 +317,5 @@ class _Layer:
         keys, values = self.plain
         last_seen = mx.arange(self.n_keys - n_queries, self.n_keys)[:, None]
         is_seen = mx.arange(self.n_keys) <= last_seen
-        weights = mx.softmax(mx.where(is_seen, queries @ keys.mT, -mx.inf), axis=-1)
+        weights = mx.softmax(mx.where(is_seen, queries @ keys.swapaxes(-1, -2), -mx.inf), axis=-1)
         return (weights @ values).reshape(1, self.n_heads * self.n_repeats, n_queries, -1)
