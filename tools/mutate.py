@@ -162,9 +162,8 @@ TESTS = {
         *("tests/store/test_lock.py", "tests/store/test_writer.py"),
     ],
     "store/database": [*_FOLDER, "tests/store/test_index.py"],
-    "store/index_schema": ["tests/store/test_index.py", *_FOLDER],
-    "store/reading": [*_FOLDER, "tests/store/test_prefetch.py", "tests/store/test_trouble.py"],
-    "store/rebuild": [*_FOLDER, "tests/store/test_trouble.py"],
+    "store/pool": ["tests/store/test_pool.py", "tests/store/test_prefetch.py"],
+    "store/disk": [*_FOLDER, "tests/store/test_trouble.py"],
     "store/records": [*_FOLDER, "tests/store/test_index.py"],
     "store/session_file": ["tests/cli/test_export.py"],
     "store/stored_sessions": [
