@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
 from mlx_lm_kvpersist.cache.geometry.precision import layout_in_words
 from mlx_lm_kvpersist.config import KV_BITS
 

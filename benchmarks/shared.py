@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlx_lm_kvpersist.api.admin import STATS_PATH
-from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
 from mlx_lm_kvpersist.store.records import SHARED
 from tests.support import wait_until
 from tests.support.bucket import Bucket

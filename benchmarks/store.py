@@ -22,9 +22,8 @@ import numpy as np
 from mlx_lm.utils import load_model
 
 from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
-from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS, Arrays
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, Arrays
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, probe_model
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup

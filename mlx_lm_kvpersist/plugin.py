@@ -18,7 +18,7 @@ from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import is_kept, namespace, normalise, note, session_key, unshared
 from .cache.geometry.kinds import most_taken_back
 from .cache.live.attention import least_rows
-from .cache.live.quantized import batch_of
+from .cache.live.caches import batch_of
 from .cache.live.rows import rows_of
 from .errors import ModelNotSupported, RequestRefused
 from .host import manager

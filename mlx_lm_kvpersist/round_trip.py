@@ -21,11 +21,10 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
 from .cache.geometry.precision import KVPrecision, PrecisionChoice, Quantization, layout_in_words
-from .cache.geometry.probe import probe_model
+from .cache.geometry.spec import probe_model
 from .cache.live.attention import Strategy
-from .cache.live.batch import PaddedBatch
+from .cache.live.caches import PaddedBatch, batch_of
 from .cache.live.packed import GRID
-from .cache.live.quantized import batch_of
 from .cache.live.rows import rows_of
 from .cache.measuring.attention_check import plan_attention
 from .errors import SelfTestFailed

@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import (
+from mlx_lm_kvpersist.cache.blocks import (
     Joiner,
     Piece,
     copy_newest,
@@ -27,11 +27,10 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
 )
 from mlx_lm_kvpersist.cache.geometry.kinds import replaced, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import Architecture, probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.spec import Architecture, ModelCacheSpec, probe_model
 from mlx_lm_kvpersist.cache.live.attention import forced_plan
+from mlx_lm_kvpersist.cache.live.caches import batch_of
 from mlx_lm_kvpersist.cache.live.packed import GRID, headroom
-from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cache.measuring.attention_check import packed_shapes
 from mlx_lm_kvpersist.errors import ModelNotSupported

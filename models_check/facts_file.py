@@ -13,8 +13,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from mlx_lm_kvpersist.cache.geometry import probe
-from mlx_lm_kvpersist.cache.geometry.probe import Architecture
+from mlx_lm_kvpersist.cache.geometry import spec
+from mlx_lm_kvpersist.cache.geometry.spec import Architecture
 from mlx_lm_kvpersist.host.patching import versions
 from patches_check.matrix import REPOSITORY, RowFailed, python_with
 
@@ -44,8 +44,8 @@ def write(jobs: int, seed: int) -> list[str]:
     """Evaluate every version and write the file; return what went wrong, a line each."""
     by_version, failures = _evaluated(proven(), jobs, seed)
     if not failures:
-        probe.FILE.write_text(written(by_version), encoding="utf-8")
-        print(f"{probe.FILE} is written")
+        spec.FILE.write_text(written(by_version), encoding="utf-8")
+        print(f"{spec.FILE} is written")
     return failures
 
 
@@ -53,7 +53,7 @@ def check(jobs: int, seed: int, *, every_version: bool) -> list[str]:
     """Compare the file with the oldest and the newest version, or with all; return differences."""
     chosen = proven() if every_version else [proven()[0], proven()[-1]]
     by_version, failures = _evaluated(chosen, jobs, seed)
-    if (in_file := sorted(probe.known())) != proven():
+    if (in_file := sorted(spec.known())) != proven():
         failures.append(f"the file is for {', '.join(in_file)}, expected {', '.join(proven())}")
     return failures + differences(by_version)
 
@@ -93,7 +93,7 @@ def differences(by_version: Mapping[str, Facts]) -> list[str]:
     """Return how the facts found in each version differ from the file's, a line each."""
     lines = []
     for version, facts in by_version.items():
-        shipped = probe.known().get(version, {})
+        shipped = spec.known().get(version, {})
         for module in sorted(facts.keys() | shipped.keys()):
             # The file also has modules of later versions; this version has no such models.
             if module in facts or version == proven()[-1]:

@@ -21,8 +21,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid
-from mlx_lm_kvpersist.cache.geometry.probe import architecture_of, probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, architecture_of, probe_model
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported
 

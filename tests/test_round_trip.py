@@ -10,11 +10,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist import round_trip
-from mlx_lm_kvpersist.cache.blocks import cut_join as blocks
+from mlx_lm_kvpersist.cache import blocks
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.live import attention, packed
-from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
-from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.caches import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.rows import ArrayRows, RowsKV
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS

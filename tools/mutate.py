@@ -56,11 +56,11 @@ _LOOKUP = ["tests/request/test_costs.py", "tests/request/test_lookup.py"]
 _FOLDER = ["tests/store/test_store.py", "tests/store/test_recovery.py"]
 TESTS = {
     "api/session_keys": ["tests/api/test_session_keys.py"],
-    "cache/blocks/canary": ["tests/cache/blocks/test_canary.py"],
+    "cache/blocks": ["tests/cache/blocks"],
     "cache/live/attention": ["tests/cache/live/test_attention.py", "-k", "not long"],
-    "cache/live/batch": [
+    "cache/live/caches": [
         *("tests/cache/live/test_batch.py", "tests/cache/live/test_full_precision_batch.py"),
-        "tests/cache/live/test_newest.py",
+        *("tests/cache/live/test_newest.py", "tests/cache/live/test_quantized.py"),
         *("-k", "not give_what and not fault and not tiles and not heads"),
     ],
     "cache/measuring/attention_check": [
@@ -74,14 +74,6 @@ TESTS = {
     "cache/live/packed": [
         *("tests/cache/live/test_quantized.py", "tests/cache/live/test_batch.py"),
         "tests/cache/geometry/test_precision.py",
-    ],
-    "cache/geometry/probe": [
-        "tests/cache/geometry/test_probe.py",
-        "tests/cache/geometry/test_spec.py",
-    ],
-    "cache/live/quantized": [
-        *("tests/cache/live/test_quantized.py", "tests/cache/live/test_attention.py"),
-        *("-k", "test_quantized or plan or bits_show or plain_side or take or asked"),
     ],
     "cache/geometry/kinds": [
         *("tests/cache/geometry/test_kinds.py", "tests/cache/geometry/test_spec.py"),
@@ -162,9 +154,8 @@ TESTS = {
         *("tests/store/test_lock.py", "tests/store/test_writer.py"),
     ],
     "store/database": [*_FOLDER, "tests/store/test_index.py"],
-    "store/index_schema": ["tests/store/test_index.py", *_FOLDER],
-    "store/reading": [*_FOLDER, "tests/store/test_prefetch.py", "tests/store/test_trouble.py"],
-    "store/rebuild": [*_FOLDER, "tests/store/test_trouble.py"],
+    "store/pool": ["tests/store/test_pool.py", "tests/store/test_prefetch.py"],
+    "store/disk": [*_FOLDER, "tests/store/test_trouble.py"],
     "store/records": [*_FOLDER, "tests/store/test_index.py"],
     "store/session_file": ["tests/cli/test_export.py"],
     "store/stored_sessions": [

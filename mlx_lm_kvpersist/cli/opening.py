@@ -11,11 +11,10 @@ from pathlib import Path
 
 from ..config import default_folder, encryption_of
 from ..errors import StoreError
-from ..store.database import is_empty
+from ..store.database import is_damage, is_empty
 from ..store.disk import DiskStore
 from ..store.folder import RANK_FOLDER, OwnFiles, check_writable
 from ..store.index import Index
-from ..store.index_schema import is_damage
 from ..store.records import StoreLimits
 
 

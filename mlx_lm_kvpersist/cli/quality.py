@@ -14,8 +14,7 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 from rich.table import Table
 
-from ..cache.geometry.probe import position_limit
-from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.geometry.spec import ModelCacheSpec, position_limit
 from ..cache.measuring.divergence import Predictions, encode, part_means, placed
 from ..config import DEFAULT_BITS, KV_BITS
 from ..errors import ConfigError, ModelNotSupported

@@ -15,8 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.geometry.precision import PrecisionChoice
-from ..cache.geometry.probe import architecture_of, spec_of
-from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.geometry.spec import ModelCacheSpec, architecture_of, spec_of
 from ..cache.live.attention import Strategy
 from ..cache.live.packed import GRID
 from ..cache.measuring.attention_check import plan_attention

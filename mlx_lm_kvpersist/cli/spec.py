@@ -10,8 +10,7 @@ from mlx_lm.utils import load
 from rich.table import Table
 
 from ..cache.geometry.precision import FULL_BITS, layout_in_words
-from ..cache.geometry.probe import architecture_of, spec_of
-from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.geometry.spec import ModelCacheSpec, architecture_of, spec_of
 from ..cache.live.packed import GRID
 from ..config import precision_of
 from ..errors import ModelNotSupported

@@ -18,12 +18,12 @@ from ..block import Root
 from ..cache.geometry.precision import layout_in_words
 from ..config import limits_of
 from ..errors import StoreError
+from ..store.database import INDEX_FORMAT
+from ..store.disk import rebuild_index
 from ..store.encryption import new_key
 from ..store.folder import INDEX_FILES, StoreLock
 from ..store.index import Index
-from ..store.index_schema import INDEX_FORMAT
 from ..store.objects import Objects, TimedObjects, surplus
-from ..store.rebuild import rebuild_index
 from ..store.records import Session, StoreLimits
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..block import Block, Checkpoint
-from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, copy_state, first_cached, split
+from ..cache.blocks import BLOCK_TOKENS, copy_newest, copy_state, first_cached, split
 from ..cache.geometry.spec import as_computed, state_arrays, token_arrays
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from ..host.hooks import PREFILL, REPLY

@@ -20,8 +20,7 @@ from time import perf_counter
 from typing import Any
 
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, pack_ids
-from ..cache.blocks.canary import CANARY_TOLERANCE, canary_difference
-from ..cache.blocks.cut_join import Joiner, Piece
+from ..cache.blocks import CANARY_TOLERANCE, Joiner, Piece, canary_difference
 from ..cache.geometry.spec import arrays_fit, forms_bytes
 from ..cache.live.packed import headroom
 from ..errors import ClientGone

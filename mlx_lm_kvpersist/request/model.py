@@ -19,12 +19,11 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from ..block import Root
-from ..cache.blocks.cut_join import n_cached_tokens
+from ..cache.blocks import n_cached_tokens
 from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.kinds import GroupKind, end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
-from ..cache.geometry.probe import architecture_of, position_limit, spec_of
-from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.geometry.spec import ModelCacheSpec, architecture_of, position_limit, spec_of
 from ..cache.live.attention import Strategy, least_rows
 from ..cache.measuring.attention_check import plan_attention
 from ..cache.measuring.prefill_memory import PrefillMemory

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from ..block import Root, block_key, pack_ids
-from ..cache.blocks.cut_join import BLOCK_TOKENS
+from ..cache.blocks import BLOCK_TOKENS
 from ..cache.geometry.precision import layout_in_words
 from ..match.tree import SHOWN_CHARS, Match, common_prefix
 from ..store.block_store import BlockStore

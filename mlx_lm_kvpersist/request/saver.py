@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from ..block import Block, Checkpoint, Record, Root, block_key, pack_ids
-from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, split
+from ..cache.blocks import BLOCK_TOKENS, copy_newest, split
 from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes
 from ..host.hooks import PREFILL, REPLY
 from ..match.text import TokenText

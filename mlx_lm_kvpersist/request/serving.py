@@ -16,7 +16,7 @@ from threading import Event
 from typing import Any
 
 from ..block import Root, n_packed, pack_ids
-from ..cache.blocks.cut_join import BLOCK_TOKENS
+from ..cache.blocks import BLOCK_TOKENS
 from ..errors import ClientGone, RequestRefused
 from ..host.hooks import PARKED, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix

@@ -23,14 +23,13 @@ from .files import Arrays
 from .folder import PLAIN, Encryption
 from .index import Index
 from .objects import Objects
-from .pool import BlockPool
-from .reading import Prefetch, Reader, StoredRuns
+from .pool import BlockPool, Prefetch, Reader
 from .records import Commit, Gone, KVBlock, LowerTier, ReadTier, Saved, StoreLimits
+from .runs import StoredRuns
 from .writer import Task, Writer
 
 if TYPE_CHECKING:
-    from .putting import RepliesOf
-    from .shared import SharedTier
+    from .shared import RepliesOf, SharedTier
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
 

@@ -1,22 +1,33 @@
-"""The SQLite file of the index, in WAL mode, with a connection for each thread.
+"""The SQLite file of the index: connections, tables, checks for damage, and the small state.
 
 Each thread closes its own connection: SQLite would crash in a thread if another thread closed its
 connection.
+
+The small state are persisted values, notes, replies, last requests, and bytes written. A rebuilt
+index keeps all of this if the old index can be read. It keeps the readable persisted values of a
+damaged index, and nothing of a missing index.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import xxhash
+
+from ..errors import IndexDamaged, StoreFormatError
 from .folder import OwnFiles
+from .records import SESSION_COLUMNS, Session, read_root, read_sessions
 
 _WAIT_S = 30.0
 _TURN_S = 5.0
@@ -25,6 +36,27 @@ _LAST_TURN_S = 1.0
 """How long closing waits for a thread that has the lent connection."""
 _MOST_AT_ONCE = 400
 """Rows in one statement: SQLite allows at least 999 variables."""
+INDEX_FORMAT = 7
+"""The format of the store. Other formats are refused."""
+APPLICATION_ID = 0x6B767000
+"""Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
+
+_ERROR, _CORRUPT, _NOT_A_DATABASE = 1, 11, 26
+"""Primary result codes of SQLite (https://www.sqlite.org/rescode.html)."""
+_DAMAGE = re.compile(
+    "database disk image is malformed|malformed database schema .*|unsupported file format"
+    "|file is (encrypted or is )?not a database",
+    re.DOTALL,
+)
+"""Messages of damage: Python 3.10 has no codes, and a wrong file format a general code."""
+_MAX_REPLIES = 10_000
+KEPT = 100
+_MAX_RECORD_CHARS = 4096
+_CHECKSUM_BYTES = 8
+_NOTE = "session "
+"""The prefix of a note's key, before its session's id."""
+_SAVED = "saved"
+_HOUR = 60
 
 
 class _ThreadConnection:
@@ -220,3 +252,429 @@ class Rows:
             rows = ", ".join(f"({', '.join('?' * len(row))})" for row in some)
             answers += self.ask(sql.format(rows), *values, *chain.from_iterable(some), types=types)
         return answers
+
+
+SCHEMA = """
+CREATE TABLE roots (
+    key BLOB PRIMARY KEY,
+    about TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE blocks (
+    key BLOB PRIMARY KEY,
+    parent BLOB NOT NULL,
+    root BLOB NOT NULL,
+    start INTEGER NOT NULL,
+    ids BLOB NOT NULL,
+    text TEXT NOT NULL,
+    pending BLOB NOT NULL,
+    n_bytes INTEGER NOT NULL,
+    used REAL NOT NULL,
+    n_children INTEGER NOT NULL DEFAULT 0,
+    model TEXT NOT NULL -- its fingerprint
+);
+CREATE INDEX blocks_by_text ON blocks (parent, text);
+CREATE INDEX blocks_by_ids ON blocks (parent, ids);
+CREATE INDEX blocks_by_use ON blocks (used);
+CREATE INDEX leaves_by_use ON blocks (model, used, start DESC, key) WHERE n_children = 0;
+CREATE TABLE checkpoints (
+    key BLOB PRIMARY KEY,
+    block BLOB NOT NULL,
+    kind TEXT NOT NULL,
+    n_tokens INTEGER NOT NULL,
+    n_bytes INTEGER NOT NULL,
+    used REAL NOT NULL,
+    root BLOB NOT NULL,
+    model TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX checkpoints_by_block ON checkpoints (block, kind, n_tokens, n_bytes);
+CREATE INDEX checkpoints_by_use ON checkpoints (used);
+CREATE INDEX checkpoints_of_model_by_use ON checkpoints (model, used, key, block);
+CREATE TABLE sessions (
+    id TEXT PRIMARY KEY,
+    root BLOB NOT NULL,
+    name TEXT,
+    leaf BLOB NOT NULL,
+    n_tokens INTEGER NOT NULL,
+    pinned INTEGER NOT NULL DEFAULT 0,
+    created REAL NOT NULL,
+    used REAL NOT NULL,
+    sidecar_bytes INTEGER NOT NULL
+);
+CREATE INDEX sessions_by_name ON sessions (root, name, used);
+CREATE INDEX sessions_by_leaf ON sessions (leaf);
+CREATE TABLE replies (
+    root BLOB NOT NULL,
+    digest BLOB NOT NULL,
+    ids BLOB NOT NULL,
+    used REAL NOT NULL,
+    PRIMARY KEY (root, digest)
+) WITHOUT ROWID;
+CREATE INDEX replies_by_use ON replies (used);
+CREATE TABLE state (
+    key TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE writes (
+    minute INTEGER PRIMARY KEY,
+    n_bytes INTEGER NOT NULL
+);
+CREATE TABLE requests (
+    number INTEGER PRIMARY KEY,
+    about TEXT NOT NULL
+);
+CREATE TABLE totals ( -- by root; the empty root stands for all
+    root BLOB PRIMARY KEY,
+    n_blocks INTEGER NOT NULL,
+    block_bytes INTEGER NOT NULL,
+    n_checkpoints INTEGER NOT NULL,
+    checkpoint_bytes INTEGER NOT NULL,
+    sidecar_bytes INTEGER NOT NULL -- for all roots together
+) WITHOUT ROWID;
+CREATE INDEX totals_by_bytes ON totals (block_bytes);
+CREATE TRIGGER block_added AFTER INSERT ON blocks BEGIN
+    INSERT INTO totals SELECT new.root, 0, 0, 0, 0, 0
+        WHERE NOT EXISTS (SELECT 1 FROM totals WHERE root = new.root);
+    UPDATE totals SET n_blocks = n_blocks + 1, block_bytes = block_bytes + new.n_bytes
+        WHERE root IN (x'', new.root);
+    UPDATE blocks SET n_children = n_children + 1 WHERE key = new.parent;
+    UPDATE blocks SET n_children = (SELECT count(*) FROM blocks WHERE parent = new.key)
+        WHERE key = new.key AND EXISTS (SELECT 1 FROM blocks WHERE parent = new.key);
+END;
+CREATE TRIGGER block_resized AFTER UPDATE OF n_bytes ON blocks BEGIN
+    UPDATE totals SET block_bytes = block_bytes + new.n_bytes - old.n_bytes
+        WHERE root IN (x'', new.root);
+END;
+CREATE TRIGGER block_removed AFTER DELETE ON blocks BEGIN
+    UPDATE totals SET n_blocks = n_blocks - 1, block_bytes = block_bytes - old.n_bytes
+        WHERE root IN (x'', old.root);
+    UPDATE blocks SET n_children = n_children - 1 WHERE key = old.parent;
+END;
+CREATE TRIGGER checkpoint_added AFTER INSERT ON checkpoints BEGIN
+    INSERT INTO totals SELECT new.root, 0, 0, 0, 0, 0
+        WHERE NOT EXISTS (SELECT 1 FROM totals WHERE root = new.root);
+    UPDATE totals SET n_checkpoints = n_checkpoints + 1,
+        checkpoint_bytes = checkpoint_bytes + new.n_bytes
+        WHERE root IN (x'', new.root);
+END;
+CREATE TRIGGER checkpoint_resized AFTER UPDATE OF n_bytes ON checkpoints BEGIN
+    UPDATE totals SET checkpoint_bytes = checkpoint_bytes + new.n_bytes - old.n_bytes
+        WHERE root IN (x'', new.root);
+END;
+CREATE TRIGGER checkpoint_removed AFTER DELETE ON checkpoints BEGIN
+    UPDATE totals SET n_checkpoints = n_checkpoints - 1,
+        checkpoint_bytes = checkpoint_bytes - old.n_bytes
+        WHERE root IN (x'', old.root);
+END;
+CREATE TRIGGER root_removed AFTER UPDATE ON totals
+WHEN new.root != x'' AND new.n_blocks <= 0 AND new.n_checkpoints <= 0 BEGIN
+    DELETE FROM totals WHERE root = new.root;
+    DELETE FROM roots WHERE key = new.root;
+END;
+CREATE TRIGGER session_added AFTER INSERT ON sessions BEGIN
+    UPDATE totals SET sidecar_bytes = sidecar_bytes + new.sidecar_bytes WHERE root = x'';
+END;
+CREATE TRIGGER session_removed AFTER DELETE ON sessions BEGIN
+    UPDATE totals SET sidecar_bytes = sidecar_bytes - old.sidecar_bytes WHERE root = x'';
+END;
+"""
+TABLES_OF_FILES = ("roots", "blocks", "checkpoints", "sessions")
+OTHER_TABLES = ("replies", "requests", "state", "writes")
+
+_COUNTED = (
+    "SELECT root, sum(b), sum(bb), sum(p), sum(pb), 0 FROM ("
+    "SELECT root, 1 AS b, n_bytes AS bb, 0 AS p, 0 AS pb FROM blocks "
+    "UNION ALL SELECT root, 0, 0, 1, n_bytes FROM checkpoints) GROUP BY root"
+)
+_SUMMED = (
+    "SELECT x'', coalesce(sum(n_blocks), 0), coalesce(sum(block_bytes), 0), "
+    "coalesce(sum(n_checkpoints), 0), coalesce(sum(checkpoint_bytes), 0), "
+    "(SELECT coalesce(sum(sidecar_bytes), 0) FROM sessions) "
+    "FROM totals WHERE root != x''"
+)
+_MISCOUNTED = (
+    "FROM blocks WHERE n_children IS NOT "
+    "(SELECT count(*) FROM blocks AS child WHERE child.parent = blocks.key)"
+)
+
+
+def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> None:
+    """Check the index at `path`, and make its tables if it is empty.
+
+    Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
+    damaged. `check_all` reads all pages; its time grows with the index.
+    """
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (mark,) = db.execute("PRAGMA application_id").fetchone()
+    if version != INDEX_FORMAT == mark - APPLICATION_ID:
+        raise IndexDamaged(f"an index of format {INDEX_FORMAT} that claims to be {version}")
+    if version not in (0, INDEX_FORMAT):
+        age = "newer" if version > INDEX_FORMAT else "older"
+        raise StoreFormatError(
+            f"the store {path.parent} is {age} than this version of mlx-lm-kvpersist (format "
+            f"{version}, expected {INDEX_FORMAT}); choose another folder with --kvpersist-dir, or "
+            "remove this one"
+        )
+    if check_all:
+        (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+        if verdict != "ok":
+            raise IndexDamaged(verdict)
+    if version == 0:
+        with db:
+            db.execute("BEGIN IMMEDIATE")
+            if not _statements(db):  # otherwise another process made the tables first
+                for sql in _as_made().values():
+                    db.execute(sql)
+                recount(db)
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID + INDEX_FORMAT}")
+            db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
+    if not _as_made().items() <= _statements(db).items():
+        raise IndexDamaged("its tables were changed")
+
+
+def recount(db: sqlite3.Connection) -> None:
+    """Count totals and children again."""
+    db.execute(
+        "UPDATE blocks SET n_children = "
+        "(SELECT count(*) FROM blocks AS child WHERE child.parent = blocks.key) "
+        f"WHERE key IN (SELECT key {_MISCOUNTED})"
+    )
+    db.execute("DELETE FROM totals")
+    db.execute(f"INSERT INTO totals {_COUNTED}")
+    db.execute("DELETE FROM totals WHERE root = x''")
+    db.execute(f"INSERT INTO totals {_SUMMED}")
+
+
+def faults(db: sqlite3.Connection) -> list[str]:
+    """Return the faults of single rows, one line for each kind of fault."""
+    lines = []
+    for table in (*TABLES_OF_FILES, *OTHER_TABLES, "totals"):
+        where = f"FROM {table} WHERE NOT ({sound(db, table)})"
+        (n_rows,) = db.execute(f"SELECT count(*) {where}").fetchone()
+        if n_rows:
+            lines.append(f"{n_rows} rows of {table} have values of a wrong type")
+    sessions = db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions").fetchall()
+    if n_bad := len(sessions) - len(read_sessions(sessions)):
+        lines.append(f"{n_bad} rows of sessions cannot be read")
+    roots = dict(db.execute("SELECT key, about FROM roots"))
+    n_bad = sum(read_root(key, root_json) is None for key, root_json in roots.items())
+    n_missing = sum(key not in roots for (key,) in db.execute("SELECT root FROM totals") if key)
+    if n_bad or n_missing:
+        lines.append(f"{n_bad} rows of roots cannot be read, {n_missing} are missing")
+    (n_wrong,) = db.execute(f"SELECT count(*) {_MISCOUNTED}").fetchone()
+    counted = {*db.execute(_COUNTED), *db.execute(_SUMMED)}
+    n_wrong += len(counted ^ set(db.execute("SELECT * FROM totals")))
+    if n_wrong:
+        lines.append(f"{n_wrong} totals do not match the rows")
+    return lines
+
+
+def sound(db: sqlite3.Connection, table: str) -> str:
+    """Return the condition that a row's values are of the types that the table declares."""
+    conditions = ["1"]
+    for _, name, kind, is_not_null, _, place_in_key in db.execute(f"PRAGMA table_info({table})"):
+        allowed = f"'{kind.lower()}'" + ("" if is_not_null or place_in_key else ", 'null'")
+        conditions.append(f"typeof({table}.{name}) IN ({allowed})")
+    return " AND ".join(conditions)
+
+
+def _as_made() -> dict[tuple[str, str], str]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        return _statements(db)
+
+
+def _statements(db: sqlite3.Connection) -> dict[tuple[str, str], str]:
+    rows = db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+    return {(kind, name): sql for kind, name, sql in rows}
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Say whether an error means that the index is damaged, not locked or without room."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None or code == _ERROR:
+        return isinstance(error, IndexDamaged) or bool(_DAMAGE.fullmatch(str(error)))
+    return code & 0xFF in (_CORRUPT, _NOT_A_DATABASE)
+
+
+class SmallState(Rows):
+    """Rows of the index that no block needs. Any thread may read; changes need the store's lock."""
+
+    def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the packed ids of remembered replies, by digest, whose checksum is right."""
+        query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
+        rows = self.ask_in(query, zip(digests), root, types=(bytes, bytes))
+        return {
+            digest: value[:-_CHECKSUM_BYTES]
+            for digest, value in rows
+            if value[-_CHECKSUM_BYTES:] == _checksum(root, digest, value[:-_CHECKSUM_BYTES])
+        }
+
+    def add_replies(self, root: bytes, replies: Mapping[bytes, bytes], used: float) -> None:
+        if not replies:
+            return
+        with self.database.transaction() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
+                [
+                    (root, digest, packed_ids + _checksum(root, digest, packed_ids), used)
+                    for digest, packed_ids in replies.items()
+                ],
+            )
+            db.execute(
+                "DELETE FROM replies WHERE used <= "
+                "(SELECT used FROM replies ORDER BY used DESC LIMIT 1 OFFSET ?)",
+                (_MAX_REPLIES,),
+            )
+
+    def _get(self, key: str) -> Any:
+        """Return a JSON value; None if it is missing or damaged."""
+        for (value,) in self.ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
+            text = value[2 * _CHECKSUM_BYTES :]
+            return json.loads(text) if value == _checked(key, text) else None
+        return None
+
+    def _put(self, key: str, content: Any) -> None:
+        """Persist a JSON value in place of the previous value."""
+        with self.database.transaction() as db:
+            row = key, _checked(key, json.dumps(content))
+            db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
+
+    def note(self, session_id: str, *, with_text: bool = True) -> dict[str, str]:
+        """Return a session's `title`, `client` and, `with_text`, first `words`, each if any."""
+        note: dict[str, str] = self._get(f"{_NOTE}{session_id}") or {}
+        return note if with_text else {**note, "words": ""}
+
+    def matching(
+        self, sessions: list[Session], find: str, *, with_text: bool = True
+    ) -> list[Session]:
+        """Return the sessions whose id, name or note contains `find`."""
+
+        def texts(session: Session) -> str:
+            note = self.note(session.id, with_text=with_text)
+            return "\n".join((session.id, session.name or "", *note.values()))
+
+        wanted = find.casefold()
+        return [one for one in sessions if wanted in texts(one).casefold()] if find else sessions
+
+    def add_note(self, session_id: str, **fields: str) -> None:
+        """Add to the note of a session."""
+        before = self.note(session_id) if fields else {}
+        if (after := before | fields) != before:
+            self._put(f"{_NOTE}{session_id}", after)
+
+    def forget_note(self, session_id: str) -> None:
+        with self.database.transaction() as db:
+            db.execute("DELETE FROM state WHERE key = ?", (f"{_NOTE}{session_id}",))
+
+    def forget_lost_notes(self) -> None:
+        """Remove the notes of sessions that no longer exist."""
+        with self.database.transaction() as db:
+            db.execute(
+                "DELETE FROM state WHERE key GLOB ?1 || '*' "
+                "AND substr(key, length(?1) + 1) NOT IN (SELECT id FROM sessions)",
+                (_NOTE,),
+            )
+
+    def saved(self) -> dict[str, float]:
+        """Return the reused `tokens`, and the `seconds` that computing `timed` of them takes."""
+        return self._get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
+
+    def salvage(self, path: Path) -> None:
+        """Add the persisted values of another index, as far as they can be read."""
+        with (
+            suppress(sqlite3.Error, UnicodeDecodeError),
+            closing(self.database.files.encryption.connect(path)) as damaged,
+        ):
+            for row in damaged.execute("SELECT key, value FROM state"):
+                with self.database.transaction() as db:
+                    db.execute("INSERT OR IGNORE INTO state VALUES (?, ?)", row)
+
+    def written_last_hour(self) -> int:
+        """Return how many bytes all processes wrote to this store within the last hour."""
+        now = _minute()
+        # If the clock was set back, there are rows of future minutes.
+        total = "SELECT CAST(total(n_bytes) AS INTEGER) FROM writes WHERE minute BETWEEN ? AND ?"
+        return sum(n_bytes for (n_bytes,) in self.ask(total, now - _HOUR, now + 1))
+
+    def count_write(self, n_bytes: int) -> None:
+        """Count bytes that are written now. The caller holds the store's lock."""
+        if not n_bytes:
+            return
+        now = _minute()
+        with self.database.transaction() as db:
+            db.execute(
+                "DELETE FROM writes WHERE minute NOT BETWEEN ? AND ?", (now - _HOUR, now + 1)
+            )
+            db.execute(
+                "INSERT INTO writes VALUES (?, ?) "
+                "ON CONFLICT (minute) DO UPDATE SET n_bytes = n_bytes + excluded.n_bytes",
+                (now, n_bytes),
+            )
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return the records of requests, the newest first, without unreadable ones."""
+        records = []
+        for (record_json,) in self.ask("SELECT about FROM requests ORDER BY number DESC"):
+            try:
+                record = json.loads(record_json)
+            except (TypeError, ValueError):
+                continue
+            if isinstance(record, dict) and "sentence" in record:
+                records.append(record)
+        return records
+
+    def add_request(self, record: dict[str, Any]) -> None:
+        """Add a record of at most 4,096 characters, keep the last `KEPT`, and sum reused tokens."""
+        if n_reused := record.get("reused_tokens", 0):
+            saved, seconds = self.saved(), record.get("saved_s")
+            new = {"tokens": n_reused, "timed": n_reused * bool(seconds), "seconds": seconds or 0.0}
+            self._put(_SAVED, {name: saved[name] + more for name, more in new.items()})
+        record_json = json.dumps(record)
+        if len(record_json) > _MAX_RECORD_CHARS:
+            return
+        with self.database.transaction() as db:
+            db.execute("INSERT INTO requests (about) VALUES (?)", (record_json,))
+            db.execute(
+                "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?",
+                (KEPT,),
+            )
+
+    def forget_requests(
+        self, sessions: Collection[tuple[str | None, str | None]] | None = None
+    ) -> None:
+        """Remove the records of sessions (None: of all), and quotations of them in other records.
+
+        sessions: their names and namespaces; None means any namespace.
+        """
+        with self.database.transaction() as db:
+            for number, record_json in db.execute("SELECT number, about FROM requests").fetchall():
+                try:
+                    record = json.loads(record_json)
+                    is_gone = sessions is None or any(
+                        record["session"] == name and namespace in (None, record["namespace"])
+                        for name, namespace in sessions
+                    )
+                    quotes = record["divergence"]
+                except (TypeError, ValueError, KeyError):
+                    is_gone, quotes = True, None
+                if is_gone:
+                    db.execute("DELETE FROM requests WHERE number = ?", (number,))
+                elif quotes:
+                    record["divergence"] = {**quotes, "stored": None, "asked": None}
+                    record_json = json.dumps(record)
+                    db.execute(
+                        "UPDATE requests SET about = ? WHERE number = ?", (record_json, number)
+                    )
+
+
+def _checksum(*contents: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(b"".join(contents))
+
+
+def _checked(key: str, text: str) -> str:
+    """Return the checksum, then the text."""
+    return _checksum(key.encode(), text.encode()).hex() + text
+
+
+def _minute() -> int:
+    return int(time.time() // 60)

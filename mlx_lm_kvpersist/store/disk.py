@@ -20,17 +20,18 @@ import shutil
 import sqlite3
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from ..block import Block, Checkpoint, Record, Root
-from ..errors import StoreError
+from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from ..units import show_bytes
-from .database import is_empty, is_locked
-from .files import FOLDERS, Arrays, file_bytes, metadata_of, write_block
+from .database import OTHER_TABLES, TABLES_OF_FILES, is_damage, is_empty, is_locked, recount, sound
+from .files import FOLDERS, Arrays, file_bytes, metadata_of, read_record, write_block
 from .folder import (
     INDEX_FILES,
     PLAIN,
@@ -39,12 +40,11 @@ from .folder import (
     StoreLock,
     Volume,
     check_writable,
+    make_private,
     staged_bytes,
     sweep_staged,
 )
 from .index import Index
-from .index_schema import is_damage
-from .rebuild import rebuild_index
 from .records import (
     Commit,
     Forgotten,
@@ -52,6 +52,7 @@ from .records import (
     NewFile,
     Session,
     StoreLimits,
+    read_sidecar,
     sidecar_path,
     write_sidecar,
 )
@@ -62,6 +63,8 @@ Opened = TypeVar("Opened")
 
 _MAX_REMEMBERED = 10_000
 _INDEX_RESERVE_BYTES = 768 << 10
+Progress = Callable[[int, int], None]
+"""Called with the number of files read, and of all files."""
 
 
 class DiskStore:
@@ -428,3 +431,116 @@ class DiskStore:
             if not pinned and changed.name is None:
                 self.remove_sidecar(changed.id)
             return changed
+
+
+# Rebuild an index from the metadata of the files. New rows take effect at once: an interrupted
+# rebuild leaves the old index or none, never an incomplete index, by which a sweep would remove
+# good files.
+
+
+def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None) -> int:
+    """Rebuild the index of a store and put it in place; return the number of blocks.
+
+    If the old index can be read, one transaction replaces its rows: a server may have it open, and
+    SQLite forbids moving a file in use. Otherwise the index goes to quarantine, and some small
+    state is lost with it. The caller holds the store's lock.
+
+    Damaged files are left out. Raises OSError when a file cannot be read now, because files without
+    rows are later removed, and StoreFormatError when index or blocks were written by another
+    version.
+    """
+    path = files.folder / "index.sqlite"
+    if not is_empty(path):
+        try:
+            with closing(Index(path, files)) as index:
+                return _refill(index, progress)
+        except sqlite3.Error as error:
+            # A full disk or a held lock does not mean that the index is damaged.
+            if not is_damage(error):
+                raise
+            logger.warning(
+                "kvpersist: the old index cannot be read (%s); it goes to quarantine", error
+            )
+    aside = files.folder / "quarantine"
+    make_private(aside)
+    fresh_path = aside / f"rebuild-{time.time_ns()}.sqlite"
+    try:
+        with closing(Index(fresh_path, files)) as fresh:
+            fill(fresh, progress)
+            n_blocks = fresh.totals().n_blocks
+            fresh.state.salvage(path)
+        for name in INDEX_FILES:  # otherwise an old log would be read into the new index
+            if (old := files.folder / name).exists():
+                files.move(old, aside / name.replace("index", f"index-{time.time_ns()}"))
+        files.move(fresh_path, path)
+    finally:
+        for name in INDEX_FILES:
+            files.remove(aside / name.replace("index", fresh_path.stem))
+    return n_blocks
+
+
+def _refill(index: Index, progress: Progress) -> int:
+    """Replace the rows of an index by the files' metadata; return the number of blocks.
+
+    Other processes read the old rows until the transaction ends. Data that files lack are kept if
+    they can be read: sessions without name and pin, times of use, and all small state.
+    """
+    with index.database.transaction() as db:
+        used: dict[bytes, float] = {}
+        for table in FOLDERS:
+            used.update(db.execute(f"SELECT key, used FROM {table} WHERE {sound(db, table)}"))
+        sessions = index.sessions()
+        for table in OTHER_TABLES:
+            db.execute(f"DELETE FROM {table} WHERE NOT ({sound(db, table)})")
+        for table in (*TABLES_OF_FILES, "totals"):
+            db.execute(f"DELETE FROM {table}")
+        fill(index, progress, used)
+        sizes = dict(db.execute("SELECT id, sidecar_bytes FROM sessions"))
+        for session in sessions:
+            end = index.block(session.leaf)
+            if end is None or end[1] != session.root:
+                continue
+            try:
+                index.put_session(session, sizes.get(session.id, 0))
+            except sqlite3.IntegrityError:  # a file that has this id belongs to another session
+                index.put_session(replace(session, id=secrets.token_hex(8)))
+        recount(db)
+        return index.totals().n_blocks
+
+
+def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = None) -> None:
+    """Add the records of all files to an empty index, in one transaction.
+
+    A record was last used at its time in `used`, or when its file was written, if that is later.
+    """
+    files, used = index.files, used or {}
+    paths = [path for name in FOLDERS for path in sorted(files.paths(name))]
+    bad: list[str] = []
+    with index.database.transaction():
+        for number, path in enumerate(paths):
+            try:
+                (record, root, _), stat = read_record(path, files), path.stat()
+            except StoreFormatError as error:
+                raise StoreFormatError(f"{path}: {error}") from error
+            except (BlockCorrupt, FileNotFoundError) as error:
+                bad.append(f"{path.name}: {error}")
+            else:
+                parent = index.block(record.block) if isinstance(record, Checkpoint) else None
+                if isinstance(record, Block) or (parent is not None and parent[1] == root.key):
+                    last_s = max(stat.st_mtime, used.get(record.key, 0.0))
+                    index.add_blocks(root, [(record, stat.st_size)], last_s)
+            progress(number + 1, len(paths))
+        for path in sorted(files.paths("sessions")):
+            if path.suffix != ".json":
+                continue
+            try:
+                session = read_sidecar(path, files)
+            except ValueError as error:
+                bad.append(f"{path.name}: {error}")
+                continue
+            if session.leaf in index:
+                index.put_session(session, path.stat().st_size)
+    if bad:
+        logger.warning(
+            "kvpersist: %d files are not taken into the index, such as %s", len(bad), bad[0]
+        )

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from ..errors import ConfigError, NoAnswer
 from ..units import parse_folder
 from .folder import OBJECTS, OwnFiles, Volume, has_own_name
-from .threads import Result, Threads
+from .writer import Result, Threads
 
 ANSWER_S, CONNECT_S = 9, 2
 """Seconds that an operation, and a connection, may take. No operation is retried."""

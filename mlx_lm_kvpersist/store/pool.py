@@ -1,23 +1,34 @@
-"""The first tier: blocks in RAM under a byte budget; the least recently used leaf goes first.
+"""The first tier: blocks in RAM under a byte budget, and the threads that read blocks into it.
 
-Any thread may call the pool. Arrays are shared and never changed. Every change takes O(log n).
+The least recently used leaf is evicted first. Any thread may call the pool. Arrays are shared and
+never changed. Every change takes O(log n).
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from operator import attrgetter
 from threading import RLock
 
 from sortedcontainers import SortedList
 
-from ..block import Block, Checkpoint
+from ..block import Block, Checkpoint, Record, Root
+from ..errors import BlockCorrupt, Failures, StoreFormatError
 from ..match.tree import FEW, MAX_ALIKE, beginnings, nearest
-from .records import RAM, KVBlock
+from .records import RAM, KVBlock, ReadTier
+from .writer import Threads
+
+logger = logging.getLogger(__name__)
 
 _MAX_GONE = 20_000
 _FIRST = -(1 << 62)
+_N_THREADS = 3
 
 
 class BlockPool:
@@ -335,3 +346,152 @@ class BlockPool:
         self._gone[key] = None
         if len(self._gone) > _MAX_GONE:
             del self._gone[next(iter(self._gone))]
+
+
+class Prefetch:
+    """Entries prefetched for a prompt. They stay in RAM until `release`."""
+
+    def __init__(self, pool: BlockPool, released: Callable[[Prefetch], None]) -> None:
+        self.sizes: dict[bytes, int] = {}
+        """Bytes of the records read from tiers, by key."""
+        self.stopped = False
+        self.finished = False
+        self._pool = pool
+        self._released = released
+        self._is_released = False
+        self._entries: list[KVBlock] = []
+
+    def stop(self) -> None:
+        """Stop after the file that is being read; entries in RAM stay."""
+        self.stopped = True
+
+    def release(self) -> None:
+        """Stop, and unpin everything. Any thread."""
+        with self._pool.lock:
+            self.stopped = self._is_released = True
+            entries, self._entries = self._entries, []
+        self._pool.unpin(entries, prefetch=True)
+        self._released(self)
+
+    def add(self, entries: Iterable[KVBlock]) -> None:
+        """Take pinned entries, to unpin them at `release`."""
+        with self._pool.lock:
+            if not self._is_released:
+                self._entries += entries
+                return
+        self._pool.unpin(entries, prefetch=True)
+
+
+class Reader:
+    """Reads from tiers, in their order, into a pool. Any thread.
+
+    `lose_from` is called with the tiers that lack a record or hold a bad record, and the reason.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        tiers: Sequence[ReadTier],
+        lose_from: Callable[[Sequence[ReadTier], Record, str | None], None],
+        failures: Failures | None = None,
+    ) -> None:
+        self.pool = pool
+        self._tiers, self._lose_from = tiers, lose_from
+        self._failures = failures or Failures(logger)
+        self._workers = Threads(_N_THREADS, "kvpersist-reader")
+        self._prefetcher = Threads(1, "kvpersist-prefetch")
+        self._prefetches: set[Prefetch] = set()
+
+    def load(self, block: Record, root: Root) -> KVBlock | None:
+        """Return a block with evaluated arrays; None if it no longer exists or failed a check."""
+        entry = self.pool.get(block.key)
+        if entry is None and (entry := self.read(block, root)) is not None:
+            entry = self.pool.put(entry)
+        return entry
+
+    def load_all(self, wanted: Sequence[Record], root: Root) -> Iterator[KVBlock | None]:
+        """Yield what `load` returns for each record, in order. Several records are read at once."""
+        if sum(self.pool.get(block.key) is None for block in wanted) < 2:
+            for block in wanted:
+                yield self.load(block, root)
+            return
+        tasks = (partial(self.load, block, root) for block in wanted)
+        coming = deque(map(self._workers.submit, islice(tasks, _N_THREADS + 1)))
+        while coming:
+            yield coming.popleft().result()
+            coming.extend(map(self._workers.submit, islice(tasks, 1)))
+
+    def prefetch(self, wanted: Sequence[tuple[Record, int]], root: Root) -> Prefetch:
+        """Read missing records, with their sizes, into the pool, up to half of its budget."""
+        prefetch = Prefetch(self.pool, self._prefetches.discard)
+        self._prefetches.add(prefetch)
+        present = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
+        prefetch.add(present.values())
+        left = [item for item in wanted if item[0].key not in present]
+
+        def run() -> None:
+            try:
+                self._read_ahead(prefetch, left, root)
+            except Exception:
+                logger.exception(
+                    "kvpersist: prefetching failed; the rest is read when it is needed"
+                )
+            finally:
+                prefetch.finished = True
+
+        if self._prefetcher.submit(run).cancelled():
+            prefetch.finished = True
+        return prefetch
+
+    def release_prefetched(self) -> None:
+        """Release everything that was prefetched."""
+        for prefetch in list(self._prefetches):
+            prefetch.release()
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop reading; return False if the current read takes longer than `timeout_s`."""
+        self.release_prefetched()
+        return self._prefetcher.close(timeout_s) and self._workers.close(timeout_s)
+
+    def _read_ahead(
+        self, prefetch: Prefetch, wanted: Sequence[tuple[Record, int]], root: Root
+    ) -> None:
+        for block, n_bytes in wanted:
+            if prefetch.stopped:
+                return
+            come = self.pool.pin([block.key], prefetch=True)  # another prompt may have read it
+            if not come:
+                sizes = {
+                    key: n for running in list(self._prefetches) for key, n in running.sizes.items()
+                }
+                if n_bytes + sum(sizes.values()) > self.pool.max_bytes // 2:
+                    return
+                read = self.read(block, root)
+                admitted = self.pool.admit(read) if read is not None else None
+                if admitted is None:
+                    return
+                come = [admitted]
+            prefetch.sizes[block.key] = come[0].n_bytes
+            prefetch.add(come)
+
+    def read(self, block: Record, root: Root) -> KVBlock | None:
+        """Read from the first tier that can be read now."""
+        for tier in self._tiers:
+            started = time.perf_counter()
+            try:
+                arrays = tier.load(block, root)
+            except FileNotFoundError:
+                if block.key in tier:
+                    self._failures.add("%s is no longer on %s", block, tier.name)
+                    self._lose_from([tier], block, None)
+            except BlockCorrupt as error:
+                self._lose_from([tier], block, str(error))
+            except (OSError, MemoryError, StoreFormatError) as error:
+                # The file may be good: the next read, or a newer version, may succeed.
+                self._failures.add("%s cannot be read now: %s", block, error or "no memory")
+            else:
+                entry = KVBlock.of(block, arrays)
+                entry.is_stored, entry.tier = True, tier.name
+                entry.read_s = time.perf_counter() - started
+                return entry
+        return None

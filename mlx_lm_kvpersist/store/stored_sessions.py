@@ -16,7 +16,7 @@ from .disk import DiskStore
 from .index import Index
 from .records import Session
 from .session_file import export_parts, export_records
-from .threads import run_into
+from .writer import run_into
 
 SHOWN = 50
 _TIMEOUT_S = 30.0

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import StoreError
-from .disk import DiskStore
+from .disk import DiskStore, rebuild_index
 from .files import FOLDERS, read_file
 from .folder import StoreLock
 from .index import Index
-from .rebuild import rebuild_index
 from .records import Session, has_sidecar, read_sidecar, sidecar_path
 
 

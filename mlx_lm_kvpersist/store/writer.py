@@ -1,5 +1,8 @@
 """The writer: one thread that changes the store, so that generation never waits for a disk.
 
+`Threads` run all other tasks that may wait for a disk or a network. The process waits for none of
+these threads when it ends.
+
 Checkpoints that the next turn will probably supersede are postponed. They are written if their
 conversation does not continue, if too much is postponed, and when the store is drained or closed.
 """
@@ -12,13 +15,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from .records import Commit
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 REST_FACTOR = 6.0
 """Pause per work while replies run. On a GPU, the writer takes 2.5% of the replies' time."""
 MAX_AGE_S = 5.0
@@ -31,6 +38,55 @@ MOST_TOGETHER_BYTES = 64 << 20
 """Waiting turns are saved together, up to this size."""
 GATHER_S = 0.25
 """How long turns and notes wait for more, to share a lock and a transaction."""
+
+
+class Threads:
+    """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive."""
+
+    def __init__(self, n_threads: int, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}_{n}", daemon=True)
+            for n in range(n_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: Callable[[], Result]) -> Future[Result]:
+        """Queue a task; its future is cancelled if the threads are closed before it runs."""
+        future: Future[Result] = Future()
+        self._tasks.put((future, task))
+        if self._closed:
+            future.cancel()
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop waiting tasks and stop; return False if the running task exceeds `timeout_s`."""
+        self._closed = True
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        for future, task in iter(self._tasks.get, None):
+            if self._closed:
+                future.cancel()
+            run_into(future, task)
+            # An idle thread must not refer to the arrays that it read last.
+            del future, task
+
+
+def run_into(future: Future[Result], task: Callable[[], Result]) -> None:
+    """Run a task for a future, unless the future is cancelled."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
 from tests.support import Message, Reply, ServerProcess, make_tiny_model, synthetic_text
 
 LONGEST_S = 0.1

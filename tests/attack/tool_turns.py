@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.store.block_store import StoreLimits
 from models_check.build import build
 from models_check.conversation import random_ids

@@ -14,7 +14,7 @@ from benchmarks.models import BenchmarkModel
 from benchmarks.page import make_page
 from benchmarks.report import DeviceResults, Report
 from benchmarks.runs import BOTH, Run
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import make_zoo_model

@@ -12,8 +12,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import deepseek_v2, gemma3_text, llama, qwen3
 
 from mlx_lm_kvpersist.cache.geometry.kinds import kind_of
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, probe_model
 from mlx_lm_kvpersist.cache.live.packed import Packed, arrays_of
 
 VOCAB = 97

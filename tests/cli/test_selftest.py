@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.live.caches import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cli import selftest
 from mlx_lm_kvpersist.cli.doctor import Finding, tried
 from mlx_lm_kvpersist.cli.main import main as command

@@ -11,9 +11,8 @@ import pytest
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache
 
-from mlx_lm_kvpersist.cache.geometry.probe import Architecture, known
-from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
-from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.geometry.spec import Architecture, known
+from mlx_lm_kvpersist.cache.live.caches import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.rows import ArrayRows, PackedRows
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.host.patching import versions

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.cache.geometry import probe
-from mlx_lm_kvpersist.cache.geometry.probe import FILE, Architecture, known
+from mlx_lm_kvpersist.cache.geometry import spec
+from mlx_lm_kvpersist.cache.geometry.spec import FILE, Architecture, known
 from models_check import facts_file
 from models_check.__main__ import main
 from models_check.configs import CONFIGS, module_of
@@ -44,8 +44,8 @@ def test_older_versions_have_their_own_facts(
         SECOND: {"a": TRUE, "b": refused},
         NEWEST: {"a": TRUE, "b": TRUE},
     }
-    monkeypatch.setattr(probe, "FILE", tmp_path / "architectures.json")
-    probe.FILE.write_text(written(found), encoding="utf-8")
+    monkeypatch.setattr(spec, "FILE", tmp_path / "architectures.json")
+    spec.FILE.write_text(written(found), encoding="utf-8")
     known.cache_clear()
     try:
         shipped = known()
@@ -106,10 +106,10 @@ def test_a_check_fails_if_a_version_was_added(
 def test_facts_are_written_for_every_version(
     shown: dict[str, dict[str, Architecture]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(probe, "FILE", tmp_path / "architectures.json")
+    monkeypatch.setattr(spec, "FILE", tmp_path / "architectures.json")
     shown[SECOND] = {**shown[SECOND], "llama": ALONE}
     assert main(["--facts", "write"]) == 0
-    assert probe.FILE.read_text(encoding="utf-8") == written(shown)
+    assert spec.FILE.read_text(encoding="utf-8") == written(shown)
 
 
 @pytest.mark.slow

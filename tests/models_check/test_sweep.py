@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from mlx_lm_kvpersist.cache.geometry.probe import Architecture, probe_model
+from mlx_lm_kvpersist.cache.geometry.spec import Architecture, probe_model
 from mlx_lm_kvpersist.request.model import LoadedModel
 from models_check.__main__ import _in_a_process
 from models_check.build import build

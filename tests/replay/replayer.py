@@ -24,7 +24,7 @@ from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.utils import load
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.history import Templates
 from mlx_lm_kvpersist.host.hooks import ClientRequest

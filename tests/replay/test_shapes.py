@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
 from mlx_lm_kvpersist.request.lookup import MIN_TOKENS
 from mlx_lm_kvpersist.request.outcome import Kind
 from tests.support import make_tiny_model, synthetic_text

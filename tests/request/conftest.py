@@ -13,7 +13,7 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.host.hooks import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText

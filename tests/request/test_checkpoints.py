@@ -17,8 +17,12 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Root, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.cache.geometry.spec import (
+    LayerGroup,
+    ModelCacheSpec,
+    TensorShape,
+    probe_model,
+)
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from mlx_lm_kvpersist.request.checkpoint_saver import (

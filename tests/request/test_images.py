@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.image_ids import GOES_ON, before_image, first_id
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Reason

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.block import Checkpoint
-from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
 from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest
 from mlx_lm_kvpersist.request import serving as module
 from mlx_lm_kvpersist.request.saver import RunningSequence

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.cache.geometry.fingerprint import model_fingerprint
-from mlx_lm_kvpersist.cache.geometry.probe import Architecture
+from mlx_lm_kvpersist.cache.geometry.spec import Architecture
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.config import KV_BITS

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist import block as block_module
 from mlx_lm_kvpersist.block import Block, block_key
-from mlx_lm_kvpersist.cache.blocks.cut_join import _Buffers
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.blocks import _Buffers
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.host.hooks import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import lookup

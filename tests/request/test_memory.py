@@ -14,8 +14,8 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.live.quantized import batch_of
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
+from mlx_lm_kvpersist.cache.live.caches import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.request import memory as accounts
 from mlx_lm_kvpersist.request.memory import (

@@ -15,8 +15,8 @@ import pytest
 
 from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.live.quantized import batch_of
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
+from mlx_lm_kvpersist.cache.live.caches import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, ModelSupport, Prompt

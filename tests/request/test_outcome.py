@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
-from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
 from mlx_lm_kvpersist.cache.geometry.precision import layout_in_words
 from mlx_lm_kvpersist.match.tree import NO_MATCH, Match
 from mlx_lm_kvpersist.request.outcome import (

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import Joiner
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.blocks import Joiner
+from mlx_lm_kvpersist.cache.live.caches import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES

@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.block import Block, Record
-from mlx_lm_kvpersist.cache.blocks.cut_join import split
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.blocks import split
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.host.hooks import REPLY
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.request.saver import RunningSequence

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request import lookup as lookup_module
@@ -236,8 +236,8 @@ def test_the_buffers_are_not_all_made_in_one_step(
 
     look_up(stored).restore()
     lookup = look_up(stored, hot=True)
-    monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.cut_join.mx.eval", counted)
-    monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.cut_join._ROOM_BYTES", 1)
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.mx.eval", counted)
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks._ROOM_BYTES", 1)
     made.append(0)
     while not lookup.advance(0.0) and sum(made) == made[-1]:
         made.append(0)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.api.admin import PAGE_PATH, SPEC_PATH
-from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
 from mlx_lm_kvpersist.units import show_bytes
 from tests.support import (
     Message,

@@ -17,7 +17,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load
 
-from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.caches import BatchQuantizedKVCache
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS

@@ -21,7 +21,7 @@ import pytest
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import SequenceMemory
 from mlx_lm_kvpersist.request.memory import GROWTH, ROOM
 from models_check.configs import CONFIGS

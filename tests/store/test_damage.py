@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.errors import IndexDamaged
-from mlx_lm_kvpersist.store import index_schema
+from mlx_lm_kvpersist.store import database
 from mlx_lm_kvpersist.store.block_store import StoreLimits
+from mlx_lm_kvpersist.store.database import is_damage
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.encryption import Cipher, sqlcipher
 from mlx_lm_kvpersist.store.folder import PLAIN, Encryption, OwnFiles
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.index_schema import is_damage
 
 from .conftest import ROOT, chain
 
@@ -334,6 +334,6 @@ def test_a_damaged_index_is_rebuilt_and_one_in_trouble_is_left_alone(
 def test_the_codes_are_those_of_sqlite() -> None:
     if sys.version_info < (3, 11):
         pytest.skip("this version of Python has no codes")
-    assert index_schema._CORRUPT == sqlite3.SQLITE_CORRUPT
-    assert index_schema._NOT_A_DATABASE == sqlite3.SQLITE_NOTADB
-    assert index_schema._ERROR == sqlite3.SQLITE_ERROR
+    assert database._CORRUPT == sqlite3.SQLITE_CORRUPT
+    assert database._NOT_A_DATABASE == sqlite3.SQLITE_NOTADB
+    assert database._ERROR == sqlite3.SQLITE_ERROR

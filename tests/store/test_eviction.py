@@ -11,11 +11,10 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
 from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.pool import BlockPool
-from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.records import KVBlock, Leaf
 from tests.support import writer_held
 

@@ -13,9 +13,8 @@ import pytest
 
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
 from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
-from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.records import Session, read_sidecar, sidecar_path, write_sidecar
 from mlx_lm_kvpersist.store.verify import find_problems
 

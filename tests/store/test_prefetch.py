@@ -106,7 +106,7 @@ def test_there_is_no_room_beside_turns_that_wait(stored: Any) -> None:
 HANGING = """
 import threading, time
 from mlx_lm_kvpersist.store.pool import BlockPool
-from mlx_lm_kvpersist.store.reading import Reader
+from mlx_lm_kvpersist.store.pool import Reader
 from tests.store.conftest import ROOT, chain
 
 reading = threading.Event()

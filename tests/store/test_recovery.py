@@ -18,12 +18,11 @@ import pytest
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.errors import StoreFormatError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.database import APPLICATION_ID, INDEX_FORMAT
+from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
 from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.index_schema import APPLICATION_ID, INDEX_FORMAT
-from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from tests.support.store_files import checkpoint_path
 
 from .conftest import (

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import pack_ids
 from mlx_lm_kvpersist.image_ids import GOES_ON
-from mlx_lm_kvpersist.store.reading import N_LAST, Runs
+from mlx_lm_kvpersist.store.runs import N_LAST, Runs
 
 
 def followed(ids: Sequence[int], run: Sequence[int], n: int) -> list[int]:

@@ -22,10 +22,10 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
+from mlx_lm_kvpersist.store.disk import fill
 from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.pool import BlockPool
-from mlx_lm_kvpersist.store.rebuild import fill
 from mlx_lm_kvpersist.store.records import Commit, KVBlock, Leaf, Session
 from mlx_lm_kvpersist.store.verify import find_problems
 

@@ -20,7 +20,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.store import putting, shared_objects
+from mlx_lm_kvpersist.store import shared, shared_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.encryption import Cipher
 from mlx_lm_kvpersist.store.folder import Encryption, Plain
@@ -479,7 +479,7 @@ def test_clocks_do_not_matter(
 def test_a_dead_store_costs_one_line_and_comes_back(
     opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(putting, "PROBE_S", 0.05)
+    monkeypatch.setattr(shared, "PROBE_S", 0.05)
     put(opened())
     dead = Hampered(tmp_path / "bucket")
     other = opened(objects=dead)
@@ -510,7 +510,7 @@ def test_a_store_that_cannot_be_written_is_read_all_the_same(opened: Open, tmp_p
 def test_what_waits_is_bounded(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(putting, "MAX_WAITING", 6)
+    monkeypatch.setattr(shared, "MAX_WAITING", 6)
     full = Hampered(tmp_path / "bucket")
     full.puts_fail = OSError("no space left")
     store = opened(objects=full)
@@ -614,7 +614,7 @@ def test_what_is_used_is_put_again_before_it_is_pruned(
 def test_the_size_of_all_servers_is_kept(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(putting, "PRUNE_S", 0.0)
+    monkeypatch.setattr(shared, "PRUNE_S", 0.0)
     most = 300 << 10
     stores = [opened(max_bytes=most) for _ in range(2)]
     for n in range(8):
@@ -768,7 +768,7 @@ def test_an_object_that_cannot_be_put_is_left_out_and_keeps_no_other_one_waiting
     stats = tier_of(store).stats()
     assert stats["waiting"] == 0 and stats["failed_with"] == ""
     assert len(objects_in(tmp_path)) >= 5
-    assert faulty.n_tried % putting.MOST_ATTEMPTS == 0 and stats["not_written"] >= 1
+    assert faulty.n_tried % shared.MOST_ATTEMPTS == 0 and stats["not_written"] >= 1
     said = [record.getMessage() for record in caplog.records]
     assert said == ["kvpersist: an object cannot be put into the shared store: 403 Forbidden"]
 
@@ -776,7 +776,7 @@ def test_an_object_that_cannot_be_put_is_left_out_and_keeps_no_other_one_waiting
 def test_nothing_is_left_out_while_a_store_does_not_answer(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(putting, "PROBE_S", 0.01)
+    monkeypatch.setattr(shared, "PROBE_S", 0.01)
     dead = Hampered(tmp_path / "bucket")
     dead.fails = OSError("connection refused")
     store = opened(objects=dead)
@@ -832,8 +832,8 @@ class Hanging(Hampered):
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr(putting, "PROBE_S", 0.02)
-    monkeypatch.setattr(putting, "CLOSING_S", 0.1)
+    monkeypatch.setattr(shared, "PROBE_S", 0.02)
+    monkeypatch.setattr(shared, "CLOSING_S", 0.1)
     objects = Hanging(tmp_path / "bucket", monkeypatch)
     yield objects
     objects.goes_on.set()
@@ -945,7 +945,7 @@ def test_nothing_is_put_where_a_share_was_mounted(
     monkeypatch.setattr(
         Path, "is_mount", lambda path: mounted[0] if path == share else is_mount(path)
     )
-    monkeypatch.setattr(putting, "PROBE_S", 0.05)
+    monkeypatch.setattr(shared, "PROBE_S", 0.05)
     store = opened(objects=Objects(str(share / "kv")))
     put(store, NODES[:1])
     mounted[0] = False

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from mlx_lm_kvpersist.block import Block, Root
-from mlx_lm_kvpersist.store import reading
+from mlx_lm_kvpersist.store import runs as runs_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
-from mlx_lm_kvpersist.store.reading import StoredRuns
+from mlx_lm_kvpersist.store.runs import StoredRuns
 from mlx_lm_kvpersist.store.stored_sessions import StoredSessions
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -93,14 +93,14 @@ def test_what_is_deleted_is_guessed_no_more(
     assert known(runs).after(ROOT, [11, 12, 13, 14, 15, 16], 1) == [17]
     # Ids read before a deletion are not used after it.
     save_turn(store, chain([21, 22]), "c")
-    has_read, may_go_on, joined = threading.Event(), threading.Event(), reading._joined
+    has_read, may_go_on, joined = threading.Event(), threading.Event(), runs_module._joined
 
     def slow(blocks: list[Block]) -> bytes:
         has_read.set()
         assert may_go_on.wait(60)
         return joined(blocks)
 
-    monkeypatch.setattr(reading, "_joined", slow)
+    monkeypatch.setattr(runs_module, "_joined", slow)
     assert runs.read(ROOT) and has_read.wait(60)
     assert not runs.read(ROOT)
     sessions.delete(second)

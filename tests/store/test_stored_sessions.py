@@ -16,10 +16,9 @@ from mlx_lm_kvpersist.request.serving import RequestState
 from mlx_lm_kvpersist.request_log import RequestLog
 from mlx_lm_kvpersist.store import stored_sessions
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
 from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.records import KVBlock, Leaf, Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
 from tests.support import writer_held

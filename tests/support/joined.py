@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import Arrays, Joiner, Piece
+from mlx_lm_kvpersist.cache.blocks import Arrays, Joiner, Piece
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 
 

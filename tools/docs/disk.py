@@ -14,8 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, probe_model
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.config import DEFAULT_BITS, DEFAULT_MAX_DISK_BYTES, KV_BITS
 from mlx_lm_kvpersist.request.memory import LEAST_BYTES, MOST_RESERVE_BYTES

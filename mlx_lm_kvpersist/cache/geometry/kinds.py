@@ -28,8 +28,12 @@ from mlx_lm.models.cache import (
 
 from ..live import packed as pk
 from ..live.attention import least_rows
-from ..live.batch import FullPrecisionBatchKVCache
-from ..live.quantized import BatchQuantizedKVCache, PackedCache, SequenceQuantizedKVCache
+from ..live.caches import (
+    BatchQuantizedKVCache,
+    FullPrecisionBatchKVCache,
+    PackedCache,
+    SequenceQuantizedKVCache,
+)
 
 Fields = tuple[mx.array, ...]
 """Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""

@@ -16,8 +16,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache
 
 from .attention import Mask, PackedKV
-from .batch import FullPrecisionBatchKVCache
-from .quantized import BatchQuantizedKVCache
+from .caches import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 
 _LITTLE_PADDING = 4096
 """The number of padding tokens in front of rows whose copying takes no noticeable time."""

@@ -35,7 +35,7 @@ from ..live.attention import (
     forced_plan,
     rules_for,
 )
-from ..live.quantized import SequenceQuantizedKVCache
+from ..live.caches import SequenceQuantizedKVCache
 
 logger = logging.getLogger(__name__)
 

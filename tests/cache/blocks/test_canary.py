@@ -9,12 +9,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.blocks import canary
-from mlx_lm_kvpersist.cache.blocks.canary import CANARY_TOLERANCE, canary_difference
-from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
+from mlx_lm_kvpersist.cache import blocks
+from mlx_lm_kvpersist.cache.blocks import (
+    CANARY_TOLERANCE,
+    Piece,
+    canary_difference,
+    copy_newest,
+    split,
+)
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, probe_model
 from mlx_lm_kvpersist.cache.live.packed import arrays_of
 from mlx_lm_kvpersist.round_trip import tiny_model
 from tests.support.joined import Pieces, join
@@ -70,7 +74,7 @@ def changed(piece: Piece, change: Callable[[str, mx.array], mx.array]) -> Piece:
 @pytest.fixture(params=[1, 33])
 def least_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The least rows of a call on the CPU and Metal, and on CUDA."""
-    monkeypatch.setattr(canary, "least_rows", lambda: request.param)
+    monkeypatch.setattr(blocks, "least_rows", lambda: request.param)
     return int(request.param)
 
 
@@ -103,7 +107,7 @@ def test_its_calls_have_one_row_or_enough(
 
 
 def test_after_an_image_its_calls_have_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canary, "least_rows", lambda: 33)
+    monkeypatch.setattr(blocks, "least_rows", lambda: 33)
     spec, pieces = stored(model := tiny_model(), IDS)
     calls = Calls(model)
     canary_difference(calls, spec, join(spec, pieces, 64), [*IDS[:-20], -1, *IDS[-19:]])

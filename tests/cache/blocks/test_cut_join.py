@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import (
+from mlx_lm_kvpersist.cache.blocks import (
     BLOCK_TOKENS,
     Joiner,
     Piece,
@@ -25,7 +25,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
     arrays_fit,
     token_arrays,
 )
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.caches import SequenceQuantizedKVCache
 from tests.support.joined import Pieces, join, n_bytes
 
 from ..conftest import address, packed_tokens, random_kv, same_packed
@@ -248,7 +248,7 @@ def test_many_small_copies_and_few_large_ones_give_the_same(
     ranges = [(i * 10, i * 10 + 10) for i in range(n_blocks)]
     found = []
     for few in (False, True):
-        name = "mlx_lm_kvpersist.cache.blocks.cut_join.prefers_few_copies"
+        name = "mlx_lm_kvpersist.cache.blocks.prefers_few_copies"
         monkeypatch.setattr(name, lambda few=few: few)
         caches = caches_of(200)
         blocks = split(SPEC.full, caches, ranges)
@@ -328,7 +328,7 @@ class _Operations:
 def test_a_hot_32k_prompt_is_joined_with_few_large_operations(
     monkeypatch: pytest.MonkeyPatch, is_gpu: bool
 ) -> None:
-    monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.cut_join.prefers_few_copies", lambda: is_gpu)
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.prefers_few_copies", lambda: is_gpu)
     n_layers, n_blocks = 32, 128
     shape = TensorShape(1, 32, "float32")
     group = LayerGroup(

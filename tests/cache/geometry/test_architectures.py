@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from mlx_lm.models import llama
 
-from mlx_lm_kvpersist.cache.geometry import probe
+from mlx_lm_kvpersist.cache.geometry import spec
 from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid
-from mlx_lm_kvpersist.cache.geometry.probe import FILE, architecture_of, known
+from mlx_lm_kvpersist.cache.geometry.spec import FILE, architecture_of, known
 from mlx_lm_kvpersist.errors import KVPersistError
 
 from ..conftest import tiny_llama
@@ -32,14 +32,14 @@ class Installed:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     found = Installed(next(iter(known())))
-    monkeypatch.setattr(probe, "distribution", lambda name: found)
+    monkeypatch.setattr(spec, "distribution", lambda name: found)
     return found
 
 
 @pytest.fixture
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A file that replaces the package's."""
-    monkeypatch.setattr(probe, "FILE", tmp_path / "architectures.json")
+    monkeypatch.setattr(spec, "FILE", tmp_path / "architectures.json")
     known.cache_clear()
     yield tmp_path / "architectures.json"
     known.cache_clear()

@@ -31,8 +31,11 @@ from mlx_lm_kvpersist.cache.geometry.kinds import (
     slots_of,
 )
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
-from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
-from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache, SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.caches import (
+    BatchQuantizedKVCache,
+    FullPrecisionBatchKVCache,
+    SequenceQuantizedKVCache,
+)
 from patches_check.inventory import BATCHES
 from tests.support import keeps_short_chunks
 

@@ -13,9 +13,8 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache, _BaseCache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import KINDS, CacheKind, GroupKind, most_taken_back
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, probe_model
+from mlx_lm_kvpersist.cache.live.caches import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cache.measuring.attention_check import plan_attention
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
+from mlx_lm_kvpersist.cache.blocks import Piece, copy_newest, split
 from mlx_lm_kvpersist.cache.geometry import kinds
 from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
+from mlx_lm_kvpersist.cache.live.caches import SequenceQuantizedKVCache
 from models_check.build import build
 from models_check.conversation import random_ids
 from tests.support.joined import Pieces, join

@@ -12,10 +12,10 @@ from mlx_lm_kvpersist.cache.geometry.precision import (
     Quantization,
     layout_in_words,
 )
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import (
     LayerGroup,
     TensorShape,
+    probe_model,
     token_arrays,
 )
 from mlx_lm_kvpersist.cache.live.packed import (

@@ -16,9 +16,8 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
-from mlx_lm_kvpersist.cache.geometry.probe import position_limit, probe_model, spec_with
-from mlx_lm_kvpersist.cache.geometry.spec import TensorShape
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.geometry.spec import TensorShape, position_limit, probe_model, spec_with
+from mlx_lm_kvpersist.cache.live.caches import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from ..conftest import tiny_llama

@@ -19,17 +19,17 @@ from mlx_lm.models.cache import (
 
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
 from mlx_lm_kvpersist.cache.geometry.spec import (
     LayerGroup,
     ModelCacheSpec,
     TensorShape,
     arrays_fit,
     as_computed,
+    probe_model,
     token_arrays,
 )
 from mlx_lm_kvpersist.cache.live.attention import AttentionPlan
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.caches import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from tests.support.joined import n_bytes
 

@@ -27,7 +27,7 @@ from mlx_lm_kvpersist.cache.live.attention import (
     forced_plan,
     packed_attention,
 )
-from mlx_lm_kvpersist.cache.live.quantized import (
+from mlx_lm_kvpersist.cache.live.caches import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
 )

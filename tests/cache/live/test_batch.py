@@ -12,12 +12,12 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import AttentionPlan
-from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
-from mlx_lm_kvpersist.cache.live.quantized import (
+from mlx_lm_kvpersist.cache.live.caches import (
     BatchQuantizedKVCache,
+    FullPrecisionBatchKVCache,
     SequenceQuantizedKVCache,
 )
-from mlx_lm_kvpersist.cache.live.quantized import batch_of as any_batch
+from mlx_lm_kvpersist.cache.live.caches import batch_of as any_batch
 from tests.support.pairs import every_pair
 
 from ..conftest import K_DIM, N_HEADS, address, packed_tokens, random_kv, same_packed

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 
-from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.live.caches import FullPrecisionBatchKVCache
 from tests.support.pairs import every_pair
 
 from ..conftest import address, random_kv, same_bits

@@ -8,10 +8,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
+from mlx_lm_kvpersist.cache.blocks import Piece, copy_newest, split
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model, spec_with
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, arrays_fit, token_arrays
+from mlx_lm_kvpersist.cache.geometry.spec import (
+    ModelCacheSpec,
+    arrays_fit,
+    probe_model,
+    spec_with,
+    token_arrays,
+)
 from tests.support.joined import Pieces, join
 
 from ..conftest import VOCAB, tiny_llama

@@ -17,12 +17,12 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
-from mlx_lm_kvpersist.cache.live import attention, quantized
+from mlx_lm_kvpersist.cache.live import attention, caches
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import AttentionPlan, Rule, forced_plan
-from mlx_lm_kvpersist.cache.live.batch import Newest
-from mlx_lm_kvpersist.cache.live.quantized import (
+from mlx_lm_kvpersist.cache.live.caches import (
     BatchQuantizedKVCache,
+    Newest,
     PackedCache,
     SequenceQuantizedKVCache,
 )
@@ -345,7 +345,7 @@ def test_what_is_not_packed_is_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     assert n_packed() == GRID, "and while the next one is short"
     cache.update_and_fetch(*random_kv(2, 7))
     assert n_packed() == 2 * GRID
-    monkeypatch.setattr(quantized, "_MOST_TAKEN_BACK", 2)
+    monkeypatch.setattr(caches, "_MOST_TAKEN_BACK", 2)
     cache.trim(2)
     for n in range(4):
         cache.update_and_fetch(*random_kv(n, 1))

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import AttentionPlan
-from mlx_lm_kvpersist.cache.live.quantized import (
+from mlx_lm_kvpersist.cache.live.caches import (
     SequenceQuantizedKVCache,
 )
 

@@ -14,9 +14,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import forced_plan
-from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
-from mlx_lm_kvpersist.cache.live.quantized import (
+from mlx_lm_kvpersist.cache.live.caches import (
     BatchQuantizedKVCache,
+    FullPrecisionBatchKVCache,
     SequenceQuantizedKVCache,
     batch_of,
 )

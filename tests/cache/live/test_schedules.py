@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.live.attention import AttentionPlan, Rule, forced_plan
-from mlx_lm_kvpersist.cache.live.quantized import (
+from mlx_lm_kvpersist.cache.live.caches import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
 )

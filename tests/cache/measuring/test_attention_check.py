@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.cache.live import attention
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import (

@@ -11,8 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, probe_model
 from mlx_lm_kvpersist.cache.measuring import divergence as divergence_of
 from mlx_lm_kvpersist.cache.measuring.divergence import (
     AT_ONCE,

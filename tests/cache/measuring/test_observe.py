@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import AttentionShape, forced_plan
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.caches import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cache.measuring.attention_check import observed_attention, packed_shapes
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 

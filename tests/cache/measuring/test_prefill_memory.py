@@ -13,8 +13,7 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, probe_model
 from mlx_lm_kvpersist.cache.measuring import prefill_memory
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import (
     CHECKPOINT_EVERY,

@@ -17,8 +17,8 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid, kind_of, most_taken_back, slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
+from mlx_lm_kvpersist.cache.live.caches import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cache.live.packed import GRID
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cli.quality_checks import served, server_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host.scheduling import prompt_lookup

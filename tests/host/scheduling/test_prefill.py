@@ -16,9 +16,9 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model, spec_with
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model, spec_with
 from mlx_lm_kvpersist.cache.live.attention import forced_plan
-from mlx_lm_kvpersist.cache.live.quantized import batch_of
+from mlx_lm_kvpersist.cache.live.caches import batch_of
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed

@@ -15,8 +15,8 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid, most_taken_back
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
-from mlx_lm_kvpersist.cache.geometry.probe import probe_model
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache, batch_of
+from mlx_lm_kvpersist.cache.geometry.spec import probe_model
+from mlx_lm_kvpersist.cache.live.caches import SequenceQuantizedKVCache, batch_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.host.hooks import ModelSupport, PrefillLimits, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens

@@ -1,1 +1,0 @@
-"""Caches as immutable blocks: cut, joined again, and checked by the canary."""
