@@ -28,8 +28,8 @@ from ..run import plugin_argparse, plugin_run
 from ..scheduling.batch_generator import PluginBatchGenerator, plugin_batch_generator
 from ..scheduling.caches import PluginPromptCache, plugin_quantized_attention
 from ..scheduling.model_provider import PluginModelProvider, WiredLimit
+from ..scheduling.prefill import plugin_stream_generate
 from ..scheduling.response_generator import PluginResponseGenerator
-from ..scheduling.single import plugin_stream_generate
 from . import probes
 
 _ADVICE = (
