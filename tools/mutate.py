@@ -149,7 +149,6 @@ TESTS = {
         "tests/request/test_loading.py",
     ],
     "request/outcome": ["tests/request/test_outcome.py", *_LOOKUP, *_ONE_KIND],
-    "request/checkpoint_saver": ["tests/request/test_checkpoints.py", *_ONE_KIND],
     "request/saver": [*_LOOKUP, "tests/request/test_checkpoints.py", *_ONE_KIND],
     "request/serving": ["tests/request/test_computing.py", "tests/request/test_prefetch.py"],
     "store/block_store": [*_FOLDER, "tests/request/test_outcome.py"],

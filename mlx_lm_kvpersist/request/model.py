@@ -36,8 +36,7 @@ from ..ranks import ALONE, Ranks
 from ..store.block_store import BlockStore
 from ..store.records import DISK, RAM
 from ..units import show_bytes
-from .checkpoint_saver import CheckpointSaver
-from .saver import RunningSequence, Saver
+from .saver import CheckpointSaver, RunningSequence, Saver
 
 logger = logging.getLogger(__name__)
 

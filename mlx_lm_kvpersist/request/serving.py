@@ -21,13 +21,12 @@ from ..errors import ClientGone, RequestRefused
 from ..host.hooks import PARKED, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
 from ..store.block_store import BlockStore
-from .checkpoint_saver import MIN_TOKENS_BETWEEN
 from .lookup import Lookup, Reuse
 from .memory import Claim, Memory
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
 from .replies import digest_of, remember, retokenize
-from .saver import RunningSequence
+from .saver import MIN_TOKENS_BETWEEN, RunningSequence
 
 _ORDER = count()
 """The number of each request, in order of arrival."""
