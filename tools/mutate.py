@@ -95,13 +95,11 @@ TESTS = {
         "tests/host/scheduling/test_batch_generator.py",
         "tests/host/scheduling/test_prefill.py",
     ],
-    "host/scheduling/caches": [
+    "host/scheduling/model_provider": [
+        *("tests/host/scheduling/test_model_provider.py", "tests/host/scheduling/test_wired.py"),
+        "tests/host/scheduling/test_context_length.py",
         "tests/host/scheduling/test_prompt_cache.py",
         "tests/host/scheduling/test_step_failures.py",
-    ],
-    "host/scheduling/model_provider": [
-        "tests/host/scheduling/test_model_provider.py",
-        "tests/host/scheduling/test_context_length.py",
     ],
     "host/http/completion": ["tests/host/http/test_apis.py", "tests/host/http/test_completion.py"],
     "host/manager": [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import count
 from secrets import token_hex
@@ -128,6 +128,31 @@ class RequestState:
             self.stage = stage
         if stage is Stage.DONE:
             self.drop_lookup()
+
+    def record(self, model: str, outcome: Outcome, precision: str | None = None) -> dict[str, Any]:
+        """Return a JSON object about the request. `received` is in seconds since the epoch."""
+        return {
+            "id": self.id,
+            "received": time.time(),
+            "session": self.session,
+            "client": self.note.get("client"),
+            "namespace": self.namespace,
+            "model": model,
+            "precision": precision,
+            "sentence": outcome.sentence(self.session, is_kept=self.is_kept),
+            "kept": self.is_kept,
+            "outcome": outcome.kind.value,
+            "tier": outcome.tier,
+            "prompt_tokens": outcome.n_prompt,
+            "reused_tokens": outcome.n_reused,
+            "restored_tokens": outcome.n_restored,
+            "restore_ms": round(outcome.restore_ms, 2),
+            "saved_s": self.saved_s,
+            "reason": outcome.reason.text if outcome.reason else None,
+            "detail": outcome.detail or None,
+            "divergence": asdict(outcome.divergence) if outcome.divergence else None,
+            "first_token_s": None,
+        }
 
     def drop_lookup(self) -> None:
         """Release the blocks that were read for the request. Any thread."""

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import ClientGone
 from ..hooks import PREFILL, PrefillLimits
 from ..manager import Taken
-from .caches import PluginCaches, caches_of
+from .model_provider import PluginCaches, caches_of
 from .waiting import ASK_EVERY, WEIGH_EVERY
 
 CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
