@@ -31,7 +31,7 @@ from ..cache.measuring.prefill_memory import PrefillMemory
 from ..errors import ModelNotSupported
 from ..host.hooks import PARKED, REPLY, PrefillLimits
 from ..host.scheduling.pace import Pace
-from ..match.text import TokenText
+from ..match import TokenText
 from ..ranks import ALONE, Ranks
 from ..store.block_store import BlockStore
 from ..store.records import DISK, RAM

@@ -22,7 +22,7 @@ from ..block import Root, block_key, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..cache.geometry.precision import layout_in_words
 from ..errors import COUNTING
-from ..match.tree import SHOWN_CHARS, Match, common_prefix
+from ..match import SHOWN_CHARS, Match, common_prefix
 from ..store.block_store import BlockStore
 from ..store.records import Gone
 

@@ -34,8 +34,7 @@ from ..cache.geometry.spec import (
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from ..host.hooks import PREFILL, REPLY
 from ..host.scheduling.pace import Pace
-from ..match.text import TokenText
-from ..match.tree import FEW, BlockSource, beginnings
+from ..match import FEW, BlockSource, TokenText, beginnings
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from ..store.records import Leaf

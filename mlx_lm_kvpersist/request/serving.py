@@ -19,7 +19,7 @@ from ..block import Root, n_packed, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone, RequestRefused
 from ..host.hooks import PARKED, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
-from ..match.tree import common_prefix
+from ..match import common_prefix
 from ..store.block_store import BlockStore
 from .lookup import Lookup, Reuse
 from .memory import Claim, Memory

@@ -9,7 +9,7 @@ from itertools import takewhile
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, pack_ids
 from ..cache.geometry.spec import forms_bytes
 from ..host.hooks import Prompt
-from ..match.tree import match_prompt
+from ..match import match_prompt
 from ..store.block_store import BlockStore, Commit
 from ..store.shared import Plan, Wanted
 from ..store.shared_objects import Conversation

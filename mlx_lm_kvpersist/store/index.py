@@ -17,7 +17,7 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import IndexDamaged, StoreFormatError
-from ..match.tree import FEW, MAX_ALIKE, nearest
+from ..match import FEW, MAX_ALIKE, nearest
 from .database import Database, Rows, is_empty
 from .folder import OwnFiles
 from .index_schema import faults, prepare

@@ -13,7 +13,7 @@ from threading import RLock
 from sortedcontainers import SortedList
 
 from ..block import Block, Checkpoint
-from ..match.tree import FEW, MAX_ALIKE, beginnings, nearest
+from ..match import FEW, MAX_ALIKE, beginnings, nearest
 from .records import RAM, KVBlock
 
 _MAX_GONE = 20_000
