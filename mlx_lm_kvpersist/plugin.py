@@ -26,10 +26,9 @@ from .host.hooks import ClientRequest, ModelSupport, Prompt, Route, TakenRequest
 from .ranks import ranks
 from .request.memory import Memory, total_bytes, weights_bytes, wired_bytes
 from .request.model import ModelOptions, Speed, described, load_model, places
-from .request.outcome import PENDING, Kind, Outcome, Reason
+from .request.outcome import HEADERS, PENDING, Kind, Metrics, Outcome, Reason, RequestLog
 from .request.replies import known_replies
 from .request.serving import RequestState, ServedRequest, Serving, Stage
-from .request_log import HEADERS, Metrics, RequestLog
 from .store.block_store import BlockStore
 from .store.records import RAM
 from .store.stored_sessions import StoredSessions
@@ -208,7 +207,7 @@ class KVPersistPlugin:
         n_reused, n_restored = outcome.n_reused, outcome.n_restored
         if model and n_reused:
             state.saved_s = model.speed.pace.seconds(0, n_reused)
-        record = self._log.add(state, name, outcome, precision)
+        record = self._log.add(state.record(name, outcome, precision))
         state.outcome = outcome
         # Stock may reuse some tokens from its own cache.
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused

@@ -30,7 +30,7 @@ from .cache.measuring.attention_check import plan_attention
 from .errors import SelfTestFailed
 from .host.hooks import REPLY, ModelSupport, PrefillLimits, Prompt
 from .host.scheduling.batch_generator import PluginBatchGenerator
-from .host.scheduling.caches import PluginCaches
+from .host.scheduling.model_provider import PluginCaches
 from .request.lookup import Lookup
 from .request.model import LoadedModel
 from .request.outcome import Kind

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .errors import PluginFault, RequestRefused
 from .host import hooks, manager
 from .host.hooks import PREFILL, REPLY, ClientRequest, FrozenHeaders, Prompt, expect, frozen
-from .host.scheduling.caches import PluginCaches
+from .host.scheduling.model_provider import PluginCaches
 from .round_trip import tiny_model
 
 HOOKS = tuple(name for name, value in vars(hooks).items() if hasattr(value, "mlx_lm.server_spec"))

@@ -24,8 +24,7 @@ import mlx_lm.utils as utils
 from mlx_lm_kvpersist import host
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.hooks import ModelSupport, PrefillLimits
-from mlx_lm_kvpersist.host.scheduling.caches import PluginCaches
-from mlx_lm_kvpersist.host.scheduling.model_provider import PluginModelProvider
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches, PluginModelProvider
 
 MOST_TOKENS = 2048
 _SAYS = {"is_ready": True, "is_loading": False, "reads_images": False, "max_context": None}

@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlx_lm_kvpersist.block import BLOCK_TOKENS, Block, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
-from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match import TokenText
 from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving

@@ -16,14 +16,16 @@ def install(names: Sequence[str]) -> None:
     """
     from . import manager
     from .patching import versions
-    from .patching.patches import PATCH_SET, PatchChecks, needed
+    from .patching.patches import PATCH_SET, needed
+    from .run import PatchChecks
 
     if PATCH_SET.is_applied:
         return
     versions.check()
     plugins = manager.load_plugins(names)
-    plugins.register(PatchChecks(), name="patches")
-    PATCH_SET.apply(needed())
+    patches = needed()
+    plugins.register(PatchChecks([patch.check for patch in patches]), name="patches")
+    PATCH_SET.apply(patches)
     manager.set_current(plugins)
 
 

@@ -65,14 +65,8 @@ class FrozenHeaders(Message):
 
     def __init__(self, headers: Mapping[str, str] | Message) -> None:
         super().__init__()
-        self._first: dict[str, Any] = {}
         for name, value in headers.items():
             super().__setitem__(name, value)
-            self._first.setdefault(name.lower(), value)
-
-    def get(self, name: str, failobj: Any = None) -> Any:
-        """Return the first value of a header; Message would compare all names."""
-        return self._first.get(name.lower(), failobj)
 
     __setitem__ = __delitem__ = add_header = replace_header = _refuse
 

@@ -26,7 +26,7 @@ from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.hooks import Prompt
 from ..image_ids import before_image
-from ..match.tree import NO_MATCH, Match, match_prompt, splice
+from ..match import NO_MATCH, Match, match_prompt, splice
 from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.records import RAM, SHARED, Gone
 from .model import LoadedModel

@@ -30,13 +30,12 @@ from ..cache.measuring.prefill_memory import PrefillMemory
 from ..errors import ModelNotSupported
 from ..host.hooks import PARKED, REPLY, PrefillLimits
 from ..host.scheduling.pace import Pace
-from ..match.text import TokenText
+from ..match import TokenText
 from ..ranks import ALONE, Ranks
 from ..store.block_store import BlockStore
 from ..store.records import DISK, RAM
 from ..units import show_bytes
-from .checkpoint_saver import CheckpointSaver
-from .saver import RunningSequence, Saver
+from .saver import CheckpointSaver, RunningSequence, Saver
 
 logger = logging.getLogger(__name__)
 

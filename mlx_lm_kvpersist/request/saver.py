@@ -1,28 +1,65 @@
-"""Save the tokens of a request as blocks, and find what to restore. Generation thread.
+"""Save the tokens of a request as blocks and checkpoints, and find what to restore.
 
-The work is kept small: hash the ids, copy the new tokens' KV, evaluate.
+The work is kept small: hash the ids, copy the new tokens' KV, evaluate. Generation thread.
+
+A model with windows or recurrent layers continues only from a checkpoint, which holds its states
+and the last tokens of its windows. Checkpoints are at the ends of the system prompt, of the user's
+messages and of the replies, and at some positions of a long prompt until it is computed. A
+checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint replaces
+it.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain as chained
 from itertools import dropwhile, takewhile
 from operator import attrgetter
 from typing import Any, Protocol
 
 from ..block import Block, Checkpoint, Record, Root, block_key, pack_ids
-from ..cache.blocks import BLOCK_TOKENS, copy_newest, split
-from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes
+from ..cache.blocks import BLOCK_TOKENS, copy_newest, copy_state, first_cached, split
+from ..cache.geometry.spec import (
+    ArrayForm,
+    ModelCacheSpec,
+    as_computed,
+    forms_bytes,
+    state_arrays,
+    token_arrays,
+)
+from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from ..host.hooks import PREFILL, REPLY
-from ..match.text import TokenText
-from ..match.tree import BlockSource, beginnings
+from ..host.scheduling.pace import Pace
+from ..match import FEW, BlockSource, TokenText, beginnings
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from ..store.records import Leaf
 from .outcome import Reason
+
+STATE = "state"
+"""The record of every checkpoint: states of recurrent layers, and the newest tokens of quantized
+layers in full precision."""
+
+MAX_CHECKPOINTS = 6
+"""The number of newest checkpoints that stay besides the first: two for each of three turns."""
+
+N_SAFE = 2
+"""The number of newest written checkpoints to keep: a kill loses postponed checkpoints."""
+
+MAX_BRANCHES = 4
+"""The number of older positions where conversations diverge, for which checkpoints stay."""
+
+MIN_TOKENS_BETWEEN = 16
+"""If checkpoints are nearer to each other, only one of them stays."""
+
+_MAX_REPLY_BLOCKS = 64
+
+Stored = Mapping[bytes, Sequence[Checkpoint]]
+"""Windows and states, by the key of the block at whose end they are."""
 
 
 @dataclass(eq=False)
@@ -232,3 +269,257 @@ class Saver:
 
 def _is_full(block: Block) -> bool:
     return block.n_tokens == BLOCK_TOKENS
+
+
+def window_kind(window: int) -> str:
+    """Return the kind of the records that hold the last tokens of a block for a window."""
+    return f"window-{window}"
+
+
+@dataclass(frozen=True)
+class CheckpointSaver(Saver):
+    """Also saves checkpoints, and finds one for a resume. `pace`: the speed of computing."""
+
+    pace: Pace = field(default_factory=Pace)
+
+    saves_every = CHECKPOINT_EVERY
+    granule = 1
+    missing = Reason.NO_CHECKPOINT
+
+    def find(
+        self,
+        path: Sequence[Block],
+        n_tokens: int,
+        store: CheckpointSource,
+        lost: Collection[bytes] = (),
+    ) -> RestorePoint | None:
+        """Return the last complete checkpoint of a chain, up to `n_tokens`."""
+        path = list(takewhile(lambda block: block.key not in lost and block.start < n_tokens, path))
+        if not path:
+            return None
+        n_tokens = min(n_tokens, path[-1].stop)
+        stored = store.checkpoints([block.key for block in path])
+        stored = {key: [c for c in at if c.key not in lost] for key, at in stored.items()}
+        for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
+            if (needed := self._needed_at(path, end, stored)) is not None:
+                # Windows and state are read first: without them the blocks are useless.
+                blocks = path[: bisect_left(path, end, key=attrgetter("start"))]
+                full = [self._of_block(block, end) for block in blocks] if self.spec.full else []
+                return RestorePoint(end, [*needed, *full])
+        return None
+
+    def save(
+        self,
+        sequence: RunningSequence,
+        tokens: Sequence[int],
+        caches: list[Any],
+        cache_type: str,
+        store: BlockStore,
+    ) -> None:
+        """Save blocks with a checkpoint at their end; when a reply has ended, the session moves."""
+        ended, before = cache_type == REPLY, sequence.chain
+        if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
+            return
+        # A temporary checkpoint does not replace another checkpoint.
+        is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
+        if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
+            return
+        new = self._following(before, tokens, sequence)
+        chain = sequence.chain = [*before, *new]
+        blocks = self._cut_new(new, caches, store)
+        stored = store.checkpoints([block.key for block in chain])
+        loss_s = self._loss_s(chain, stored, store, cache_type)
+        at_once = loss_s > store.limits.max_loss_s
+        checkpoints = self._new(chain, caches, stored, store, at_once=at_once)
+        for checkpoint, _ in checkpoints:
+            stored.setdefault(checkpoint.block, []).append(checkpoint)
+        leaf = sequence.leaf(chain) if ended else None
+        superseded = self.superseded(sequence, stored, store) if ended else ()
+        # The checkpoint waits with all records that it needs, so that none is evicted.
+        at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
+        used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
+        needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
+        added, kept = tuple(new or chain[-1:]), tuple(needed.values())
+        commit = Commit(sequence.root, added, leaf, {}, kept, tuple(superseded))
+        store.commit(commit, [*blocks, *checkpoints], loss_s, chain)
+
+    def _loss_s(
+        self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str
+    ) -> float:
+        """Return the seconds to compute a chain's end from the last checkpoint that survives a
+        kill.
+
+        The result is infinite for the first checkpoint, which other conversations share. Temporary
+        checkpoints count only while their prompt is computed.
+        """
+        is_chunk = cache_type == PREFILL
+        before = [
+            (block.stop, state.key)
+            for block in reversed(chain[:-1])
+            if (state := _stored_state(stored, block)) and (is_chunk or not _is_temporary(block))
+        ]
+        if not before and not is_chunk:
+            return math.inf
+        start = next((stop for stop, key in before if store.is_safe(key)), 0)
+        seconds = self.pace.seconds(start, chain[-1].stop - start)
+        return math.inf if seconds is None else seconds
+
+    def _new(
+        self,
+        chain: Sequence[Block],
+        caches: list[Any],
+        stored: Stored,
+        store: BlockStore,
+        *,
+        at_once: bool,
+    ) -> list[tuple[Checkpoint, Arrays]]:
+        """Return the missing windows and state at the end of the chain.
+
+        If they are written `at_once`, a longer window that is only in RAM counts as missing.
+        """
+        n_tokens = chain[-1].stop
+        new: list[tuple[Checkpoint, Arrays]] = []
+
+        def has(block: Block, window: int, n_needed: int) -> bool:
+            stored_window = _stored_window(stored.get(block.key, ()), window, n_needed)
+            if stored_window is None or stored_window.n_tokens == n_needed:
+                return stored_window is not None
+            return not at_once or store.is_safe(stored_window.key)
+
+        for window in self.spec.sliding:
+            first = first_cached(self.spec, window, caches)
+            starts = ((block, max(block.start, n_tokens - window)) for block in chain)
+            missing = [
+                (block, start)
+                for block, start in starts
+                if first <= start < block.stop and not has(block, window, block.stop - start)
+            ]
+            ranges = [(start, block.stop) for block, start in missing]
+            arrays = split(self.spec.sliding[window], caches, ranges)
+            kind = window_kind(window)
+            for (block, start), its_arrays in zip(missing, arrays, strict=True):
+                new.append((Checkpoint.at(block.key, kind, block.stop - start), its_arrays))
+        if _stored_state(stored, chain[-1]) is None:
+            newest = copy_newest(self.spec.quantized, caches, n_tokens)
+            if newest or not n_tokens % BLOCK_TOKENS or not self.spec.quantized:
+                state = {**copy_state(self.spec, caches), **newest}
+                new.append((Checkpoint.at(chain[-1].key, STATE, 0), state))
+        return new
+
+    def superseded(
+        self, sequence: RunningSequence, stored: Stored, store: BlockStore
+    ) -> list[Checkpoint]:
+        """Return the `stored` windows and states that can be deleted.
+
+        These checkpoints stay, with all records that they need: the newest checkpoints, the newest
+        in lower tiers, and the first, which other conversations share. Before each position where
+        another session ends or conversations diverge, the last checkpoint stays, and the last
+        in lower tiers. So a kill or an eviction costs another conversation no more than
+        `config.MAX_LOSS_S`. Temporary checkpoints stay only there. An earlier reply at the position
+        from which this sequence continued loses its checkpoint.
+        """
+        chain = sequence.chain
+        ends, forks = store.ends(chain, sequence.session), store.forks(chain)
+        states = {block.key: state for block in chain if (state := _stored_state(stored, block))}
+
+        def is_kept(block: Block) -> bool:
+            is_of_use = not _is_temporary(block) or block is chain[-1] or block.key in ends | forks
+            return block.key in states and is_of_use
+
+        useful = list(filter(is_kept, chain))
+        earlier = [block for block in useful if block is not chain[-1]]
+        safe = [block for block in earlier if store.is_safe(states[block.key].key)]
+
+        def last_up_to(stop: int) -> set[bytes]:
+            before = ([b.key for b in blocks if b.stop <= stop] for blocks in (useful, safe))
+            return {key for keys in before for key in keys[-1:]}
+
+        newest = [*useful[:1], *useful[-MAX_CHECKPOINTS:], *safe[-N_SAFE:]]
+        stay = {block.key for block in newest}
+        stay.update(*(last_up_to(block.stop) for block in chain if block.key in ends))
+        at_forks = (last_up_to(block.stop) for block in chain if block.key in forks)
+        stay.update(*[keys for keys in at_forks if not keys <= stay][-MAX_BRANCHES:])
+        needed = {states[key].key for key in stay}
+        for block in chain:
+            if block.key in stay:
+                at_end = self._needed_at(chain, block.stop, stored) or ()
+                needed.update(need.record.key for need in at_end)
+        unneeded = [c for at_block in stored.values() for c in at_block if c.key not in needed]
+        left = _replies_left(chain, sequence, store)
+        return list({point.key: point for point in [*unneeded, *left]}.values())
+
+    def _needed_at(
+        self, path: Sequence[Block], n_tokens: int, stored: Stored
+    ) -> list[Needed] | None:
+        """Return the windows and the state to continue from a position; None if any is missing."""
+        needed: list[Needed] = []
+        at_end: list[Needed] = []
+        n_newest = n_tokens % BLOCK_TOKENS if self.spec.quantized else 0
+        if self.spec.recurrent or n_newest:
+            ending = path[bisect_left(path, n_tokens, key=attrgetter("start")) - 1]
+            state, n_after = _stored_state(stored, ending), ending.stop - n_tokens
+            is_beyond = bool(self.spec.recurrent and n_after) or n_newest + n_after >= BLOCK_TOKENS
+            if state is None or is_beyond:
+                return None
+            newest = token_arrays(as_computed(self.spec.quantized), n_newest + n_after)
+            forms = *state_arrays(self.spec.recurrent), *newest
+            at_end = [Needed(state, 0, n_newest, forms)]
+        for window, groups in self.spec.sliding.items():
+            start = max(0, n_tokens - window)
+            for block in path[bisect_right(path, start, key=attrgetter("start")) - 1 :]:
+                if block.start >= n_tokens:
+                    break
+                first, last = max(block.start, start), min(block.stop, n_tokens)
+                found = _stored_window(stored.get(block.key, ()), window, block.stop - first)
+                if found is None:
+                    return None
+                begin = block.stop - found.n_tokens
+                forms = tuple(token_arrays(groups, found.n_tokens))
+                needed.append(Needed(found, first - begin, last - begin, forms, window))
+        return needed + at_end
+
+
+def _is_temporary(block: Block) -> bool:
+    return block.stop % CHECKPOINT_EVERY == 0
+
+
+def _stored_state(stored: Stored, block: Block) -> Checkpoint | None:
+    return next((c for c in stored.get(block.key, ()) if c.kind == STATE), None)
+
+
+def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> Checkpoint | None:
+    """Return the smallest stored window that covers a block's last `n_tokens`."""
+    kind = window_kind(window)
+    fitting = [c for c in stored if c.kind == kind and c.n_tokens >= n_tokens]
+    return min(fitting, key=attrgetter("n_tokens"), default=None)
+
+
+def _replies_left(
+    chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
+) -> list[Checkpoint]:
+    """Return the checkpoints of childless replies where this chain branches off.
+
+    A reply has one checkpoint, at its end. Other conversations' turns have an earlier checkpoint
+    too, or a session ends there.
+    """
+    n_reused = sequence.n_reused
+    # `n_reused` may be some tokens after the end of the last block of both chains.
+    fork = bisect_right([block.stop for block in chain], n_reused) - 1
+    if fork < 0 or fork + 1 >= len(chain):
+        return []
+    children = store.children(chain[fork].key, limit=FEW + 1)
+    if len(children) > FEW:
+        return []  # this many children are conversations that begin alike
+    left: list[Checkpoint] = []
+    for child in children:
+        branch: list[Block] = []
+        following = [child] if child.key != chain[fork + 1].key else []
+        while len(following) == 1 and len(branch) < _MAX_REPLY_BLOCKS:
+            branch += following
+            following = store.children(branch[-1].key, limit=2)
+        stored = store.checkpoints([block.key for block in branch])
+        checkpoints = list(chained.from_iterable(stored.values()))
+        is_reply = sum(checkpoint.kind == STATE for checkpoint in checkpoints) == 1
+        if is_reply and not following and not store.ends(branch, sequence.session):
+            left += checkpoints
+    return left

@@ -8,26 +8,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from itertools import count
+from functools import partial
+from itertools import count, takewhile
 from secrets import token_hex
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..block import Root, n_packed, pack_ids
-from ..cache.blocks import BLOCK_TOKENS
+from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, n_packed, pack_ids
+from ..cache.geometry.spec import forms_bytes
 from ..errors import ClientGone, RequestRefused
 from ..host.hooks import PARKED, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
-from ..match.tree import common_prefix
-from ..store.block_store import BlockStore
-from .checkpoint_saver import MIN_TOKENS_BETWEEN
+from ..match import common_prefix, match_prompt
+from ..store.block_store import BlockStore, Commit
 from .lookup import Lookup, Reuse
 from .memory import Claim, Memory
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
 from .replies import digest_of, remember, retokenize
-from .saver import RunningSequence
+from .saver import MIN_TOKENS_BETWEEN, RunningSequence
+
+if TYPE_CHECKING:
+    from ..store.shared import Plan, Wanted
+    from ..store.shared_objects import Conversation
 
 _ORDER = count()
 """The number of each request, in order of arrival."""
@@ -38,6 +42,8 @@ MIN_SHARED = 2 * BLOCK_TOKENS
 """If fewer tokens are common, both requests compute them: waiting would take as long."""
 SHORT_REPLY = 16
 """Fewer tokens are computed without drafts from stored ids: reading these would take longer."""
+_MORE_BYTES = 1 << 20
+"""The most bytes of a shared object, besides two blocks."""
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +136,53 @@ class RequestState:
         if stage is Stage.DONE:
             self.drop_lookup()
 
+    def record(self, model: str, outcome: Outcome, precision: str | None = None) -> dict[str, Any]:
+        """Return a JSON object about the request. `received` is in seconds since the epoch."""
+        return {
+            "id": self.id,
+            "received": time.time(),
+            "session": self.session,
+            "client": self.note.get("client"),
+            "namespace": self.namespace,
+            "model": model,
+            "precision": precision,
+            "sentence": outcome.sentence(self.session, is_kept=self.is_kept),
+            "kept": self.is_kept,
+            "outcome": outcome.kind.value,
+            "tier": outcome.tier,
+            "prompt_tokens": outcome.n_prompt,
+            "reused_tokens": outcome.n_reused,
+            "restored_tokens": outcome.n_restored,
+            "restore_ms": round(outcome.restore_ms, 2),
+            "saved_s": self.saved_s,
+            "reason": outcome.reason.text if outcome.reason else None,
+            "detail": outcome.detail or None,
+            "divergence": asdict(outcome.divergence) if outcome.divergence else None,
+            "first_token_s": None,
+        }
+
     def drop_lookup(self) -> None:
         """Release the blocks that were read for the request. Any thread."""
         if (lookup := self.lookup) is not None:
             lookup.close()
+
+
+class _Source:
+    """A conversation's blocks and checkpoints, as a source of a match and of a restore point."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._children = {block.parent: [block] for block in conversation.chain}
+        self._checkpoints: dict[bytes, list[Checkpoint]] = {}
+        for checkpoint in conversation.checkpoints:
+            self._checkpoints.setdefault(checkpoint.block, []).append(checkpoint)
+
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> Sequence[Block]:
+        return self._children.get(parent, ())
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
+        return {key: self._checkpoints[key] for key in blocks if key in self._checkpoints}
 
 
 @dataclass
@@ -164,11 +213,71 @@ class Serving:
         return state.is_kept and (state.session is not None or not self.isolated)
 
     def fetch(self, state: RequestState, prompt: Prompt) -> None:
-        """Fetch a prompt's blocks from the shared tier into RAM. The HTTP thread waits."""
-        if self.store.shared is not None and self.keeps(state):
-            from .sharing import fetch_ahead  # imported late, because most servers share nothing
+        """Fetch a prompt's blocks from the shared tier into RAM, if that saves time.
 
-            state.fetched = fetch_ahead(prompt, self.root_of(state), self.store, self.model)
+        The HTTP thread waits.
+        """
+        if self.store.shared is not None and self.keeps(state):
+            wanted = self._wanted(prompt, self.root_of(state))
+            if len(wanted.ids) - wanted.n_tokens > BLOCK_TOKENS:
+                state.fetched = self.store.shared.fetch(wanted)
+
+    def _wanted(self, prompt: Prompt, root: Root) -> Wanted:
+        """Return which blocks of a prompt are here, and how to fetch the rest."""
+        from ..store.shared import Wanted  # imported late, because most servers share nothing
+
+        store, model, spec = self.store, self.model, self.model.spec
+        with store.index.database.lent():
+            stored = Lookup(retokenize(prompt, root, store, model), root, store, model).stored
+            point = model.saver.find(stored.match.path, stored.n_tokens, store)
+        n_here = point.n_tokens if point else 0
+        is_here = takewhile(lambda block: block.stop <= n_here, stored.match.path)
+        whole = [b for b in is_here if b.n_tokens == BLOCK_TOKENS or not spec.any_prefix]
+
+        def learn(replies: Mapping[bytes, bytes]) -> Wanted:
+            remembered = store.replies(root.key, list(replies))
+            if new := {digest: ids for digest, ids in replies.items() if digest not in remembered}:
+                store.commit(Commit(root, (), replies=new), [])
+                return self._wanted(prompt, root)
+            return wanted
+
+        arrays_bytes = forms_bytes(spec.block_arrays(BLOCK_TOKENS)) + spec.bytes_per_checkpoint
+        wanted = Wanted(
+            root,
+            stored.prompt.ids,
+            prompt.messages,
+            whole,
+            partial(self._plan, stored.prompt, root, n_here),
+            model.speed.compute_s,
+            learn,
+            2 * arrays_bytes + _MORE_BYTES,
+            spec.any_prefix,
+        )
+        return wanted
+
+    def _plan(self, prompt: Prompt, root: Root, n_here: int, conversation: Conversation) -> Plan:
+        """Return what to fetch of a conversation, if it has more than the `n_here` first tokens."""
+        from ..store.shared import Plan
+
+        source, packed, model = _Source(conversation), pack_ids(prompt.ids), self.model
+        tokens = model.text
+        text = tokens.known_text(prompt.ids) if tokens else None
+        if tokens is None or text is None:
+            matched = match_prompt(source, root.key, packed)
+        else:
+            matched = match_prompt(source, root.key, text, tokens, packed)
+        path = list(matched.path)
+        point = model.saver.find(path, matched.n_tokens, source) if path else None
+        if point is None or point.n_tokens <= n_here:
+            return Plan()
+        if model.spec.any_prefix:
+            path = [block for block in path if block.start < point.n_tokens]
+        # Otherwise blocks after the checkpoint are fetched too: they have the ids of the reply.
+        forms = [(block, model.spec.block_arrays(block.n_tokens)) for block in path]
+        needed: list[tuple[Record, int]] = [(block, forms_bytes(form)) for block, form in forms]
+        needed += [(need.record, need.n_bytes) for need in point.needed if need.record not in path]
+        missing = [item for item in needed if item[0].key not in self.store]
+        return Plan(path, missing, point.n_tokens)
 
     def look_up(self, state: RequestState, prompt: Prompt) -> None:
         """Look up a prompt before it is queued. O(prompt).

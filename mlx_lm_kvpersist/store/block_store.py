@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint, Record
 from ..errors import Failures, StoreError, remedy
-from ..match.tree import AHEAD
+from ..match import AHEAD
 from ..units import show_bytes
 from .disk import DiskStore
 from .disk_tier import DiskTier

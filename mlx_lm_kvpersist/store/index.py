@@ -17,7 +17,7 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import IndexDamaged, StoreFormatError
-from ..match.tree import FEW, MAX_ALIKE, nearest
+from ..match import FEW, MAX_ALIKE, nearest
 from .database import Database, Rows, SmallState, faults, is_empty, prepare
 from .folder import OwnFiles
 from .records import SESSION_COLUMNS, Commit, Forgotten, Session, Totals, read_root, read_sessions

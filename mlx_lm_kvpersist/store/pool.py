@@ -20,7 +20,7 @@ from sortedcontainers import SortedList
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, Failures, StoreFormatError
-from ..match.tree import FEW, MAX_ALIKE, beginnings, nearest
+from ..match import FEW, MAX_ALIKE, beginnings, nearest
 from .records import RAM, KVBlock, ReadTier
 from .writer import Threads
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import StoreError
-from ..match.tree import BlockSource
+from ..match import BlockSource
 from .folder import OwnFiles
 
 RAM, DISK, SHARED = "ram", "disk", "shared"

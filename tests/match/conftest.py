@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match import TokenText
 from tests.support.synthetic import train_tokenizer
 
 EXAMPLES = settings(max_examples=40)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.block import pack_ids
-from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_prompt, splice
+from mlx_lm_kvpersist.match import TokenText, match_prompt, splice
 
 from .tree_in_memory import ROOT, MemoryTree
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.block import Block, block_key, pack_ids, unpack_ids
 from mlx_lm_kvpersist.image_ids import GOES_ON, before_image, first_id
-from mlx_lm_kvpersist.match.text import REPLACEMENT, TokenText
-from mlx_lm_kvpersist.match.tree import match_prompt, splice
+from mlx_lm_kvpersist.match import REPLACEMENT, TokenText, match_prompt, splice
 
 from .conftest import EXAMPLES
 from .test_tree import sequences

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.block import Block, block_key, pack_ids
-from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_prompt, splice
+from mlx_lm_kvpersist.match import TokenText, match_prompt, splice
 
 from .conftest import EXAMPLES
 from .test_tree import sequences, token_text_id

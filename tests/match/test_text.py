@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mlx_lm_kvpersist.match.text import REPLACEMENT, TokenText, _sentencepiece_piece
+from mlx_lm_kvpersist.match import REPLACEMENT, TokenText, _sentencepiece_piece
 
 from .conftest import EXAMPLES
 

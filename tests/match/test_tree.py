@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.block import Block, block_key, pack_ids
-from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
+from mlx_lm_kvpersist.match import TokenText, common_prefix, match_prompt
 
 from .conftest import EXAMPLES
 from .tree_in_memory import ROOT, MemoryTree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_lm_kvpersist.block import Block, block_key, pack_ids
-from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match import TokenText
 
 ROOT = b"root"
 

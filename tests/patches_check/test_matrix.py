@@ -60,13 +60,16 @@ def test_an_environment_of_another_mlx_lm_has_a_python_that_it_supports_and_an_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Row] = []
+
+    def make(row: Row, *_: Path) -> Path:
+        made.append(row)
+        return Path(row.python)
+
     monkeypatch.setattr(sys, "version_info", (*here, 0, "final", 0))
     monkeypatch.setattr(matrix, "_IS_MAC", False)
-    monkeypatch.setattr(matrix.versions, "installed", lambda name: "0.0.0")
+    monkeypatch.setattr(versions, "installed", lambda name: "0.0.0")
     monkeypatch.setattr(matrix, "build_wheel", lambda folder: folder)
-    monkeypatch.setattr(
-        matrix, "make_environment", lambda row, *_: made.append(row) or Path(row.python)
-    )
+    monkeypatch.setattr(matrix, "make_environment", make)
     assert matrix.python_with(version, tmp_path) == Path(python)
     assert made == [Row(version, mlx, python, "serves")]
 

@@ -29,9 +29,9 @@ from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.history import Templates
 from mlx_lm_kvpersist.host.hooks import ClientRequest
 from mlx_lm_kvpersist.host.patching.probes import GENERATION_ARGS
-from mlx_lm_kvpersist.host.scheduling.caches import PluginPromptCache
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginPromptCache
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
-from mlx_lm_kvpersist.match.tree import common_prefix
+from mlx_lm_kvpersist.match import common_prefix
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import serving
 from mlx_lm_kvpersist.request.outcome import Kind

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match import TokenText
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.match.tree_in_memory import MemoryTree
 from tests.support import real_tokenizers

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import NO_MATCH
+from mlx_lm_kvpersist.match import NO_MATCH, TokenText
 from mlx_lm_kvpersist.request.outcome import divergence_at
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support import reads_lists_of_calls, real_tokenizers

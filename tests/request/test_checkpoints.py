@@ -25,15 +25,16 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
 )
 from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import CHECKPOINT_EVERY
-from mlx_lm_kvpersist.request.checkpoint_saver import (
+from mlx_lm_kvpersist.request.outcome import Reason
+from mlx_lm_kvpersist.request.saver import (
     MAX_BRANCHES,
     MAX_CHECKPOINTS,
     STATE,
     CheckpointSaver,
+    RestorePoint,
+    RunningSequence,
     window_kind,
 )
-from mlx_lm_kvpersist.request.outcome import Reason
-from mlx_lm_kvpersist.request.saver import RestorePoint, RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from models_check.build import build
 from models_check.conversation import random_ids

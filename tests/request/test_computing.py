@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.block import Root, pack_ids
-from mlx_lm_kvpersist.request.checkpoint_saver import MIN_TOKENS_BETWEEN, CheckpointSaver
-from mlx_lm_kvpersist.request.saver import RunningSequence, Saver
+from mlx_lm_kvpersist.request.saver import (
+    MIN_TOKENS_BETWEEN,
+    CheckpointSaver,
+    RunningSequence,
+    Saver,
+)
 from mlx_lm_kvpersist.request.serving import RequestState, Stage, awaits_another
 
 ROOT = Root("model", "4b64")

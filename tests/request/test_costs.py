@@ -14,7 +14,7 @@ from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
-from mlx_lm_kvpersist.match.tree import Match
+from mlx_lm_kvpersist.match import Match
 from mlx_lm_kvpersist.request.lookup import MIN_TOKENS, tokens_to_reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Reason

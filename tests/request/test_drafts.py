@@ -20,8 +20,8 @@ from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, ModelSupport, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
-from mlx_lm_kvpersist.host.scheduling.caches import PluginCaches
-from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.prefill import plugin_stream_generate
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.model import LoadedModel, ModelOptions, load_model

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from mlx_lm_kvpersist.host.hooks import REPLY, ClientRequest, Prompt
-from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match import TokenText
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup

@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.block import Block, block_key
 from mlx_lm_kvpersist.cache.blocks import _Buffers
 from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.host.hooks import REPLY, Prompt
-from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match import TokenText
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request import model as model_module
 from mlx_lm_kvpersist.request import saver as saver_module

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
 from mlx_lm_kvpersist.cache.geometry.precision import layout_in_words
-from mlx_lm_kvpersist.match.tree import NO_MATCH, Match
+from mlx_lm_kvpersist.match import NO_MATCH, Match
 from mlx_lm_kvpersist.request.outcome import (
     MIN_ALIKE_CHARS,
     MIN_ALIKE_TOKENS,

@@ -380,7 +380,7 @@ FAULTS = (
     "mlx_lm_kvpersist.request.model:spec_of",
     "mlx_lm_kvpersist.store.block_store:BlockStore.commit",
     "mlx_lm_kvpersist.store.block_store:BlockStore.touch",
-    "mlx_lm_kvpersist.host.scheduling.caches:PluginCaches.merge",
+    "mlx_lm_kvpersist.host.scheduling.model_provider:PluginCaches.merge",
     "mlx_lm_kvpersist.host.scheduling.prefill:Prefills.compute",
     "mlx_lm_kvpersist.host.scheduling.prefill:Prefills._chunk",
     "mlx_lm_kvpersist.host.scheduling.batch_generator:PluginBatchGenerator._admit",

@@ -16,8 +16,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.block import pack_ids
-from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_prompt
+from mlx_lm_kvpersist.match import TokenText, match_prompt
 from mlx_lm_kvpersist.store import database
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_lm_kvpersist.block import Block, pack_ids
-from mlx_lm_kvpersist.match.tree import FEW, MAX_ALIKE
+from mlx_lm_kvpersist.match import FEW, MAX_ALIKE
 from mlx_lm_kvpersist.store.pool import BlockPool
 from mlx_lm_kvpersist.store.records import KVBlock
 

@@ -11,8 +11,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.errors import StoreError
-from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
+from mlx_lm_kvpersist.match import TokenText, common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.disk_tier import Saving

@@ -11,9 +11,8 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Record, Root
 from mlx_lm_kvpersist.errors import RequestRefused, StoreError
-from mlx_lm_kvpersist.request.outcome import Kind, Outcome
+from mlx_lm_kvpersist.request.outcome import Kind, Outcome, RequestLog
 from mlx_lm_kvpersist.request.serving import RequestState
-from mlx_lm_kvpersist.request_log import RequestLog
 from mlx_lm_kvpersist.store import stored_sessions
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
@@ -211,7 +210,7 @@ def test_records_of_another_namespace_stay(store: BlockStore) -> None:
     log = RequestLog()
     for namespace in (own, "another's"):
         state = RequestState("same", str(namespace))
-        record = log.add(state, "m", Outcome(Kind.MISS, 9))
+        record = log.add(state.record("m", Outcome(Kind.MISS, 9)))
         store.index.state.add_request(record)
     deleted, namespace, _ = StoredSessions(store).delete(session.id)
     log.forget(deleted.name, namespace)

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.errors import BlockCorrupt
-from mlx_lm_kvpersist.request_log import Metrics
+from mlx_lm_kvpersist.request.outcome import Metrics
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import Arrays
 from mlx_lm_kvpersist.store.records import KVBlock, Leaf, Saved

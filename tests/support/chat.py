@@ -11,8 +11,7 @@ from mlx_lm.server import process_message_content
 
 from mlx_lm_kvpersist.block import Root, pack_ids
 from mlx_lm_kvpersist.host.hooks import Prompt
-from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_prompt, splice
+from mlx_lm_kvpersist.match import TokenText, match_prompt, splice
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.replies import remember, retokenize
 from mlx_lm_kvpersist.store.block_store import BlockStore

@@ -21,15 +21,17 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import PatchNotEffective, SignatureChanged, TargetMissing
-from ...ranks import alone
-from ..hooks import hookimpl
 from ..http.server import PluginAPIHandler, plugin_run_http_server
 from ..run import plugin_argparse, plugin_run
 from ..scheduling.batch_generator import PluginBatchGenerator, plugin_batch_generator
-from ..scheduling.caches import PluginPromptCache, plugin_quantized_attention
-from ..scheduling.model_provider import PluginModelProvider, WiredLimit
+from ..scheduling.model_provider import (
+    PluginModelProvider,
+    PluginPromptCache,
+    WiredLimit,
+    plugin_quantized_attention,
+)
+from ..scheduling.prefill import plugin_stream_generate
 from ..scheduling.response_generator import PluginResponseGenerator
-from ..scheduling.single import plugin_stream_generate
 from . import probes
 
 _ADVICE = (
@@ -371,13 +373,3 @@ SEVERAL_GPUS = Patch(
 def needed() -> tuple[Patch, ...]:
     """Return the patches that this machine needs."""
     return (*PATCHES, SEVERAL_GPUS) if mx.device_count(mx.gpu) > 1 else PATCHES
-
-
-class PatchChecks:
-    """An internal plugin: tests every patch after the other plugins are configured."""
-
-    @hookimpl(trylast=True)
-    def configure(self) -> None:
-        with alone():
-            for patch in needed():
-                patch.check()

@@ -31,8 +31,7 @@ from .. import hooks, manager
 from ..hooks import hookimpl
 from ..manager import Taken, TakenTokens, take_request
 from ..scheduling import prompt_lookup
-from ..scheduling.caches import PluginCaches
-from ..scheduling.model_provider import WiredLimit
+from ..scheduling.model_provider import PluginCaches, WiredLimit
 
 _UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")
 _OFF = ("pipeline", "trust_remote_code", "use_default_chat_template")

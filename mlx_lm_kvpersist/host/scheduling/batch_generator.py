@@ -27,7 +27,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import ClientGone
 from ..hooks import PARKED, PREFILL, REPLY, Prompt
 from ..manager import TakenTokens
-from .caches import PluginCaches, Step
+from .model_provider import PluginCaches, Step
 from .prefill import Prefill, Prefills, give_back
 from .prompt_lookup import PromptLookup
 from .waiting import WEIGH_EVERY

@@ -27,7 +27,7 @@ from mlx_lm_kvpersist.cache.live.caches import (
     SequenceQuantizedKVCache,
 )
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
-from mlx_lm_kvpersist.host.scheduling.single import MOST_DRAFTED
+from mlx_lm_kvpersist.host.scheduling.prefill import MOST_DRAFTED
 from tests.support.pairs import every_pair
 
 from ..conftest import K_DIM, N_HEADS, V_DIM, random_kv, rounded

@@ -30,12 +30,12 @@ from mlx_lm_kvpersist.host.patching.patches import (
     SEVERAL_GPUS,
     Overrides,
     Patch,
-    PatchChecks,
     PatchSet,
     Uses,
     needed,
 )
 from mlx_lm_kvpersist.host.patching.probes import drafts_are_checked, prompts_are_computed_in_turns
+from mlx_lm_kvpersist.host.run import PatchChecks
 from tests.support.host import plugged
 from tools.measures import private_names
 
@@ -315,7 +315,7 @@ def test_install_twice_patches_once(server: ModuleType) -> None:
 
 def test_patches_are_probed_after_plugins_are_configured(patched_server: ModuleType) -> None:
     echo, args = Echo(), Namespace(echo_file=None, plugin=[])
-    with plugged(PatchChecks(), echo):
+    with plugged(PatchChecks([patch.check for patch in PATCHES]), echo):
         manager.ask("configure", args=args)
         assert echo.calls == [["configure", []]]
         PATCH_SET.undo()

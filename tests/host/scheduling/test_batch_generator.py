@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
 from mlx_lm_kvpersist.host.hooks import ModelSupport, PrefillLimits
 from mlx_lm_kvpersist.host.patching.probes import ProbeModel
-from mlx_lm_kvpersist.host.scheduling.caches import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 
 
 class Merges:

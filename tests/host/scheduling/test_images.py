@@ -10,13 +10,12 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.block import pack_ids
+from mlx_lm_kvpersist.host.attachments import fed_images, with_images
 from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
-from mlx_lm_kvpersist.host.scheduling.images import fed_images, with_images
-from mlx_lm_kvpersist.host.scheduling.single import plugin_stream_generate
+from mlx_lm_kvpersist.host.scheduling.prefill import plugin_stream_generate
 from mlx_lm_kvpersist.image_ids import GOES_ON
-from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_prompt
+from mlx_lm_kvpersist.match import TokenText, match_prompt
 from tests.match.tree_in_memory import ROOT, MemoryTree
 
 from .test_prefill import Counting, Saving, keys_of

@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.host.hooks import (
     Prompt,
 )
 from mlx_lm_kvpersist.host.scheduling import batch_generator, prompt_lookup
-from mlx_lm_kvpersist.host.scheduling.caches import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 
 from .test_prefill import VOCABULARY, Client, Counting, Plugin, Saving, Serving
 

@@ -31,7 +31,7 @@ from mlx_lm_kvpersist.host.hooks import (
 )
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling import batch_generator, prefill
-from mlx_lm_kvpersist.host.scheduling.caches import MOST_IN_A_ROW, PluginCaches
+from mlx_lm_kvpersist.host.scheduling.model_provider import MOST_IN_A_ROW, PluginCaches
 from mlx_lm_kvpersist.host.scheduling.waiting import ReplyQueue
 from mlx_lm_kvpersist.ranks import Ranks
 from mlx_lm_kvpersist.round_trip import _Generator, tiny_model

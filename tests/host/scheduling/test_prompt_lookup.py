@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.host.hooks import ModelSupport, PrefillLimits, TakenReques
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.patching.probes import ProbeModel
 from mlx_lm_kvpersist.host.scheduling import prompt_lookup
-from mlx_lm_kvpersist.host.scheduling.caches import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.prompt_lookup import PromptLookup
 from models_check.build import build
 

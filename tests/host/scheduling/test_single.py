@@ -15,8 +15,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed
 from mlx_lm_kvpersist.host.hooks import PREFILL, PrefillLimits, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
-from mlx_lm_kvpersist.host.scheduling.caches import MOST_IN_A_ROW
-from mlx_lm_kvpersist.host.scheduling.single import MOST_DRAFTED, plugin_stream_generate
+from mlx_lm_kvpersist.host.scheduling.model_provider import MOST_IN_A_ROW
+from mlx_lm_kvpersist.host.scheduling.prefill import MOST_DRAFTED, plugin_stream_generate
 from mlx_lm_kvpersist.host.scheduling.waiting import WEIGH_EVERY, ReplyQueue
 
 from .test_prefill import Counting, Plugin, Saving, keys_of

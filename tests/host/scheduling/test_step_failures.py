@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed, RequestRefused
-from mlx_lm_kvpersist.host.scheduling import caches
-from mlx_lm_kvpersist.host.scheduling.caches import MOST_IN_A_ROW, StepFailures
+from mlx_lm_kvpersist.host.scheduling import model_provider
+from mlx_lm_kvpersist.host.scheduling.model_provider import MOST_IN_A_ROW, StepFailures
 
 
 def fail(failures: StepFailures, n: int, error: Exception | None = None) -> None:
@@ -57,7 +57,7 @@ def test_a_device_is_tried_three_times(n_refused: int, monkeypatch: pytest.Monke
             raise RuntimeError("[METAL] Command buffer execution failed")
         evaluate(*arrays)
 
-    monkeypatch.setattr(caches, "_PAUSE_S", 0)
+    monkeypatch.setattr(model_provider, "_PAUSE_S", 0)
     monkeypatch.setattr(mx, "eval", refuse)
     if n_refused < 3:
         return fail(StepFailures(), 1)
