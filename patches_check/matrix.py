@@ -158,6 +158,8 @@ def _check(row: Row, folder: Path, wheel: Path, *, keep: bool) -> Outcome:
         python = make_environment(row, folder, wheel)
         if python is None:
             return Outcome(**found, result="none", says=f"PyPI has no {row.requirement}")
+        if row.expect == "refused":  # the checks may not be importable there
+            return Outcome(**found, **refusal(python, folder))
         report = _report(python)
         found |= {name: report[name] for name in ("mlx_lm", "mlx", "python")}
         if row.checkout:

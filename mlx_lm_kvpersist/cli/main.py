@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     module, _, function = args.run.partition(":")
     try:
-        run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+        run = getattr(_imported(module), function)
         result = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
         status: int = result if isinstance(result, int) else result.tell(args)
         sys.stdout.flush()
@@ -111,6 +111,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(f"{PROG} {args.command}: {message}", file=sys.stderr)
     return 1
+
+
+def _imported(module: str) -> ModuleType:
+    """Import the module of a command; if mlx-lm lacks what it needs, name the supported versions.
+
+    Raises UnsupportedVersion.
+    """
+    try:
+        return importlib.import_module(f"{__package__}.{module}")
+    except ImportError:
+        from ..host.patching import versions
+
+        versions.check()
+        raise
 
 
 def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:

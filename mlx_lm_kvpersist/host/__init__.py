@@ -14,14 +14,15 @@ def install(names: Sequence[str]) -> None:
     Raises UnsupportedVersion, PluginNotFound, PluginFault, a PatchError, or whatever a plugin
     raises while it is loaded; the server is then unchanged.
     """
-    from . import manager
     from .patching import versions
+
+    versions.check()  # first: another version may lack what the next imports need
+    from . import manager
     from .patching.patches import PATCH_SET, needed
     from .run import PatchChecks
 
     if PATCH_SET.is_applied:
         return
-    versions.check()
     plugins = manager.load_plugins(names)
     patches = needed()
     plugins.register(PatchChecks([patch.check for patch in patches]), name="patches")

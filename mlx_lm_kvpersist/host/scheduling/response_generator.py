@@ -23,12 +23,13 @@ from weakref import WeakSet
 from ...errors import ClientGone, DeviceFailed, GenerationStopped, RequestRefused
 from ...ranks import Ranks, ranks
 from .. import manager
-from ..attachments import fed_images, fit_attachments, named, with_images
+from ..attachments import fit_attachments
 from ..history import PLACE, Templates, without
 from ..hooks import ClientRequest, Prompt, copied, frozen, has_text_only
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens, take_request
 from .batch_generator import LOOKS_FIRST
+from .images import fed_images, named, with_images
 from .model_provider import loaded_name
 from .waiting import ARRIVING, ASK_EVERY, QUIET_GAP_S, Line, Rendered, ReplyQueue, Waiting
 

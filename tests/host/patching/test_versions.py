@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -117,3 +118,23 @@ def test_the_package_asks_for_the_same_mlx_on_macs() -> None:
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     floor = versions.text(versions.METAL_FLOOR)
     assert f"\"mlx>={floor}; sys_platform == 'darwin'\"" in project
+
+
+@pytest.mark.parametrize(
+    "start", ["host.install(['kvpersist'])", "main(['selftest'])"], ids=["server", "selftest"]
+)
+def test_an_old_mlx_lm_that_lacks_what_the_patches_import_is_refused_by_its_version(
+    start: str,
+) -> None:
+    code = f"""
+from importlib import import_module, metadata
+from mlx_lm_kvpersist import host
+from mlx_lm_kvpersist.cli.main import main
+del import_module('mlx_lm.generate').GenerationBatch
+installed = metadata.version
+metadata.version = lambda name: "0.30.7" if name == "mlx-lm" else installed(name)
+raise SystemExit({start})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "found mlx-lm 0.30.7, supported are 0.31.3 up to" in done.stderr.splitlines()[-1]

@@ -10,9 +10,9 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.block import pack_ids
-from mlx_lm_kvpersist.host.attachments import fed_images, with_images
 from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
+from mlx_lm_kvpersist.host.scheduling.images import fed_images, with_images
 from mlx_lm_kvpersist.host.scheduling.prefill import plugin_stream_generate
 from mlx_lm_kvpersist.image_ids import GOES_ON
 from mlx_lm_kvpersist.match import TokenText, match_prompt

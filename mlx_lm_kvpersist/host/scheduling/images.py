@@ -1,0 +1,65 @@
+"""The images of a prompt: ids that identify them in every comparison of prompts.
+
+The model reads the same ids for all images of one size. Stock tells images apart by 60 bits of
+their URLs; here the first token of an image is the whole SHA-256 of its pixels (`image_ids`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...image_ids import GOES_ON, first_id
+from ..attachments import IMAGE_KINDS
+
+
+def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
+    """Return a prompt's ids with the ids of its images instead of patch tokens.
+
+    vision: stock's record of the images. An image is identified by the processor's output: another
+    format or URL of the same pixels is the same image.
+    """
+    keys = zip(prompt, vision.cache_key, strict=True)
+    ids = [GOES_ON if key < 0 else token for token, key in keys]
+    for start, pixels in zip(vision.starts, vision.pixel_values, strict=True):
+        floats = np.ascontiguousarray(pixels.astype(mx.float32))
+        digest = hashlib.sha256(repr(floats.shape).encode())
+        digest.update(floats.data)
+        ids[start] = first_id(digest.digest())
+    return ids
+
+
+def named(messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> list[Mapping[str, Any]]:
+    """Return messages with the images' ids, in hexadecimal, instead of the images.
+
+    The same conversation then has the same messages, in whatever form a client sends images.
+    """
+    names = (f"{-token:x}" for token in ids if token < GOES_ON)
+    renamed = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content_parts = [
+                {"type": "image", "image": next(names)} if item["type"] in IMAGE_KINDS else item
+                for item in content
+            ]
+            message = {**message, "content": content_parts}
+        renamed.append(message)
+    return renamed
+
+
+def fed_images(fed: Sequence[int], prompt: Sequence[int], vision: Any) -> tuple[list[int], Any]:
+    """Return the ids that the model reads for `fed`, and stock's record of its images.
+
+    fed: ids of `with_images`; they become the key of the computed caches. `prompt` and `vision`:
+    the rendered ids and images.
+    """
+    patch = prompt[vision.starts[0]]
+    starts = [place for place, key in enumerate(fed) if key < GOES_ON]
+    read = [patch if key < 0 else key for key in fed]
+    return read, replace(vision, starts=starts, cache_key=fed)
