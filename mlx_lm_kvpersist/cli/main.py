@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     module, _, function = args.run.partition(":")
     try:
+        if getattr(args, "model", None):
+            _check_model(args.model)
         run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
         result = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
         status: int = result if isinstance(result, int) else result.tell(args)
@@ -111,6 +113,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(f"{PROG} {args.command}: {message}", file=sys.stderr)
     return 1
+
+
+def _check_model(name: str) -> None:
+    """Raise ConfigError if a model exists nowhere. The imports of most commands take seconds."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    from ..host.scheduling.model_provider import cannot_load, check_model_name
+
+    check_model_name(name)
+    if Path(name).exists() or os.environ.get("MLXLM_USE_MODELSCOPE"):  # mlx-lm asks another hub
+        return
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            snapshot_download(name, allow_patterns="config.json")
+    except Exception as error:  # the hub raises exceptions of many classes
+        raise cannot_load(name, error) from error
 
 
 def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
