@@ -214,7 +214,7 @@ def make_parser() -> CommandParser:
     demo.add_argument("--model", help=made)
     demo.add_argument(
         "--chars",
-        type=int,
+        type=_count,
         default=12_000,
         help="characters of the prompt text (default: %(default)s, about 4,000 tokens)",
     )
@@ -348,9 +348,7 @@ def _add_selftest(add: Any) -> None:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of sessions; write for example 20"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count; write for example 20")
     return int(text)
 
 

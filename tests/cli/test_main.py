@@ -255,6 +255,12 @@ def test_server_passes_everything_on(
     assert seen == [served]
 
 
+def test_a_count_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--chars=-5"])
+    assert "'-5' is not a count; write for example 20" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["nope", "./nope"])
 def test_a_model_that_is_nowhere_is_known_before_mlx_lm_is_imported(name: str) -> None:
     code = (
