@@ -128,8 +128,11 @@ def check_operator(handler: Any, key: str | None) -> None:
         # http.server reads headers as Latin-1.
         sent = headers.get("Authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
-            expected = f"expected the header Authorization: Bearer <{KEY_VARIABLE}>"
-            raise RequestRefused(expected, 403)
+            raise RequestRefused(
+                f"expected the header Authorization: Bearer KEY, with the server's {KEY_VARIABLE}; "
+                "commands read the key from a variable of this name",
+                403,
+            )
         return
     origin = headers.get("Origin")
     names = ((name, name.lower()) for name in headers)

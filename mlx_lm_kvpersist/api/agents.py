@@ -120,7 +120,7 @@ class AgentsAPI:
         body, method = _without_null(handler.read_body()), handler.command
         if method in calls:
             return calls[method](handler, body)
-        why = f"{method} is not known here, try {[*calls]}"
+        why = f"{method} is not known here; expected {' or '.join(calls)}"
         return Answer(openai_error(405, why), 405, {"Allow": ", ".join(calls)})
 
     def _document(self, handler: Any, body: Body) -> Answer:

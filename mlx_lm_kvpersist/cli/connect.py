@@ -262,9 +262,26 @@ def _text(settings: Settings, before: str) -> str:
 def _in_json(table: Mapping[str, Any], like: str) -> str:
     """Return a table as JSON, in the style of a text."""
     indented = re.search(r"^([ \t]+)\S", like, re.MULTILINE)
-    indent = indented[1] if indented else 2
-    text = json.dumps(table, indent=indent, ensure_ascii=False, allow_nan=False)
+    text = _expanded(table, like, "\n", indented[1] if indented else "  ")
     return _with_line_ends([text, ""], like)
+
+
+def _expanded(value: Any, like: str, line: str, indent: str) -> str:
+    """Return a value as JSON of several lines, except for a part that `like` has on one line.
+
+    line: a line break and the indentation of the value's own line.
+    """
+    for separators in ((", ", ": "), (",", ":"), (",", ": ")):
+        text = json.dumps(value, separators=separators, ensure_ascii=False, allow_nan=False)
+        if not value or not isinstance(value, dict | list) or text in like:
+            return text
+    inner = line + indent
+    named = [("", each) for each in value]
+    if isinstance(value, dict):
+        named = [(f"{json.dumps(k, ensure_ascii=False)}: ", each) for k, each in value.items()]
+    parts = [name + _expanded(each, like, inner, indent) for name, each in named]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}{inner}{f',{inner}'.join(parts)}{line}{closing}"
 
 
 def _merged_toml(before: str, settings: str) -> str:

@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     module, _, function = args.run.partition(":")
     try:
+        if getattr(args, "model", None):
+            _check_model(args.model)
         run = getattr(_imported(module), function)
         result = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
         status: int = result if isinstance(result, int) else result.tell(args)
@@ -125,6 +127,20 @@ def _imported(module: str) -> ModuleType:
 
         versions.check()
         raise
+
+
+def _check_model(name: str) -> None:
+    """Raise ConfigError if a model exists nowhere. The imports of most commands take seconds."""
+    from ..host.http.request_checks import find_on_hub
+    from ..host.scheduling.model_provider import cannot_load, check_model_name
+
+    check_model_name(name)
+    if Path(name).exists() or os.environ.get("MLXLM_USE_MODELSCOPE"):  # mlx-lm asks another hub
+        return
+    try:
+        find_on_hub(name)
+    except Exception as error:  # the hub raises exceptions of many classes
+        raise cannot_load(name, error) from error
 
 
 def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
@@ -210,7 +226,7 @@ def make_parser() -> CommandParser:
     demo.add_argument("--model", help=made)
     demo.add_argument(
         "--chars",
-        type=int,
+        type=_count,
         default=12_000,
         help="characters of the prompt text (default: %(default)s, about 4,000 tokens)",
     )
@@ -344,9 +360,7 @@ def _add_selftest(add: Any) -> None:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of sessions; write for example 20"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count; write for example 20")
     return int(text)
 
 

@@ -14,14 +14,13 @@ from ..cache.geometry.spec import ModelCacheSpec, architecture_of, spec_of
 from ..cache.live.packed import GRID
 from ..config import precision_of
 from ..errors import ModelNotSupported
-from ..host.scheduling.model_provider import cannot_load, check_model_name
+from ..host.scheduling.model_provider import cannot_load
 from ..units import show_bytes
 from .output import Report, records
 
 
 def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
     """Return the model and the tokenizer of a folder or a hub name. Raises ConfigError."""
-    check_model_name(name)
     try:
         loaded: Any = load(name, adapter_path=adapter_path)
     except Exception as error:

@@ -78,9 +78,9 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     monkeypatch.setattr(Bench, "run", lambda *_: pytest.fail("something is started"))
     for argv, expected in (
         (["--model", "/no/such"], "the model folder /no/such does not exist"),
-        (["--model", "x", "--minutes", "0.5"], "--minutes 0.5 is too short; give 1 or more"),
-        (["--model", "x", "--minutes", "nan"], "--minutes nan is too short; give 1 or more"),
-        (["--model", "x", "--json", f"{tmp_path}/no/b.json"], "there is no folder for"),
+        (["--model", ".", "--minutes", "0.5"], "--minutes 0.5 is too short; give 1 or more"),
+        (["--model", ".", "--minutes", "nan"], "--minutes nan is too short; give 1 or more"),
+        (["--model", ".", "--json", f"{tmp_path}/no/b.json"], "there is no folder for"),
         (["--model", "not a name"], "the model folder not a name does not exist"),
     ):
         assert main(["bench", *argv]) == 1

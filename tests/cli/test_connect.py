@@ -165,6 +165,21 @@ def test_json_is_merged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(real.read_text())["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8080"
 
 
+def test_parts_on_one_line_stay_on_one_line(home: Path) -> None:
+    file = home / FILES["opencode"]
+    file.parent.mkdir(parents=True)
+    lines = ['    "list": ["a", "b", {"c": 1}],', '    "short":[1,2],', '    "none": [],']
+    long = ['    "long": [', '        "a"', "    ]"]
+    file.write_text("\n".join(["{", *lines, *long, "}", ""]))
+    assert main(["connect", "opencode", "--write"]) == 0
+    written = file.read_text().splitlines()
+    assert written[:4] == ["{", lines[0], '    "short": [1,2],', lines[2]]
+    assert written[4:7] == [*long[:2], "    ],"]
+    file.write_text('{"plugin": ["a", "b"]}')
+    assert main(["connect", "opencode", "--write"]) == 0
+    assert file.read_text().startswith('{\n  "plugin": ["a", "b"],\n  "$schema"')
+
+
 def test_claudes_own_settings_are_touched_only_with_global(home: Path) -> None:
     (home / ".claude").mkdir()
     (home / GLOBAL).write_text(SETTINGS)

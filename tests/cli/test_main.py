@@ -255,6 +255,24 @@ def test_server_passes_everything_on(
     assert seen == [served]
 
 
+def test_a_count_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--chars=-5"])
+    assert "'-5' is not a count; write for example 20" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nope", "./nope"])
+def test_a_model_that_is_nowhere_is_known_before_mlx_lm_is_imported(name: str) -> None:
+    code = (
+        "import sys; from mlx_lm_kvpersist.cli import main; "
+        f"status = main.main(['spec', '--model', {name!r}]); print(status, 'mlx_lm' in sys.modules)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert ended.stdout == "1 False\n", ended.stderr
+
+
 @pytest.mark.parametrize("command", ["spec", "bench", "quality", "demo"])
 def test_a_model_that_is_nowhere_is_one_line(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -129,7 +129,7 @@ def test_a_limit_is_a_number(
     with pytest.raises(SystemExit) as end:
         run("sessions", "list", f"--limit={limit}")
     assert end.value.code == 2
-    assert "is not a number of sessions; write for example 20" in run.err
+    assert "is not a count; write for example 20" in run.err
 
 
 def test_the_list_finds_what_it_shows(varied: CommandLine) -> None:

@@ -251,6 +251,7 @@ def test_wrong_methods_and_bodies(server: ServerProcess) -> None:
     assert (status, headers["allow"]) == (405, "GET, DELETE") and b"PATCH" in answer
     status, headers, answer = server.request("PUT", "/v1/agents")
     assert (status, headers["allow"]) == (405, "GET, POST")
+    assert b"PUT is not known here; expected GET or POST" in answer
     assert call(server, "POST", "", [1])[0] == 400
 
 

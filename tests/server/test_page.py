@@ -35,6 +35,7 @@ from .stored import wait_for_reply, wait_for_writer
 MARKUP = "<img src=x onerror=\"document.title='changed'\">"
 SYSTEM: Message = {"role": "system", "content": synthetic_text(500, seed=71)}
 SESSIONS = "/v1/kvpersist/sessions"
+OPENAPI = "/v1/kvpersist/openapi.json"
 LONG_ID = "386d61b8-91d0-4b5c-a1ce-9f4f8ad9ce11"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 CONTRAST = """() => {
@@ -670,8 +671,10 @@ def test_with_a_key_the_page_asks_for_it(
     started: StartServer, tiny_model: Path, browser: Browser
 ) -> None:
     server = started.with_plugin(tiny_model, env={"KVPERSIST_API_KEY": "secret"})
-    assert server.request("GET", SESSIONS)[0] == 403
+    status, _, body = server.request("GET", SESSIONS)
+    assert status == 403 and b"KVPERSIST_API_KEY; commands read the key from" in body
     assert change(server, "delete", {"id": "x"})[0] == 403
+    assert server.request("GET", OPENAPI)[0] == 200  # the description has no secrets
     status, _, body = server.request("GET", "/kvpersist", headers={"Host": "public.example"})
     assert status == 200 and b"secret" not in body
     page = browser.new_page()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 
 from ...apis import readable, require, require_objects, require_text, text_of
 from ...errors import RequestRefused
@@ -160,11 +160,22 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
     if name in (*own, loaded) or _is_file(name, "config.json"):
         return
     try:
-        hf_hub_download(name, "config.json")
+        find_on_hub(name)
     except Exception as error:
         here = f"this server has {own[0]}; ask for default_model" if own else "see GET /v1/models"
         message = f"there is no model {_short(name)}; {here}"
         raise RequestRefused(message, 404, "model_not_found") from error
+
+
+def find_on_hub(name: str) -> None:
+    """Raise an exception of the hub, or FileNotFoundError, unless a model is cached or is there.
+
+    `snapshot_download` does not try again for half a minute if the hub cannot be reached.
+    """
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        folder = snapshot_download(name, allow_patterns="config.json")
+        if not _is_file(folder, "config.json"):
+            raise FileNotFoundError(f"{name} has no config.json")
 
 
 def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
