@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.host.http import request_checks
 from mlx_lm_kvpersist.host.http.request_checks import (
     MAX_BODY_BYTES,
     check_body_length,
@@ -279,3 +280,26 @@ def test_stream_options_without_include_usage_end_well(server: ServerProcess) ->
         assert events[-1] == "[DONE]"
         usage = [event for event in events[:-1] if "usage" in json.loads(event)]
         assert len(usage) == n_usage
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_model_that_is_not_loaded_must_be_on_the_hub(
+    has_config: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_config:
+        (tmp_path / "config.json").touch()
+    monkeypatch.setattr(request_checks, "snapshot_download", lambda name, **kw: str(tmp_path))
+    if has_config:
+        request_checks.check_model("some/model", ["mine"], None)
+    else:
+        with pytest.raises(RequestRefused, match="no model some/model; this server has mine"):
+            request_checks.check_model("some/model", ["mine"], None)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A downloaded file is asked for again and again, for 23 seconds."""
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(RequestRefused, match="no model some/model"):
+        request_checks.check_model("some/model", ["mine"], None)
