@@ -33,7 +33,8 @@ class Runs:
         n_runs = max(0, len(ids) - N_LAST)  # runs with an id after them
         hashes = np.zeros(n_runs, np.uint64)
         for place in range(N_LAST):
-            hashes = hashes * np.uint64(_FACTOR) + ids[place : place + n_runs].astype(np.uint64)
+            hashes *= np.uint64(_FACTOR)
+            hashes += ids[place : place + n_runs].astype(np.uint64)
         self._order = np.argsort(hashes, kind="stable").astype(np.int32)
         self._hashes = hashes[self._order]
 

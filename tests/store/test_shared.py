@@ -981,9 +981,9 @@ def test_what_is_remembered_of_objects_is_bounded(
     monkeypatch.setattr(shared_objects, "_MAX_KEYS", 10)
     objects = tier_of(opened()).objects
     for n in range(100):
-        objects.saw(n.to_bytes(16))
-        objects.forget((1000 + n).to_bytes(16), is_bad=True)
-        assert objects.is_seen(n.to_bytes(16))
+        objects.saw(n.to_bytes(16, "big"))
+        objects.forget((1000 + n).to_bytes(16, "big"), is_bad=True)
+        assert objects.is_seen(n.to_bytes(16, "big"))
         assert len(objects._bad) <= 10 and len(objects.seen_s) <= 10
 
 
