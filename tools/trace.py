@@ -50,8 +50,9 @@ class Trace:
 
     def __init__(self) -> None:
         self._functions: Functions = set()
-        self._is_on = False
-        self._threads: tuple[str, ...] = ()
+        self._counted_threads: set[int] = set()
+        self._counts_all = False
+        self._names: tuple[str, ...] = ()
         # Before the server's threads start: a thread gets its profiler only when it starts.
         threading.setprofile(self)
         sys.setprofile(self)
@@ -60,9 +61,10 @@ class Trace:
         code = frame.f_code
         if event != "call" or code.co_name.startswith("<"):
             return
-        thread = threading.current_thread().name
+        thread = threading.current_thread()
+        is_counted = self._counts_all or thread.ident in self._counted_threads
         # The thread "clients" checks sockets from time to time.
-        if not (self._is_on or thread in self._threads) or thread == "clients":
+        if not (is_counted or thread.name.startswith(self._names)) or thread.name == "clients":
             return
         path = Path(code.co_filename)
         if path.is_relative_to(PACKAGE):
@@ -76,23 +78,23 @@ class Trace:
         """Yield the functions that run until the end of the block.
 
         entries: objects with the name of a function. If there are any, only calls of these
-            functions count. threads: names of threads that always count.
+            functions count. threads: how the names of threads begin that always count.
         """
-        self._functions, self._threads, self._is_on = set(), threads, not entries
+        self._functions, self._names, self._counts_all = set(), threads, not entries
         with ExitStack() as stack:
             for holder, name in entries:
                 counted = self._counted(getattr(holder, name))
                 stack.enter_context(mock.patch.object(holder, name, counted))
             yield self._functions
-        self._threads, self._is_on = (), False
+        self._names, self._counts_all = (), False
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
-            self._is_on = True
+            self._counted_threads.add(threading.get_ident())
             try:
                 return function(*args, **named)
             finally:
-                self._is_on = False
+                self._counted_threads.discard(threading.get_ident())
 
         return call
 
@@ -164,7 +166,8 @@ def traced(folder: Path) -> dict[str, Functions]:
         server.complete(prompt)
         server.settle(forget=True)
     generator = importlib.import_module("mlx_lm_kvpersist.host.scheduling.response_generator")
-    with trace.journey((generator, "take_request"), (manager.Taken, "enter")) as restore:
+    entries = (generator, "take_request"), (manager.Taken, "enter")
+    with trace.journey(*entries, threads=("kvpersist-read",)) as restore:
         n_restored = server.complete(prompt)
     assert n_restored > 0, "nothing was restored"
     messages = [
