@@ -91,7 +91,7 @@ def make_shaped_model(
 ) -> Path:
     """Write a model directory of the named shape that stock mlx_lm loads; return `path`.
 
-    shape: one of `TINY`, or of `MODEL_SHAPES`: weights quantized to 4 bits in groups of 64, as in
+    shape: `TINY`, or one of `MODEL_SHAPES`: weights quantized to 4 bits in groups of 64, as in
         mlx-community's conversions, activations and KV in bfloat16.
     config: entries of config.json that replace or extend the shape's, for smaller models.
     progress: called with the bytes that are written, and all bytes.

@@ -48,7 +48,7 @@ def measure(run: Run, contexts: Mapping[int, int]) -> None:
             f"Prompts have {N_SHORTER} tokens less than their names say, so they end in the middle "
             "of a block of 256. "
             f"The next turn adds {N_NEW} tokens and the reply. After a restart the store is read "
-            f"from disk; the page cache {left}. The ratio of that row is to stock's new prompt. "
+            f"from disk; the page cache {left}. That row's ratio compares with stock's new prompt. "
             "Each server that starts answers one short prompt first, which compiles its kernels.",
         )
         for (context, _, side), talk in talks.items():

@@ -158,9 +158,9 @@ _SERVING = {
         default="auto",
     ),
     "draft": _option(
-        "Draft text that a reply repeats from its own or another stored conversation, and check "
-        "several tokens in one step, while no other request runs; drafting pauses if it saves no "
-        "time, and is off on CUDA (default: auto)",
+        "Whether to draft text that a reply repeats from its own or another stored conversation, "
+        "several tokens a step, while no other request runs; drafting pauses if it saves no time, "
+        "and is off on CUDA (default: auto)",
         choices=("auto", "off"),
         default="auto",
     ),

@@ -246,7 +246,7 @@ def _report(python: Path) -> dict[str, Any]:
 
 
 def refusal(python: Path, folder: Path) -> dict[str, Any]:
-    """Start the server, as users do; return that it was refused, and its message."""
+    """Start the server, as users do; return whether it was refused, and its message."""
     command: list[str | Path] = [python, "-m", "mlx_lm", "server", "--plugin", "kvpersist"]
     done = _in_row([*command, "--model", folder], folder)
     said = done.stderr.strip().splitlines()[-1:] or ["nothing"]

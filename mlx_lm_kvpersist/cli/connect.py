@@ -304,7 +304,7 @@ def _check_toml(before: str, settings: str, merged: str) -> None:
     """Raise ValueError unless a TOML text says what the two texts say that it merges.
 
     The text is merged by lines, which fails for quoted or dotted keys, inline tables, and lines of
-    a longer text that look like entries. Python 3.10 cannot read TOML, so it checks nothing.
+    multi-line strings that look like entries. Python 3.10 cannot read TOML, so it checks nothing.
     """
     if sys.version_info >= (3, 11):
         import tomllib

@@ -226,8 +226,8 @@ class Saver:
     ) -> list[tuple[bytes, bytes]]:
         """Return the partial blocks that the chain contains, each with the longer block's key.
 
-        If a reply fills a block to a quantized block, the prompt's unquantized part stays in RAM
-        for the same prompt.
+        If a reply fills a block, which is then quantized, the prompt's part of it stays in RAM
+        unquantized, for the same prompt.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):
@@ -415,8 +415,8 @@ class CheckpointSaver(Saver):
         in lower tiers, and the first, which other conversations share. Before each position where
         another session ends or conversations diverge, the last checkpoint stays, and the last
         in lower tiers. So a kill or an eviction costs another conversation no more than
-        `config.MAX_LOSS_S`. Temporary checkpoints stay only there. An earlier reply at the position
-        from which this sequence continued loses its checkpoint.
+        `config.MAX_LOSS_S`. Temporary checkpoints stay only at these positions, or at the end. An
+        earlier reply at the position from which this sequence continued loses its checkpoint.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)

@@ -43,7 +43,7 @@ MIN_SHARED = 2 * BLOCK_TOKENS
 SHORT_REPLY = 16
 """Fewer tokens are computed without drafts from stored ids: reading these would take longer."""
 _MORE_BYTES = 1 << 20
-"""The most bytes of a shared object, besides two blocks."""
+"""A shared object may have this many bytes more than two blocks."""
 
 logger = logging.getLogger(__name__)
 

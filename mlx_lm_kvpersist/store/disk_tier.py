@@ -251,7 +251,7 @@ class Saving:
                 size = file.write(path)
             except Exception as error:
                 job.result = error
-                with self._continuing(_REMOVE):  # another commit may write it
+                with self._continuing(_REMOVE):  # so that another commit can write it
                     self._disk.files.remove(path)
                 return
             self._staging.sizes[file.block.key] = size

@@ -174,7 +174,7 @@ class BlockPool:
             self._evict()
 
     def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
-        """Mark a chain's blocks as used, the first as the latest; a restore has `proven` them."""
+        """Mark a chain's blocks as used, the first as the latest; `proven` if by a restore."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in reversed(entries):

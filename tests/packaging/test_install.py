@@ -120,7 +120,7 @@ def run_tool(*command: str | Path) -> None:
     if program == "uv":
         uv(*arguments)
         return
-    env = {**os.environ, "PYTHONPYCACHEPREFIX": ""}  # pip removes compiled files there
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": ""}  # else pip leaves compiled files
     done = subprocess.run([program, *arguments], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
 

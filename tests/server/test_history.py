@@ -199,7 +199,7 @@ def test_every_history_is_served_over_every_api(
     long = {"arguments of many digits", "arguments nested deeply"}
     for name, history in HISTORIES.items():
         if name in long:
-            continue  # thousands of tokens, of which the tests without a server have the text
+            continue  # thousands of tokens; tests without a server check their text
         for path, form in FORMS.items():
             status, reply = ask(ours, path, form(history))
             assert status == 200, (name, path, reply)

@@ -48,7 +48,7 @@ def in_short() -> str:
     ]
     agents = medians(results, bursts.QUESTION, bursts.LAST)
     if None not in agents:
-        what = "the last first token of six agents with one new system prompt"
+        what = "all first tokens of six agents with one new system prompt"
         rows.insert(2, (what, *_compared(agents, "s")))
     if n_decoded := _shortest_decoded(results):
         decoded = medians(results, decoding.QUESTION, f"1 of {tokens(n_decoded)}")

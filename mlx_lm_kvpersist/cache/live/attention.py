@@ -336,7 +336,7 @@ def packed_attention(
 
 
 def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: slice) -> mx.array:
-    """Return `scores` [B, Hkv, Hq / Hkv, n, S] with the lowest number for hidden keys, in place.
+    """Return `scores` [B, Hkv, Hq / Hkv, n, S] with the lowest number for hidden keys.
 
     `queries` is the range of queries of the scores. No query sees keys after the first `n_keys`.
     """

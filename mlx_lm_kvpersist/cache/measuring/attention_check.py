@@ -231,7 +231,7 @@ def packed_shapes(
 class _Layer:
     """Random keys and values of one layer [1, H, n_keys, D], packed and in full precision.
 
-    All key heads behave equally, so two are enough. Many keys have one head, to save memory.
+    All key heads behave equally, so two are enough. With many keys, one saves memory.
     """
 
     def __init__(
