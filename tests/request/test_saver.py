@@ -144,6 +144,24 @@ def test_a_prompt_goes_on_within_the_block_that_its_reply_has_filled(stored: Sto
     check(stored, 300, 256, expected)
 
 
+def test_a_prompt_goes_on_within_a_block_that_a_second_longer_reply_has_filled(
+    stored: StoredModel,
+) -> None:
+    """The first reply ends in the block of the prompt's end; the second begins with the first."""
+    expected = expected_of(stored)
+    for n_tokens, n_reused in ((310, 0), (600, 299)):
+        row = stored.row([IDS[:300]], 1, None, "s")
+        assert row.n_cached == n_reused
+        starts = [n_reused, *(stop for stop in (256, 299, 512) if n_reused < stop < n_tokens)]
+        for start, stop in zip(starts, [*starts[1:], n_tokens], strict=True):
+            stored.model(mx.array([IDS[start:stop]]), cache=row.caches)
+            if stop == 299:
+                row.keeper(IDS[:stop], row.caches)
+        row.keeper(IDS[:n_tokens], row.caches)
+        stored.store.drain()
+    check(stored, 300, 299, expected)
+
+
 @pytest.mark.parametrize("stored", ["gemma3_text", "falcon_h1", "qwen3_next"], indirect=True)
 def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> None:
     """Each turn in another process: the block ends at checkpoints, and then becomes whole."""
