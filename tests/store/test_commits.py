@@ -147,14 +147,15 @@ def test_what_a_waiting_turn_removes_is_written_again_for_the_next(
 ) -> None:
     """A prompt gets a short reply, a longer reply, and the short reply again."""
     (short,), (longer,) = chain([1, 2]), chain([1, 2, 3])
-    points, replaced = ((state(short),), ()) if kind == "checkpoint" else ((), (short, longer))
-    moved = (tuple(block.key for block in replaced),) if replaced else ()
+    points = (state(short),) if kind == "checkpoint" else ()
+    moved = () if points else ((short.key, longer.key),)
     first = Commit(ROOT, (short,), Leaf("s", short.key, 2), checkpoints=points)
     second = Commit(ROOT, (longer,), Leaf("s", longer.key, 3, moved), superseded=points)
     with writer_held(store):
         for commit in (first, second, first):
             new = [(block, arrays_of(block)) for block in commit.blocks]
-            store.commit(commit, [*new, *((p, arrays_of_checkpoint(p)) for p in commit.checkpoints)])
+            states = [(point, arrays_of_checkpoint(point)) for point in commit.checkpoints]
+            store.commit(commit, [*new, *states])
     assert (store.turns_saved, store.turns_not_saved) == (3, 0), caplog.text
     assert store.disk.has(short.key) and all(store.disk.has(p.key, p.folder) for p in points)
     assert store.disk.sweep() == 0
