@@ -230,3 +230,39 @@ def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits)
     with closing(store):
         assert store.turns_saved == 1 and store.index.totals().n_blocks == 8
         assert store.disk._over_share(0, ROOT, 0) == ("", 0)
+
+
+def test_remembered_replies_leave_room_for_blocks(tmp_path: Path) -> None:
+    """Otherwise a small store fills with replies, and saves nothing any more."""
+    limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=4 << 20)
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        for n in range(160):
+            replies = {n.to_bytes(16, "big"): bytes(30 << 10)}
+            store.commit(Commit(ROOT, (), replies=replies), [])
+            store.drain()
+        save_turn(store, chain([77], [78], [79]), "new")
+        assert not store.turns_not_saved and store.index.totals().n_blocks == 3
+
+
+def test_a_lower_budget_holds_from_the_start_on(tmp_path: Path) -> None:
+    limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=64 << 20)
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        for n in range(12):
+            save_turn(store, chain([n], [n + 50, 2], [n + 100]))
+    limits = replace(limits, max_disk_bytes=2 << 20)
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        store.drain()
+        assert store.disk.used_bytes() <= limits.max_disk_bytes
+
+
+def test_space_that_a_dead_process_announced_evicts_nothing(tmp_path: Path) -> None:
+    """`sessions import` was killed beside a server that goes on."""
+    limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=8 << 20)
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        for n in range(12):
+            save_turn(store, chain([n], [n + 50, 2]))
+        writing = store.folder / "writing"
+        writing.mkdir(mode=0o700, exist_ok=True)
+        (writing / "01234567.lock").write_text(f"{6 << 20:020d}")  # nobody holds its lock
+        save_turn(store, chain([99]))
+        assert store.disk.n_evicted == 0 and not store.turns_not_saved

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -164,3 +165,23 @@ def test_the_lock_file_has_just_the_holder_and_is_truncated_only_if_a_longer_nam
             text = path.read_text()
             assert text.startswith(f"process {os.getpid()} ") and "x" * 20 not in text
     assert len(truncated) == 1
+
+
+def test_a_program_that_only_reads_the_index_delays_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backup or a database browser, beside a store that evicts for each turn."""
+    wait_s = 2.0
+    monkeypatch.setattr(database, "_WAIT_S", wait_s)
+    with closing(BlockStore(tmp_path / "store", StoreLimits(64 << 20, 3 << 20))) as store:
+        for n in range(12):
+            save_turn(store, chain([n], [n + 1000, 2, 3, 4]))
+        n_evicted = store.disk.n_evicted
+        assert n_evicted
+        with closing(sqlite3.connect(store.folder / "index.sqlite")) as browser:
+            browser.execute("BEGIN")
+            browser.execute("SELECT count(*) FROM blocks").fetchall()
+            started_s = time.monotonic()
+            save_turn(store, chain([20], [1020, 2, 3, 4]))
+            assert time.monotonic() - started_s < wait_s
+        assert store.disk.n_evicted > n_evicted and not store.turns_not_saved
