@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.folder import INDEX_FILES, OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.pool import BlockPool
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
@@ -266,3 +269,21 @@ def test_space_that_a_dead_process_announced_evicts_nothing(tmp_path: Path) -> N
         (writing / "01234567.lock").write_text(f"{6 << 20:020d}")  # nobody holds its lock
         save_turn(store, chain([99]))
         assert store.disk.n_evicted == 0 and not store.turns_not_saved
+
+
+def test_files_that_cannot_be_removed_count_towards_the_budget(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as files with the flag uchg on macOS. New files can be made."""
+    unlink = os.unlink
+
+    def refused(path: Any, **options: Any) -> None:
+        if str(path).endswith(".safetensors") and "-" not in str(path):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    for n in range(60):
+        save_turn(store, chain([n], [n + 1000, 2]))
+    n_bytes = store.disk.files.n_bytes("blocks", *INDEX_FILES)
+    assert n_bytes <= store.limits.max_disk_bytes

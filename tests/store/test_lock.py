@@ -7,8 +7,9 @@ import fcntl
 import logging
 import os
 import sqlite3
+import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,24 @@ def test_a_program_that_only_reads_the_index_delays_no_save(
             save_turn(store, chain([20], [1020, 2, 3, 4]))
             assert time.monotonic() - started_s < wait_s
         assert store.disk.n_evicted > n_evicted and not store.turns_not_saved
+
+
+def test_a_lock_whose_file_was_removed_is_not_held(tmp_path: Path) -> None:
+    """A server waits for the lock, and the folder is removed and made again."""
+    path, holds, may_end = tmp_path / "lock", threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with StoreLock(path).held():
+            holds.set()
+            may_end.wait(10)
+
+    waiting = threading.Thread(target=wait)
+    with ExitStack() as other:
+        with StoreLock(path).held():
+            waiting.start()
+            time.sleep(0.2)
+            path.unlink()
+            other.enter_context(StoreLock(path).held())
+        assert not holds.wait(0.5)
+        may_end.set()
+    waiting.join()
