@@ -375,7 +375,7 @@ class Compared(bytes):
 
     def __eq__(self, other: object) -> bool:
         Compared.n_compared += 1
-        return bytes.__eq__(self, other)  # type: ignore[arg-type]
+        return bytes.__eq__(self, other)
 
     __hash__ = bytes.__hash__
 
