@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -997,3 +999,33 @@ def test_an_object_is_asked_for_again_after_a_sleep(
     assert objects.is_seen(bytes(16))
     monkeypatch.setattr(time, "time", lambda: now_s + seconds)
     assert not objects.is_seen(bytes(16)) and objects.lacks(bytes(16))
+
+
+def test_what_a_killed_server_left_in_a_shared_folder_is_pruned(tmp_path: Path) -> None:
+    """obstore writes NAME#1 and renames it; a kill leaves that file, which counts as nobody's."""
+    bucket = tmp_path / "bucket"
+    url = str(bucket)
+    code = (
+        "from mlx_lm_kvpersist.store.objects import Objects\n"
+        f"objects, content = Objects({url!r}), bytes(64 << 20)\n"
+        f"while True: objects.put('kvpersist/00/{'0' * 64}', content)"
+    )
+    left: list[Path] = []
+    for _ in range(20):
+        with subprocess.Popen([sys.executable, "-c", code]) as process:
+            wait_until(lambda: any(bucket.rglob("*#*")), "an object that is being written")
+            process.kill()
+        if left := list(bucket.rglob("*#*")):
+            break
+    assert left
+    old = surplus(Objects(url).list(), None, 0)
+    Objects(url).delete([item.name for item in old])
+    assert objects_in(tmp_path) == []
+
+
+def test_a_conversation_that_is_put_can_be_read() -> None:
+    """256 replies of 18,000 tokens: their JSON is longer than what readers accept."""
+    ids = json.dumps(list(range(100_000, 118_000))).encode()
+    replies = {n.to_bytes(16, "big"): ids for n in range(256)}
+    packed = Conversation(tuple(NODES), (), replies).packed()
+    assert Conversation.unpacked(packed, ROOT).chain == tuple(NODES)
