@@ -270,9 +270,6 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
 
 def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
     """Return a session of the leaf's name that ends at the leaf or after it."""
-    for session in index.sessions():
-        if (session.root, session.name) == (root.key, leaf.name) and any(
-            node.key == leaf.key for node, _ in index.chain(session.leaf)
-        ):
-            return session
-    return None
+    found = root.key, leaf.name
+    sessions = index.sessions_through(leaf.key)
+    return next((one for one in sessions if (one.root, one.name) == found), None)
