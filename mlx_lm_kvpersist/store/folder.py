@@ -53,7 +53,8 @@ _FORMS = re.compile(
     r"|quarantine/(?:index|rebuild)-\d+\.sqlite(?:-wal|-shm)?"
     r"|writing/[0-9a-f]{8}(?:\.lock|-[0-9a-f]{32}\.safetensors)"
     r"|index\.sqlite(?:-wal|-shm)?"
-    rf"|{OBJECTS}/([0-9a-f]{{2}})/\2(?:[0-9a-f]{{30}}|[0-9a-f]{{62}})",
+    # obstore writes NAME#1, or a higher number, and renames it.
+    rf"|{OBJECTS}/([0-9a-f]{{2}})/\2(?:[0-9a-f]{{30}}|[0-9a-f]{{62}})(?:#\d+)?",
     re.ASCII,
 )
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
