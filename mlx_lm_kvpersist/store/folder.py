@@ -406,7 +406,9 @@ def flush_to_device(descriptor: int) -> None:
 @contextmanager
 def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
     """Open a file that appears at `path` when it is complete; after an error, nothing is left."""
-    temporary = path.with_name(f"{path.stem[:100]}.{os.urandom(4).hex()}.tmp")
+    # A file's name has at most 255 bytes.
+    stem = os.fsencode(path.stem)[:100].decode(errors="ignore")
+    temporary = path.with_name(f"{stem}.{os.urandom(4).hex()}.tmp")
     with _created(temporary) as file:
         try:
             yield file
