@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from ..api.admin import MAX_TITLE_CHARS
@@ -44,13 +45,13 @@ _COMPUTED_S = 3600.0
 _TSV_COLUMNS = (
     "id name title model precision namespace tokens bytes blocks pinned used client words".split()
 )
-_ORDERS: dict[str, Callable[[tuple[Session, str, dict[str, Any]]], Any]] = {
-    "used": lambda found: -found[0].used,
-    "size": lambda found: -found[2]["bytes"],
-    "tokens": lambda found: -found[0].n_tokens,
-    "name": lambda found: (not found[1], found[1].casefold()),
+_ORDERS: dict[str, Callable[[Index, Session], Any]] = {
+    "used": lambda index, session: -session.used,
+    "size": lambda index, session: -describe(index, session)["bytes"],
+    "tokens": lambda index, session: -session.n_tokens,
+    "name": lambda index, session: (not (name := _name(index, session)), name.casefold()),
 }
-"""Each word after --sort has a key for a session, its name for people, and its JSON record."""
+"""Each word after --sort has a key for a session."""
 
 
 def choose(index: Index, wanted: str) -> Session:
@@ -85,6 +86,10 @@ def _title(index: Index, session: Session) -> str | None:
     return index.state.note(session.id).get("title") or None
 
 
+def _name(index: Index, session: Session) -> str:
+    return called(session.name, index.state.note(session.id))
+
+
 def describe(index: Index, session: Session) -> dict[str, Any]:
     chain = index.outline([session.leaf])
     root = index.root(session.root)
@@ -112,14 +117,11 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
 def list_all(args: argparse.Namespace) -> Report:
     """List sessions: one line each in a terminal, tab-separated values in a pipe, or JSON."""
     folder, now = args.kvpersist_dir, time.time()
-    found: list[tuple[Session, str, dict[str, Any]]] = []
     with reading(args) as index:
-        for session in index.state.matching(index.sessions(), args.text or ""):
-            name = called(session.name, index.state.note(session.id))
-            found.append((session, name, describe(index, session)))
-    found.sort(key=_ORDERS[args.sort])
-    listed = found[: args.limit]
-    facts = [fields for *_, fields in listed]
+        found = index.state.matching(index.sessions(), args.text or "")
+        found.sort(key=partial(_ORDERS[args.sort], index))
+        listed = [(session, _name(index, session)) for session in found[: args.limit]]
+        facts = [describe(index, session) for session, _ in listed]
     content = {"folder": str(folder), "sessions": facts}
     if not listed:
         where = "the name, the title, the first words, the client or the id"
@@ -133,7 +135,7 @@ def list_all(args: argparse.Namespace) -> Report:
             *(session.id, name or "-", f"{session.n_tokens:,}", show_bytes(fields["bytes"])),
             *(age(now - session.used), "pinned" if session.pinned else ""),
         ]
-        for session, name, fields in listed
+        for (session, name), fields in zip(listed, facts, strict=True)
     ]
     columns = ["id", "session", "tokens", "size", "used", ""]
     n_more = len(found) - len(listed)

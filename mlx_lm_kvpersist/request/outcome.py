@@ -24,6 +24,7 @@ from ..cache.geometry.precision import layout_in_words
 from ..errors import COUNTING
 from ..match import SHOWN_CHARS, Match, common_prefix
 from ..store.block_store import BlockStore
+from ..store.database import unquoted
 from ..store.records import Gone
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ class RequestLog:
     def add(self, record: dict[str, Any]) -> dict[str, Any]:
         """Add a record (`RequestState.record`), and return it as it is remembered."""
         if not (self._with_text and record["kept"]):
-            record = _unquoted(record)
+            record = unquoted(record)
         self._records.appendleft(record)
         return record
 
@@ -272,7 +273,7 @@ class RequestLog:
         The session of that name in another namespace keeps its records; None: in any namespace.
         """
         for record in self._records.copy():
-            record["divergence"] = _unquoted(record)["divergence"]
+            record["divergence"] = unquoted(record)["divergence"]
             if record["session"] == session and namespace in (None, record["namespace"]):
                 with suppress(ValueError):  # newer records have replaced this record
                     self._records.remove(record)
@@ -280,13 +281,7 @@ class RequestLog:
     def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
         """Return the records, newest first; without text they quote no prompt."""
         records = self._records.copy()
-        return [record if with_text else _unquoted(record) for record in records]
-
-
-def _unquoted(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without the text of prompts."""
-    divergence = record["divergence"] and {**record["divergence"], "stored": None, "asked": None}
-    return {**record, "divergence": divergence}
+        return [record if with_text else unquoted(record) for record in records]
 
 
 class Times:

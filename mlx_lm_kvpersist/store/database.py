@@ -654,17 +654,20 @@ class SmallState(Rows):
                         record["session"] == name and namespace in (None, record["namespace"])
                         for name, namespace in sessions
                     )
-                    quotes = record["divergence"]
+                    unquoted_record = unquoted(record)
                 except (TypeError, ValueError, KeyError):
-                    is_gone, quotes = True, None
+                    is_gone = True
                 if is_gone:
                     db.execute("DELETE FROM requests WHERE number = ?", (number,))
-                elif quotes:
-                    record["divergence"] = {**quotes, "stored": None, "asked": None}
-                    record_json = json.dumps(record)
-                    db.execute(
-                        "UPDATE requests SET about = ? WHERE number = ?", (record_json, number)
-                    )
+                elif unquoted_record != record:
+                    row = json.dumps(unquoted_record), number
+                    db.execute("UPDATE requests SET about = ? WHERE number = ?", row)
+
+
+def unquoted(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a request without the text of prompts."""
+    divergence = record["divergence"] and {**record["divergence"], "stored": None, "asked": None}
+    return {**record, "divergence": divergence}
 
 
 def _checksum(*contents: bytes) -> bytes:

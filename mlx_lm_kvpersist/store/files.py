@@ -266,7 +266,7 @@ def read_header(source: BinaryIO) -> Mapping[str, str]:
     placed = []
     for name, entry in content.items():
         shape = tuple(entry["shape"])
-        if any(type(n) is not int or n < 0 for n in shape):
+        if any(type(n) is not int or not 0 <= n < 1 << 31 for n in shape):  # MLX's limit
             raise ValueError(f"{name} has the shape {shape}")
         n_array_bytes = math.prod(shape) * _DTYPES[entry["dtype"]].size
         placed.append((entry["data_offsets"], n_array_bytes, name))

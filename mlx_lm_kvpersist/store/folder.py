@@ -53,7 +53,8 @@ _FORMS = re.compile(
     r"|quarantine/(?:index|rebuild)-\d+\.sqlite(?:-wal|-shm)?"
     r"|writing/[0-9a-f]{8}(?:\.lock|-[0-9a-f]{32}\.safetensors)"
     r"|index\.sqlite(?:-wal|-shm)?"
-    rf"|{OBJECTS}/([0-9a-f]{{2}})/\2(?:[0-9a-f]{{30}}|[0-9a-f]{{62}})",
+    # obstore writes NAME#1, or a higher number, and renames it.
+    rf"|{OBJECTS}/([0-9a-f]{{2}})/\2(?:[0-9a-f]{{30}}|[0-9a-f]{{62}})(?:#\d+)?",
     re.ASCII,
 )
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
@@ -405,7 +406,9 @@ def flush_to_device(descriptor: int) -> None:
 @contextmanager
 def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
     """Open a file that appears at `path` when it is complete; after an error, nothing is left."""
-    temporary = path.with_name(f"{path.stem[:100]}.{os.urandom(4).hex()}.tmp")
+    # A file's name has at most 255 bytes.
+    stem = os.fsencode(path.stem)[:100].decode(errors="ignore")
+    temporary = path.with_name(f"{stem}.{os.urandom(4).hex()}.tmp")
     with _created(temporary) as file:
         try:
             yield file

@@ -291,6 +291,14 @@ class Index(Rows):
     def sessions_at(self, *leaves: bytes) -> list[Session]:
         return read_sessions(self.ask_in(f"{_SESSIONS} leaf IN (VALUES {{}})", zip(leaves)))
 
+    def sessions_through(self, key: bytes) -> list[Session]:
+        """Return the sessions that end in a block or after it, the most recently used first."""
+        return self._sessions(
+            "leaf IN (WITH RECURSIVE down(key) AS (VALUES (?) UNION SELECT blocks.key FROM blocks "
+            "JOIN down ON parent = down.key) SELECT key FROM down) ORDER BY used DESC",
+            key,
+        )
+
     def sessions_named(self, name: str) -> list[Session]:
         """Return the sessions with this name, the most recently used first."""
         return self._sessions("name = ? ORDER BY used DESC", name)

@@ -29,6 +29,8 @@ _N_THREADS = 8
 """For six threads that fetch, the thread that puts, and a spare."""
 _AT_ONCE = 100
 """Objects listed or removed in one operation."""
+_PUTTING_S = 3600.0
+"""A partly written object that is older was left by a server that ended."""
 
 
 class ListedObject(NamedTuple):
@@ -165,6 +167,8 @@ class Objects:
             for path in OwnFiles(self._folder).paths(OBJECTS):
                 with suppress(FileNotFoundError):  # removed in between
                     stat = path.lstat()
+                    if "#" in path.name and time.time() - stat.st_mtime < _PUTTING_S:
+                        continue
                     name = path.relative_to(self._folder).as_posix()
                     yield ListedObject(name, stat.st_size, stat.st_mtime)
             return

@@ -18,7 +18,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from .disk import DiskStore
 from .disk_tier import Saving
-from .files import MALFORMED, MAX_HEADER_BYTES, read_content, record_in
+from .files import MALFORMED, MAX_HEADER_BYTES, read_content
 from .folder import open_regular, whole_file
 from .index import Index
 from .records import Commit, Leaf, NewFile, Session
@@ -125,7 +124,7 @@ class SessionFile:
             if Listed.of(content) != listed:
                 raise BlockCorrupt(f"{name} does not match its checksum")
             try:
-                item, root, _ = record_in(BytesIO(content), name)
+                item, root, _ = read_content(content, name)
             except StoreFormatError as error:
                 raise StoreFormatError(f"{self.path}: {name}: {error}") from error
             if number == 0:
@@ -270,9 +269,6 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
 
 def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
     """Return a session of the leaf's name that ends at the leaf or after it."""
-    for session in index.sessions():
-        if (session.root, session.name) == (root.key, leaf.name) and any(
-            node.key == leaf.key for node, _ in index.chain(session.leaf)
-        ):
-            return session
-    return None
+    found = root.key, leaf.name
+    sessions = index.sessions_through(leaf.key)
+    return next((one for one in sessions if (one.root, one.name) == found), None)

@@ -38,7 +38,7 @@ from .shared_objects import (
     layout_key,
     opening_of,
 )
-from .writer import Threads
+from .writer import Result, Threads
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ class Fetching:
         self._ask(wanted.keys()[:1])
         beyond: list[bytes] = []
         try:
-            conversation, note = coming.result(self._left_s())
+            conversation, note = self._result(coming)
             if conversation.replies:
                 wanted = self._wanted = wanted.learn(conversation.replies)
             self._plan = wanted.plan(conversation)
@@ -354,7 +354,7 @@ class Fetching:
         """Fetch in order, up to the first missing object."""
         for n, key in enumerate(keys):
             self._ask(keys[n : n + min(N_AHEAD, 1 + n // 2)])
-            entry = self._coming.pop(key).result(self._left_s())
+            entry = self._result(self._coming.pop(key))
             if entry is None or self._n_bytes + entry.n_bytes > self._max_bytes:
                 return
             self._got[key] = entry
@@ -367,6 +367,15 @@ class Fetching:
             if key not in self._coming and key not in self._got:
                 get = partial(self._store.block, key, self._wanted.root, self._wanted.max_bytes)
                 self._coming[key] = self._threads.submit(get)
+
+    def _result(self, future: Future[Result]) -> Result:
+        """Return a future's result. Raises TooLate if it takes longer than it saves."""
+        try:
+            return future.result(self._left_s())
+        except TooLate as error:
+            if future.done() and future.exception() is error:  # ETIMEDOUT of a network volume
+                raise OSError(str(error)) from error
+            raise
 
     def _left_s(self) -> float:
         """Return how long to wait: the time saved by received records, plus a loss. Raises TooLate.

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any
 
 from ..block import KEY_BYTES, Block, Checkpoint, Root, block_key
@@ -53,17 +53,26 @@ class Conversation:
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
 
     def packed(self) -> bytes:
-        """Return it as compressed JSON; if there are too many replies, only the newest."""
+        """Return it as compressed JSON; if there are too many replies, only the newest.
+
+        Raises StoreError if it is too long without replies.
+        """
         place = {block.key: n for n, block in enumerate(self.chain)}
-        replies = list(self.replies.items())[-_MAX_REPLIES:]
-        content = {
+        replies = [[digest.hex(), ids.hex()] for digest, ids in self.replies.items()]
+        newest = replies[: -_MAX_REPLIES - 1 : -1]
+        content: dict[str, Any] = {
             "format": _FORMAT,
             "blocks": [
                 [block.packed_ids.hex(), block.text, block.pending.hex()] for block in self.chain
             ],
             "checkpoints": [[place[o.block], o.kind, o.n_tokens] for o in self.checkpoints],
-            "replies": [[digest.hex(), ids.hex()] for digest, ids in replies],
+            "replies": [],
         }
+        if (n_left := MAX_BYTES - len(json.dumps(content))) < 0:
+            raise StoreError("a conversation is too long for the shared store")
+        sizes = accumulate(len(json.dumps(reply)) + len(", ") for reply in newest)
+        n_fitting = sum(size <= n_left for size in sizes)
+        content["replies"] = newest[:n_fitting][::-1]
         return zlib.compress(json.dumps(content).encode())
 
     @classmethod

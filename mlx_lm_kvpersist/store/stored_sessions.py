@@ -203,9 +203,10 @@ class StoredSessions:
 
         self._store.writer.submit(partial(run_into, future, run))
         self._store.writer.finish(future.done, _TIMEOUT_S)
-        if not future.done() and future.cancel():
-            why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing was changed; ask again"
-            raise RequestRefused(why, 503)
+        if not future.done():
+            may_come = not future.cancel()
+            what = "the change may still be made" if may_come else "nothing was changed; ask again"
+            raise RequestRefused(f"the store was busy for {_TIMEOUT_S:.0f} s and {what}", 503)
         with _readable():
             return future.result()
 

@@ -493,3 +493,27 @@ def test_the_safetensors_library_opens_the_files_of_an_exported_session(exported
             assert {name: tuple(one["shape"]) for name, one in found.items()} == {
                 name: array.shape for name, array in expected.items()
             }
+
+
+def test_a_file_whose_arrays_do_not_match_its_own_checksum_is_refused(
+    exported: Path, other: CommandLine
+) -> None:
+    """The checksums of the header are right, as if the damage had come before them."""
+    about = {"name": "last", "n_tokens": chain(HEAD, [30], [31], [32])[-1].stop}
+
+    def damaged(files: list[bytes]) -> list[bytes]:
+        content = bytearray(files[1])
+        content[-100] ^= 1
+        return [files[0], bytes(content), *files[2:]]
+
+    forge(exported, about, damaged, 4)
+    other.error("sessions", "import", exported)
+    assert not other.folder.exists()
+
+
+def test_an_export_may_have_as_long_a_name_as_the_file_system_takes(
+    run: CommandLine, tmp_path: Path
+) -> None:
+    path = tmp_path / ("\u6f22" * 85)  # 255 bytes
+    path.touch()
+    assert run("sessions", "export", "last", path, "--force") == 0, run.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 from rich.cells import cell_len
 
 from mlx_lm_kvpersist.cli.output import shown as shown_in_line
+from mlx_lm_kvpersist.store import database
 from mlx_lm_kvpersist.store.index import Index
 from tests.store.conftest import chain, state, window
 from tests.support.store_files import block_path, checkpoint_path
@@ -413,3 +415,18 @@ def test_rm_takes_checkpoints_along(run: CommandLine) -> None:
     assert checkpoint_files(run.folder).keys() == {f"{shared.key.hex()}.safetensors"}
     assert run("sessions", "rm", "--all", "--yes") == 0 and "4 blocks, 1 checkpoint" in run.out
     assert checkpoint_files(run.folder) == {} and run.json("store", "verify")["ok"]
+
+
+def test_rm_says_that_text_is_left_while_another_program_reads(
+    run: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite cannot overwrite pages that a reader may still need."""
+    monkeypatch.setattr(database, "_WAIT_S", 0.2)
+    index = run.folder / "index.sqlite"
+    text = b"<30>"
+    assert text in index.read_bytes()
+    with closing(sqlite3.connect(index)) as browser:
+        browser.execute("BEGIN")
+        browser.execute("SELECT count(*) FROM blocks").fetchall()
+        assert run("sessions", "rm", "last") == 0
+        assert text not in index.read_bytes() or "another program" in run.out + run.err

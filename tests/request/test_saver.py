@@ -15,7 +15,7 @@ from mlx_lm_kvpersist.block import Block, Record
 from mlx_lm_kvpersist.cache.blocks import split
 from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.host.hooks import REPLY
-from mlx_lm_kvpersist.request.outcome import Reason
+from mlx_lm_kvpersist.request.outcome import Kind, Reason
 from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.store.block_store import Commit
 from mlx_lm_kvpersist.store.files import read_file, write_block
@@ -142,6 +142,37 @@ def test_a_prompt_goes_on_within_the_block_that_its_reply_has_filled(stored: Sto
     stored.restart()
     assert [block.stop for block in blocks_of(stored)] == [256, 512, 600]
     check(stored, 300, 256, expected)
+
+
+def test_a_prompt_goes_on_within_a_block_that_a_second_longer_reply_has_filled(
+    stored: StoredModel,
+) -> None:
+    """The first reply ends in the block of the prompt's end; the second begins with the first."""
+    expected = expected_of(stored)
+    for n_tokens, n_reused in ((310, 0), (600, 299)):
+        row = stored.row([IDS[:300]], 1, None, "s")
+        assert row.n_cached == n_reused
+        starts = [n_reused, *(stop for stop in (256, 299, 512) if n_reused < stop < n_tokens)]
+        for start, stop in zip(starts, [*starts[1:], n_tokens], strict=True):
+            stored.model(mx.array([IDS[start:stop]]), cache=row.caches)
+            if stop == 299:
+                row.keeper(IDS[:stop], row.caches)
+        row.keeper(IDS[:n_tokens], row.caches)
+        stored.store.drain()
+    check(stored, 300, 299, expected)
+
+
+@pytest.mark.parametrize("n_tokens", [250, 300])
+def test_the_outcome_of_a_prompt_that_ends_in_a_filled_block_is_explained(
+    stored: StoredModel, n_tokens: int
+) -> None:
+    """The prompt differs nowhere from what is stored, and is computed from the block's start."""
+    keep(stored, 600)
+    stored.row([IDS[:n_tokens]], 1, None)
+    (outcome,) = stored.outcomes
+    assert outcome.n_reused == n_tokens // 256 * 256 and outcome.divergence is None
+    assert outcome.kind is not Kind.DIVERGE
+    assert outcome.reason is not None or outcome.detail
 
 
 @pytest.mark.parametrize("stored", ["gemma3_text", "falcon_h1", "qwen3_next"], indirect=True)

@@ -165,3 +165,48 @@ def test_a_client_that_left_without_streaming_finds_its_prompt(
     again = server.chat([ASK], max_tokens=4)
     # The block that the prompt ends in is reused unless the reply has filled it.
     assert again.cached_tokens >= again.prompt_tokens // 256 * 256 > 0
+
+
+SLOW = """
+import sys, time
+
+import mlx_lm.server as stock
+
+make_sampler = stock._make_sampler
+
+
+def slow(args, tokenizer):
+    sample = make_sampler(args, tokenizer)
+
+    def wait(logprobs):
+        time.sleep(0.1)
+        return sample(logprobs)
+
+    return wait
+
+
+stock._make_sampler = slow
+from mlx_lm_kvpersist._startup import serve
+
+serve(sys.argv[1:])
+"""
+"""A server that computes ten tokens a second."""
+
+
+def test_the_next_prompt_may_come_as_soon_as_the_client_has_left(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    launcher = tmp_path / "slow.py"
+    launcher.write_text(SLOW, encoding="utf-8")
+    options = ("--kvpersist-draft", "off")
+    server = start_server.with_plugin(tiny_model, *options, launcher=(str(launcher),))
+    lost, n_read = [], 40
+    for number in range(4):
+        ask: Message = {"role": "user", "content": f"{number}. {synthetic_text(300, seed=number)}"}
+        body = {"messages": [ask], "max_tokens": 4000, "temperature": 0.0}
+        with closing(texts(server, CHAT, body, f"talk {number}")) as stream:
+            read = "".join(next(stream) for _ in range(n_read))
+        talk = [ask, {"role": "assistant", "content": read}, NEXT]
+        reply = server.chat(talk, f"talk {number}", max_tokens=1)
+        lost.append(reply.prompt_tokens - reply.cached_tokens - N_NEXT)
+    assert max(lost) < n_read // 2, lost

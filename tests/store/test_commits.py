@@ -24,7 +24,7 @@ from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf, NewFile, Saved, Session
 from tests.support import writer_held
 
-from .conftest import ROOT, arrays_of, chain, save_turn, state
+from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state
 
 
 class Asked:
@@ -138,6 +138,26 @@ def test_turns_of_a_conversation_that_wait_together_are_saved_in_order(store: Bl
     (session,) = store.index.sessions()
     assert (session.leaf, session.n_tokens) == (nodes[-1].key, 3)
     assert store.turns_saved == 3 and store.disk.sweep() == 0
+
+
+@pytest.mark.parametrize("kind", ["block", "checkpoint"])
+def test_what_a_waiting_turn_removes_is_written_again_for_the_next(
+    store: BlockStore, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """A prompt gets a short reply, a longer reply, and the short reply again."""
+    (short,), (longer,) = chain([1, 2]), chain([1, 2, 3])
+    points = (state(short),) if kind == "checkpoint" else ()
+    moved = () if points else ((short.key, longer.key),)
+    first = Commit(ROOT, (short,), Leaf("s", short.key, 2), checkpoints=points)
+    second = Commit(ROOT, (longer,), Leaf("s", longer.key, 3, moved), superseded=points)
+    with writer_held(store):
+        for commit in (first, second, first):
+            new = [(block, arrays_of(block)) for block in commit.blocks]
+            states = [(point, arrays_of_checkpoint(point)) for point in commit.checkpoints]
+            store.commit(commit, [*new, *states])
+    assert (store.turns_saved, store.turns_not_saved) == (3, 0), caplog.text
+    assert store.disk.has(short.key) and all(store.disk.has(p.key, p.folder) for p in points)
+    assert store.disk.sweep() == 0
 
 
 def test_a_turn_is_saved_although_what_it_replaces_cannot_be_removed(

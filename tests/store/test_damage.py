@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import shutil
@@ -15,14 +16,14 @@ import pytest
 
 from mlx_lm_kvpersist.errors import IndexDamaged
 from mlx_lm_kvpersist.store import database
-from mlx_lm_kvpersist.store.block_store import StoreLimits
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.database import is_damage
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.encryption import Cipher, sqlcipher
 from mlx_lm_kvpersist.store.folder import PLAIN, Encryption, OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 
-from .conftest import ROOT, chain
+from .conftest import ROOT, chain, save_turn
 
 LIMITS = StoreLimits(0, 1 << 30)
 PAGE = 4096
@@ -337,3 +338,20 @@ def test_the_codes_are_those_of_sqlite() -> None:
     assert database._CORRUPT == sqlite3.SQLITE_CORRUPT
     assert database._NOT_A_DATABASE == sqlite3.SQLITE_NOTADB
     assert database._ERROR == sqlite3.SQLITE_ERROR
+
+
+def test_an_index_that_is_damaged_while_a_server_runs_is_rebuilt(tmp_path: Path) -> None:
+    """docs/store.md: at its start or while it serves."""
+    store = BlockStore(tmp_path / "store", StoreLimits(64 << 20, 64 << 20))
+    for n in range(30):
+        save_turn(store, chain([n], [n + 1000, 2]))
+    store.index.database.empty_log()
+    with store.index.path.open("r+b") as file:
+        for page in range(2, store.index.path.stat().st_size // 4096):
+            file.seek(4096 * page)
+            file.write(os.urandom(4096))
+    store.writer.submit(store.index.database.disconnect)  # it has pages in memory
+    for n in range(40, 44):
+        save_turn(store, chain([n], [n + 1000, 2]))
+    assert store.turns_not_saved <= 1 and store.index.totals().n_blocks > 60
+    store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import subprocess
@@ -18,6 +19,7 @@ from mlx_lm_kvpersist.block import Block, Record, block_key, pack_ids
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.config import from_args
 from mlx_lm_kvpersist.errors import ConfigError, StoreError, StoreFormatError
+from mlx_lm_kvpersist.store import folder as store_folder
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.encryption import read_key
 from mlx_lm_kvpersist.store.files import read_content
@@ -399,3 +401,57 @@ def test_a_shared_store_gets_blocks_by_its_own_key(
     node = conversation()[0]
     content = (folder.parent / "bucket" / shared.objects.path(node.key)).read_bytes()
     assert read_content(content, "object")[0] == node
+
+
+# The first start.
+
+
+class _Full:
+    """A new file on a full disk: it is made, and nothing can be written to it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __enter__(self) -> _Full:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_first_start_on_a_full_disk_can_be_repeated(
+    folder: Path, encryption: Encryption, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure or a kill between the two calls leaves the same empty marker."""
+    new_file = store_folder.new_file
+    with monkeypatch.context() as patch:
+        patch.setattr(store_folder, "new_file", lambda path: _Full(new_file(path)))
+        with pytest.raises(StoreError, match="No space left"):
+            BlockStore(folder, LIMITS, encryption=encryption)
+    with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
+        keep(store)
+    with pytest.raises(StoreError, match="is encrypted; give the key file"):
+        BlockStore(folder, LIMITS)
+
+
+def test_two_servers_make_an_encrypted_store_at_the_same_moment(
+    folder: Path, encryption: Encryption, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second server starts when the first has made the marker and not yet written it."""
+    new_file, refusals = store_folder.new_file, list[str]()
+
+    def second_starts(path: Path) -> Any:
+        file = new_file(path)
+        monkeypatch.undo()
+        try:
+            BlockStore(folder, LIMITS, encryption=encryption).close()
+        except StoreError as error:
+            refusals.append(str(error))
+        return file
+
+    monkeypatch.setattr(store_folder, "new_file", second_starts)
+    BlockStore(folder, LIMITS, encryption=encryption).close()
+    assert refusals == []

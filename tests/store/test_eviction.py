@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
-from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.folder import INDEX_FILES, OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.pool import BlockPool
 from mlx_lm_kvpersist.store.records import KVBlock, Leaf
@@ -229,3 +232,57 @@ def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits)
     with closing(store):
         assert store.turns_saved == 1 and store.index.totals().n_blocks == 8
         assert store.disk._over_share(0, ROOT, 0) == ("", 0)
+
+
+def test_remembered_replies_leave_room_for_blocks(tmp_path: Path) -> None:
+    """Otherwise a small store fills with replies, and saves nothing any more."""
+    limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=4 << 20)
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        for n in range(160):
+            replies = {n.to_bytes(16, "big"): bytes(30 << 10)}
+            store.commit(Commit(ROOT, (), replies=replies), [])
+            store.drain()
+        save_turn(store, chain([77], [78], [79]), "new")
+        assert not store.turns_not_saved and store.index.totals().n_blocks == 3
+
+
+def test_a_lower_budget_holds_from_the_start_on(tmp_path: Path) -> None:
+    limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=64 << 20)
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        for n in range(12):
+            save_turn(store, chain([n], [n + 50, 2], [n + 100]))
+    limits = replace(limits, max_disk_bytes=2 << 20)
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        store.drain()
+        assert store.disk.used_bytes() <= limits.max_disk_bytes
+
+
+def test_space_that_a_dead_process_announced_evicts_nothing(tmp_path: Path) -> None:
+    """`sessions import` was killed beside a server that goes on."""
+    limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=8 << 20)
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        for n in range(12):
+            save_turn(store, chain([n], [n + 50, 2]))
+        writing = store.folder / "writing"
+        writing.mkdir(mode=0o700, exist_ok=True)
+        (writing / "01234567.lock").write_text(f"{6 << 20:020d}")  # nobody holds its lock
+        save_turn(store, chain([99]))
+        assert store.disk.n_evicted == 0 and not store.turns_not_saved
+
+
+def test_files_that_cannot_be_removed_count_towards_the_budget(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as files with the flag uchg on macOS. New files can be made."""
+    unlink = os.unlink
+
+    def refused(path: Any, **options: Any) -> None:
+        if str(path).endswith(".safetensors") and "-" not in str(path):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    for n in range(60):
+        save_turn(store, chain([n], [n + 1000, 2]))
+    n_bytes = store.disk.files.n_bytes("blocks", *INDEX_FILES)
+    assert n_bytes <= store.limits.max_disk_bytes

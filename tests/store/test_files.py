@@ -268,6 +268,14 @@ def test_arrays_lie_one_after_the_other_from_the_start(offsets: list[int]) -> No
         read_header(BytesIO(len(header).to_bytes(8, "little") + header + bytes(4)))
 
 
+def test_a_size_that_mlx_cannot_have_is_refused() -> None:
+    """MLX would raise a RuntimeError, as if this machine could not read the file."""
+    array = {"dtype": "U32", "shape": [0, 1 << 70], "data_offsets": [0, 0]}
+    with pytest.raises(ValueError, match="shape"):
+        header = json.dumps({"__metadata__": {}, "a": array}).encode()
+        read_header(BytesIO(len(header).to_bytes(8, "little") + header))
+
+
 def test_the_safetensors_library_opens_a_block_file(tmp_path: Path) -> None:
     node, arrays = chain([1, 2, 3])[0], {"0.k": mx.arange(24).reshape(2, 3, 4)}
     mx.eval(arrays)

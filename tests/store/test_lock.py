@@ -7,7 +7,9 @@ import fcntl
 import logging
 import os
 import sqlite3
-from contextlib import closing
+import threading
+import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,44 @@ def test_the_lock_file_has_just_the_holder_and_is_truncated_only_if_a_longer_nam
             text = path.read_text()
             assert text.startswith(f"process {os.getpid()} ") and "x" * 20 not in text
     assert len(truncated) == 1
+
+
+def test_a_program_that_only_reads_the_index_delays_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backup or a database browser, beside a store that evicts for each turn."""
+    wait_s = 2.0
+    monkeypatch.setattr(database, "_WAIT_S", wait_s)
+    with closing(BlockStore(tmp_path / "store", StoreLimits(64 << 20, 3 << 20))) as store:
+        for n in range(12):
+            save_turn(store, chain([n], [n + 1000, 2, 3, 4]))
+        n_evicted = store.disk.n_evicted
+        assert n_evicted
+        with closing(sqlite3.connect(store.folder / "index.sqlite")) as browser:
+            browser.execute("BEGIN")
+            browser.execute("SELECT count(*) FROM blocks").fetchall()
+            started_s = time.monotonic()
+            save_turn(store, chain([20], [1020, 2, 3, 4]))
+            assert time.monotonic() - started_s < wait_s
+        assert store.disk.n_evicted > n_evicted and not store.turns_not_saved
+
+
+def test_a_lock_whose_file_was_removed_is_not_held(tmp_path: Path) -> None:
+    """A server waits for the lock, and the folder is removed and made again."""
+    path, holds, may_end = tmp_path / "lock", threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with StoreLock(path).held():
+            holds.set()
+            may_end.wait(10)
+
+    waiting = threading.Thread(target=wait)
+    with ExitStack() as other:
+        with StoreLock(path).held():
+            waiting.start()
+            time.sleep(0.2)
+            path.unlink()
+            other.enter_context(StoreLock(path).held())
+        assert not holds.wait(0.5)
+        may_end.set()
+    waiting.join()

@@ -18,14 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids, unpack_ids
+from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.match import TokenText, common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
-from mlx_lm_kvpersist.store.disk import fill
+from mlx_lm_kvpersist.store.disk import DiskStore, fill
 from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.pool import BlockPool
 from mlx_lm_kvpersist.store.records import Commit, KVBlock, Leaf, Session
+from mlx_lm_kvpersist.store.session_file import _session_through
 from mlx_lm_kvpersist.store.verify import find_problems
 
 from .conftest import ROOT, chain, save_turn
@@ -307,3 +309,117 @@ def test_evicting_one_of_many_does_not_look_at_its_siblings(text: str | None) ->
         assert pool.release(50) == 50
         counts.append(Key.n_compared)
     assert counts[1] < 3 * counts[0] + 100, counts
+
+
+# Isolated sessions: each has a root of its own.
+
+
+def isolated(folder: Path, n: int) -> Index:
+    OwnFiles(folder).take_into_use()
+    index = Index(folder / "index.sqlite")
+    with index.database.transaction():
+        for number in range(n):
+            root = replace(ROOT, session=f"session {number}")
+            (node,) = chain([number], parent=root.key)
+            index.add_blocks(root, [(node, 7)])
+            index.put_session(
+                Session(f"{number:016x}", root.key, None, node.key, 1, False, 1.0, 1.0)
+            )
+    return index
+
+
+def test_removing_a_session_reads_no_root_of_another_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    from_json = Root.from_json
+    for n in (20, 200):
+        isolated(tmp_path / str(n), n).close()
+        disk = DiskStore(tmp_path / str(n), StoreLimits(0, 1 << 40))
+        n_read = Counter[str]()
+
+        def counted(text: str, n_read: Counter[str] = n_read) -> Root:
+            n_read.update(["roots"])
+            return from_json(text)
+
+        monkeypatch.setattr(Root, "from_json", staticmethod(counted))
+        disk.remove_session(disk.index.sessions(1)[0])
+        monkeypatch.undo()
+        counts.append(n_read["roots"])
+        disk.close()
+    assert counts[1] <= counts[0] + 10, counts
+
+
+def test_removing_all_sessions_flushes_the_log_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each flush waits for the device, and the store's lock is held for all of them."""
+    isolated(tmp_path / "store", 30).close()
+    n_emptied: Counter[str] = Counter()
+    empty_log = Database.empty_log
+
+    def counted(database: Database) -> None:
+        n_emptied.update(["log"])
+        empty_log(database)
+
+    monkeypatch.setattr(Database, "empty_log", counted)
+    at = ["--kvpersist-dir", str(tmp_path / "store")]
+    assert cli.main(["sessions", "rm", *at, "--all", "--yes"]) == 0
+    assert n_emptied["log"] <= 3
+
+
+class Compared(bytes):
+    n_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.n_compared += 1
+        return bytes.__eq__(self, other)
+
+    __hash__ = bytes.__hash__
+
+
+def test_statistics_of_isolated_sessions_are_linear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20,000 isolated sessions took half a minute of CPU time."""
+    sessions, counts = Index.sessions, []
+
+    def compared(index: Index, *page: int) -> list[Session]:
+        return [replace(each, root=Compared(each.root)) for each in sessions(index, *page)]
+
+    monkeypatch.setattr(Index, "sessions", compared)
+    for n in (20, 200):
+        isolated(tmp_path / str(n), n).close()
+        Compared.n_compared = 0
+        assert cli.main(["store", "stats", "--kvpersist-dir", str(tmp_path / str(n))]) == 0
+        counts.append(Compared.n_compared)
+    assert counts[1] <= 20 * max(counts[0], 1), counts
+
+
+def find_the_session_of_an_import(one: Many) -> None:
+    leaf = Leaf("s", one.new.key, one.new.stop)
+    assert _session_through(one.index, ROOT, leaf) is None
+
+
+def test_an_import_reads_no_chain_of_another_session(many: dict[int, Many]) -> None:
+    """The store's lock is held, and the search is repeated for each plan."""
+    few, more = (
+        steps(one.index, partial(find_the_session_of_an_import, one)) for one in many.values()
+    )
+    assert more <= 1.5 * few + 10, (few, more)
+
+
+def test_a_list_with_a_limit_describes_only_what_it_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolated(tmp_path / "store", 30).close()
+    outline, n_asked = Index.outline, Counter[str]()
+
+    def counted(index: Index, leaves: Any) -> Any:
+        n_asked.update(["outline"])
+        return outline(index, leaves)
+
+    monkeypatch.setattr(Index, "outline", counted)
+    at = ["--kvpersist-dir", str(tmp_path / "store")]
+    assert cli.main(["sessions", "list", *at, "--limit", "2"]) == 0
+    assert n_asked["outline"] <= 2

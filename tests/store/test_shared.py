@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -19,7 +22,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
-from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.errors import ConfigError, StoreError
 from mlx_lm_kvpersist.store import shared, shared_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.encryption import Cipher
@@ -461,6 +464,17 @@ def test_what_has_come_of_a_store_that_dies_is_used(
     assert "connection reset" in note and len(in_store(other)) <= 3
     assert len(caplog.records) == 1
     dying.fails = None
+
+
+def test_a_share_whose_requests_time_out_has_failed(opened: Open, tmp_path: Path) -> None:
+    """A soft mount raises ETIMEDOUT, which is a TimeoutError, too."""
+    dead = Hampered(tmp_path / "bucket")
+    put(opened())
+    other = opened(objects=dead)
+    dead.fails = OSError(errno.ETIMEDOUT, "timed out")
+    assert "timed out" in tier_of(other).fetch(wanted())
+    assert "timed out" in tier_of(other).stats()["failed_with"]
+    dead.fails = None
 
 
 def test_clocks_do_not_matter(
@@ -997,3 +1011,44 @@ def test_an_object_is_asked_for_again_after_a_sleep(
     assert objects.is_seen(bytes(16))
     monkeypatch.setattr(time, "time", lambda: now_s + seconds)
     assert not objects.is_seen(bytes(16)) and objects.lacks(bytes(16))
+
+
+def test_what_a_killed_server_left_in_a_shared_folder_is_pruned(tmp_path: Path) -> None:
+    """obstore writes NAME#1 and renames it; a kill leaves that file, which counts as nobody's."""
+    bucket = tmp_path / "bucket"
+    url = str(bucket)
+    code = (
+        "from mlx_lm_kvpersist.store.objects import Objects\n"
+        f"objects, content = Objects({url!r}), bytes(64 << 20)\n"
+        f"while True: objects.put('kvpersist/00/{'0' * 64}', content)"
+    )
+    left: list[Path] = []
+    for _ in range(20):
+        with subprocess.Popen([sys.executable, "-c", code]) as process:
+            wait_until(lambda: any(bucket.rglob("*#*")), "an object that is being written")
+            process.kill()
+        if left := list(bucket.rglob("*#*")):
+            break
+    assert left
+    assert not any("#" in item.name for item in Objects(url).list()), "it may be being put"
+    for path in left:
+        os.utime(path, (0, 0))
+    old = surplus(Objects(url).list(), None, 0)
+    Objects(url).delete([item.name for item in old])
+    assert objects_in(tmp_path) == []
+
+
+def test_a_conversation_that_is_put_can_be_read() -> None:
+    """256 replies of 18,000 tokens: their JSON is longer than what readers accept."""
+    ids = json.dumps(list(range(100_000, 118_000))).encode()
+    replies = {n.to_bytes(16, "big"): ids for n in range(256)}
+    packed = Conversation(tuple(NODES), (), replies).packed()
+    unpacked = Conversation.unpacked(packed, ROOT)
+    assert unpacked.chain == tuple(NODES)
+    assert unpacked.replies and list(unpacked.replies) == list(replies)[-len(unpacked.replies) :]
+
+
+def test_a_conversation_that_no_reader_accepts_is_not_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_objects, "MAX_BYTES", 1000)
+    with pytest.raises(StoreError, match="too long"):
+        Conversation(tuple(NODES)).packed()

@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.request.serving import RequestState
 from mlx_lm_kvpersist.store import stored_sessions
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
-from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import KVBlock, Leaf, Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
@@ -274,6 +274,23 @@ def test_what_a_busy_store_was_asked_is_not_done_later(
     with writer_held(store), pytest.raises(RequestRefused, match="nothing was changed"):
         StoredSessions(store).pin(session.id, True)
     assert not store.index.sessions()[0].pinned
+
+
+def test_a_request_ends_while_another_process_changes_the_store(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The change has begun, so it cannot be withdrawn."""
+    save_turn(store, chain([1]), "s")
+    (session,) = store.index.sessions()
+    monkeypatch.setattr(stored_sessions, "_TIMEOUT_S", 0.1)
+    with (
+        StoreLock(store.folder / "lock").held(),
+        pytest.raises(RequestRefused, match="may still be made") as refused,
+    ):
+        StoredSessions(store).pin(session.id, True)
+    assert refused.value.status == 503
+    store.drain()
+    assert store.index.sessions()[0].pinned
 
 
 def test_a_draft_models_blocks_are_no_session_and_go_with_the_one_of_their_tokens(

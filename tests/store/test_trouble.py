@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 import shutil
@@ -21,8 +22,9 @@ import pytest
 from mlx_lm_kvpersist.block import Record
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import LOG_AGAIN_S, BlockCorrupt, StoreError
+from mlx_lm_kvpersist.store import folder as store_folder
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.disk import rebuild_index
+from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
 from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.files import read_file, write_block
 from mlx_lm_kvpersist.store.folder import OwnFiles
@@ -385,3 +387,24 @@ def test_a_file_that_went_unnoticed_is_written_with_the_next_turn(stored: BlockS
     save_turn(stored, [*NODES, *chain([3], parent=NODES[-1].key)], "s")
     stored.pool.clear()
     assert stored.reader.load(NODES[0], ROOT) is not None
+
+
+def test_a_file_that_a_start_cannot_read_is_named(
+    stored: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is missing, and the device fails: another folder is not the only remedy."""
+    stored.close()
+    stored.index.path.unlink()
+    bad = sorted((stored.folder / "blocks").rglob("*.safetensors"))[0]
+    open_regular = store_folder.open_regular
+
+    class Failing(io.BytesIO):
+        def read(self, n_bytes: int | None = -1) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def opened(path: Path, **options: Any) -> Any:
+        return Failing(b"x" * 999) if path == bad else open_regular(path, **options)
+
+    monkeypatch.setattr(store_folder, "open_regular", opened)
+    with pytest.raises(StoreError, match=bad.name):
+        DiskStore(stored.folder, stored.limits)
