@@ -97,7 +97,7 @@ class DiskStore:
         self.gone: OrderedDict[bytes, Gone] = OrderedDict()
         """Why this process recently removed blocks and checkpoints, by key. Any thread."""
         try:
-            self.files.take_into_use()
+            self.files.take_into_use(self.lock)
             self._volume = Volume(folder)
             check_writable(folder)  # SQLite's error would say less
             index = partial(Index, folder / "index.sqlite", self.files, check_all=check_all)
@@ -150,7 +150,7 @@ class DiskStore:
             return
         self._check_volume()
         self._whole.clear()
-        self.files.take_into_use()
+        self.files.take_into_use(self.lock)
         self._volume = Volume(self.folder)
         self._opened(self.index.reopen)
         logger.warning(
