@@ -477,7 +477,11 @@ class StoreLock:
         except BaseException:
             os.close(descriptor)
             raise
-        return descriptor
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                return descriptor
+        os.close(descriptor)  # the file was removed: another process may have locked a new one
+        return self._locked()
 
     def _wait(self, descriptor: int) -> None:
         deadline_s, folder = time.monotonic() + _WAIT_S, self._path.parent
