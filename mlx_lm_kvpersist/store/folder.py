@@ -548,10 +548,14 @@ class Staging:
         self._n_bytes += n_bytes
         if not self._n_bytes and self._lock is None:
             return
-        if self._lock is None:
-            self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.pwrite(self._lock.fileno(), b"%020d" % self._n_bytes, 0)
+        try:
+            if self._lock is None:
+                self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.pwrite(self._lock.fileno(), b"%020d" % self._n_bytes, 0)
+        except OSError:
+            self._n_bytes -= max(n_bytes, 0)
+            raise
 
 
 def staged_bytes(files: OwnFiles) -> tuple[int, int]:
