@@ -395,9 +395,9 @@ def _created(path: Path) -> BinaryIO:
 def flush_to_device(descriptor: int) -> None:
     """Return when a file's content would survive a power failure, as far as its volume reports.
 
-    Key files, exports and a store's marker are flushed; a store's other files are not. On macOS `fsync` leaves the
-    content in the cache of the drive; F_FULLFSYNC writes it to the drive, but volumes of other
-    systems refuse that.
+    Key files, exports and a store's marker are flushed; a store's other files are not. On macOS
+    `fsync` leaves the content in the cache of the drive; F_FULLFSYNC writes it to the drive, but
+    volumes of other systems refuse that.
     """
     full_fsync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_fsync is not None:
