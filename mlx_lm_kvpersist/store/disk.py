@@ -386,7 +386,10 @@ class DiskStore:
         raise StoreError("a hundred random ids for a session all belong to other sessions")
 
     def remove_session(self, session: Session) -> list[bytes]:
-        """Remove a session and the records that only it and its draft need; return the keys."""
+        """Remove a session and the records that only it and its draft need; return the keys.
+
+        The text is overwritten when the caller empties the index's log.
+        """
         removed = []
         with self.lock.held():
             chain = [block for block, _ in self.index.chain(session.leaf)]
@@ -402,7 +405,6 @@ class DiskStore:
                         break
                     self.forget(key)
                     removed.append(key)
-            self.index.database.empty_log()
         return removed
 
     def _same_tokens(self, chain: Sequence[Block], root: Root) -> list[Block]:

@@ -358,9 +358,9 @@ def test_removing_all_sessions_flushes_the_log_once(
     n_emptied: Counter[str] = Counter()
     empty_log = Database.empty_log
 
-    def counted(database: Database) -> None:
+    def counted(database: Database) -> bool:
         n_emptied.update(["log"])
-        empty_log(database)
+        return empty_log(database)
 
     monkeypatch.setattr(Database, "empty_log", counted)
     at = ["--kvpersist-dir", str(tmp_path / "store")]
