@@ -393,9 +393,10 @@ class DiskStore:
         removed = []
         with self.lock.held():
             chain = [block for block, _ in self.index.chain(session.leaf)]
-            roots = {root.key: root for root, _ in self.index.roots()}
-            own = roots.pop(session.root, None)
-            other_roots = [root for root in roots.values() if own and own.shares_tenant(root)]
+            own = self.index.root(session.root)
+            roots = self.index.roots(tenant=own) if own else []
+            others = (root for root, _ in roots if root != own)
+            other_roots = [root for root in others if own and own.shares_tenant(root)]
             self.index.remove_session(session.id)
             self.remove_sidecar(session.id)
             for blocks in (chain, *(self._same_tokens(chain, root) for root in other_roots)):
