@@ -537,6 +537,18 @@ class SmallState(Rows):
                 (_MAX_REPLIES,),
             )
 
+    def trim_replies(self, max_bytes: int) -> None:
+        """Remove the oldest replies, until the other replies take at most `max_bytes`."""
+        if self.database.files.n_bytes(self.database.path.name) <= max_bytes:
+            return
+        with self.database.transaction() as db:
+            db.execute(
+                "DELETE FROM replies WHERE used <= (SELECT used FROM (SELECT used, "
+                "sum(length(ids)) OVER (ORDER BY used DESC) AS n_bytes FROM replies) "
+                "WHERE n_bytes > ? ORDER BY used DESC LIMIT 1)",
+                (max_bytes,),
+            )
+
     def _get(self, key: str) -> Any:
         """Return a JSON value; None if it is missing or damaged."""
         for (value,) in self.ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):

@@ -63,6 +63,8 @@ Opened = TypeVar("Opened")
 
 _MAX_REMEMBERED = 10_000
 _INDEX_RESERVE_BYTES = 768 << 10
+_REPLIES_SHARE = 8
+"""In a full store, remembered replies may take this part of the budget."""
 Progress = Callable[[int, int], None]
 """Called with the number of files read, and of all files."""
 
@@ -300,7 +302,7 @@ class DiskStore:
     ) -> bool:
         """Evict until `n_bytes` more of a root fit; return False if they cannot fit.
 
-        Quarantined files go first, then the least recently used leaves and checkpoints. A model
+        Quarantined files and old replies go first, then the least recently used leaves and checkpoints. A model
         above its share loses its own records. Pinned sessions and the keys in `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
@@ -309,6 +311,10 @@ class DiskStore:
         with self.lock.held():
             too_much = self._excess(n_bytes)
             if too_much > 0:
+                sweep_staged(self.files)  # what a process that has ended announced
+                too_much = self._excess(n_bytes)
+            if too_much > 0:
+                self.index.state.trim_replies(self.limits.max_disk_bytes // _REPLIES_SHARE)
                 for path in self.files.paths("quarantine"):
                     self.files.remove(path)
                 self.index.database.empty_log()
