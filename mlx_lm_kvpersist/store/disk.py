@@ -200,18 +200,22 @@ class DiskStore:
             self._whole.popitem(last=False)
 
     def forget(self, key: bytes, why: Gone | None = None) -> Forgotten:
-        """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
+        """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
+
+        If a file cannot be removed, the rows stay, so that the file counts.
+        """
         with self.lock.held():
-            went = self.index.forget(key)
-            keys = {key, *went.checkpoints}
-            self.forgotten(keys)
-            for session_id in went.sessions:
-                self.remove_sidecar(session_id)
-            self.files.remove(self.files.path_of(key, Block.folder))
-            for removed_key in keys:
-                self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
-                if why is not None:
-                    self.gone[removed_key] = why
+            with self.index.database.transaction():
+                went = self.index.forget(key)
+                keys = {key, *went.checkpoints}
+                self.forgotten(keys)
+                for removed_key in keys:
+                    self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
+                self.files.remove(self.files.path_of(key, Block.folder))
+                for session_id in went.sessions:
+                    self.remove_sidecar(session_id)
+            if why is not None:
+                self.gone.update(dict.fromkeys(keys, why))
             while len(self.gone) > _MAX_REMEMBERED:
                 self.gone.popitem(last=False)
             return went
