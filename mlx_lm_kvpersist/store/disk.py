@@ -537,6 +537,9 @@ def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = 
                 raise StoreFormatError(f"{path}: {error}") from error
             except (BlockCorrupt, FileNotFoundError) as error:
                 bad.append(f"{path.name}: {error}")
+            except OSError as error:
+                error.filename = error.filename or str(path)
+                raise
             else:
                 parent = index.block(record.block) if isinstance(record, Checkpoint) else None
                 if isinstance(record, Block) or (parent is not None and parent[1] == root.key):
@@ -551,6 +554,9 @@ def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = 
             except ValueError as error:
                 bad.append(f"{path.name}: {error}")
                 continue
+            except OSError as error:
+                error.filename = error.filename or str(path)
+                raise
             if session.leaf in index:
                 index.put_session(session, path.stat().st_size)
     if bad:
