@@ -306,8 +306,9 @@ class DiskStore:
     ) -> bool:
         """Evict until `n_bytes` more of a root fit; return False if they cannot fit.
 
-        Quarantined files and old replies go first, then the least recently used leaves and checkpoints. A model
-        above its share loses its own records. Pinned sessions and the keys in `keep` stay.
+        Quarantined files and old replies go first, then the least recently used leaves and
+        checkpoints. A model above its share loses its own records. Pinned sessions and the keys in
+        `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
