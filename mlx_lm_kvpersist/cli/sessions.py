@@ -203,13 +203,21 @@ def rm(args: argparse.Namespace) -> Report:
         for session in chosen:
             disk.remove_session(session)
         disk.index.state.forget_requests(None if args.all else owners)
+        is_overwritten = disk.index.database.empty_log()
         freed = before - disk.index.totals()
+    reader = "The index keeps their text while another program reads it."
     removed = [{"id": session.id, "name": session.name} for session in chosen]
     return Report(
-        {"removed": removed, **counts(freed), "bytes": freed.n_bytes},
+        {
+            "removed": removed,
+            **counts(freed),
+            "bytes": freed.n_bytes,
+            "is_overwritten": is_overwritten,
+        },
         *(f"removed {name}" for name in names),
         f"freed {show_bytes(freed.n_bytes)}: {amount(freed)}",
         "A server that runs now still has them in RAM: delete them on its page, or restart it.",
+        *([] if is_overwritten else [reader]),
     )
 
 

@@ -59,13 +59,14 @@ def stats(args: argparse.Namespace) -> Report:
     folder = args.kvpersist_dir
     with reading(args) as index:
         sessions = index.sessions()
+        n_sessions = Counter(session.root for session in sessions)
         roots: list[dict[str, Any]] = [
             {
                 "model": root.model,
                 "fingerprint": root.fingerprint,
                 "precision": root.layout,
                 "namespace": root.namespace,
-                "sessions": sum(session.root == root.key for session in sessions),
+                "sessions": n_sessions[root.key],
                 **counts(totals),
                 "bytes": totals.block_bytes + totals.checkpoint_bytes,
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from ..block import Block, Checkpoint, Record
 from ..errors import Failures, StoreError, remedy
 from ..match import AHEAD
 from ..units import show_bytes
+from .database import is_damage
 from .disk import DiskStore
 from .disk_tier import DiskTier
 from .files import Arrays
@@ -63,6 +65,8 @@ class BlockStore:
         self.blocks_quarantined = 0
         self._failures: set[str] = set()
         """Kinds of failure that prevent saving now."""
+        self._is_damaged = False
+        """Whether damage to the index was found since a turn was saved."""
         self.failures = Failures(logger)
         self.n_changes = 0
         """Grows when blocks are added or removed, so that a prompt may be matched again."""
@@ -384,6 +388,7 @@ class BlockStore:
         if commit.leaf and commit.records:
             self.turns_saved += 1
             self._failures.clear()
+            self._is_damaged = False
         for tier in self.lower[1:]:
             tier.store([commit], self.pool.get)
         self.pool.set_stored({record.key for record in commit.records})
@@ -396,6 +401,9 @@ class BlockStore:
         # A full disk can fail with several errors.
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
         self._failures.add(kind)
+        if isinstance(error, sqlite3.Error) and is_damage(error) and not self._is_damaged:
+            self._is_damaged = True
+            self.writer.submit(self.disk_tier.sweep)  # it rebuilds the index
         message = "cannot %s: %s; serving continues from memory"
         if advice := remedy(error):
             message += f"{advice} with --kvpersist-dir"

@@ -30,6 +30,8 @@ from .folder import OwnFiles
 from .records import SESSION_COLUMNS, Session, read_root, read_sessions
 
 _WAIT_S = 30.0
+_READERS_MS = 50
+"""How long emptying the log waits for readers. A query takes less; a backup may take hours."""
 _TURN_S = 5.0
 """How long a thread waits for the lent connection before it opens its own."""
 _LAST_TURN_S = 1.0
@@ -212,10 +214,19 @@ class Database:
             advice = "another program has it open, such as a database browser or a backup; close it"
             raise sqlite3.OperationalError(f"{self.path} is locked: {advice}") from error
 
-    def empty_log(self) -> None:
-        """Return free pages to the volume, and empty the log, as far as other readers allow."""
+    def empty_log(self) -> bool:
+        """Return free pages to the volume, and empty the log; say whether no reader prevented it.
+
+        Until the log is empty, the file keeps removed rows.
+        """
+        db = self.connection
         # executescript() runs to the end; execute() would stop after one page.
-        self.connection.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
+        db.executescript(f"PRAGMA incremental_vacuum; PRAGMA busy_timeout = {_READERS_MS};")
+        try:
+            ((is_busy, *_),) = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        finally:
+            db.execute(f"PRAGMA busy_timeout = {_WAIT_S * 1000:.0f}")
+        return not is_busy
 
 
 class Rows:
@@ -524,6 +535,18 @@ class SmallState(Rows):
                 "DELETE FROM replies WHERE used <= "
                 "(SELECT used FROM replies ORDER BY used DESC LIMIT 1 OFFSET ?)",
                 (_MAX_REPLIES,),
+            )
+
+    def trim_replies(self, max_bytes: int) -> None:
+        """Remove the oldest replies, until the other replies take at most `max_bytes`."""
+        if self.database.files.n_bytes(self.database.path.name) <= max_bytes:
+            return
+        with self.database.transaction() as db:
+            db.execute(
+                "DELETE FROM replies WHERE used <= (SELECT used FROM (SELECT used, "
+                "sum(length(ids)) OVER (ORDER BY used DESC) AS n_bytes FROM replies) "
+                "WHERE n_bytes > ? ORDER BY used DESC LIMIT 1)",
+                (max_bytes,),
             )
 
     def _get(self, key: str) -> Any:

@@ -63,6 +63,8 @@ Opened = TypeVar("Opened")
 
 _MAX_REMEMBERED = 10_000
 _INDEX_RESERVE_BYTES = 768 << 10
+_REPLIES_SHARE = 8
+"""In a full store, remembered replies may take this part of the budget."""
 Progress = Callable[[int, int], None]
 """Called with the number of files read, and of all files."""
 
@@ -97,7 +99,7 @@ class DiskStore:
         self.gone: OrderedDict[bytes, Gone] = OrderedDict()
         """Why this process recently removed blocks and checkpoints, by key. Any thread."""
         try:
-            self.files.take_into_use()
+            self.files.take_into_use(self.lock)
             self._volume = Volume(folder)
             check_writable(folder)  # SQLite's error would say less
             index = partial(Index, folder / "index.sqlite", self.files, check_all=check_all)
@@ -150,7 +152,7 @@ class DiskStore:
             return
         self._check_volume()
         self._whole.clear()
-        self.files.take_into_use()
+        self.files.take_into_use(self.lock)
         self._volume = Volume(self.folder)
         self._opened(self.index.reopen)
         logger.warning(
@@ -198,18 +200,22 @@ class DiskStore:
             self._whole.popitem(last=False)
 
     def forget(self, key: bytes, why: Gone | None = None) -> Forgotten:
-        """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
+        """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
+
+        If a file cannot be removed, the rows stay, so that the file counts.
+        """
         with self.lock.held():
-            went = self.index.forget(key)
-            keys = {key, *went.checkpoints}
-            self.forgotten(keys)
-            for session_id in went.sessions:
-                self.remove_sidecar(session_id)
-            self.files.remove(self.files.path_of(key, Block.folder))
-            for removed_key in keys:
-                self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
-                if why is not None:
-                    self.gone[removed_key] = why
+            with self.index.database.transaction():
+                went = self.index.forget(key)
+                keys = {key, *went.checkpoints}
+                self.forgotten(keys)
+                for removed_key in keys:
+                    self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
+                self.files.remove(self.files.path_of(key, Block.folder))
+                for session_id in went.sessions:
+                    self.remove_sidecar(session_id)
+            if why is not None:
+                self.gone.update(dict.fromkeys(keys, why))
             while len(self.gone) > _MAX_REMEMBERED:
                 self.gone.popitem(last=False)
             return went
@@ -300,8 +306,9 @@ class DiskStore:
     ) -> bool:
         """Evict until `n_bytes` more of a root fit; return False if they cannot fit.
 
-        Quarantined files go first, then the least recently used leaves and checkpoints. A model
-        above its share loses its own records. Pinned sessions and the keys in `keep` stay.
+        Quarantined files and old replies go first, then the least recently used leaves and
+        checkpoints. A model above its share loses its own records. Pinned sessions and the keys in
+        `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
@@ -309,6 +316,10 @@ class DiskStore:
         with self.lock.held():
             too_much = self._excess(n_bytes)
             if too_much > 0:
+                sweep_staged(self.files)  # what a process that has ended announced
+                too_much = self._excess(n_bytes)
+            if too_much > 0:
+                self.index.state.trim_replies(self.limits.max_disk_bytes // _REPLIES_SHARE)
                 for path in self.files.paths("quarantine"):
                     self.files.remove(path)
                 self.index.database.empty_log()
@@ -386,13 +397,17 @@ class DiskStore:
         raise StoreError("a hundred random ids for a session all belong to other sessions")
 
     def remove_session(self, session: Session) -> list[bytes]:
-        """Remove a session and the records that only it and its draft need; return the keys."""
+        """Remove a session and the records that only it and its draft need; return the keys.
+
+        The text is overwritten when the caller empties the index's log.
+        """
         removed = []
         with self.lock.held():
             chain = [block for block, _ in self.index.chain(session.leaf)]
-            roots = {root.key: root for root, _ in self.index.roots()}
-            own = roots.pop(session.root, None)
-            other_roots = [root for root in roots.values() if own and own.shares_tenant(root)]
+            own = self.index.root(session.root)
+            roots = self.index.roots(tenant=own) if own else []
+            others = (root for root, _ in roots if root != own)
+            other_roots = [root for root in others if own and own.shares_tenant(root)]
             self.index.remove_session(session.id)
             self.remove_sidecar(session.id)
             for blocks in (chain, *(self._same_tokens(chain, root) for root in other_roots)):
@@ -402,7 +417,6 @@ class DiskStore:
                         break
                     self.forget(key)
                     removed.append(key)
-            self.index.database.empty_log()
         return removed
 
     def _same_tokens(self, chain: Sequence[Block], root: Root) -> list[Block]:
@@ -524,6 +538,9 @@ def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = 
                 raise StoreFormatError(f"{path}: {error}") from error
             except (BlockCorrupt, FileNotFoundError) as error:
                 bad.append(f"{path.name}: {error}")
+            except OSError as error:
+                error.filename = error.filename or str(path)
+                raise
             else:
                 parent = index.block(record.block) if isinstance(record, Checkpoint) else None
                 if isinstance(record, Block) or (parent is not None and parent[1] == root.key):
@@ -538,6 +555,9 @@ def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = 
             except ValueError as error:
                 bad.append(f"{path.name}: {error}")
                 continue
+            except OSError as error:
+                error.filename = error.filename or str(path)
+                raise
             if session.leaf in index:
                 index.put_session(session, path.stat().st_size)
     if bad:

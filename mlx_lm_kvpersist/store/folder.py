@@ -134,24 +134,29 @@ class OwnFiles:
 
     # The folder of a store.
 
-    def take_into_use(self) -> None:
+    def take_into_use(self, lock: StoreLock) -> None:
         """Make or check a store's folder, and mark it. Raises StoreError before any change."""
         folder = self.folder
         make_private(folder)
-        names = {name for name in os.listdir(folder) if not RANK_FOLDER.fullmatch(name)}
-        if names - _LEFT_BY_SYSTEMS - _LEFT_BEHIND:
-            self.check_store()
         title = "This folder is a store of mlx-lm-kvpersist, which removes its own files.\n"
-        try:
-            with new_file(folder / MARKER) as file:
-                file.write(f"{title}{self._mark_line}".encode())
-        except FileExistsError:
-            self.check_store()  # the folder was empty, and another process made the store first
+        if self._is_unmarked():
+            with lock.held():
+                if self._is_unmarked():  # otherwise another process has marked it first
+                    with whole_file(folder / MARKER, fsync=True) as file:
+                        file.write(f"{title}{self._mark_line}".encode())
+        self.check_store()
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & 0o077:
             logger.warning(
                 "kvpersist: other users may list %s (mode %o); run chmod 700 on it", folder, mode
             )
+
+    def _is_unmarked(self) -> bool:
+        """Say whether the folder holds at most an empty marker: an interrupted start left it."""
+        names = {name for name in os.listdir(self.folder) if not RANK_FOLDER.fullmatch(name)}
+        names -= _LEFT_BY_SYSTEMS | _LEFT_BEHIND
+        names = {name for name in names if not name.startswith(f"{MARKER}.")}  # of `whole_file`
+        return not names or (names == {MARKER} and not os.lstat(self.folder / MARKER).st_size)
 
     def check_store(self) -> None:
         """Raise StoreError unless the folder is marked as a store, and as a store of this key."""
@@ -391,9 +396,9 @@ def _created(path: Path) -> BinaryIO:
 def flush_to_device(descriptor: int) -> None:
     """Return when a file's content would survive a power failure, as far as its volume reports.
 
-    Key files and exports are flushed; a store's files are not. On macOS `fsync` leaves the
-    content in the cache of the drive; F_FULLFSYNC writes it to the drive, but volumes of other
-    systems refuse that.
+    Key files, exports and a store's marker are flushed; a store's other files are not. On macOS
+    `fsync` leaves the content in the cache of the drive; F_FULLFSYNC writes it to the drive, but
+    volumes of other systems refuse that.
     """
     full_fsync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_fsync is not None:
@@ -475,7 +480,11 @@ class StoreLock:
         except BaseException:
             os.close(descriptor)
             raise
-        return descriptor
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                return descriptor
+        os.close(descriptor)  # the file was removed: another process may have locked a new one
+        return self._locked()
 
     def _wait(self, descriptor: int) -> None:
         deadline_s, folder = time.monotonic() + _WAIT_S, self._path.parent
@@ -542,10 +551,14 @@ class Staging:
         self._n_bytes += n_bytes
         if not self._n_bytes and self._lock is None:
             return
-        if self._lock is None:
-            self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.pwrite(self._lock.fileno(), b"%020d" % self._n_bytes, 0)
+        try:
+            if self._lock is None:
+                self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.pwrite(self._lock.fileno(), b"%020d" % self._n_bytes, 0)
+        except OSError:
+            self._n_bytes -= max(n_bytes, 0)
+            raise
 
 
 def staged_bytes(files: OwnFiles) -> tuple[int, int]:

@@ -182,6 +182,7 @@ class StoredSessions:
             namespace = disk.index.namespace(session)
             gone = disk.remove_session(session)
             disk.index.state.forget_requests([(session.name, namespace)])
+            disk.index.database.empty_log()
             freed = before - disk.index.totals().n_bytes
             self._store.writer.withdraw(gone)
             for key in gone:

@@ -7,6 +7,8 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,7 +25,7 @@ from mlx_lm_kvpersist.store import folder as store_folder
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.encryption import read_key
 from mlx_lm_kvpersist.store.files import read_content
-from mlx_lm_kvpersist.store.folder import PLAIN, Encryption, OwnFiles, Staging
+from mlx_lm_kvpersist.store.folder import MARKER, PLAIN, Encryption, OwnFiles, Staging
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.objects import Objects
 from mlx_lm_kvpersist.store.verify import find_problems
@@ -425,12 +427,15 @@ class _Full:
 def test_a_first_start_on_a_full_disk_can_be_repeated(
     folder: Path, encryption: Encryption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power failure or a kill between the two calls leaves the same empty marker."""
-    new_file = store_folder.new_file
+    """A kill leaves the unfinished file, and some editors an empty marker."""
+    created = store_folder._created
     with monkeypatch.context() as patch:
-        patch.setattr(store_folder, "new_file", lambda path: _Full(new_file(path)))
+        patch.setattr(store_folder, "_created", lambda path: _Full(created(path)))
         with pytest.raises(StoreError, match="No space left"):
             BlockStore(folder, LIMITS, encryption=encryption)
+    assert not (folder / MARKER).exists()
+    (folder / f"{MARKER}.12345678.tmp").touch()
+    (folder / MARKER).touch()
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         keep(store)
     with pytest.raises(StoreError, match="is encrypted; give the key file"):
@@ -440,18 +445,25 @@ def test_a_first_start_on_a_full_disk_can_be_repeated(
 def test_two_servers_make_an_encrypted_store_at_the_same_moment(
     folder: Path, encryption: Encryption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second server starts when the first has made the marker and not yet written it."""
-    new_file, refusals = store_folder.new_file, list[str]()
+    """The second server starts while the first writes the marker."""
+    created, refusals = store_folder._created, list[str]()
 
-    def second_starts(path: Path) -> Any:
-        file = new_file(path)
-        monkeypatch.undo()
+    def start() -> None:
         try:
             BlockStore(folder, LIMITS, encryption=encryption).close()
         except StoreError as error:
             refusals.append(str(error))
+
+    second = threading.Thread(target=start)
+
+    def second_starts(path: Path) -> Any:
+        file = created(path)
+        monkeypatch.undo()
+        second.start()
+        time.sleep(0.2)
         return file
 
-    monkeypatch.setattr(store_folder, "new_file", second_starts)
+    monkeypatch.setattr(store_folder, "_created", second_starts)
     BlockStore(folder, LIMITS, encryption=encryption).close()
+    second.join()
     assert refusals == []

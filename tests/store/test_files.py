@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -28,7 +29,14 @@ from mlx_lm_kvpersist.store.files import (
     read_record,
     write_block,
 )
-from mlx_lm_kvpersist.store.folder import PLAIN, Encryption, OwnFiles, Staging, open_regular
+from mlx_lm_kvpersist.store.folder import (
+    PLAIN,
+    Encryption,
+    OwnFiles,
+    Staging,
+    open_regular,
+    staged_bytes,
+)
 from tests.support.store_files import block_path
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -193,6 +201,21 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         staging.announce(100)
         write(staging.path(NODE.key))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_an_announcement_that_cannot_be_written_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    files = OwnFiles(tmp_path)
+    with closing(Staging(files)) as staging:
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(os, "pwrite", full)
+            staging.announce(100)
+        staging.announce(1)
+        assert staged_bytes(files) == (1, 0)
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:

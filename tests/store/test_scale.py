@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.match import TokenText, common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore, fill
-from mlx_lm_kvpersist.store.folder import OwnFiles
+from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.pool import BlockPool
 from mlx_lm_kvpersist.store.records import Commit, KVBlock, Leaf, Session
@@ -315,7 +315,7 @@ def test_evicting_one_of_many_does_not_look_at_its_siblings(text: str | None) ->
 
 
 def isolated(folder: Path, n: int) -> Index:
-    OwnFiles(folder).take_into_use()
+    OwnFiles(folder).take_into_use(StoreLock(folder / "lock"))
     index = Index(folder / "index.sqlite")
     with index.database.transaction():
         for number in range(n):
@@ -358,9 +358,9 @@ def test_removing_all_sessions_flushes_the_log_once(
     n_emptied: Counter[str] = Counter()
     empty_log = Database.empty_log
 
-    def counted(database: Database) -> None:
+    def counted(database: Database) -> bool:
         n_emptied.update(["log"])
-        empty_log(database)
+        return empty_log(database)
 
     monkeypatch.setattr(Database, "empty_log", counted)
     at = ["--kvpersist-dir", str(tmp_path / "store")]
