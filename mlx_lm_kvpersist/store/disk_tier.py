@@ -28,8 +28,8 @@ from .writer import Writer
 logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096
-_REMOVE, _WRITE_BACK = "remove a file", "write a session's file"
-"""Actions whose failure does not change a commit's result."""
+_REMOVE = "remove a file"
+"""An action whose failure does not change a commit's result."""
 
 
 @dataclass(eq=False)
@@ -263,6 +263,12 @@ class Saving:
             self._disk.files.move(self._staging.path(file.block.key), path)
             job.paths[file.block.key] = path
         job.session = self._disk.session_of(job.commit)
+        if (leaf := job.commit.leaf) and leaf.replaced:
+            at_ends = self._index.sessions_at(*(old for old, _ in leaf.replaced))
+            own = job.session.id if job.session else None
+            needed = {session.leaf for session in at_ends if session.id != own}
+            replaced = tuple(pair for pair in leaf.replaced if pair[0] not in needed)
+            job.commit = replace(job.commit, leaf=replace(leaf, replaced=replaced))
         n_bytes = write_sidecar(job.session, self._disk.files) if job.session else 0
         sizes = [(file.block, self._staging.sizes[file.block.key]) for file in job.files]
         job.removed = self._index.commit(job.commit, sizes, job.session, n_bytes)
@@ -275,7 +281,7 @@ class Saving:
         job.paths.clear()
         if (session := job.session) is None:
             return
-        with self._continuing(_WRITE_BACK):
+        with self._continuing("write a session's file"):
             if before := self._index.session(session.id):
                 write_sidecar(before, self._disk.files)
             else:
@@ -289,14 +295,11 @@ class Saving:
             was_evicted = self._disk.gone.pop(file.block.key, None) is Gone.EVICTED
             if was_evicted and isinstance(file.block, Block):
                 self._disk.asked_again_tokens += file.block.n_tokens
-        for replaced, successor in job.commit.leaf.replaced if job.commit.leaf else ():
+        for replaced, _ in job.commit.leaf.replaced if job.commit.leaf else ():
             if not self._disk.files.path_of(replaced, Block.folder).exists():
                 continue  # only RAM had it
             with self._continuing(_REMOVE):
                 self._disk.forget(replaced)
-            with self._continuing(_WRITE_BACK):
-                for moved in self._index.sessions_at(successor):
-                    write_sidecar(moved, self._disk.files)
 
 
 def _row_bytes(block: Record) -> int:
