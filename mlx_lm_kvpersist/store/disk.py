@@ -178,8 +178,9 @@ class DiskStore:
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
         """Return the last missing block before a leaf, as `Index.gap` does.
 
-        Another process may quarantine a block that has children. The chain is walked only if
-        another thread or process changed the index since the chain was known to be complete.
+        A block that has children may go to quarantine. The chain is walked only if such a block was
+        removed, or another thread or process changed the index, since the chain was known to be
+        complete.
         """
         if leaf == root.key or self._whole.get(leaf) == self.index.version():
             return None
@@ -201,6 +202,8 @@ class DiskStore:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
         with self.lock.held():
             went = self.index.forget(key)
+            if self.index.children(key, limit=1):
+                self._whole.clear()  # the chains through this block
             keys = {key, *went.checkpoints}
             self.forgotten(keys)
             for session_id in went.sessions:

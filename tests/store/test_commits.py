@@ -474,6 +474,15 @@ def test_a_block_that_another_process_put_into_quarantine_is_written_again(
     assert store.turns_not_saved == 2 * (not is_in_ram)
 
 
+def test_a_block_that_went_to_quarantine_is_written_again(store: BlockStore) -> None:
+    nodes = chain([1], [2], [3], [4])
+    save_turn(store, nodes[:3], "s")
+    store.writer.submit(partial(store.disk.quarantine, nodes[0].key, "it is damaged"))
+    submit(store, nodes[3:], "s")
+    store.drain()
+    assert [block for block, _ in store.index.chain(nodes[3].key)] == nodes
+
+
 def test_a_chain_is_walked_only_after_another_process_has_changed_the_index(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
