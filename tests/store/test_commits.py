@@ -372,15 +372,16 @@ def test_a_commit_that_cannot_be_planned_takes_no_other_along(
     store: BlockStore, bad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other commits are planned before room is made, so nothing that they need is evicted."""
-    nodes, disk, make_room = [*chain([1]), *chain([2]), *chain([3])], store.disk, DiskStore.make_room
-    kept: list[set[bytes]] = []
+    nodes, disk = [*chain([1]), *chain([2]), *chain([3])], store.disk
+    make_room = DiskStore.make_room
+    arrays, kept = arrays_of(nodes[0]), list[set[bytes]]()
 
     def seen(disk: DiskStore, n_bytes: int, keep: set[bytes], root: Root) -> bool:
         kept.append(keep)
         return make_room(disk, n_bytes, keep, root)
 
     def file_of(root: Root, block: Record) -> NewFile:
-        return refuse() if block is nodes[bad] else disk.new_file(root, block, arrays_of(block))
+        return refuse() if block is nodes[bad] else disk.new_file(root, block, arrays)
 
     store.drain()
     monkeypatch.setattr(DiskStore, "make_room", seen)
@@ -478,6 +479,7 @@ def test_a_block_that_went_to_quarantine_is_written_again(store: BlockStore) -> 
     nodes = chain([1], [2], [3], [4])
     save_turn(store, nodes[:3], "s")
     store.writer.submit(partial(store.disk.quarantine, nodes[0].key, "it is damaged"))
+    store.drain()
     submit(store, nodes[3:], "s")
     store.drain()
     assert [block for block, _ in store.index.chain(nodes[3].key)] == nodes
