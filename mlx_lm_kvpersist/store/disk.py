@@ -388,9 +388,9 @@ class DiskStore:
                 return drawn
         raise StoreError("a hundred random ids for a session all belong to other sessions")
 
-    def remove_session(self, session: Session) -> list[bytes]:
-        """Remove a session and the records that only it and its draft need; return the keys."""
-        removed = []
+    def remove_session(self, session: Session) -> list[Block]:
+        """Remove a session and the records that only it and its draft need; return the blocks."""
+        removed = list[Block]()
         with self.lock.held():
             chain = [block for block, _ in self.index.chain(session.leaf)]
             roots = {root.key: root for root, _ in self.index.roots()}
@@ -404,7 +404,7 @@ class DiskStore:
                     if self.index.sessions_at(key) or self.index.children(key, limit=1):
                         break
                     self.forget(key)
-                    removed.append(key)
+                    removed.append(block)
             self.index.database.empty_log()
         return removed
 
