@@ -477,11 +477,12 @@ class Lookup:
         """Return what was reused, and why not more."""
         stored, n_reused = self.stored, joined.n_tokens
         ids, granule = stored.prompt.ids, self.model.saver.granule
+        is_all_stored = stored.match.n_tokens >= len(ids) - 1
         if n_reused == 0:
             kind = Kind.MISS
         elif n_reused == len(ids) - 1:
             kind = Kind.EXACT
-        elif stored.match.at_end and n_reused == stored.n_tokens:
+        elif is_all_stored or (stored.match.at_end and n_reused == stored.n_tokens):
             kind = Kind.EXTEND
         else:
             kind = Kind.DIVERGE
@@ -493,6 +494,8 @@ class Lookup:
         elif n_reused // granule < before_image(ids, n_wanted // granule * granule) // granule:
             missing = self.model.saver.missing
             reason, detail = Reason.OTHER_RANK if self._others_have_less else missing, ""
+        elif is_all_stored and n_reused < before_image(ids, len(ids) - 1):
+            reason = Reason.OTHER_RANK if self._others_have_less else Reason.INSIDE_BLOCK
         divergence = stored.divergence if kind in (Kind.DIVERGE, Kind.MISS) else None
         n_prompt, tier = len(ids), joined.tier
         return Outcome(

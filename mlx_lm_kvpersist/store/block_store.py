@@ -390,10 +390,18 @@ class BlockStore:
             self._failures.clear()
             self._is_damaged = False
         for tier in self.lower[1:]:
-            tier.store([commit], self.pool.get)
+            try:
+                tier.store([commit], self.pool.get)
+            except Exception as error:
+                self.failures.add("tier %s cannot save a turn: %s", tier.name, error)
         self.pool.set_stored({record.key for record in commit.records})
-        for replaced, _ in commit.leaf.replaced if commit.leaf else ():
-            self.pool.drop_unpinned(replaced)
+        for replaced, successor in commit.leaf.replaced if commit.leaf else ():
+            old, new = self.pool.get(replaced), self.pool.get(successor)
+            if old and new and old.arrays.keys() != new.arrays.keys():
+                # The longer block is quantized: a prompt that ends in the old block needs it.
+                self.pool.set_stored([replaced], is_stored=False)
+            else:
+                self.pool.drop_unpinned(replaced)
         for checkpoint in set(commit.superseded).difference(commit.checkpoints):
             self.pool.drop_unpinned(checkpoint.key)
 

@@ -180,8 +180,9 @@ class DiskStore:
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
         """Return the last missing block before a leaf, as `Index.gap` does.
 
-        Another process may quarantine a block that has children. The chain is walked only if
-        another thread or process changed the index since the chain was known to be complete.
+        A block that has children may go to quarantine. The chain is walked only if such a block was
+        removed, or another thread or process changed the index, since the chain was known to be
+        complete.
         """
         if leaf == root.key or self._whole.get(leaf) == self.index.version():
             return None
@@ -207,6 +208,8 @@ class DiskStore:
         with self.lock.held():
             with self.index.database.transaction():
                 went = self.index.forget(key)
+                if self.index.children(key, limit=1):
+                    self._whole.clear()  # the chains through this block
                 keys = {key, *went.checkpoints}
                 self.forgotten(keys)
                 for removed_key in keys:
@@ -396,12 +399,12 @@ class DiskStore:
                 return drawn
         raise StoreError("a hundred random ids for a session all belong to other sessions")
 
-    def remove_session(self, session: Session) -> list[bytes]:
-        """Remove a session and the records that only it and its draft need; return the keys.
+    def remove_session(self, session: Session) -> list[Block]:
+        """Remove a session and the records that only it and its draft need; return the blocks.
 
         The text is overwritten when the caller empties the index's log.
         """
-        removed = []
+        removed = list[Block]()
         with self.lock.held():
             chain = [block for block, _ in self.index.chain(session.leaf)]
             own = self.index.root(session.root)
@@ -416,7 +419,7 @@ class DiskStore:
                     if self.index.sessions_at(key) or self.index.children(key, limit=1):
                         break
                     self.forget(key)
-                    removed.append(key)
+                    removed.append(block)
         return removed
 
     def _same_tokens(self, chain: Sequence[Block], root: Root) -> list[Block]:

@@ -28,8 +28,8 @@ from .writer import Writer
 logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096
-_REMOVE, _WRITE_BACK = "remove a file", "write a session's file"
-"""Actions whose failure does not change a commit's result."""
+_REMOVE = "remove a file"
+"""An action whose failure does not change a commit's result."""
 
 
 @dataclass(eq=False)
@@ -42,6 +42,8 @@ class _Job:
     files: list[NewFile] = field(default_factory=list)
     reserved_bytes: int = 0
     paths: dict[bytes, Path] = field(default_factory=dict)
+    """The files that were moved into place, and their `sizes` in bytes."""
+    sizes: dict[bytes, int] = field(default_factory=dict)
     session: Session | None = None
     removed: Collection[bytes] = ()
 
@@ -90,11 +92,12 @@ class Saving:
                         if not left:
                             with self._continuing(_REMOVE):
                                 staging.close()  # under the lock: files in place would count twice
-                except Exception as error:  # of the lock or the whole transaction
-                    for job in left:
+                except Exception as error:
+                    # If no job has failed, the lock or the whole transaction has.
+                    for job in left if all(job.result is None for job in left) else ():
                         job.result = error
-                for job in left:
-                    if job.result is None:
+                else:
+                    for job in left:
                         self._write_files(job)
                 left = [job for job in left if job.result is None]
         return [job.result for job in jobs]
@@ -106,9 +109,8 @@ class Saving:
         """Plan commits, and commit up to the first commit that lacks files; return the remaining
         jobs.
 
-        The transaction begins with the first commit that lacks no file. If a commit fails, it is
-        rolled back, and the other jobs are left. Raises an exception, and changes nothing, if the
-        transaction fails as a whole.
+        The transaction begins with the first commit that lacks no file. If a plan, a commit or the
+        whole transaction fails, nothing is changed, and the exception is raised.
         """
         left, begun = list[_Job](), list[_Job]()
         try:
@@ -129,18 +131,15 @@ class Saving:
                     except Exception as error:
                         job.result = error
                         raise
-                written = [self._staging.sizes[key] for job in begun for key in job.paths]
-                self._index.state.count_write(sum(written))
+                written = sum(sum(job.sizes.values()) for job in begun)
+                self._index.state.count_write(written)
         except BaseException:
             for job in begun:
                 self._move_out(job)
                 with self._continuing("give back reserved space"):
                     self._staging.announce(-job.reserved_bytes)
                 job.reserved_bytes = 0
-            left = [job for job in jobs if job.result is None]
-            if len(left) == len(jobs):
-                raise
-            return left
+            raise
         for job in begun:
             job.result = Saved(job.commit, [file.block for file in job.files])
             with self._continuing("remember what was saved"):
@@ -262,20 +261,27 @@ class Saving:
             path = self._disk.files.path_of(file.block.key, file.block.folder)
             self._disk.files.move(self._staging.path(file.block.key), path)
             job.paths[file.block.key] = path
+            job.sizes[file.block.key] = self._staging.sizes.pop(file.block.key)
         job.session = self._disk.session_of(job.commit)
+        if (leaf := job.commit.leaf) and leaf.replaced:
+            at_ends = self._index.sessions_at(*(old for old, _ in leaf.replaced))
+            own = job.session.id if job.session else None
+            needed = {session.leaf for session in at_ends if session.id != own}
+            replaced = tuple(pair for pair in leaf.replaced if pair[0] not in needed)
+            job.commit = replace(job.commit, leaf=replace(leaf, replaced=replaced))
         n_bytes = write_sidecar(job.session, self._disk.files) if job.session else 0
-        sizes = [(file.block, self._staging.sizes[file.block.key]) for file in job.files]
+        sizes = [(file.block, job.sizes[file.block.key]) for file in job.files]
         job.removed = self._index.commit(job.commit, sizes, job.session, n_bytes)
 
     def _move_out(self, job: _Job) -> None:
-        for key, path in job.paths.items():
-            del self._staging.sizes[key]
+        for path in job.paths.values():
             with self._continuing(_REMOVE):
                 self._disk.files.remove(path)
         job.paths.clear()
+        job.sizes.clear()
         if (session := job.session) is None:
             return
-        with self._continuing(_WRITE_BACK):
+        with self._continuing("write a session's file"):
             if before := self._index.session(session.id):
                 write_sidecar(before, self._disk.files)
             else:
@@ -289,14 +295,11 @@ class Saving:
             was_evicted = self._disk.gone.pop(file.block.key, None) is Gone.EVICTED
             if was_evicted and isinstance(file.block, Block):
                 self._disk.asked_again_tokens += file.block.n_tokens
-        for replaced, successor in job.commit.leaf.replaced if job.commit.leaf else ():
+        for replaced, _ in job.commit.leaf.replaced if job.commit.leaf else ():
             if not self._disk.files.path_of(replaced, Block.folder).exists():
                 continue  # only RAM had it
             with self._continuing(_REMOVE):
                 self._disk.forget(replaced)
-            with self._continuing(_WRITE_BACK):
-                for moved in self._index.sessions_at(successor):
-                    write_sidecar(moved, self._disk.files)
 
 
 def _row_bytes(block: Record) -> int:

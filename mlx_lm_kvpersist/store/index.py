@@ -422,8 +422,9 @@ class Index(Rows):
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
         `new` comes with the sizes of the files, in bytes. `session` ends in the commit's leaf and
-        is used now; its file has `sidecar_bytes`. Wrong rows are corrected. Return the keys of
-        removed checkpoints: those superseded, and those of replaced blocks.
+        is used now; its file has `sidecar_bytes`. No other session may end in a replaced block.
+        Wrong rows are corrected. Return the keys of removed checkpoints: those superseded, and
+        those of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
@@ -443,8 +444,6 @@ class Index(Rows):
                 self.put_session(session, sidecar_bytes)
                 self.state.add_note(session.id, **leaf.note)
             if leaf is not None:
-                moves = [(new, old) for old, new in leaf.replaced]
-                db.executemany("UPDATE sessions SET leaf = ? WHERE leaf = ?", moves)
                 # In the same transaction: after a crash, nothing else would remove these rows.
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))

@@ -211,6 +211,13 @@ class BlockPool:
             if entry is None or not entry.pins:
                 self.remove(key)
 
+    def drop_beginnings(self, block: Block) -> None:
+        """Remove the records that were kept for a prompt that ends in a block."""
+        with self.lock:
+            for beginning in beginnings(block, self):
+                if self.is_spare(beginning.key):
+                    self.remove(beginning.key)
+
     def drop_chain(self, chain: Iterable[bytes]) -> int:
         """Remove a chain's last blocks that are on disk and not in use; return their bytes."""
         with self.lock:
@@ -219,10 +226,7 @@ class BlockPool:
                 block, at_end = self._entries.get(key), self._checkpoints.get(key, {})
                 entries = [entry for entry in (block, *map(self._entries.get, at_end)) if entry]
                 if block is not None and isinstance(block.block, Block):
-                    # These records were kept for a prompt that ends in the block.
-                    for beginning in beginnings(block.block, self):
-                        if self.is_spare(beginning.key):
-                            self.remove(beginning.key)
+                    self.drop_beginnings(block.block)
                 busy = any(entry.pins or entry.prefetched for entry in entries)
                 if busy or (block and not block.is_stored) or key in self._children:
                     break

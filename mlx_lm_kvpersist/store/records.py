@@ -77,8 +77,8 @@ class Leaf:
     """The end of one conversation: `n_tokens` tokens, the last of them in block `key`.
 
     `name` is the client's name for it, if any. `replaced` has the keys of blocks whose tokens are
-    now in longer blocks, each with the longer block's key: sessions that ended in replaced blocks
-    move. `note` is shown to people. The prompt was rendered from `messages`.
+    now in longer blocks, each with the longer block's key: they are removed unless another session
+    ends in them. `note` is shown to people. The prompt was rendered from `messages`.
     """
 
     name: str | None

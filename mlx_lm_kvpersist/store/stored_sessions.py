@@ -184,9 +184,10 @@ class StoredSessions:
             disk.index.state.forget_requests([(session.name, namespace)])
             disk.index.database.empty_log()
             freed = before - disk.index.totals().n_bytes
-            self._store.writer.withdraw(gone)
-            for key in gone:
-                self._store.pool.drop_unpinned(key)
+            self._store.writer.withdraw(block.key for block in gone)
+            for block in gone:
+                self._store.pool.drop_beginnings(block)
+                self._store.pool.drop_unpinned(block.key)
             self._store.runs.clear()
             done = {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
             return session, namespace, done

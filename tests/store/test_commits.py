@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import pytest
 
-from mlx_lm_kvpersist.block import Block, Record
+from mlx_lm_kvpersist.block import Block, Record, Root
 from mlx_lm_kvpersist.store import disk_tier, folder
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database, SmallState
@@ -367,6 +367,31 @@ def test_a_commit_that_fails_costs_other_commits_neither_their_plan_nor_their_ro
         assert disk.index.keys() == {large.key} and disk.n_evicted == 0
 
 
+@pytest.mark.parametrize("bad", range(3))
+def test_a_commit_that_cannot_be_planned_takes_no_other_along(
+    store: BlockStore, bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other commits are planned before room is made, so nothing that they need is evicted."""
+    nodes, disk = [*chain([1]), *chain([2]), *chain([3])], store.disk
+    make_room = DiskStore.make_room
+    arrays, kept = arrays_of(nodes[0]), list[set[bytes]]()
+
+    def seen(disk: DiskStore, n_bytes: int, keep: set[bytes], root: Root) -> bool:
+        kept.append(keep)
+        return make_room(disk, n_bytes, keep, root)
+
+    def file_of(root: Root, block: Record) -> NewFile:
+        return refuse() if block is nodes[bad] else disk.new_file(root, block, arrays)
+
+    store.drain()
+    monkeypatch.setattr(DiskStore, "make_room", seen)
+    commits = [Commit(ROOT, (node,), replies={node.key: b"ids"}) for node in nodes]
+    results = Saving(disk, file_of).save([partial(replace, each) for each in commits])
+    saved = {nodes[n].key for n, result in enumerate(results) if isinstance(result, Saved)}
+    assert saved == disk.index.keys() == {node.key for node in nodes} - {nodes[bad].key}
+    assert isinstance(results[bad], OSError) and all(keep == saved for keep in kept)
+
+
 def of_nth(n: int, real: Callable[..., None], fail: Callable[..., None]) -> object:
     """Return a method whose nth call fails."""
     calls: list[object] = []
@@ -448,6 +473,16 @@ def test_a_block_that_another_process_put_into_quarantine_is_written_again(
     blocks = [block for block, _ in store.index.chain(session.leaf)]
     assert blocks == (nodes if is_in_ram else [])
     assert store.turns_not_saved == 2 * (not is_in_ram)
+
+
+def test_a_block_that_went_to_quarantine_is_written_again(store: BlockStore) -> None:
+    nodes = chain([1], [2], [3], [4])
+    save_turn(store, nodes[:3], "s")
+    store.writer.submit(partial(store.disk.quarantine, nodes[0].key, "it is damaged"))
+    store.drain()
+    submit(store, nodes[3:], "s")
+    store.drain()
+    assert [block for block, _ in store.index.chain(nodes[3].key)] == nodes
 
 
 def test_a_chain_is_walked_only_after_another_process_has_changed_the_index(

@@ -147,7 +147,7 @@ def test_an_index_rebuilt_under_an_open_store(store: BlockStore) -> None:
     disk.close()
 
 
-def test_sessions_that_moved_with_another_outlive_the_index(store: BlockStore) -> None:
+def test_a_session_that_keeps_a_replaced_block_outlives_the_index(store: BlockStore) -> None:
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "s")
     save_turn(store, [head, tail], "other")
@@ -156,7 +156,8 @@ def test_sessions_that_moved_with_another_outlive_the_index(store: BlockStore) -
     store.close()
     (store.folder / "index.sqlite").unlink()
     disk = DiskStore(store.folder, store.limits)
-    assert {session.name for session in disk.index.sessions()} == {"s", "other"}
+    ends = {session.name: (session.leaf, session.n_tokens) for session in disk.index.sessions()}
+    assert ends == {"s": (longer[1].key, 4), "other": (tail.key, 3)}
     disk.close()
 
 

@@ -16,6 +16,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.records import Gone, KVBlock, Leaf, Saved
+from mlx_lm_kvpersist.store.session_file import SessionFile, export_session
 from tests.support import writer_held
 from tests.support.store_files import block_path
 
@@ -100,13 +101,40 @@ def test_a_session_moves_with_its_conversation(store: BlockStore) -> None:
 def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> None:
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "s")
-    save_turn(store, [head, tail], "other")
     longer = chain([1], [2, 3, 4])
     save_turn(store, longer, "s", replaced=((tail.key, longer[1].key),))
     assert tail.key not in store
     assert not block_path(store.folder, tail.key).exists()
-    for name in ("s", "other"):
-        assert [x.leaf for x in store.index.sessions() if x.name == name] == [longer[1].key]
+    assert [(x.leaf, x.n_tokens) for x in store.index.sessions()] == [(longer[1].key, 4)]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_tail_stays_for_another_session_that_ends_in_it(
+    store: BlockStore, tmp_path: Path, pinned: bool
+) -> None:
+    """Both turns wait together, and then the second session continues."""
+    (short,), (longer,), (longest,) = chain([2, 3]), chain([2, 3, 4]), chain([2, 3, 4, 5])
+    tails = short, longer, longest
+    with writer_held(store):
+        for name, end, old in (("alice", short, None), ("bob", longer, short)):
+            leaf = Leaf(name, end.key, end.stop, ((old.key, end.key),) if old else ())
+            store.commit(Commit(ROOT, (end,), leaf), [(end, arrays_of(end))])
+    (alice,) = store.index.sessions_named("alice")
+    alice = store.disk.set_pinned(alice, pinned)
+    replaced = tuple((old.key, longest.key) for old in (short, longer))
+    save_turn(store, [longest], "bob", replaced=replaced)
+    assert [store.disk.has(tail.key) for tail in tails] == [True, False, True]
+    assert [tail.key in store.pool for tail in tails] == [True, False, True]
+    (bob,) = store.index.sessions_named("bob")
+    assert store.index.session(alice.id) == alice and alice.leaf == short.key
+    assert (bob.leaf, bob.n_tokens) == (longest.key, 4)
+    export_session(store.index, alice, tmp_path / "alice")
+    with closing(SessionFile(tmp_path / "alice")) as exported:
+        assert exported.blocks == (short,)
+    store.disk.remove_session(bob)
+    assert [tail.key in store.index for tail in tails] == [True, False, False]
+    save_turn(store, [longer], "alice", replaced=((short.key, longer.key),))
+    assert [tail.key in store.index for tail in tails] == [False, True, False]
 
 
 def test_what_is_used_is_told_to_the_index_though_nothing_is_written(store: BlockStore) -> None:

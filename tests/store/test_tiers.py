@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -17,6 +18,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import Arrays
 from mlx_lm_kvpersist.store.records import KVBlock, Leaf, Saved
 from mlx_lm_kvpersist.store.verify import find_problems
+from tests.support import writer_held
 
 from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state
 
@@ -123,6 +125,21 @@ def test_a_commit_is_written_to_every_tier(store: BlockStore, shared: Shared) ->
     save_turn(store, NODES, "s", [state(NODES[2])])
     keys = {*(node.key for node in NODES), state(NODES[2]).key}
     assert shared.held.keys() == keys and store.index.keys() | {state(NODES[2]).key} == keys
+
+
+def test_turns_are_saved_although_another_tier_refuses_them(
+    store: BlockStore, shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = chain([1]), chain([2])
+    with monkeypatch.context() as patch, writer_held(store):
+        patch.setattr(shared, "store", mock.Mock(side_effect=OSError("offline")))
+        for (node,) in turns:
+            turn = Commit(ROOT, (node,), Leaf("s", node.key, node.stop))
+            store.commit(turn, [(node, arrays_of(node))])
+    assert (store.turns_saved, store.turns_not_saved) == (2, 0)
+    for (node,) in turns:
+        entry = store.pool.get(node.key)
+        assert entry is not None and entry.is_stored and not entry.pins
 
 
 def test_a_damaged_block_is_taken_from_the_next_tier(store: BlockStore, shared: Shared) -> None:
