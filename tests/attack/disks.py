@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,7 +103,17 @@ class Limited:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "open", refusing)
+            patch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+            patch.setattr(os, "statvfs", self._as_read_only(os.statvfs))
             yield
+
+    @staticmethod
+    def _as_read_only(statvfs: Callable[[Any], os.statvfs_result]) -> Callable[[Any], Any]:
+        def call(path: Any) -> os.statvfs_result:
+            *fields, flags, name_max = statvfs(path)
+            return os.statvfs_result((*fields, flags | os.ST_RDONLY, name_max))
+
+        return call
 
 
 @contextmanager
