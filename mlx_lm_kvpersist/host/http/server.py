@@ -373,8 +373,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         """Let plugins see a request before it is queued. They may refuse it."""
         self._status, self._has_replied = 0, False
         self.client.begin_reply()
+        self.clients.look()  # this may be the next prompt of a client that has just left
         self._show_plugins(request)
-        self.completion.request = request
+        self.completion.received(request)
         self.clients.begin(self.client, ClientRequest.of(request))
         if self.completion.streams:
             self.client.begin_keepalives(self.completion.keepalive)
