@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -214,7 +215,7 @@ def test_a_failing_keepalive_is_the_loss_of_its_client_only(
     monkeypatch.setattr(clients, "WATCH_S", 0.01)
     waiting, gone = Clients(), client_request()
     with connected() as (failing, _), connected() as (leaving, theirs):
-        failing.begin_keepalives(lambda: {}["none"])
+        failing.begin_keepalives(lambda: json.dumps(object()).encode())
         waiting.begin(failing, client_request())
         waiting.begin(leaving, gone)
         waiting.watch()
