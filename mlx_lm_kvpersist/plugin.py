@@ -186,6 +186,7 @@ class KVPersistPlugin:
     def prompt_rendered(self, request: ClientRequest, prompt: Prompt) -> None:
         if serving := self._serving:
             state = RequestState.of(request)
+            serving.await_interrupted(request, prompt)
             serving.fetch(state, prompt)
             with serving.store.index.database.lent():
                 if serving is self._serving:  # else another model was loaded, or the server ends

@@ -29,6 +29,9 @@ from .servers import Message, Reply, StartedServer, ask, document
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """The numbers of tokens that a new prompt may have."""
 COLD, HOT, RESTARTED = "new prompt", "next turn", "next turn after kill -9"
+MODEL_FILES = ["*.json", "*.jsonl", "*.txt", "*.jinja", "*.py", "model*.safetensors"]
+MODEL_FILES += ["tokenizer.model", "tiktoken.model", "*.tiktoken"]
+"""The files of a model that mlx-lm downloads."""
 _QUESTIONS = {
     COLD: "Who was the keeper of the lock?",
     HOT: "Tell the whole story again in your own words, at length.",
@@ -233,10 +236,10 @@ def fetched(model: str) -> Path:
     check_model_name(model)
     if Path(model).exists():
         return Path(model)
-    from mlx_lm.utils import _download
+    from huggingface_hub import snapshot_download
 
     try:
-        return Path(_download(model))
+        return Path(snapshot_download(model, allow_patterns=MODEL_FILES))
     except Exception as error:  # the hub raises exceptions of many classes
         raise cannot_load(model, error) from error
 

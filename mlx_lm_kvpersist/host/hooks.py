@@ -460,10 +460,10 @@ def take_request(request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
 def response_headers(  # type: ignore[empty-body]
     request: ClientRequest, is_early: bool
 ) -> list[tuple[str, str]]:
-    """Return headers to add to the reply. HTTP thread; any thread if `is_early`.
+    """Return headers to add to the reply. HTTP thread.
 
-    `is_early`: a stream begins while its request still waits. Then the hook is called again once
-    the reply begins, and the stream gets that answer as comments.
+    `is_early`: for a stream that begins while its request still waits. The hook is called again
+    once the reply begins; a stream that has begun gets that answer as comments.
     """
 
 

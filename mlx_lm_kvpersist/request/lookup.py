@@ -365,15 +365,17 @@ class Lookup:
             if joined is None:
                 read.clear()  # the next attempt reads everything again
                 continue
-            # The only exchange of a restore: all ranks restore the smallest number of tokens.
+            # The only exchange of a restore: all ranks restore the smallest number of tokens. The
+            # lowest bit of the message says whether the canary is needed.
             is_checked = bool(read) or not self.model.is_known
             reports = together.all_of(2 * joined.n_tokens + is_checked, "how much is restored")
-            least = min(reports) // 2
-            if least < max(reports) // 2:
+            n_tokens, is_needed = zip(*(divmod(report, 2) for report in reports), strict=True)
+            least = min(n_tokens)
+            if least < max(n_tokens):
                 self._others_have_less |= least < joined.n_tokens
                 joined, most = None, least
             elif point is not None:
-                is_checked = any(report % 2 for report in reports)
+                is_checked = any(is_needed)
                 if not self._is_usable(point, joined, read, lost, is_checked=is_checked):
                     joined = None
         chain = [block for block in self.stored.match.path if block.stop <= joined.n_tokens]

@@ -1,6 +1,7 @@
 """Requests for the loaded model: their state, lookup, restore, record, save, remember.
 
-Generation thread, except `fetch`, `look_up`, `finish` and `remember` of `Serving`.
+Generation thread, except `await_interrupted`, `fetch`, `look_up`, `finish` and `remember` of
+`Serving`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import count, takewhile
 from secrets import token_hex
 from threading import Event
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, n_packed, pack_ids
 from ..cache.geometry.spec import forms_bytes
@@ -38,6 +40,8 @@ _ORDER = count()
 
 LAST_PART_S = 2.0
 """How long the last part of a reply waits at most until the earlier parts are on disk."""
+INTERRUPTED_S = 0.5
+"""How long a prompt waits at most until the interrupted reply that it continues is saved."""
 MIN_SHARED = 2 * BLOCK_TOKENS
 """If fewer tokens are common, both requests compute them: waiting would take as long."""
 SHORT_REPLY = 16
@@ -191,7 +195,8 @@ class Serving:
 
     `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
-    requests whose prompts are being computed, and some whose prompts are complete.
+    requests whose prompts are being computed, and some whose prompts are complete. `known`: all
+    requests that were looked up, until they are forgotten.
     """
 
     store: BlockStore
@@ -201,6 +206,7 @@ class Serving:
     step_s: float
     memory: Memory
     computing: list[RequestState] = field(default_factory=list)
+    known: WeakValueDictionary[str, ClientRequest] = field(default_factory=WeakValueDictionary)
 
     def root_of(self, state: RequestState, model: LoadedModel | None = None) -> Root:
         """Return the root of a model's tree (default: the main model) for a request's tenant."""
@@ -211,6 +217,28 @@ class Serving:
     def keeps(self, state: RequestState) -> bool:
         """Whether the tokens of a request are stored so that another request can find them."""
         return state.is_kept and (state.session is not None or not self.isolated)
+
+    def await_interrupted(self, request: ClientRequest, prompt: Prompt) -> None:
+        """Wait until the reply that a prompt continues is stored, if its client has just left it.
+
+        HTTP thread.
+        """
+        state, messages = RequestState.of(request), prompt.messages
+        root = self.root_of(state)
+        for earlier in filter(None, [known() for known in self.known.valuerefs()]):
+            other = RequestState.of(earlier)
+            n, is_saved = len(other.messages), other.is_saved
+            if (
+                earlier.client_gone
+                and is_saved is not None
+                and other.root == root
+                and [m.get("role") for m in messages[n : n + 1]] == ["assistant"]
+                and messages[:n] == other.messages
+                and not is_saved.is_set()
+            ):
+                is_saved.wait(INTERRUPTED_S)
+                self.remember(other)
+        self.known[state.id] = request
 
     def fetch(self, state: RequestState, prompt: Prompt) -> None:
         """Fetch a prompt's blocks from the shared tier into RAM, if that saves time.

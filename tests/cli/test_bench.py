@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlx_lm import utils
 
 from mlx_lm_kvpersist.cli import bench
 from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, Side, StockSpeed, as_markdown, row
@@ -151,3 +152,19 @@ def test_bench_measures_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFix
     assert restarted["times_as_fast"] > 2
     assert reply["kvpersist"] > 0 and start["kvpersist"] > 0
     assert "stock: start …" in said.err and bench.RESTARTED in said.err
+
+
+def test_a_model_is_downloaded_as_the_server_would_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert bench.fetched("some/model") == tmp_path
+    ((name, patterns),) = asked
+    theirs = getattr(utils, "DEFAULT_ALLOW_PATTERNS", patterns)  # 0.31.3 does not name them
+    assert name == "some/model" and set(patterns) == set(theirs)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from queue import Queue
+from socketserver import BaseServer
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,8 @@ def test_a_signal_does_not_interrupt_the_accepting_of_a_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("threading.Timer.start", lambda timer: None)
+    accept = PluginHTTPServer._handle_request_noblock
+    assert accept.__name__ in BaseServer.serve_forever.__code__.co_names, "a private name of Python"
     accepted: list[str] = []
 
     class Accepting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from threading import Thread
 from types import ModuleType, SimpleNamespace
@@ -64,6 +65,8 @@ class WordsPlugin:
 
     def __init__(self) -> None:
         self.sent: list[str] = []
+        self.threads: set[str] = set()
+        """The threads that asked for headers."""
 
     @hookimpl
     def routes(self) -> list[Route]:
@@ -74,6 +77,7 @@ class WordsPlugin:
 
     @hookimpl
     def response_headers(self, request: Any, is_early: bool) -> list[tuple[str, str]]:
+        self.threads.add(threading.current_thread().name)
         return [("X-Words", "soon" if is_early else "yes")]
 
     @hookimpl

@@ -193,8 +193,9 @@ serve(sys.argv[1:])
 """A server that computes ten tokens a second."""
 
 
+@pytest.mark.parametrize("seed", [None, 7], ids=["batched", "alone"])
 def test_the_next_prompt_may_come_as_soon_as_the_client_has_left(
-    start_server: StartServer, tiny_model: Path, tmp_path: Path
+    start_server: StartServer, tiny_model: Path, tmp_path: Path, seed: int | None
 ) -> None:
     launcher = tmp_path / "slow.py"
     launcher.write_text(SLOW, encoding="utf-8")
@@ -203,7 +204,7 @@ def test_the_next_prompt_may_come_as_soon_as_the_client_has_left(
     lost, n_read = [], 40
     for number in range(4):
         ask: Message = {"role": "user", "content": f"{number}. {synthetic_text(300, seed=number)}"}
-        body = {"messages": [ask], "max_tokens": 4000, "temperature": 0.0}
+        body = {"messages": [ask], "max_tokens": 4000, "temperature": 0.0, "seed": seed}
         with closing(texts(server, CHAT, body, f"talk {number}")) as stream:
             read = "".join(next(stream) for _ in range(n_read))
         talk = [ask, {"role": "assistant", "content": read}, NEXT]

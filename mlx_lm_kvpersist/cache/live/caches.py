@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, _BaseCache, create_attention_mask
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
 
 from ..geometry.precision import KVPrecision, Quantization
 from . import packed as pk
@@ -30,7 +30,7 @@ _MOST_TAKEN_BACK = 32
 """The most tokens that a draft model computes ahead (host: `MOST_DRAFTED`)."""
 
 
-class Buffers(_BaseCache, ABC):  # type: ignore[misc]
+class Buffers(ABC):
     """Keys and values [B, H, S, ...] of one layer: None, or arrays or `Packed` with spare room."""
 
     keys: Any = None
@@ -61,7 +61,7 @@ class Buffers(_BaseCache, ABC):  # type: ignore[misc]
     def empty(self) -> bool:
         return self.keys is None
 
-    def finalize(self) -> None:
+    def finalize(self) -> None:  # noqa: B027
         """Called at the end of a prompt. Buffers never have padding after the tokens."""
 
     @property

@@ -145,7 +145,12 @@ class ClientConnection(io.BufferedIOBase):
         if self._make_keepalive is None or now_s < self._keepalive_at_s:
             return b""
         self._keepalive_at_s = now_s + KEEPALIVE_S
-        return self._without_probes(self._make_keepalive())
+        try:
+            return self._without_probes(self._make_keepalive())
+        except Exception:  # of a plugin
+            logger.exception("kvpersist: a keepalive failed; its client gets no further keepalive")
+            self._make_keepalive = None
+            return b""
 
 
 def _is_ready(connection: socket.socket, event: int) -> bool:
@@ -185,6 +190,13 @@ class Clients:
             time.sleep(POLL_S)
         return not self._waiting
 
+    def look(self) -> None:
+        """Mark the requests of clients that have left. Any thread."""
+        for client, request in self._waiting.copy().items():
+            if client.has_left():
+                request.client_gone = True
+                self.end(client)  # its thread may have ended without saying so
+
     def watch(self) -> None:
         """Begin to watch the clients."""
         threading.Thread(target=self._watch, name="clients", daemon=True).start()
@@ -192,12 +204,9 @@ class Clients:
     def _watch(self) -> None:
         while not self.is_closed:
             time.sleep(WATCH_S)
-            for client, request in self._waiting.copy().items():
-                if client.has_left():
-                    request.client_gone = True
-                    self.end(client)  # its thread may have ended without saying so
-                else:
-                    client.keep_alive()
+            self.look()
+            for client in self._waiting.copy():
+                client.keep_alive()
 
 
 class PluginHTTPServer(StockServer):

@@ -55,6 +55,8 @@ class Completion:
         """Stock's context of the reply."""
         self._is_open = False
         """Whether headers were sent: stock's headers, or early headers."""
+        self._early_headers: list[tuple[str, str]] = []
+        """The plugins' headers for a stream that begins while its request waits."""
         self._reasoning: list[str] = []
         self._n_read = self._n_added = self._n_reasoning = 0
         """Tokens that were read, that the parts so far have, and that the reasoning has."""
@@ -64,6 +66,14 @@ class Completion:
         """The text of calls that could not be parsed."""
         self._has_ended = False
         """Whether all tokens of the reply were read."""
+
+    def received(self, request: Any) -> None:
+        """Plugins have seen stock's request. The clients' thread never waits for their headers."""
+        self.request = request
+        if self.streams:
+            seen = ClientRequest.of(request)
+            answers = manager.ask("response_headers", request=seen, is_early=True)
+            self._early_headers = list(chain.from_iterable(answers))
 
     def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
         """Return the reply's tokens, up to a stop word in their text. It begins with `context`."""
@@ -188,6 +198,7 @@ class Completion:
             in_stream = self._api is not None and self._api.refuses_in_stream
             if in_stream and self.streams and status == 400 and code and not self._is_open:
                 self._client.write(self._early_head())
+                self._is_open = True
             if self._is_open:
                 self._send(self.reply.fail(status, message, code))
                 return
@@ -196,24 +207,19 @@ class Completion:
 
     def keepalive(self) -> bytes:
         """Return a comment, and events for clients that ignore comments."""
-        head = self._early_head()
+        head = b"" if self._is_open else self._early_head()
         events = _encoded(self.reply.wait())
+        self._is_open = True
         return head + f": {self.doing}\n".encode() + (events or b"\n")
 
     def _early_head(self) -> bytes:
         """Return the bytes to send, once, before a stream whose request still waits."""
-        if self._is_open:
-            return b""
-        self._is_open = True
         inner, written = copy.copy(self._handler), io.BytesIO()
         inner.completion, inner.wfile, inner._headers_buffer = None, written, []
         inner.log_request = lambda *args: None  # logged later, when stock writes its headers
         inner._set_stream_headers(200)
-        if self.request is not None:
-            request = ClientRequest.of(self.request)
-            answers = manager.ask("response_headers", request=request, is_early=True)
-            for name, value in chain.from_iterable(answers):
-                inner.send_header(name, value)
+        for name, value in self._early_headers:
+            inner.send_header(name, value)
         inner.end_headers()
         return written.getvalue() + _encoded(self.reply.begin(0, 0))
 

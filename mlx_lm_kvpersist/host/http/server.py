@@ -135,8 +135,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         # http.server looks up do_GET and the like on this object, then on its class.
         if parsed and (route := self._route()) is not None:
             self.__dict__[f"do_{self.command}"] = partial(self._answer, route)
-        elif parsed:
-            self.__dict__.pop(f"do_{self.command}", None)
         return parsed
 
     def _route(self) -> Route | None:
@@ -146,6 +144,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return exact or next((route for route in routes if route.pattern.fullmatch(path)), None)
 
     def _answer(self, route: Route) -> None:
+        del self.__dict__[f"do_{self.command}"]  # it refers to this object
         try:
             route.handle(self)
         except (ConnectionError, TimeoutError):
@@ -373,8 +372,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         """Let plugins see a request before it is queued. They may refuse it."""
         self._status, self._has_replied = 0, False
         self.client.begin_reply()
+        self.clients.look()  # this may be the next prompt of a client that has just left
         self._show_plugins(request)
-        self.completion.request = request
+        self.completion.received(request)
         self.clients.begin(self.client, ClientRequest.of(request))
         if self.completion.streams:
             self.client.begin_keepalives(self.completion.keepalive)
@@ -409,7 +409,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         """Begin an answer. Stock's errors are raised instead: all errors are sent in one place."""
-        error = sys.exc_info()[1]
+        error = sys.exc_info()[1] if status_code >= 400 else None  # stock passes no error on
         if isinstance(error, RequestRefused | GenerationStopped | ConnectionError):
             raise error
         if error is not None:

@@ -354,11 +354,11 @@ PRIVATE_NAMES: dict[str, Callable[..., None]] = {
     "GenerationBatch._next_tokens": probes.drafts_are_checked,
     "GenerationBatch._num_tokens": probes.drafts_are_checked,
     "GenerationBatch._step": probes.drafts_are_checked,
+    "BatchRotatingKVCache._update_concat": probes.windows_are_in_order,
+    "RotatingKVCache._idx": probes.windows_are_in_order,
+    "RotatingKVCache._temporal_order": probes.windows_are_in_order,
 }
-"""Every private name of mlx-lm's server and generators that this package uses, with its probe.
-
-mlx-lm's cache classes are used in `cache/` only, and `models_check` guards their private names.
-"""
+"""Every private name of mlx-lm that this package uses, with its probe."""
 
 SEVERAL_GPUS = Patch(
     name="several_gpus",

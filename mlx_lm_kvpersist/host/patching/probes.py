@@ -31,6 +31,7 @@ from .. import hooks, manager
 from ..hooks import hookimpl
 from ..manager import Taken, TakenTokens, take_request
 from ..scheduling import prompt_lookup
+from ..scheduling.batch_generator import row_of
 from ..scheduling.model_provider import PluginCaches, WiredLimit
 
 _UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")
@@ -345,23 +346,58 @@ def prompts_are_computed_in_turns(server: ModuleType) -> None:
     expect("progress of the first step", [response.progress for response in responses], [(1, 2)])
 
 
+def next_id(ids: mx.array, cache: Any) -> mx.array:
+    """A model of the ids 0 to 7, which counts."""
+    return mx.eye(8)[(ids + 1) % 8]
+
+
 def drafts_are_checked(server: ModuleType) -> None:
     """A step of a single reply checks two drafts, of which the model samples the first."""
-
-    def model(ids: mx.array, cache: Any) -> mx.array:
-        return mx.eye(8)[(ids + 1) % 8]
-
     generate: Any = importlib.import_module("mlx_lm.generate")
-    batch = generate.PromptProcessingBatch(model, [0], [[]], max_tokens=[8]).generate([[1]])
+    batch = generate.PromptProcessingBatch(next_id, [0], [[]], max_tokens=[8]).generate([[1]])
     tokens = [response.token for response in prompt_lookup.checked(batch, [2, 3, 5])]
     tokens += [response.token for response in batch.next()]
     expect("tokens of two steps", tokens, [2, 3, 4])
 
 
+def rows_are_parked(server: ModuleType) -> None:
+    """One of two replies is taken out of their batch; neither changes the other's lists."""
+    generate: Any = importlib.import_module("mlx_lm.generate")
+    own = {"samplers": [None] * 2, "logits_processors": [[], []], "max_tokens": [8, 8]}
+    batch = generate.PromptProcessingBatch(next_id, [0, 1], [[], []], **own).generate([[1], [4]])
+    batch.next()
+    lists = lists_of(batch)
+    row = row_of(batch, 0)
+    expect("lists of the batch", lists_of(batch), lists)
+    lists = lists_of(row)
+    batch.filter([1])
+    batch.next()
+    expect("lists of the parked reply", lists_of(row), lists)
+    expect("uids of the parked and of the other reply", (row.uids, batch.uids), ([0], [1]))
+
+
+def lists_of(batch: Any) -> dict[str, list[Any]]:
+    return {name: list(value) for name, value in vars(batch).items() if isinstance(value, list)}
+
+
+def windows_are_in_order(server: ModuleType) -> None:
+    """A window's tokens can be read and appended in order, also one at a time."""
+    caches = importlib.import_module("mlx_lm.models.cache")
+    window, ring = caches.BatchRotatingKVCache(3, [0]), caches.RotatingKVCache(3)
+    for n in range(5):
+        token = mx.full((1, 1, 1, 1), n)
+        keys, _ = window._update_concat(token, token)
+        ring.update_and_fetch(token, token)
+    in_order = [side.flatten().tolist() for side in (keys, ring._temporal_order(ring.keys))]
+    expect("tokens, and the place of the next", (in_order, ring._idx), ([[2, 3, 4]] * 2, 2))
+
+
 def batches_follow_plugins(server: ModuleType) -> None:
-    """Prompts are computed in turns, and drafts are checked."""
+    """Prompts are computed in turns, drafts are checked, and replies can be parked."""
     prompts_are_computed_in_turns(server)
     drafts_are_checked(server)
+    rows_are_parked(server)
+    windows_are_in_order(server)
 
 
 def packed_keys_attend_themselves(base: ModuleType) -> None:

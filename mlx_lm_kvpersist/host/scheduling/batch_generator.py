@@ -271,18 +271,15 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def _park(self, place: int) -> None:
         """Take a reply out of the batch; the plugin keeps its caches."""
         batch, tokens = self.replies, self.replies.tokens[place]
-        row = copy.copy(batch)
-        row.prompt_cache = []
-        row.filter([place])
-        for name in ("samplers", "logits_processors"):  # 0.31.3 cannot filter lists of None
-            setattr(row, name, getattr(batch, name)[place : place + 1])
+        row = row_of(batch, place)
         ids = [*tokens, row._next_tokens.item()]
         tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
         batch.filter([row_place for row_place in range(len(batch)) if row_place != place])
         self._copy_rows()
         sampler, processors, stops = row.samplers[0], row.logits_processors[0], stops_of(row)[0]
-        own = sampler, processors, stops, row
-        self._wait_again(Prefill(row.uids[0], [], row.max_tokens[0], [], tokens, *own), ids)
+        own = sampler, processors, stops
+        parked = Prefill(row.uids[0], [], row.max_tokens[0], [], tokens, *own, row=row)
+        self._wait_again(parked, ids)
         logger.info("kvpersist: a reply of %d tokens waits for memory", len(tokens))
 
     def _wait_again(self, prompt: Prefill, ids: list[int]) -> None:
@@ -455,6 +452,16 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             logger.error("kvpersist: a request failed", exc_info=error)
         reply.fail(error.with_traceback(None))  # the exception's frames hold the caches
         self._progress.append(PromptProcessingBatch.Response(uid, (0, 0), False, False))
+
+
+def row_of(batch: Any, place: int) -> Any:
+    """Return one row of a batch of replies as a batch, without caches. `batch` stays as it is."""
+    row = copy.copy(batch)
+    row.prompt_cache = []
+    row.filter([place])
+    for name in ("samplers", "logits_processors"):  # 0.31.3 cannot filter lists of None
+        setattr(row, name, getattr(batch, name)[place : place + 1])
+    return row
 
 
 def stops_of(batch: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial, wraps
 from itertools import accumulate
 from typing import Any
@@ -103,6 +103,7 @@ class Prefill:
     sampler: Any
     processors: Any
     stops: Any
+    _: KW_ONLY  # an item of stock's with one field more raises TypeError
     row: Any = None
     """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False

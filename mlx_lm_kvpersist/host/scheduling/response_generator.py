@@ -31,7 +31,7 @@ from ..manager import TakenTokens, take_request
 from .batch_generator import LOOKS_FIRST
 from .images import fed_images, named, with_images
 from .model_provider import loaded_name
-from .waiting import ARRIVING, ASK_EVERY, QUIET_GAP_S, Line, Rendered, ReplyQueue, Waiting
+from .waiting import ARRIVING, ASK_EVERY, QUIET_GAP_S, AdmissionQueue, Rendered, ReplyQueue, Waiting
 
 if TYPE_CHECKING:
     from mlx_lm.server import ResponseGenerator as Stock
@@ -105,7 +105,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """With several ranks: the steps of batches, and the number of messages at the last exchange."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._line = Line()
+        self._admission = AdmissionQueue()
         self._templates = Templates()
         self._replies: list[ReplyQueue] = []
         """The replies of requests that have entered and not ended."""
@@ -139,10 +139,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if not self._ranks.decides:
             for request, args, attributes in look.arrived:
                 vars(ClientRequest.of(request)).update(attributes)
-                self._line.append(Waiting.of((Queue(), request, args)))
+                self._admission.append(Waiting.of((Queue(), request, args)))
             if look.place is not None:
-                entering.append(self._line[look.place])
-                del self._line[look.place]
+                entering.append(self._admission[look.place])
+                del self._admission[look.place]
         if not entering:
             if timeout is not None:
                 manager.ask("idle")
@@ -160,40 +160,40 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     def _look(self, timeout: float | None, entering: list[Waiting]) -> Look:
         """Take requests from the queue, and move the entering request to `entering`. Rank 0."""
-        n_before = len(self._line)
-        if timeout is not None and not self._line:
+        n_before = len(self._admission)
+        if timeout is not None and not self._admission:
             self._take_queued(timeout)
         elif timeout is None:
             wait_s = self._wait_s()
             while self._take_queued(wait_s) or wait_s is not None:
                 wait_s = self._wait_s()
-        in_line = list(self._line)
-        arrived = in_line[n_before:] if self._ranks.are_several else []
+        in_order = list(self._admission)
+        arrived = in_order[n_before:] if self._ranks.are_several else []
         shared = [_shareable(waiting.queued) for waiting in arrived]
         if timeout is None:
             begin = self._begin if manager.is_implemented("take_request") else None
             quiet = not any(reply.has_begun for reply in self._replies)
-            ready = self._line.next_ready(self._joins, begin, quiet=quiet)
+            ready = self._admission.next_ready(self._joins, begin, quiet=quiet)
         else:
-            ready = self._line.popleft() if self._line else None
+            ready = self._admission.popleft() if self._admission else None
         if ready is None:
             return Look(shared)
         entering.append(ready)
-        return Look(shared, in_line.index(ready), ready.reply.is_gone)
+        return Look(shared, in_order.index(ready), ready.reply.is_gone)
 
     def _take_queued(self, timeout_s: float | None) -> bool:
-        """Move a request from the server's queue to `_line`; False if none comes in time."""
+        """Move a request from the server's queue to `_admission`; False if none comes in time."""
         try:
             queued = self.requests.get(timeout_s is not None, timeout_s)
         except Empty:
             return False
-        self._line.append(Waiting.of(queued))
+        self._admission.append(Waiting.of(queued))
         return True
 
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving:
             self._serving, self._has_stepped = serving, False
-            self._line.begin_batch()
+            self._admission.begin_batch()
             if not serving:
                 manager.ask("idle")
 
@@ -206,7 +206,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             return None
         since_s = max(list(ARRIVING.values()), default=-math.inf)
         is_arriving = time.perf_counter() - since_s < ARRIVING_S
-        return LOOK_S if is_arriving and self._line.left_s(QUIET_GAP_S) > 0 else None
+        return LOOK_S if is_arriving and self._admission.left_s(QUIET_GAP_S) > 0 else None
 
     def _looks_first(self) -> bool:
         """Whether stock looks for requests before the next step; never twice in a row.
@@ -233,7 +233,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     def _is_asked(self) -> bool:
         """Whether a request has arrived, is ready to enter, or has lost its client."""
-        is_asked = self._line.step_ended() or not self.requests.empty()
+        is_asked = self._admission.step_ended() or not self.requests.empty()
         # Each stopped reply counts once: then stock removes it.
         n_stopped = sum(reply.is_stopped for reply in self._replies)
         replies = self._replies

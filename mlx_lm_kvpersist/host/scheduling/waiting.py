@@ -140,7 +140,7 @@ class Waiting:
         return spent_s
 
 
-class Line(deque[Waiting]):
+class AdmissionQueue(deque[Waiting]):
     """The requests that have not entered yet, in the order of arrival.
 
     Between two steps of the replies, one request works, for about GAP_S. While no reply has begun,

@@ -79,9 +79,9 @@ def test_it_is_stocks_after_any_steps(seed: int) -> None:
             stock.filter(keep)
         elif kind == "extend" and n_rows < 6:
             lengths = [rng.choice([0, 3, 50]) for _ in range(rng.randint(1, 2))]
-            mine, theirs = both(*lengths)
-            ours.extend(mine)
-            stock.extend(theirs)
+            more, more_of_stock = both(*lengths)
+            ours.extend(more)
+            stock.extend(more_of_stock)
         elif kind == "trim":
             n = rng.randint(0, ours.size() - max(ours._padding))
             assert ours.trim(n) == stock.trim(n)

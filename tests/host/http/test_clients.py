@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -204,6 +205,25 @@ def test_a_keepalive_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
             read += theirs.recv(1 << 20)
         writer.join(60)
         assert read == STREAM + large + EVENTS[0]
+
+
+def test_a_failing_keepalive_is_the_loss_of_its_client_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
+    monkeypatch.setattr(clients, "KEEPALIVE_S", 0.0)
+    monkeypatch.setattr(clients, "WATCH_S", 0.01)
+    waiting, gone = Clients(), client_request()
+    with connected() as (failing, _), connected() as (leaving, theirs):
+        failing.begin_keepalives(lambda: json.dumps(object()).encode())
+        waiting.begin(failing, client_request())
+        waiting.begin(leaving, gone)
+        waiting.watch()
+        wait_until(lambda: "a keepalive failed" in caplog.text, "the failure")
+        theirs.close()
+        wait_until(lambda: gone.client_gone, "the client that left")
+        assert len(waiting) == 1 and caplog.text.count("a keepalive failed") == 1
+        waiting.is_closed = True
 
 
 class Client(SimpleNamespace):

@@ -14,7 +14,9 @@ import pytest
 from mlx_lm_kvpersist.api.responses import ResponsesAPI, ResponsesReply
 from mlx_lm_kvpersist.apis import openai_error
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host.http.completion import Completion
+from mlx_lm_kvpersist.host.http import clients
+from mlx_lm_kvpersist.host.http.completion import ChatReply, Completion
+from tests.support import wait_until
 
 from ..words import Keepalives, WordsServer, request
 
@@ -80,6 +82,24 @@ def test_headers_and_comments_while_a_request_waits(
     assert len(waiting) >= 3
     assert ": X-Words: yes" in comments(answer)  # too late for a header
     assert len(said(answer)) == 5 and answer.count("HTTP/") == 0
+    assert "clients" not in words.plugin.threads, "a slow plugin would stall all clients"
+
+
+def test_a_stream_whose_keepalives_fail_begins_with_its_reply(
+    words: WordsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
+    monkeypatch.setattr(clients, "WATCH_S", 0.01)
+    asked: list[int] = []
+
+    def wait(reply: ChatReply) -> list[Any]:
+        asked.append(1)
+        return [{"no": object()}]
+
+    monkeypatch.setattr(ChatReply, "wait", wait)
+    words.generator.wait = partial(wait_until, lambda: bool(asked), "a keepalive")
+    status, headers, answer = words.post(CHAT, "/v1/chat/completions")
+    assert (status, headers["X-Words"], len(said(answer))) == (200, "yes", 5)
 
 
 def test_the_head_comes_while_the_request_waits(words: WordsServer, keepalives: Keepalives) -> None:

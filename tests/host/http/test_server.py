@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from socketserver import BaseServer
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 from huggingface_hub import scan_cache_dir
@@ -246,6 +248,36 @@ def test_a_health_check_is_not_logged(
     assert capsys.readouterr().err == ""
     answer(patched_server, HEALTH.replace(b"/health", b"/health?"))
     assert '"GET /health? HTTP/1.1" 404' in capsys.readouterr().err
+
+
+class Recovering:
+    """Answers as stock does, after an error of its own."""
+
+    handler: Any = None
+
+    @hookimpl
+    def routes(self) -> list[Route]:
+        def handle(handler: Any) -> None:
+            self.handler = ref(handler)
+            try:
+                raise RuntimeError("no file")
+            except RuntimeError:
+                handler.handle_health_check()
+
+        return [Route("GET", "/recovers", handle)]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_path_answers_after_an_error_and_its_connection_is_freed(
+    patched_server: ModuleType,
+) -> None:
+    gc.disable()
+    try:
+        with plugged(recovering := Recovering()):
+            answered = answer(patched_server, b"GET /recovers HTTP/1.1\r\n\r\n")
+        assert answered.endswith('{"status": "ok"}') and recovering.handler() is None
+    finally:
+        gc.enable()
 
 
 class Late:

@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.errors import (
     TargetMissing,
 )
 from mlx_lm_kvpersist.host import install, manager, uninstall
-from mlx_lm_kvpersist.host.patching import versions
+from mlx_lm_kvpersist.host.patching import probes, versions
 from mlx_lm_kvpersist.host.patching.patches import (
     PATCH_SET,
     PATCHES,
@@ -32,9 +32,10 @@ from mlx_lm_kvpersist.host.patching.patches import (
     Patch,
     PatchSet,
     Uses,
+    names_in,
     needed,
 )
-from mlx_lm_kvpersist.host.patching.probes import drafts_are_checked, prompts_are_computed_in_turns
+from mlx_lm_kvpersist.host.patching.probes import batches_follow_plugins
 from mlx_lm_kvpersist.host.run import PatchChecks
 from tests.support.host import plugged
 from tools.measures import private_names
@@ -47,16 +48,50 @@ each_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.n
 
 
 def test_the_table_names_every_private_name_of_mlx_lm(server: ModuleType) -> None:
-    """`cache/` uses mlx-lm's cache classes, and nothing of the server."""
-    folder = Path(server.__file__ or "").parent
-    theirs = "\n".join((folder / name).read_text() for name in ("server.py", "generate.py"))
-    ours = "\n".join(path.read_text() for path in (PACKAGE / "host").rglob("*.py"))
+    """There are at most 20 names; each has a probe that runs when the server starts."""
+    folders = PACKAGE, Path(server.__file__ or "").parent
+    ours, theirs = ("\n".join(p.read_text() for p in at.rglob("*.py")) for at in folders)
     listed = {name.rpartition(".")[2] for name in PRIVATE_NAMES}
-    assert private_names(ours, theirs) - {"_tokenizer"} == listed
-    probes = {patch.verify for patch in PATCHES}
-    assert (
-        set(PRIVATE_NAMES.values()) - {drafts_are_checked, prompts_are_computed_in_turns} <= probes
-    )
+    assert private_names(ours, theirs) - {"_tokenizer"} == listed and len(listed) <= 20
+    run = {patch.verify.__name__ for patch in PATCHES} | names_in(batches_follow_plugins.__code__)
+    assert {probe.__name__ for probe in PRIVATE_NAMES.values()} <= run
+
+
+def test_an_item_of_stocks_queue_with_one_field_more_is_noticed(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    insert = server.BatchGenerator.insert_segments
+
+    @wraps(insert)
+    def insert_longer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        uids, queue = insert(self, *args, **kwargs), self._unprocessed_sequences
+        queue.extend([(*queue.popleft(), None) for _ in range(len(queue))])
+        return uids
+
+    (patch,) = (patch for patch in PATCHES if patch.name == "batch_generator")
+    monkeypatch.setattr(server.BatchGenerator, "insert_segments", insert_longer)
+    applied = PatchSet()
+    applied.apply([patch])
+    try:
+        with pytest.raises(PatchNotEffective, match="positional arguments"):
+            patch.check()
+    finally:
+        applied.undo()
+
+
+def test_a_batch_whose_lists_change_in_place_is_noticed(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parked row is a copy of its batch, whose lists it must not share."""
+
+    def filter_in_place(batch: Any, keep: list[int]) -> None:
+        batch.uids[:] = [batch.uids[place] for place in keep]
+
+    probes.rows_are_parked(server)
+    generate: Any = importlib.import_module("mlx_lm.generate")
+    monkeypatch.setattr(generate.GenerationBatch, "filter", filter_in_place)
+    with pytest.raises(PatchNotEffective, match="lists of the batch"):
+        probes.rows_are_parked(server)
 
 
 @each_patch

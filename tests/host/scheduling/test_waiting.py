@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.host.scheduling.waiting import (
     LARGE_S,
     QUIET_GAP_S,
     WORK_S,
-    Line,
+    AdmissionQueue,
 )
 from tests.support.clock import Clock
 from tests.support.host import plugged
@@ -232,11 +232,11 @@ def test_a_gone_client_is_not_worked_for(generator: Any, works: Works) -> None:
     ClientRequest.of(request).client_gone = True
     works.asked.clear()
     assert generator._is_asked() and not works.asked
-    assert take(generator) is None and not generator._line
+    assert take(generator) is None and not generator._admission
 
 
 def test_where_nobody_waits_the_replies_go_on() -> None:
-    assert not Line().step_ended()
+    assert not AdmissionQueue().step_ended()
 
 
 @pytest.mark.parametrize(("n_restores", "n_short"), [(0, 12), (12, 0), (8, 8)])
@@ -673,4 +673,4 @@ def test_without_a_plugin_that_fetches_stocks_queue_is_all(
     with plugged():
         put(generator, "w1")
         assert take(generator) == "w1"
-        assert not generator._line
+        assert not generator._admission
