@@ -47,10 +47,11 @@ _ERROR, _CORRUPT, _NOT_A_DATABASE = 1, 11, 26
 """Primary result codes of SQLite (https://www.sqlite.org/rescode.html)."""
 _DAMAGE = re.compile(
     "database disk image is malformed|malformed database schema .*|unsupported file format"
-    "|file is (encrypted or is )?not a database",
+    "|file is (encrypted or is )?not a database|",
     re.DOTALL,
 )
-"""Messages of damage: Python 3.10 has no codes, and a wrong file format a general code."""
+"""Messages of damage: Python 3.10 has no codes, and a wrong file format a general code. In Python
+3.10 a message that quotes a damaged schema is empty if it is not UTF-8."""
 _MAX_REPLIES = 10_000
 KEPT = 100
 _MAX_RECORD_CHARS = 4096

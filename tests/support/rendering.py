@@ -72,8 +72,14 @@ class Renderer:
         return str(self.tokenizer.decode(list(self.prompt(body, api).ids)))
 
     def stock(self, body: dict[str, Any]) -> list[int] | None:
-        """Return the ids that stock makes of a chat completion, None if it refuses that."""
+        """Return the ids that stock makes of a chat completion, None if it refuses that.
+
+        It reads reasoning under both names, as the server: old transformers read only one.
+        """
         messages = copy.deepcopy(body["messages"])
+        for message in messages:
+            if "reasoning" in message:
+                message.setdefault("reasoning_content", message["reasoning"])
         try:
             process_message_content(messages)
             ids: list[int] = self.tokenizer.apply_chat_template(

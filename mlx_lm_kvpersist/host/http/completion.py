@@ -10,6 +10,7 @@ import copy
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -87,8 +88,13 @@ class Completion:
         return self._to_the_end(responses)
 
     def _to_the_end(self, responses: Iterable[Any]) -> Iterator[Any]:
+        state = None
         for response in responses:
             self._n_read += 1
+            if getattr(response, "state", "") is None:
+                # In 0.31.3 an end has no state, and stock's loop would drop a call that is open.
+                response = replace(response, state=state)
+            state = getattr(response, "state", None)
             yield response
         self._has_ended = True
 

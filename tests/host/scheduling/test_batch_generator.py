@@ -28,9 +28,17 @@ class Merges:
         return self.answer
 
 
+class Fills(ProbeModel):
+    """Fills its caches: mlx-lm 0.31.3 cannot read the state of an empty one."""
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> None:
+        for one in cache:
+            one.update_and_fetch(*[mx.zeros((*ids.shape, 1))[:, None]] * 2)
+
+
 def make_batches(server: ModuleType, caches: list[list[Any]], merges: Any) -> list[Any]:
     """Return the prompt batches that the server's generator makes of sequences of these caches."""
-    stream, model = mx.default_stream(mx.default_device()), ProbeModel()
+    stream, model = mx.default_stream(mx.default_device()), Fills()
     support = ModelSupport(list, merges)
     model.make_cache = PluginCaches(model, "merges", support)  # type: ignore[method-assign]
     generator = server.BatchGenerator(model, stream=stream)

@@ -175,6 +175,10 @@ def test_every_name_of_the_own_model_is_one_model(
     provider._model_map["default_model"] = None
     with plugged(Makes(None)):
         provider.load_default()
+        provider._model_map["default_model"] = str(link)
+        provider._adapter_map["default_model"] = "adapter"
+        provider.load("default_model")
+        assert provider.model_key[:2] == (str(link), "adapter")
         for name in names:
             provider.load(name)
             assert provider.model_key[:2] == (str(link), "adapter")
