@@ -1,6 +1,6 @@
 """Checks that end a run if a side does not do what its name says.
 
-A server that refuses a model serves it as the stock server does. Its times alone do not show that.
+A model that the plugin refuses is served as in stock. Its times alone do not show that.
 """
 
 from __future__ import annotations

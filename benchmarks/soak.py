@@ -40,7 +40,7 @@ from .checks import check_kept
 
 STREAMS = 2
 MOST_TOKENS = 16_384
-"""Length of a new prompt; a prompt has at least three quarters of this."""
+"""Length of the longest new prompts; the shortest have three quarters of it."""
 BUDGETS = ("--kvpersist-ram", "256M", "--kvpersist-disk", "8G", "--kvpersist-min-free", "512M")
 _REPLY_TOKENS = (16, 256)
 _KEPT, _MOST_TURNS = 6, 4

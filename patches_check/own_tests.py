@@ -133,7 +133,7 @@ def stand_in(hub: Path) -> Path:
     """Write a tiny model into a cache folder of the hub, under the name of `MODEL`; return it."""
     repository = hub / f"models--{MODEL.replace('/', '--')}"
     folder = repository / "snapshots" / "tiny"
-    # Some tests compare logits within a share of their size: the same model for each run.
+    # The same model for each run: some tests compare logits with a relative tolerance.
     mx.random.seed(0)
     # 64 dimensions a head: some tests quantize the caches.
     make_tiny_model(folder, model_type="qwen2", n_heads=4, n_kv_heads=4, hidden_size=256)

@@ -197,8 +197,8 @@ def uninterrupted() -> Iterator[None]:
 def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[list[int]]:
     """Make SIGTERM and SIGHUP end the server as Ctrl-C does.
 
-    A second signal, or `grace_s`, forces the end; not a second SIGHUP, because a terminal that is
-    closed sends it once by the kernel and once by the shell.
+    A second signal, or `grace_s`, forces the end. SIGHUP does not count: when a terminal is closed,
+    the kernel and the shell send it.
 
     The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
     and joins the generation thread. Outside the main thread nothing changes. Yields the list of the
@@ -212,6 +212,9 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
+        if received == [signal.SIGHUP]:
+            received[:] = [number]  # SIGTERM of the session's end often follows
+            return
         if number == signal.SIGHUP and received:
             return
         received.append(number)

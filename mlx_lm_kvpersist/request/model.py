@@ -219,7 +219,7 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
     kinds = [(group.kind.name, group.precision is not None) for group in spec.groups]
     if not together.same(kinds, "the kinds of layers"):
         raise ModelNotSupported(
-            "the ranks have layers of different kinds; divide the model evenly, or by tensors"
+            "the ranks have layers of different kinds; start the server without --pipeline"
         )
     least = partial(together.least, what="how many strategies of attention are right")
     is_packed = facts is not None and facts.packed
@@ -316,7 +316,7 @@ def places(store: BlockStore) -> str:
 
 
 def described(spec: ModelCacheSpec) -> str:
-    """Return how full layers are stored, batched and attended, for the log."""
+    """Return the size and precision of the KV, the batching and the attention, for the log."""
     plans = {str(plan) for plan in spec.plans.values()}
     attention = f"attention: {' or '.join(sorted(plans))}" if plans else "attention as in mlx-lm"
     size = f"{show_bytes(spec.bytes_per_token)} a token, {layout_in_words(spec.layout)}"

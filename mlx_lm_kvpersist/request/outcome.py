@@ -157,7 +157,7 @@ class Outcome:
 def divergence_at(
     text: str, nearest: Match, messages: Sequence[dict[str, Any]]
 ) -> Divergence | None:
-    """Find, by its content, the message with a prompt's first character that is not stored.
+    """Find, by its content, the message in which a prompt diverges from the stored text.
 
     None if the prompt or the stored text ends there.
     """

@@ -141,7 +141,7 @@ class Saver:
     saves_every = BLOCK_TOKENS
     """The number of tokens after which a prompt is saved while the rest is computed."""
     missing = Reason.EVICTED
-    """Why fewer tokens are restored than match."""
+    """Why not all matched tokens are restored."""
 
     @property
     def granule(self) -> int:

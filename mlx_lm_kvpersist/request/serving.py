@@ -40,7 +40,7 @@ _ORDER = count()
 
 LAST_PART_S = 2.0
 """How long the last part of a reply waits at most until the earlier parts are on disk."""
-INTERRUPTED_S = 0.5
+INTERRUPTED_S = 2.0
 """How long a prompt waits at most until the interrupted reply that it continues is saved."""
 MIN_SHARED = 2 * BLOCK_TOKENS
 """If fewer tokens are common, both requests compute them: waiting would take as long."""
@@ -224,19 +224,20 @@ class Serving:
         HTTP thread.
         """
         state, messages = RequestState.of(request), prompt.messages
-        root = self.root_of(state)
+        root, deadline_s = self.root_of(state), time.monotonic() + INTERRUPTED_S
         for earlier in filter(None, [known() for known in self.known.valuerefs()]):
             other = RequestState.of(earlier)
             n, is_saved = len(other.messages), other.is_saved
             if (
                 earlier.client_gone
+                and other.stage in (Stage.DECODE, Stage.DONE)
                 and is_saved is not None
                 and other.root == root
                 and [m.get("role") for m in messages[n : n + 1]] == ["assistant"]
                 and messages[:n] == other.messages
                 and not is_saved.is_set()
             ):
-                is_saved.wait(INTERRUPTED_S)
+                is_saved.wait(max(0.0, deadline_s - time.monotonic()))
                 self.remember(other)
         self.known[state.id] = request
 

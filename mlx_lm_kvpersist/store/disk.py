@@ -332,19 +332,28 @@ class DiskStore:
             pinned = self.index.pinned_blocks()
             model, over_share = self._over_share(n_bytes, root, too_much)
             first = {name: self._first(name, keep, pinned) for name in self.index.models()}
+            failure: OSError | None = None
             while too_much > 0:
                 victims = {name: victim for name, victim in first.items() if victim is not None}
                 if not victims:
+                    if failure is not None:
+                        raise failure
                     self.index.database.empty_log()  # evicted rows no longer take space
                     return self._excess(n_bytes) <= 0
                 has_own = over_share > 0 and model in victims
                 of = model if has_own else min(victims, key=victims.__getitem__)
                 *_, key, _ = victims[of]
-                went = self.forget(key, Gone.EVICTED)
+                try:
+                    went = self.forget(key, Gone.EVICTED)
+                except OSError as error:
+                    if failure is None:
+                        logger.warning("kvpersist: cannot evict %s: %s", key.hex(), error)
+                    failure, keep = error, {*keep, key}
+                else:
+                    self.n_evicted += len({key, *went.checkpoints})
+                    too_much -= went.n_bytes
+                    over_share -= went.n_bytes
                 first[of] = self._first(of, keep, pinned)
-                self.n_evicted += len({key, *went.checkpoints})
-                too_much -= went.n_bytes
-                over_share -= went.n_bytes
                 if too_much <= 0:
                     self.index.database.empty_log()  # removing rows has made the log longer
                     too_much = self._excess(n_bytes)

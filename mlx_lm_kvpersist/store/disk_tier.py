@@ -411,8 +411,6 @@ class DiskTier:
             with self.disk.lock.held():
                 self.disk.follow_folder()  # otherwise newer files would be removed
                 n_swept = self.disk.sweep()
-                if self.disk.used_bytes() > self.disk.limits.max_disk_bytes:
-                    self.disk.make_room(0)  # the budget was higher in the last run
         except (OSError, StoreError, sqlite3.Error) as error:
             return self._failed("check what is stored", error)
         if n_swept:

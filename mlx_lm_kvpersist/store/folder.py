@@ -57,6 +57,8 @@ _FORMS = re.compile(
     rf"|{OBJECTS}/([0-9a-f]{{2}})/\2(?:[0-9a-f]{{30}}|[0-9a-f]{{62}})(?:#\d+)?",
     re.ASCII,
 )
+_MARKER_BEGUN = re.compile(rf"{MARKER}\.[0-9a-f]{{8}}\.tmp")
+"""A marker that `whole_file` has not completed."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
 """The error numbers of opening a link, or another file, as a folder."""
@@ -71,6 +73,8 @@ _LEFT_BEHIND = {"lock", "writing"}
 """Left by a running server after somebody removed the folder."""
 _WAIT_S = 2.0
 _LOOK_AGAIN_S = 0.005
+_MOST_LOCKED = 100
+"""How often the lock's file may be replaced while a thread waits for it."""
 _STAGED = "writing"
 MAGIC = b"kvp-seal\x01"
 """The first bytes of encrypted content: a magic, and the version of the encryption."""
@@ -135,7 +139,7 @@ class OwnFiles:
     # The folder of a store.
 
     def take_into_use(self, lock: StoreLock) -> None:
-        """Make or check a store's folder, and mark it. Raises StoreError before any change."""
+        """Make or check a store's folder, and mark it. Raises StoreError."""
         folder = self.folder
         make_private(folder)
         title = "This folder is a store of mlx-lm-kvpersist, which removes its own files.\n"
@@ -155,7 +159,7 @@ class OwnFiles:
         """Say whether the folder holds at most an empty marker: an interrupted start left it."""
         names = {name for name in os.listdir(self.folder) if not RANK_FOLDER.fullmatch(name)}
         names -= _LEFT_BY_SYSTEMS | _LEFT_BEHIND
-        names = {name for name in names if not name.startswith(f"{MARKER}.")}  # of `whole_file`
+        names = {name for name in names if not _MARKER_BEGUN.fullmatch(name)}
         return not names or (names == {MARKER} and not os.lstat(self.folder / MARKER).st_size)
 
     def check_store(self) -> None:
@@ -455,7 +459,7 @@ class StoreLock:
         """Wait for the lock and hold it. May be nested. After 2 s the holder is named."""
         own = self._own
         if own.depth == 0:
-            own.descriptor = self._locked()
+            own.descriptor = self._locked_now()
         own.depth += 1
         try:
             yield
@@ -464,8 +468,14 @@ class StoreLock:
             if own.depth == 0:
                 os.close(own.descriptor)
 
-    def _locked(self) -> int:
-        """Lock the file for this thread; return its descriptor."""
+    def _locked_now(self) -> int:
+        for _ in range(_MOST_LOCKED):
+            if (descriptor := self._locked()) is not None:
+                return descriptor
+        raise StoreError(f"another program removes {self._path} again and again; end it")
+
+    def _locked(self) -> int | None:
+        """Lock the file for this thread; return its descriptor, or None if it was removed."""
         if not os.path.exists(self._path.parent):
             self.check_missing()
             make_private(self._path.parent)
@@ -483,8 +493,8 @@ class StoreLock:
         with suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                 return descriptor
-        os.close(descriptor)  # the file was removed: another process may have locked a new one
-        return self._locked()
+        os.close(descriptor)
+        return None  # the file was removed: another process may have locked a new one
 
     def _wait(self, descriptor: int) -> None:
         deadline_s, folder = time.monotonic() + _WAIT_S, self._path.parent
@@ -553,8 +563,9 @@ class Staging:
             return
         try:
             if self._lock is None:
-                self._lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._lock = lock
             os.pwrite(self._lock.fileno(), b"%020d" % self._n_bytes, 0)
         except OSError:
             self._n_bytes -= max(n_bytes, 0)

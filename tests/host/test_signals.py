@@ -83,6 +83,18 @@ def test_a_closed_terminal_ends_the_process_cleanly_and_in_bounded_time() -> Non
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
 
 
+@pytest.mark.parametrize("numbers", [(1, 1), (1, 15), (15, 1), (1, 2)])
+def test_a_hangup_beside_another_signal_forces_no_end(
+    numbers: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("threading.Timer.start", lambda timer: None)
+    monkeypatch.setattr(run, "end_now", lambda number, reason: pytest.fail(reason))
+    with ending_cleanly():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(numbers[0])
+        signal.raise_signal(numbers[1])
+
+
 def test_a_signal_during_the_shutdown_ends_at_once() -> None:
     code = STUBBORN.replace('print("interrupted", flush=True)', HANGING)
     process = subprocess.Popen(

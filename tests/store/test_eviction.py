@@ -246,17 +246,6 @@ def test_remembered_replies_leave_room_for_blocks(tmp_path: Path) -> None:
         assert not store.turns_not_saved and store.index.totals().n_blocks == 3
 
 
-def test_a_lower_budget_holds_from_the_start_on(tmp_path: Path) -> None:
-    limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=64 << 20)
-    with closing(BlockStore(tmp_path / "store", limits)) as store:
-        for n in range(12):
-            save_turn(store, chain([n], [n + 50, 2], [n + 100]))
-    limits = replace(limits, max_disk_bytes=2 << 20)
-    with closing(BlockStore(tmp_path / "store", limits)) as store:
-        store.drain()
-        assert store.disk.used_bytes() <= limits.max_disk_bytes
-
-
 def test_space_that_a_dead_process_announced_evicts_nothing(tmp_path: Path) -> None:
     """`sessions import` was killed beside a server that goes on."""
     limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=8 << 20)
@@ -286,3 +275,26 @@ def test_files_that_cannot_be_removed_count_towards_the_budget(
         save_turn(store, chain([n], [n + 1000, 2]))
     n_bytes = store.disk.files.n_bytes("blocks", *INDEX_FILES)
     assert n_bytes <= store.limits.max_disk_bytes
+
+
+def test_a_file_that_cannot_be_removed_stops_no_later_turn(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(12):
+        save_turn(store, chain([n], [n + 100]))
+    disk, unlink = store.disk, os.unlink
+    _, key = leaves(store.index)[0]
+    stubborn = disk.files.path_of(key, Block.folder)
+
+    def refused(path: Any, **options: Any) -> None:
+        if Path(path).name == stubborn.name:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() + disk.reserve_bytes)
+    n_before = store.turns_saved
+    for n in range(200, 210):
+        save_turn(store, chain([n], [n + 1000]))
+    assert (store.turns_saved - n_before, store.turns_not_saved) == (10, 0)
+    assert stubborn.exists() and disk.has(key)

@@ -90,7 +90,11 @@ def command(*argv: str | Path) -> int:
 # A foreign folder.
 
 
-@pytest.mark.parametrize("names", [FOREIGN, ("notes.txt",), ("blocks/ab/photo.jpg",)], ids=len)
+@pytest.mark.parametrize(
+    "names",
+    [FOREIGN, ("notes.txt",), ("blocks/ab/photo.jpg",), ("kvpersist-store.notes.txt",)],
+    ids=lambda names: names[-1],
+)
 def test_a_folder_of_somebody_elses_is_refused_untouched(
     tmp_path: Path, limits: StoreLimits, names: tuple[str, ...]
 ) -> None:

@@ -36,6 +36,8 @@ KEEPALIVE_S = 10.0
 """How long a stream may be silent: clients give up after 300 s."""
 DRAIN_S = 5.0
 """How long replies may continue after SIGTERM or SIGHUP."""
+RESET_S = 0.01
+"""How long a new request waits for the reset of a client that has sent a FIN."""
 BACKLOG = 128
 """Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
 _COMMENT = b":\n\n"
@@ -52,6 +54,7 @@ class ClientConnection(io.BufferedIOBase):
     the version, one at a time, and later comments, if the reply is a stream of events.
 
     version: the protocol version with which every reply begins, such as "HTTP/1.0".
+    `may_have_left`: whether `has_left` has seen a FIN.
     """
 
     def __init__(self, connection: socket.socket, version: str) -> None:
@@ -63,6 +66,7 @@ class ClientConnection(io.BufferedIOBase):
 
     def begin_reply(self) -> None:
         """Say that the next bytes are the headers of a reply, in one piece."""
+        self.may_have_left = False
         with self.lock:
             self._has_head = self._is_stream = False
             self._unsent = b""
@@ -110,6 +114,7 @@ class ClientConnection(io.BufferedIOBase):
             if _is_ready(self._connection, select.POLLIN):
                 if self._connection.recv(1, socket.MSG_PEEK):
                     return False
+                self.may_have_left = True
                 self._send_if_idle(self._probe)
             return self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         except (OSError, ValueError):
@@ -190,12 +195,16 @@ class Clients:
             time.sleep(POLL_S)
         return not self._waiting
 
-    def look(self) -> None:
-        """Mark the requests of clients that have left. Any thread."""
+    def look(self) -> bool:
+        """Mark the requests of clients that have left; say whether more clients may have left.
+
+        Any thread.
+        """
         for client, request in self._waiting.copy().items():
             if client.has_left():
                 request.client_gone = True
                 self.end(client)  # its thread may have ended without saying so
+        return any(client.may_have_left for client in self._waiting.copy())
 
     def watch(self) -> None:
         """Begin to watch the clients."""

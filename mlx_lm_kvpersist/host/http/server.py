@@ -34,7 +34,7 @@ from ..scheduling.model_provider import loaded_name, own_names
 from ..scheduling.waiting import ARRIVING
 from ..stopping import stop
 from . import request_checks
-from .clients import ClientConnection, Clients, PluginHTTPServer
+from .clients import RESET_S, ClientConnection, Clients, PluginHTTPServer
 from .completion import ChatReply, Completion, ObservedGenerator, StopWords
 
 if TYPE_CHECKING:
@@ -372,7 +372,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         """Let plugins see a request before it is queued. They may refuse it."""
         self._status, self._has_replied = 0, False
         self.client.begin_reply()
-        self.clients.look()  # this may be the next prompt of a client that has just left
+        if self.clients.look():  # this may be the next prompt of a client that has just left
+            time.sleep(RESET_S)
+            self.clients.look()
         self._show_plugins(request)
         self.completion.received(request)
         self.clients.begin(self.client, ClientRequest.of(request))

@@ -137,10 +137,8 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        """Load like stock; the command line's model gets its adapter under each of its names."""
-        if model_path == "default_model":
-            adapter_path = self.cli_args.adapter_path  # stock 0.31.3 loads none
-        elif model_path in self._own_names:
+        """Load like stock; the adapter of the command line is the default of its model."""
+        if model_path in ("default_model", *self._own_names) and self.cli_args.model is not None:
             model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path
         return super().load(model_path, adapter_path, draft_model_path)

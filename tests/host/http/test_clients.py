@@ -229,6 +229,7 @@ def test_a_failing_keepalive_is_the_loss_of_its_client_only(
 class Client(SimpleNamespace):
     """The part of a connection that `Clients` uses."""
 
+    may_have_left = False
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
@@ -263,6 +264,17 @@ def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
     waiting.is_closed = True
     watching.join(60)
     assert not watching.is_alive()
+
+
+def test_a_look_says_whether_a_client_that_sent_a_fin_may_have_left() -> None:
+    waiting = Clients()
+    with connected() as (client, theirs):
+        waiting.begin(client, client_request())
+        assert not waiting.look()
+        theirs.shutdown(socket.SHUT_WR)  # it waits for its reply
+        assert waiting.look() and len(waiting) == 1
+        client.begin_reply()
+        assert not client.may_have_left
 
 
 def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:

@@ -179,7 +179,7 @@ def test_every_name_of_the_own_model_is_one_model(
         provider._adapter_map["default_model"] = "adapter"
         provider.load("default_model")
         assert provider.model_key[:2] == (str(link), "adapter")
-        for name in names:
+        for name in ("default_model", *names):
             provider.load(name)
             assert provider.model_key[:2] == (str(link), "adapter")
             provider.load(name, "other")
