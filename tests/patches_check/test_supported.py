@@ -35,7 +35,7 @@ def test_every_row_was_run_and_came_out_as_expected(found: dict[str, Any]) -> No
     for row, was_run in zip(written, run, strict=True):
         assert (row.mlx_lm, row.expect) == (was_run["mlx_lm"], was_run["expect"])
         assert row.mlx in (was_run["mlx"], "newest")
-        assert was_run["python"].startswith(f"{row.python}.")
+        assert f"{was_run['python']}.".startswith(f"{row.python}.")
 
 
 def test_rows_that_serve_kept_a_conversation_and_refused_ones_say_why(
