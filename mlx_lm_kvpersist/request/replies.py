@@ -106,7 +106,7 @@ def remember(
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`. `sent` has the
     content, reasoning and tool calls that the client got; None if they are not known, or not yet. A
-    reply without an end token is also found by its conversation, because its client may have read
+    reply without an end token is also found by the messages before it: its client may have read
     only a beginning.
     """
     if model.text is None or not reply or not messages:
