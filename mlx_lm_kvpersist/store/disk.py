@@ -329,6 +329,8 @@ class DiskStore:
                 too_much = self._excess(n_bytes)
             if too_much <= 0:
                 return True
+            if self._below_floor(n_bytes) > self.index.totals().n_bytes:
+                return False  # other files fill the volume: an empty store would not help
             pinned = self.index.pinned_blocks()
             model, over_share = self._over_share(n_bytes, root, too_much)
             first = {name: self._first(name, keep, pinned) for name in self.index.models()}
@@ -383,9 +385,13 @@ class DiskStore:
     def _excess(self, n_bytes: int) -> int:
         """Return how many bytes must be evicted before `n_bytes` more fit."""
         over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
+        return max(over_budget, self._below_floor(n_bytes))
+
+    def _below_floor(self, n_bytes: int) -> int:
+        """Return how many bytes are missing to the free space, if `n_bytes` more are written."""
         if not self.limits.min_free_bytes:
-            return over_budget
-        return max(over_budget, self.limits.min_free_bytes + n_bytes - self.free_bytes())
+            return -n_bytes
+        return self.limits.min_free_bytes + n_bytes - self.free_bytes()
 
     # Sessions.
 

@@ -298,3 +298,21 @@ def test_a_file_that_cannot_be_removed_stops_no_later_turn(
         save_turn(store, chain([n], [n + 1000]))
     assert (store.turns_saved - n_before, store.turns_not_saved) == (10, 0)
     assert stubborn.exists() and disk.has(key)
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_a_volume_that_other_files_fill_costs_no_stored_turn(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, is_reachable: bool
+) -> None:
+    for n in range(3):
+        save_turn(store, chain([n], [n + 100]))
+    disk, volume_bytes = store.disk, 1 << 30
+
+    def free_bytes() -> int:
+        return volume_bytes - disk.index.totals().n_bytes
+
+    monkeypatch.setattr(disk, "free_bytes", free_bytes)
+    floor = free_bytes() + 4096 if is_reachable else volume_bytes + 4096
+    disk.limits = replace(disk.limits, min_free_bytes=floor)
+    assert disk.make_room(0) == is_reachable
+    assert bool(disk.n_evicted) == is_reachable
