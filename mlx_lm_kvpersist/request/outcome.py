@@ -24,8 +24,8 @@ from ..cache.geometry.precision import layout_in_words
 from ..errors import COUNTING
 from ..match import SHOWN_CHARS, Match, common_prefix
 from ..store.block_store import BlockStore
-from ..store.database import unquoted
 from ..store.records import Gone
+from ..store.small_state import unquoted
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -254,7 +254,7 @@ class RequestLog:
         """The newest come first."""
 
     def add(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Add a record (`RequestState.record`), and return it as it is remembered."""
+        """Add a record (`RequestState.record`), and return the record that is stored."""
         if not (self._with_text and record["kept"]):
             record = unquoted(record)
         self._records.appendleft(record)

@@ -226,8 +226,8 @@ class Saver:
     ) -> list[tuple[bytes, bytes]]:
         """Return the partial blocks that the chain contains, each with the longer block's key.
 
-        If a reply fills a block, which is then quantized, the prompt's part of it stays in RAM
-        unquantized, for the same prompt.
+        If a reply fills a block, which is then quantized, the prompt's tokens of that block stay in
+        RAM unquantized, for the same prompt.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):

@@ -18,9 +18,10 @@ from typing import Any
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import IndexDamaged, StoreFormatError
 from ..match import FEW, MAX_ALIKE, nearest
-from .database import Database, Rows, SmallState, faults, is_empty, prepare
+from .database import Database, Rows, faults, is_empty, prepare
 from .folder import OwnFiles
 from .records import SESSION_COLUMNS, Commit, Forgotten, Session, Totals, read_root, read_sessions
+from .small_state import SmallState
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"

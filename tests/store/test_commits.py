@@ -15,13 +15,14 @@ import pytest
 from mlx_lm_kvpersist.block import Block, Record, Root
 from mlx_lm_kvpersist.store import disk_tier, folder
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
-from mlx_lm_kvpersist.store.database import Database, SmallState
+from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf, NewFile, Saved, Session
+from mlx_lm_kvpersist.store.small_state import SmallState
 from tests.support import writer_held
 
 from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state

@@ -18,7 +18,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import pack_ids
 from mlx_lm_kvpersist.match import TokenText, match_prompt
-from mlx_lm_kvpersist.store import database
+from mlx_lm_kvpersist.store import database, small_state
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.index import Index
@@ -401,7 +401,7 @@ def test_what_is_lost_is_not_there_while_it_is_removed(store: BlockStore) -> Non
 def test_the_oldest_remembered_replies_go_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(database, "_MAX_REPLIES", most)
+    monkeypatch.setattr(small_state, "_MAX_REPLIES", most)
     index = Index(tmp_path / "index.sqlite")
     for n in range(most + 50):
         index.commit(Commit(ROOT, (), replies={n.to_bytes(4, "big"): b"ids"}))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from mlx_lm_kvpersist.store.database import KEPT
 from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.small_state import KEPT
 
 
 def record(number: int, **more: object) -> dict[str, object]:

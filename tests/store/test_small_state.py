@@ -138,7 +138,7 @@ def test_an_index_that_says_nothing_has_no_small_state(folder: Path, left: bytes
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A list with the time in seconds since the epoch."""
     now = [1e9]
-    monkeypatch.setattr("mlx_lm_kvpersist.store.database.time.time", lambda: now[0])
+    monkeypatch.setattr("mlx_lm_kvpersist.store.small_state.time.time", lambda: now[0])
     return now
 
 

@@ -455,7 +455,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
 
 def row_of(batch: Any, place: int) -> Any:
-    """Return one row of a batch of replies as a batch, without caches. `batch` stays as it is."""
+    """Return one row of a batch of replies as a batch, without caches; do not change `batch`."""
     row = copy.copy(batch)
     row.prompt_cache = []
     row.filter([place])
