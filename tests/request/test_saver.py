@@ -175,6 +175,16 @@ def test_the_outcome_of_a_prompt_that_ends_in_a_filled_block_is_explained(
     assert outcome.reason is not None or outcome.detail
 
 
+def test_a_last_token_that_differs_is_not_why_a_filled_block_is_not_reused(
+    stored: StoredModel,
+) -> None:
+    keep(stored, 600)
+    stored.row([[*IDS[:299], IDS[299] + 1]], 1, None)
+    (outcome,) = stored.outcomes
+    assert (outcome.n_reused, outcome.kind) == (256, Kind.EXTEND)
+    assert outcome.reason is Reason.INSIDE_BLOCK
+
+
 @pytest.mark.parametrize("stored", ["gemma3_text", "falcon_h1", "qwen3_next"], indirect=True)
 def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> None:
     """Each turn in another process: the block ends at checkpoints, and then becomes whole."""
