@@ -1,1 +1,1 @@
-"""Benchmarks: one command each, saved results as JSON, and tables made from these."""
+"""Benchmarks: each is a command that saves results as JSON; tables are made from the results."""

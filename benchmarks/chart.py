@@ -22,7 +22,7 @@ _LINES = (
 
 
 def points(results: DeviceResults, what: str, side: str) -> list[tuple[int, float]]:
-    """Return a chart line's (tokens, seconds), by length of prompt."""
+    """Return the points of a line in the chart: tokens of the prompt, and seconds."""
     medians = ((n, results.median(ttft.QUESTION, f"{what}, {tokens(n)}", side)) for n in CONTEXTS)
     return [(n, seconds) for n, seconds in medians if seconds is not None]
 
@@ -35,9 +35,9 @@ def draw(results: Sequence[DeviceResults], path: Path | None = None) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        print("no chart: matplotlib is not installed (group `bench`)", file=sys.stderr)
+        print("no chart: matplotlib is not installed (dependency group `bench`)", file=sys.stderr)
         return
-    # Equal results make equal files.
+    # With a random salt, equal results would give different files.
     style: dict[str, Any] = {"svg.hashsalt": "kvpersist", "font.size": 9}
     with pyplot.rc_context(style):
         figure, panels = pyplot.subplots(

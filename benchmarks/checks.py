@@ -1,6 +1,6 @@
-"""Checks that end a run if a side does not do what its name says.
+"""Checks that end a run if a server does not serve as the name of its side says.
 
-A model that the plugin refuses is served as in stock. Its times alone do not show that.
+The plugin serves a model that it refuses as stock does, and times alone do not show that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TEMPLATE_TOKENS = 64
 
 
 class WrongMeasurement(SystemExit):
-    """A server does not do what is to be measured. The run ends with this message."""
+    """A server does not do the work that is measured. The run ends with this message."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def reused(n_tokens: int) -> Expected:
 
 
 def repeated(n_prompt: int) -> Expected:
-    """A prompt that was answered before. Its last block may be computed again.
+    """A prompt that was answered before.
 
-    That happens if a reply filled the block in which the prompt ends.
+    Its last block is computed again if a reply has filled that block.
     """
     kinds = ("EXACT", "EXTEND", "DIVERGE")
     return Expected("repeated", kinds, least=n_prompt - 1 - BLOCK_TOKENS)
@@ -57,7 +57,7 @@ def from_disk(n_tokens: int) -> Expected:
 
 
 SERVED = Expected("served by the side", ("EXACT", "EXTEND", "DIVERGE", "MISS"))
-"""Any amount of reuse, but the plugin must have looked the prompt up."""
+"""Any number of tokens may be reused, but the plugin must have looked the prompt up."""
 
 
 def check_outcome(
@@ -84,23 +84,23 @@ def check_outcome(
 
 
 def check_kept(side: str, spec: Mapping[str, Any], bits: str) -> None:
-    """Raise WrongMeasurement unless a server keeps its model in a precision.
+    """Raise WrongMeasurement unless a server stores its model's caches in a precision.
 
     spec: the server's answer to /v1/kvpersist/spec. bits: a value of --kvpersist-kv-bits;
     every layer that grows with the prompt must have this precision.
     """
     if not spec["kept"]:
-        raise WrongMeasurement(f"the run ends: {side} does not keep the model: {spec['why_not']}")
+        raise WrongMeasurement(f"the run ends: {side} refuses the model: {spec['why_not']}")
     choice = KV_BITS[bits]
     expected = f"keys {choice.key_bits} bits, values {choice.value_bits}"
     if choice.is_full_precision:
         expected = "full precision"
     grows = [group for group in spec["groups"] if group["kind"] == "full"]
     if not grows:
-        raise WrongMeasurement(f"the run ends: {side} keeps no layer that grows with the prompt")
+        raise WrongMeasurement(f"the run ends: {side} stores no layer that grows with the prompt")
     for group in grows:
         if not layout_in_words(group["bits"] or "full").startswith(expected):
             raise WrongMeasurement(
-                f"the run ends: {side} keeps layers in {group['bits'] or 'full precision'}, "
+                f"the run ends: {side} stores layers in {group['bits'] or 'full precision'}, "
                 f"not in {bits}: {group.get('why_not_quantized') or spec['precision']}"
             )

@@ -1,9 +1,9 @@
-"""Tokens a second, and live KV bytes, of conversations that are decoded at the same time.
+"""Tokens per second, and bytes of live caches, while conversations are decoded together.
 
-Every side has computed the prompts already. The rate counts the tokens of the time in which all
-streams run: from the last stream's first token to the first end of a stream. Live KV bytes are the
-bytes of the caches in the batch, as the plugin counts them while it decodes. Full precision is the
-number of tokens times the bytes of a token in the model's own precision.
+Every side has computed the prompts already. The rate counts the tokens that come while all streams
+run: after the last stream has its first token and before the first stream ends. The plugin reports
+the bytes of its live caches. Stock's bytes are computed: the number of tokens times the bytes of a
+token in the model's own precision.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .servers import OURS, STOCK, BenchmarkServer, rotated
 
 QUESTION, MEMORY = "replies at the same time", "live KV bytes"
 _OWN_TOKENS = 256
-"""The number of last tokens in which the prompts differ."""
+"""The prompts differ in this number of tokens at their end."""
 _N_SHORTER = 192
-"""Tokens by which a prompt is shorter than its name, so that replies do not fill its last block."""
+"""A prompt named 4K has this number of tokens less, so that replies do not fill its last block."""
 _WARM_UP_TOKENS = 4
 
 
 def measure(
     run: Run, batches: Mapping[int, Sequence[int]], n_repeats: int, max_tokens: int
 ) -> None:
-    """Measure decoding; `batches` has the numbers of conversations of each context."""
+    """Measure decoding; `batches` maps a length of prompts to numbers of conversations."""
     sides = run.sides()
     with run.fleet(sides) as fleet:
         for context, sizes in batches.items():
@@ -44,7 +44,7 @@ def measure(
                     fleet[side].ask(prompt, _WARM_UP_TOKENS, SERVED)
                     fleet[side].settle()
             for n in sorted(sizes, reverse=True):
-                for side in sides:  # compiles the kernels of this batch
+                for side in sides:  # compiles the kernels for this batch
                     _decode(fleet[side], prompts[:n], context, _WARM_UP_TOKENS)
                 for repeat in range(n_repeats):
                     for side in rotated(sides, repeat):
@@ -54,11 +54,11 @@ def measure(
                         fleet[side].settle()
             _measure_memory(run, fleet[OURS], prompts, context, max_tokens)
     shared = (
-        f"prompts have {_N_SHORTER} tokens less than their names say, and all but their last "
-        f"{_OWN_TOKENS} tokens are alike"
+        f"prompts have {_N_SHORTER} tokens less than their names say, and differ only in "
+        f"their last {_OWN_TOKENS} tokens"
     )
     run.report.note(QUESTION, f"Replies of {max_tokens} tokens; {shared}.")
-    run.report.note(MEMORY, "Stock: full precision, by the shape of the model's cache.")
+    run.report.note(MEMORY, "Stock's bytes are computed from the model's cache in full precision.")
 
 
 def _prompts(run: Run, context: int, n: int) -> list[list[Message]]:
@@ -75,7 +75,7 @@ def _prompts(run: Run, context: int, n: int) -> list[list[Message]]:
 def _decode(
     server: BenchmarkServer, prompts: Sequence[list[Message]], context: int, max_tokens: int
 ) -> list[tuple[float, Reply]]:
-    """Have prompts answered at the same time; return when each was sent, and the replies."""
+    """Send prompts at the same time; return the time at which each was sent, and its reply."""
     hot = repeated(context - _N_SHORTER)
 
     def stream(prompt: list[Message]) -> tuple[float, Reply]:
@@ -87,7 +87,7 @@ def _decode(
 
 
 def _rate(streams: Sequence[tuple[float, Reply]]) -> float:
-    """Return the tokens a second while all streams run.
+    """Return the tokens per second while all streams run.
 
     Raises WrongMeasurement if a stream ended before the last stream began.
     """

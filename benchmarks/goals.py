@@ -1,7 +1,7 @@
 """The project's performance goals, and a verdict on each from saved results.
 
-A goal is a ratio of two rows of one run, mostly of the plugin to the stock server. Each goal names
-the row that measures it. The precision is the default unless the goal names another side.
+A goal limits the ratio of two rows of one run, mostly the plugin's row to the stock server's. The
+precision is the default unless the goal names another side.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ REACHED, MISSED, NOT_MEASURED = "reached", "missed", "not measured"
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound of a ratio on a CPU (SmolLM2, OpenBLAS) and on a GPU (8B shape); None: no goal.
+    """The bounds of a ratio on a CPU (SmolLM2, OpenBLAS) and on a GPU (8B shape); None: no goal.
 
-    The ratio is the row `what` of `side` over the row `base` (default: `what`) of `base_side`.
+    The row `what` of `side` is divided by the row `base` (default: `what`) of `base_side`.
     """
 
     question: str
@@ -49,7 +49,7 @@ class Goal:
         )
 
     def verdict(self, results: DeviceResults) -> str:
-        """Return whether the results reach the goal; "" if the goal is for other devices."""
+        """Return REACHED, MISSED or NOT_MEASURED; "" if these results have no such goal."""
         bound, found = self.bound(results.kind), self.ratio(results)
         if bound is None or not results.is_preset:
             return ""
@@ -86,7 +86,7 @@ GOALS = (
     Goal(together.QUESTION, together.ALL_TURNS, 1.05, 1.05, side=OURS_16),
     Goal(together.QUESTION, together.ALL_TURNS, 1.35, 1.15),
     Goal(together.QUESTION, together.LAST, 1.25, 1.25, base=together.ALONE, base_side=OURS),
-    # 16K tokens take SmolLM2 five minutes on two cores. Stock's longest pause is one chunk.
+    # On two cores 16K tokens take five minutes. 4K are enough: stock pauses for one chunk of 2K.
     Goal(stall.QUESTION, "during 4K", 0.5, None),
     Goal(stall.QUESTION, "during 16K", None, 0.5),
     *(
@@ -97,4 +97,4 @@ GOALS = (
     Goal(decode.MEMORY, "8 of 4K", 0.42, 0.42),
 )
 QUESTIONS = (*dict.fromkeys(goal.question for goal in GOALS), store.QUESTION)
-"""All questions of the page. `store` has no goal."""
+"""All questions of RESULTS.md. `store` has no goal."""

@@ -1,4 +1,4 @@
-"""The models of `--model`: a synthetic shape, made once, a folder, or a name on the hub."""
+"""Find the model of `--model`: a synthetic shape, a folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BenchmarkModel:
         return "".join(kept).strip("-.")
 
     def about(self) -> dict[str, Any]:
-        """Return the facts about the model that a result names."""
+        """Return the facts about the model that are saved with results."""
         n_bytes = sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
         return {
             "name": self.name,
@@ -64,7 +64,7 @@ class BenchmarkModel:
 
 
 def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkModel:
-    """Return the model of this name. Missing synthetic models, and SmolLM2, are made.
+    """Return the model of this name. A synthetic model or SmolLM2 is made if it is missing.
 
     Raises SystemExit with one line for an unknown model.
     """
@@ -72,7 +72,7 @@ def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkMod
         shape = name.removeprefix(SYNTHETIC)
         if shape not in (TINY, *MODEL_SHAPES):
             known = ", ".join(SYNTHETIC + known for known in (TINY, *MODEL_SHAPES))
-            raise SystemExit(f"there is no {name}; known are {known}")
+            raise SystemExit(f"there is no {name}; choose from {known}")
         return BenchmarkModel(name, _made(models_dir / shape, shape))
     if name == SMOLLM2:
         return BenchmarkModel(name, _smollm2(models_dir / name))

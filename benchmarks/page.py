@@ -13,20 +13,21 @@ _LIMITS = """\
 ## What the numbers do not show
 
 Nothing was measured on Apple silicon: Metal has other kernels, and its memory is shared with the
-CPU. A GPU's figures are of MLX's CUDA backend. A synthetic model has random weights in the shape of
-the real model, so its times and bytes are real and its replies mean nothing. On a GPU, ratios of
-times below half a second differ by up to a quarter between two runs of the same code."""
+CPU. The GPU's figures come from MLX's CUDA backend. A synthetic model has random weights in the
+shape of the real model, so its times and bytes are realistic, but its replies mean nothing. On a
+GPU, ratios of times below half a second differ by up to a quarter between two runs of the same
+code."""
 _HEADER = ("device", "row", "side", "unit", "stock", "plugin", "ratio", "goal", "result")
 
 
 def make_page(results: Sequence[DeviceResults]) -> str:
-    """Return RESULTS.md. It begins with a warning if the results are not of one clean commit."""
+    """Return RESULTS.md. It begins with the warnings about the results."""
     parts = ["# Results"]
     parts += [f"**Warning:** {text}" for text in warnings(results)]
     parts.append(
         "Made by `python -m benchmarks.report` from `results/`. [README.md](README.md) says how to "
-        "measure. Both sides ran at the same time and took turns. Values are medians, ratios are "
-        "medians of the ratios within a repeat. Goals are for the presets `cpu` and `gpu`."
+        "measure. Both servers were up, and requests alternated. Values are medians. A ratio is "
+        "the median of the repeats' ratios. Goals are for the presets `cpu` and `gpu-1` to `gpu-5`."
     )
     parts += ["## Conditions", *(conditions(each) for each in results)]
     for question in QUESTIONS:
@@ -44,7 +45,7 @@ def make_page(results: Sequence[DeviceResults]) -> str:
 
 
 def conditions(results: DeviceResults) -> str:
-    """Return the conditions on a device: versions, commits, dates, model and commands."""
+    """Return the conditions of a device's results: versions, commits, dates, model, commands."""
     first = results.parts[0]
     versions = ", ".join(f"{name} {value}" for name, value in first["versions"].items())
     days = sorted({part["date"][:10] for part in results.parts})

@@ -1,4 +1,4 @@
-"""Drop files from the kernel's page cache, and count what is left. Needs no root."""
+"""Drop files from the kernel's page cache, without root, and count the pages that stay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def drop_cached_pages(paths: Sequence[Path]) -> float | None:
-    """Drop the kernel's cached pages of files; return the share that it still has.
+    """Drop the cached pages of files; return the share of the files' pages that are still cached.
 
     Returns None without files, and on systems that cannot drop pages (macOS).
     """

@@ -20,7 +20,7 @@ class Prompts:
         self._made: dict[tuple[tuple[str, ...], int, int], list[Message]] = {}
 
     def of_length(self, n_tokens: int, seed: int) -> list[Message]:
-        """Return one user message whose rendered prompt has `n_tokens`, unlike any other seed's.
+        """Return one user message whose rendered prompt has `n_tokens`; each seed gives another.
 
         Raises ValueError if the template alone is longer.
         """
@@ -34,9 +34,9 @@ class Prompts:
         return list(self._made[key, n_tokens, seed])
 
     def next_turn(self, messages: list[Message], reply: Reply, n_new: int) -> list[Message]:
-        """Return the conversation with a reply and a question that add `n_new` tokens to it.
+        """Return the conversation with a reply and one more question.
 
-        `n_new` counts the template's tokens around both messages, but not the reply's.
+        The question, and the template's tokens around both messages, have `n_new` tokens together.
         """
         said = [*messages, {"role": "assistant", "content": reply.text}]
         before = self.count(messages) + len(self._encode(reply.text))
@@ -65,7 +65,7 @@ class Prompts:
 
         sample = synthetic_text(4000)
         chars_per_token = len(sample) / len(self._encode(sample))
-        # The number comes first, so that prompts of different seeds differ from there on.
+        # The seed comes first, so that prompts of different seeds differ from the beginning.
         begin = f"{seed}: "
         n_free = max(1, n_tokens - count(begin))
         text = begin + synthetic_text(int(n_free * chars_per_token), seed)

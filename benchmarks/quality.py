@@ -1,11 +1,12 @@
-"""The cost of each KV precision for SmolLM2-135M, and for copies that lose more.
+"""The cost of each KV precision for SmolLM2-135M, and for copies that quantizing harms more.
 
     python -m tests.support.openblas python -m benchmarks.quality FILE...  [--tokens 1050]
 
-The copies compute the same function. Two channel pairs of each key head are larger by the given
-factors, as in some Qwen models. Questions are asked alone, and after the first text. The column
-`k8v4, newest too` quantizes the newest block, too. Each figure is the mean divergence and its 99th
-percentile, both in nats, and the rise of the perplexity.
+The copy `4-bit` has weights rounded to 4 bits. The other copies compute the same function, but two
+channel pairs of each key head are larger by the given factors, as in some Qwen models. Each
+question is asked alone, and after the first text. The column `k8v4, newest too` quantizes the
+newest block, too. A cell has the mean divergence, its 99th percentile (both in nats), and the rise
+of the perplexity.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ QUESTIONS = Path(__file__).with_name("questions.txt")
 
 
 class Rounded(KVCache):  # type: ignore[misc]
-    """Rounds every key to 8 bits and every value to 4, rotated, at any distance."""
+    """Rounds all keys to 8 bits and all values to 4, rotated, also in the newest block."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         both = ((keys, Quantization(8, 64, True)), (values, Quantization(4, 64, True)))
-        # No newest tokens stay as computed; all are read in the dtype of `x`.
+        # Unlike in the plugin, the newest tokens are rounded, too.
         read = (pk.read(pk.quantize(x, how), how, x.dtype) for x, how in both)
         return super().update_and_fetch(*read)
 
@@ -69,8 +70,8 @@ def main() -> None:
     parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
-    parser.add_argument("--tokens", type=int, default=1050, help="of each text")
-    parser.add_argument("--questions", type=int, default=50, help="of questions.txt; 0 for none")
+    parser.add_argument("--tokens", type=int, default=1050, help="length of each text")
+    parser.add_argument("--questions", type=int, default=50, help="how many to ask; 0: none")
     args = parser.parse_args()
     with server_attention():
         for name in args.variants:
@@ -99,7 +100,7 @@ def loaded_variant(models_dir: Path, name: str) -> tuple[Any, Any]:
 
 
 def round_weights(model: Any) -> None:
-    """Round weights to 4 bits, in plain arrays: a CPU multiplies by packed ones slowly."""
+    """Round weights to 4 bits, but keep plain arrays: packed products are slow on a CPU."""
     rounded = []
     for name, weight in tree_flatten(model.parameters()):
         if weight.ndim == 2:
@@ -112,7 +113,7 @@ def round_weights(model: Any) -> None:
 def measured(
     model: Any, tokenizer: Any, layouts: Sequence[str], texts: Sequence[Path], n_tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield each layout's bits, its loss on each text, and on the package's worst text."""
+    """Yield a row of bits by layout, then of losses on each text and on the worst short text."""
     specs = {
         name: served(model, KV_BITS[name], "dequantize") for name in layouts if name in KV_BITS
     }
@@ -140,7 +141,7 @@ def measured(
 def asked(
     model: Any, tokenizer: Any, text: Path | None, n_tokens: int, n_questions: int
 ) -> dict[str, Any]:
-    """Return how many replies begin as in full precision, by layout."""
+    """Return the number of replies that begin with the same tokens as in full precision."""
     before = ""
     if text is not None:
         ids = encode(tokenizer, text.read_text(encoding="utf-8"))[1][:n_tokens]

@@ -105,7 +105,7 @@ class DeviceResults:
 
     @property
     def is_preset(self) -> bool:
-        """Whether the parts belong to the preset that the goals are for."""
+        """Whether all parts are of the presets that have goals."""
         return all(part["part"].partition("-")[0] in ("cpu", "gpu") for part in self.parts)
 
     def values(self, question: str, what: str, side: str) -> list[float]:
@@ -118,7 +118,7 @@ class DeviceResults:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> float | None:
-    """Return the median of the ratios within the repeats; None without samples."""
+    """Return the median of the repeats' ratios; None without samples."""
     pairs = [a / b for a, b in zip(over, under, strict=False) if b]
     return statistics.median(pairs) if pairs else None
 
@@ -131,7 +131,7 @@ def device_folder() -> str:
 
 
 def shown_command(argv: Sequence[str]) -> str:
-    """Return the command that runs now, without the folders of this machine.
+    """Return the command line for the page, without this machine's folders.
 
     >>> shown_command(["/home/me/benchmarks/run_all.py", "--preset", "cpu", "--out", "/tmp/x"])
     'python -m benchmarks.run_all --preset cpu --out x'
@@ -176,7 +176,7 @@ def kept_results(folder: Path = FOLDER) -> list[DeviceResults]:
 
 
 def warnings(results: Iterable[DeviceResults]) -> list[str]:
-    """Return the reasons why a page is not of one clean commit."""
+    """Return the warnings about results of several commits, or of changed files."""
     found = []
     for each in results:
         if len(each.commits) > 1:
@@ -199,9 +199,9 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def compare(results: DeviceResults, base: str) -> str:
-    """Return a table in Markdown of the rows that `ours` and the side `base` have in one run.
+    """Return a Markdown table of the rows that both `ours` and the side `base` have.
 
-    The ratio is the median of the ratios of ours to base within a repeat.
+    A ratio is the median of the repeats' ratios of ours to base.
     """
     rows = []
     for row in results.rows:
@@ -215,7 +215,7 @@ def compare(results: DeviceResults, base: str) -> str:
 
 
 def shown_number(value: float | None) -> str:
-    """Return a number with three digits; "" for None.
+    """Return a number with three digits, or a whole number from 100 on; "" for None.
 
     >>> shown_number(0.12345), shown_number(1234.5)
     ('0.123', '1,234')

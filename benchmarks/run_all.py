@@ -2,9 +2,9 @@
 
     python -m benchmarks.run_all --preset gpu-1 --out FOLDER
 
-Presets are `smoke` (a tiny model, two minutes), `cpu`, and `gpu-1` to `gpu-5`, which may run at the
-same time on GPUs of their own. Each writes one file into its folder, a sample at a time. The run
-ends with an error if a server does not do what is to be measured.
+Presets are `smoke` (a tiny model, one or two minutes), `cpu`, and `gpu-1` to `gpu-5`, which may run
+at the same time, each on its own GPUs. A preset writes one file into FOLDER, and saves each sample
+at once. The run ends with an error if a server does not do the work that is measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TINY = f"{SYNTHETIC}tiny"
 
 @dataclass(frozen=True)
 class Step:
-    """A benchmark and its arguments. `model`: another model than the preset's."""
+    """A benchmark and its arguments. `model`: replaces the preset's model."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -85,8 +85,8 @@ PRESETS = {
         _8B,
         (
             _step("ttft", contexts={8192: 3, 32768: 3}),
-            # Each step has new servers: one GPU may be too small for all prompts of the stock
-            # server.
+            # Each step starts new servers: one GPU may be too small for the stock caches of all
+            # lengths.
             _step("ttft", contexts={1024: 2, 4096: 2, 16384: 2}),
             _step("ttft", contexts={65536: 1}),
         ),
@@ -102,7 +102,7 @@ PRESETS = {
             _step("streams", n_streams=200, n_repeats=4),
         ),
     ),
-    # A first start compiles kernels for more than a minute.
+    # `start` has one repeat, because a first start compiles kernels for more than a minute.
     "gpu-4": Preset(_8B, (_step("start", n_repeats=1), _step("store", n_tokens=8192, n_repeats=3))),
     "gpu-5": Preset(_8B, (_step("stall", context=16384, n_repeats=3),)),
 }
@@ -113,7 +113,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=PRESETS, required=True)
-    parser.add_argument("--only", nargs="+", choices=STEPS, help="measure these questions only")
+    parser.add_argument("--only", nargs="+", choices=STEPS, help="run these steps only")
     parser.add_argument("--model", help="a folder, or a name on the hub (default: the preset's)")
     parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR, metavar="FOLDER")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: results/DEVICE)")
@@ -121,7 +121,7 @@ def main() -> None:
         "--before",
         type=Path,
         metavar="CHECKOUT",
-        help="also measure the code of another checkout, and print ours over before",
+        help="also measure the code of another checkout, and print the ratios of ours to before",
     )
     parser.add_argument("--page", action="store_true", help="write RESULTS.md at the end")
     args = parser.parse_args()
@@ -159,7 +159,7 @@ def measure(
         used = main_model if step.model is None else find_model(step.model, models_dir)
         STEPS[step.name](Run(used, report, other), **step.arguments)
         print(f"{step.name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
-    print(f"kept in {report.path}", file=sys.stderr)
+    print(f"saved in {report.path}", file=sys.stderr)
     return report
 
 

@@ -30,7 +30,7 @@ class Run:
         return Prompts(self.model.tokenizer)
 
     def sides(self, names: Sequence[str] = BOTH) -> list[str]:
-        """Return the names of sides, and `before` with them if the run has it."""
+        """Return the names of sides, and also `before` if the run has this side."""
         return [*names, *([BEFORE] if self.before else [])]
 
     def side(self, name: str) -> Side:
@@ -51,7 +51,7 @@ def tokens(n: int) -> str:
 
 
 def parser(doc: str | None, model: str, n_tokens: int) -> argparse.ArgumentParser:
-    """Return the options of a benchmark that runs alone; `doc` is its module's docstring."""
+    """Return the parser of one benchmark's command; `doc` is its module's docstring."""
     options = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,12 +67,12 @@ def parser(doc: str | None, model: str, n_tokens: int) -> argparse.ArgumentParse
 
 
 def run_of(args: argparse.Namespace, part: str) -> Run:
-    """Return the run of the options of `parser`; its samples go to PART.json."""
+    """Return the run that parsed options describe; its samples are written to PART.json."""
     model = find_model(args.model, args.models_dir)
     return Run(model, Report(part, model.about(), {}, args.out))
 
 
 def show(run: Run, base: str) -> None:
-    """Print the rows of `ours` against those of another side, and the notes."""
+    """Print a table of `ours` and the side `base`, and the notes."""
     print(compare(DeviceResults("", [run.report.content]), base))
-    print(*run.report.content["notes"].values(), f"kept in {run.report.path}", sep="\n")
+    print(*run.report.content["notes"].values(), f"saved in {run.report.path}", sep="\n")

@@ -31,7 +31,7 @@ _QUIET_S = 0.3
 
 @dataclass(frozen=True)
 class Side:
-    """A way to run the server. `{store}` in its flags stands for a folder of its own."""
+    """One way to run the server. `{store}` in the flags stands for the side's own folder."""
 
     name: str
     flags: tuple[str, ...]
@@ -62,12 +62,12 @@ def before_side(checkout: Path) -> Side:
     Raises SystemExit if the folder has no package.
     """
     if not (checkout / "mlx_lm_kvpersist").is_dir():
-        raise SystemExit(f"--before {checkout}: no checkout, it has no folder mlx_lm_kvpersist")
+        raise SystemExit(f"--before {checkout}: not a checkout: it has no folder mlx_lm_kvpersist")
     return replace(SIDES[OURS], name=BEFORE, checkout=checkout.resolve())
 
 
 class BenchmarkServer(ServerProcess):
-    """The server of one side. It ends the run if it does not serve as the side's name says."""
+    """The server of one side. The run ends if it does not serve as the side's name says."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class BenchmarkServer(ServerProcess):
             # Another checkout may have no such file, so this checkout's file starts all servers.
             launcher=(str(REPOSITORY / "benchmarks" / "server.py"),),
             env={
-                # A .pth file imports the package before the launcher runs.
+                # Set before the start: a .pth file imports the package before the launcher runs.
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
                 # An installed package is compiled already; a checkout is compiled at the first
                 # start.
@@ -126,19 +126,19 @@ class BenchmarkServer(ServerProcess):
         raise WrongMeasurement(f"the run ends: {self.side.name} has no record of {request_id}")
 
     def get(self, path: str) -> Any:
-        """Return the server's JSON answer to GET."""
+        """Return the server's JSON answer to a GET request."""
         status, _, body = self.request("GET", path)
         if status != 200:
             raise RuntimeError(f"{self.side.name} answered {status} to {path}")
         return json.loads(body)
 
     def check_kept(self) -> None:
-        """Raise WrongMeasurement unless the model is kept in the side's precision."""
+        """Raise WrongMeasurement unless the server stores caches in the side's precision."""
         if self.side.bits is not None:
             check_kept(self.side.name, self.get(SPEC_PATH), self.side.bits)
 
     def settle(self, timeout_s: float = 120.0) -> None:
-        """Return when the server has written everything; at once without the plugin."""
+        """Wait until the server has written everything; stock writes nothing."""
         if self.side.bits is None:
             return
         deadline = time.monotonic() + timeout_s
@@ -163,7 +163,7 @@ class BenchmarkServer(ServerProcess):
 
 
 class Fleet:
-    """A server for each side, all running, for a `with` block. Requests go to one at a time.
+    """The running servers of all sides, for a `with` block. One server at a time gets requests.
 
     If CUDA_VISIBLE_DEVICES names several GPUs, the servers are spread over them.
     """
@@ -171,7 +171,8 @@ class Fleet:
     def __init__(self, model: Path, sides: Sequence[Side]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        # MLX keeps the memory of a whole GPU, so two servers on one GPU may run out of it.
+        # MLX keeps the memory of a whole GPU, so two servers need two GPUs if their memory does not
+        # fit into one.
         own_gpus = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] if len(gpus) > 1 else [None]
         self.servers = {
             side.name: BenchmarkServer(model, side, self._folder, own_gpu)
@@ -199,7 +200,7 @@ class Fleet:
     def start(self) -> None:
         """Start all servers, and have each compile its kernels.
 
-        Raises WrongMeasurement if a side does not keep the model as its name says.
+        Raises WrongMeasurement if a server does not store caches in its side's precision.
         """
         # A GPU compiles the kernels of a prompt of several chunks when they are first used.
         n_chars = 12_000 if device()["kind"] == "gpu" else 100
@@ -213,10 +214,10 @@ class Fleet:
             server.settle()
 
     def restart(self) -> float | None:
-        """End all servers and start them again over their stores, without the page cache.
+        """End all servers and start them again with their stores, which are not in the page cache.
 
-        Return which share of the stores' bytes the page cache still has. None: the system cannot
-        drop it.
+        Return the share of the stores' pages that are still cached; None if the system cannot drop
+        pages.
         """
         for server in self.servers.values():
             server.settle()
@@ -237,6 +238,6 @@ class Fleet:
 
 
 def rotated(sides: Sequence[str], turn: int) -> list[str]:
-    """Return the sides, another one first in each turn, so that drifts hit all sides equally."""
+    """Return the sides; each turn begins with another, so that drifts affect all equally."""
     start = turn % len(sides)
     return [*sides[start:], *sides[:start]]

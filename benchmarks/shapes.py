@@ -1,4 +1,4 @@
-"""Models of real shapes with random 4-bit weights: as big and as fast as the real ones.
+"""Models of real shapes with random 4-bit weights: as big and as fast as the real models.
 
 Their replies mean nothing. Time and memory depend on shapes and dtypes, and those are real.
 """
@@ -29,7 +29,7 @@ TINY = "tiny"
 _BITS, _GROUP_SIZE = 4, 64
 _TOKENIZER_SIZE = 2000
 _SHARD_BYTES = 1 << 30
-_QUERY_GAIN = 2.0  # as in `model`: attention sharp enough to depend on single positions
+_QUERY_GAIN = 2.0  # sharpens attention, so that it depends on single positions
 _LOGIT_GAIN = 2.5
 # The standard deviation of the numbers 0 to 15, if all are equally likely.
 _STD_OF_CODES = math.sqrt((16**2 - 1) / 12)
@@ -91,13 +91,13 @@ def make_shaped_model(
 ) -> Path:
     """Write a model directory of the named shape that stock mlx_lm loads; return `path`.
 
-    shape: `TINY`, or one of `MODEL_SHAPES`: weights quantized to 4 bits in groups of 64, as in
-        mlx-community's conversions, activations and KV in bfloat16.
+    shape: `TINY`, or one of `MODEL_SHAPES`: with weights in 4 bits and groups of 64, as in
+    mlx-community's conversions, and with activations and KV in bfloat16.
     config: entries of config.json that replace or extend the shape's, for smaller models.
-    progress: called with the bytes that are written, and all bytes.
+    progress: called with the number of bytes written, and the total.
 
     Weights are made and written a gigabyte at a time. Equal arguments write equal weights. A greedy
-    reply never ends before max_tokens, and each of its tokens is printable text of its own.
+    reply never ends before max_tokens, and each of its tokens is printable text.
 
     Raises ValueError for an unknown shape.
     """
@@ -130,10 +130,9 @@ def make_shaped_model(
 
 
 def shaped_architecture(shape: str, config: Mapping[str, Any] | None = None) -> Any:
-    """Return mlx_lm's model of the named shape in bfloat16, its weights lazy and never needed.
+    """Return mlx_lm's model of the named shape in bfloat16; its weights are lazy.
 
-    Good for asking what its caches look like; do not evaluate it. Raises ValueError for an
-    unknown shape.
+    It shows the shapes of caches; do not evaluate it. Raises ValueError for an unknown shape.
     """
     full_config = _config(shape, config)
     architecture = importlib.import_module(f"mlx_lm.models.{full_config['model_type']}")
@@ -145,12 +144,12 @@ def shaped_architecture(shape: str, config: Mapping[str, Any] | None = None) -> 
 def _config(shape: str, config: Mapping[str, Any] | None) -> dict[str, Any]:
     if shape not in MODEL_SHAPES:
         known = ", ".join((TINY, *MODEL_SHAPES))
-        raise ValueError(f"there is no shape {shape!r}; known are {known}")
+        raise ValueError(f"there is no shape {shape!r}; choose from {known}")
     return {**MODEL_SHAPES[shape], **(config or {})}
 
 
 def _speakable(files: TokenizerFiles, vocab_size: int) -> np.ndarray[Any, Any]:
-    """Return which of the vocabulary's rows are visible text, as 1 or 0."""
+    """Return 1 for each row of the vocabulary that is visible text, and 0 for the others."""
     mask = np.zeros(vocab_size, np.float32)
     for token_id in range(min(vocab_size, files.n_tokens)):
         if token_id in files.special_ids:
@@ -201,10 +200,10 @@ def _shards(parameters: Mapping[str, mx.array]) -> Iterator[list[str]]:
 def _random_weight(
     name: str, parameters: Mapping[str, mx.array], mask: np.ndarray[Any, Any]
 ) -> mx.array:
-    """Return a parameter's values: codes at random, scales that keep activations near one.
+    """Return a parameter's values: random codes, and scales that keep activations near one.
 
-    Rows of the output layer without visible text are zero. 0 is never the largest of some two
-    thousand random logits.
+    Rows of the output layer without visible text are zero, so such tokens are never chosen: 0 is
+    never the largest of some two thousand random logits.
     """
     like = parameters[name]
     stem, _, part = name.rpartition(".")

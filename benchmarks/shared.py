@@ -2,10 +2,11 @@
 
     python -m benchmarks.shared [--model FOLDER] [--tokens 4096] [--mb-per-s 50 5 1]
 
-One server computes prompts and puts them. Then two servers with empty disks take turns for each
-prompt: `ours` has the shared store, and `computed` has no shared store. The stores are a folder and
-an S3 server (SeaweedFS) on this machine, directly and behind slower links. A store that was too
-slow once is not asked for a while, so prompts behind a slow link may be computed.
+One server computes prompts and puts their blocks into a shared store. Then two servers with empty
+disks answer each prompt, one after the other: `ours` has the shared store, and `computed` has no
+shared store. The stores are a folder and an S3 server (SeaweedFS) on this machine, directly and
+behind slower links. After a slow fetch the server skips the store for a while, so prompts behind a
+slow link may be computed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def measure(run: Run, store: str, url: str, prompts: Sequence[list[Message]]) -> None:
-    """Put prompts into the store at a URL with one server, and measure them with another.
+    """Let one server put prompts into the store at a URL, and measure them with another server.
 
     Raises WrongMeasurement unless the store has all blocks of all prompts.
     """
@@ -86,11 +87,11 @@ def restore(
                 if before_s is not None and after_s is not None:
                     run.report.add(QUESTION, f"{row}, CPU time", side, "s", after_s - before_s)
                 run.report.add(QUESTION, f"{row}, reused", side, "tokens", reply.cached_tokens)
-                fleet[side].settle()  # the writer's work belongs to no other sample
+                fleet[side].settle()  # so that no other sample includes the writer's work
 
 
 def sharing(url: str) -> Side:
-    """Return `ours` with the shared store at a URL, which is not encrypted."""
+    """Return the side `ours` with an unencrypted shared store at a URL."""
     shared = ("--kvpersist-shared", url, "--kvpersist-shared-key", "plain")
     return replace(SIDES[OURS], flags=(*SIDES[OURS].flags, *shared))
 

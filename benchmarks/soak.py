@@ -1,10 +1,10 @@
-"""The workload that Macs were reported to panic under, and the server's memory.
+"""Run the workload under which Macs were reported to panic, and watch the server's memory.
 
     python -m benchmarks.soak --model MODEL [--minutes 5] [--json FILE]
 
-Two streams of requests, each with new prompts of 12,000 to 16,000 tokens, or one more turn of an
-earlier conversation, and short and long replies. The budgets are small, so blocks are evicted,
-written and read all the time. After https://github.com/ml-explore/mlx/issues/3186.
+Two streams send requests: a new prompt of 12,000 to 16,000 tokens, or one more turn of an earlier
+conversation, with short and long replies. The budgets are small, so blocks are evicted, written and
+read all the time. The report is https://github.com/ml-explore/mlx/issues/3186.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ from .checks import check_kept
 
 STREAMS = 2
 MOST_TOKENS = 16_384
-"""Length of the longest new prompts; the shortest have three quarters of it."""
+"""Tokens of the longest new prompts; the shortest have three quarters of this number."""
 BUDGETS = ("--kvpersist-ram", "256M", "--kvpersist-disk", "8G", "--kvpersist-min-free", "512M")
 _REPLY_TOKENS = (16, 256)
 _KEPT, _MOST_TURNS = 6, 4
-"""How many conversations a stream may continue, and the most turns of a conversation."""
+"""The number of conversations that a stream may continue, and the maximum turns of each."""
 _KNOWN = ("caches", "pool", "held", "unused")
 _GREW = 1.1
 _SLACK_BYTES = 64 << 20
-"""A server grows if its typical memory rises by more than a tenth plus this."""
+"""A server grows if its median memory rises by more than a tenth plus this number of bytes."""
 _LEAST_SAMPLES = 12
 
 
 def memory_of(pid: int) -> int:
     """Return the bytes of resident memory of a process of this user; 0 if unknown.
 
-    On a Mac it is the footprint, which counts the GPU's memory. Raises OSError if it has ended.
+    On a Mac: its footprint, which includes the GPU's memory. Raises OSError if it has ended.
     """
     if sys.platform == "darwin":
-        # struct rusage_info_v0 of sys/resource.h: a UUID, then ri_phys_footprint is the eighth.
+        # struct rusage_info_v0 of sys/resource.h: after the UUID (16 bytes) the eighth number is
+        # ri_phys_footprint.
         usage = (ctypes.c_uint64 * 12)()
         ctypes.CDLL(None).proc_pid_rusage(pid, 0, ctypes.byref(usage))
         return usage[9]
@@ -70,9 +71,9 @@ def memory_of(pid: int) -> int:
 class Soak:
     """One run, and its samples so far.
 
-    model: a folder. options: of the server. n_tokens: of the longest new prompts. log: gets a line
-    of JSON for each sample, written to disk at once, because nothing else survives a panic of a
-    Mac.
+    model: its folder. options: the server's. n_tokens: the length of the longest new prompts. log:
+    gets a line of JSON for each sample, which is written to disk at once, because nothing else
+    survives a panic.
     """
 
     model: str
@@ -102,22 +103,22 @@ class Soak:
                         say(self._sample(server))
                         wait(streams, min(every_s, self._left_s), FIRST_COMPLETED)
                 finally:
-                    self._ends_s = 0.0  # running requests end with the server
+                    self._ends_s = 0.0  # a request that fails because the server ends is no error
             for stream in streams:
                 stream.result()
         if not self.replies:
-            raise KVPersistError(f"no request was served in {seconds:.0f} s; give it longer")
+            raise KVPersistError(f"no request was served in {seconds:.0f} s; choose more --minutes")
         if self.grew:
-            raise KVPersistError("the server takes more and more memory")
+            raise KVPersistError("the server's memory grows")
 
     @property
     def grew(self) -> bool:
-        """Whether the server had more memory in the last quarter of the time than in the second."""
+        """Whether the server had much more memory in the last quarter than in the second."""
         before, after = self._quarters()
         return len(self.samples) >= _LEAST_SAMPLES and after > _GREW * before + _SLACK_BYTES
 
     def _quarters(self) -> tuple[int, int]:
-        """Return the median of the second and of the last quarter of the samples."""
+        """Return the medians of the second and the last quarter of the samples."""
         n = -(-len(self.samples) // 4)
         second, last = self.samples[n : 2 * n] or [0], self.samples[-n:] or [0]
         return median_low(second), median_low(last)
@@ -181,7 +182,7 @@ class Soak:
 
 
 def soak(path: Path, minutes: float, log_path: Path | None = None) -> None:
-    """Run the workload: print one line to send, also if the server fails.
+    """Run the workload; print one line to send, also if the server fails.
 
     path: the model's folder. log_path: gets every sample. Raises KVPersistError if the server fails
     or grows.
@@ -209,7 +210,7 @@ def main() -> int:
     )
     options.add_argument("--model", required=True, help="a folder, or a name on the hub")
     options.add_argument("--minutes", type=float, default=5.0)
-    options.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, too")
+    options.add_argument("--json", type=Path, metavar="FILE", help="also write each sample there")
     args = options.parse_args()
     try:
         soak(fetched(args.model), args.minutes, args.json)

@@ -23,7 +23,7 @@ _ALONE_S = 1.0
 class RunningReply:
     """A client that asks for an endless reply and notes when each token comes.
 
-    It is a `with` block. `times` are seconds of time.perf_counter().
+    For a `with` block. `times` are seconds of time.perf_counter().
     """
 
     def __init__(self, server: BenchmarkServer, messages: list[Message]) -> None:
@@ -67,7 +67,7 @@ class RunningReply:
             self._has_begun.set()
 
     def longest_gap_s(self, start: float, stop: float) -> float:
-        """Return the longest time between two tokens that overlaps the time from start to stop."""
+        """Return the longest pause between two tokens that overlaps the time from start to stop."""
         gaps = [b - a for a, b in pairwise(list(self.times)) if a < stop and b > start]
         if not gaps:
             raise RuntimeError("the running reply had no token while the prompt was computed")
@@ -87,7 +87,7 @@ def measure(run: Run, context: int, n_repeats: int) -> None:
                     sent_s = time.perf_counter()
                     answer = fleet[side].ask(long, 1, new())
                     stop_s = sent_s + answer.ttft_s
-                    time.sleep(_ALONE_S / 2)  # the pause in which the prompt ends must end, too
+                    time.sleep(_ALONE_S / 2)  # the token after the last pause must come, too
                 gap_s = reply.longest_gap_s(sent_s, stop_s)
                 run.report.add(QUESTION, f"during {tokens(context)}", side, "s", gap_s)
                 fleet[side].settle()

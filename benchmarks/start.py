@@ -1,8 +1,9 @@
-"""A server's start to the first token, and the first conversation after a first start.
+"""The time from a server's start to its first token, and the time to a second turn's first token.
 
-Each sample is a process that begins with the command. `first`: the store is empty, and on CUDA no
-kernel is compiled. `later`: an earlier conversation has left its store and compiled kernels. The
-first conversation is an agent's: a system prompt, and two turns as soon as the server is healthy.
+Each sample starts a process, and its time begins with the command. `first`: the store is empty, and
+on CUDA no kernel is compiled. `later`: an earlier conversation has left a store and compiled
+kernels. The first conversation is an agent's: a system prompt, and two turns as soon as the server
+is healthy.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _start(
 ) -> float:
     """Return the seconds from the command to the first token of a short reply.
 
-    keeps_kernels: whether `folder` has the server's compiled kernels; else they are shared.
+    keeps_kernels: whether compiled kernels are in `folder`; otherwise all servers share them.
     """
     message: Message = {"role": "user", "content": question}
     started_s = time.perf_counter()

@@ -1,10 +1,10 @@
-"""How fast blocks are saved and loaded, against the disk itself and a copy in memory.
+"""How fast blocks are saved and loaded, compared with plain files and a copy in memory.
 
     python -m benchmarks.store [--model synthetic:llama-3.1-8b] [--tokens 8192] [--folder FOLDER]
 
 Blocks of random numbers, in the model's layout and the default precision, go through the store that
-the server uses: checksums, index, rename. The disk itself is plain files of the same sizes, each
-written and read by one call. A restore is load and join: then all layers can decode.
+the server uses: checksums, index, rename. Plain files of the same sizes are written and read by one
+call each. A restore loads blocks and joins them to caches with which all layers can decode.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ def measure(run: Run, n_tokens: int, n_repeats: int, parent: Path | None = None)
     left = work.share_left
     run.report.note(
         QUESTION,
-        f"{tokens(n_tokens)} tokens, {work.n_bytes / 1e6:,.0f} MB. The column stock has no server: "
-        "it is plain files of the same sizes (save and cold rows), a copy in memory of as many "
-        "bytes (warm rows), or the bytes of keys and values alone. The page cache "
+        f"{tokens(n_tokens)} tokens, {work.n_bytes / 1e6:,.0f} MB. The column stock is not a "
+        "server: it has plain files of the same sizes (rows save and cold), a copy of them in "
+        "memory (rows warm), and the bytes of keys and values without the store. The page cache "
         + ("cannot be dropped here." if left is None else f"still had {left:.0%} of cold files."),
     )
 
 
 class Work:
-    """Each kind of work, timed: with the store, and with the disk or the memory alone."""
+    """Each kind of work, timed: with the store, and with plain files or memory alone."""
 
     def __init__(self, spec: ModelCacheSpec, n_tokens: int, folder: Path) -> None:
         self.spec, self.blocks = spec, random_blocks(spec, n_tokens)
@@ -80,10 +80,11 @@ class Work:
         self._ours, self._plain = folder / "ours", folder / "plain"
 
     def rows(self) -> Iterator[tuple[str, dict[str, Callable[[], float]]]]:
-        """Yield each row and the work of its two sides. The first row writes all files."""
+        """Yield each row's name, and functions that time its two sides. The first writes the
+        files."""
         for path in (self._ours, self._plain):
             shutil.rmtree(path, ignore_errors=True)
-        os.sync()  # the row's time has no writes of earlier repeats
+        os.sync()  # so that the row does not wait for writes of earlier repeats
         yield "save", {OURS: self._save, STOCK: self._write_plain}
         for what, work in (("load", self._load), ("restore", self._restore)):
             files = [path for path in self._ours.parent.rglob("*") if path.is_file()]
@@ -151,7 +152,7 @@ class Work:
         return time.perf_counter() - started_s
 
     def _use_memory(self) -> None:
-        """Take memory and give it back: the host of a virtual machine needs long to provide it."""
+        """Allocate memory and free it: in a virtual machine the first use of memory is slow."""
         mx.clear_cache()
         np.ones(2 * self.n_bytes, np.uint8)
 
@@ -159,7 +160,7 @@ class Work:
 def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[tuple[Block, Arrays]]:
     """Return a chain of full blocks of random ids, with random arrays that are all different."""
     rng = np.random.Generator(np.random.SFC64(0))
-    # Random numbers take long, so they are made for one block. The other blocks change them.
+    # Random numbers take long, so they are made once. Each block changes them.
     first = {
         name: mx.array(rng.integers(0, 1 << 32, shape, np.uint32))
         if dtype == mx.uint32
@@ -180,7 +181,7 @@ def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[tuple[Block, Arra
 
 
 def opened(folder: Path, max_ram_bytes: int) -> closing[BlockStore]:
-    """Return the store of a folder, for a `with` block. It has read its index."""
+    """Return the store of a folder, for a `with` block, after it has read its index."""
     store = BlockStore(folder, StoreLimits(max_ram_bytes, max_disk_bytes=1 << 62))
     store.drain()
     return closing(store)

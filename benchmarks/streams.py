@@ -23,7 +23,7 @@ def measure(run: Run, n_streams: int, n_repeats: int) -> None:
     first = 0
     sides = run.sides()
     with run.fleet(sides) as fleet:
-        for side in sides:  # threads and kernels of the first streams
+        for side in sides:  # starts threads and compiles kernels
             _stream(fleet[side], 4, range(-20, 0))
         for n_clients in CLIENTS:
             for repeat in range(n_repeats):
@@ -37,14 +37,14 @@ def measure(run: Run, n_streams: int, n_repeats: int) -> None:
     run.report.note(
         QUESTION,
         f"A sample has {n} streams of {MAX_TOKENS} tokens; the model is {run.model.name}. CPU time "
-        "counts what the plugin writes after the last reply.",
+        "includes the plugin's writes after the last reply.",
     )
 
 
 def _stream(
     server: BenchmarkServer, n_clients: int, numbers: Sequence[int]
 ) -> tuple[float, float | None]:
-    """Return the wall time and the server's CPU time of one stream for each number."""
+    """Run one stream for each number; return the wall time and the server's CPU time."""
 
     def client(index: int) -> None:
         for number in numbers[index::n_clients]:
@@ -56,6 +56,6 @@ def _stream(
     with ThreadPoolExecutor(n_clients) as pool:
         list(pool.map(client, range(n_clients)))
     wall_s = time.perf_counter() - started_s
-    server.settle()  # what the plugin writes after the last reply belongs to its CPU time
+    server.settle()  # its CPU time includes the writes after the last reply
     after_s = server.cpu_s()
     return wall_s, None if before_s is None or after_s is None else after_s - before_s

@@ -1,7 +1,7 @@
 """Requests that arrive at the same moment: next turns of conversations, and new agents.
 
 turns    each conversation of 1,024 tokens, which every side has in RAM, continues by one turn
-agents   agents with one new system prompt; before them one agent with another system prompt, alone
+agents   six agents begin with one new system prompt; before, one agent begins alone with another
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .servers import OURS, OURS_16, STOCK, BenchmarkServer, Fleet, rotated
 QUESTION = "together"
 TURNS_SIDES = (OURS, OURS_16, STOCK)
 N_TURNS, CONTEXT, NEW = 8, 1024, range(40, 68)
-"""Conversations, the tokens of each, and the numbers of tokens that a turn adds."""
+"""The number of conversations, the tokens of each, and the tokens that a turn adds."""
 N_AGENTS = 6
 MAX_TOKENS = 20
 ALL_TURNS = "eight next turns, to the last reply's end"
@@ -30,7 +30,7 @@ Prompts = list[list[Message]]
 
 
 def measure(run: Run, system: int, agents_sides: Sequence[str], n_repeats: int) -> None:
-    """Measure both scenes; the agents' system prompt has `system` tokens."""
+    """Measure turns and agents; the agents' system prompt has `system` tokens."""
     with run.fleet(run.sides(TURNS_SIDES)) as fleet:
         _measure_turns(run, fleet, n_repeats)
         for repeat in range(n_repeats):
@@ -40,13 +40,13 @@ def measure(run: Run, system: int, agents_sides: Sequence[str], n_repeats: int) 
         QUESTION,
         f"The turns add {NEW.start} to {NEW.stop} tokens to conversations of {tokens(CONTEXT)}; "
         f"replies have {MAX_TOKENS}. The agents share a system prompt of {tokens(system)} tokens "
-        "and wait for the first token; the ratio of their row is to one new agent alone, with the "
-        "plugin.",
+        "and wait for the first token; with the plugin, the ratio of their row is to that of "
+        "one new agent alone.",
     )
 
 
 def _measure_turns(run: Run, fleet: Fleet, n_repeats: int) -> None:
-    """Each repeat continues by one turn: all of its prompts but the new tokens is in RAM."""
+    """Each repeat adds one turn to each conversation; all but its new tokens are in RAM."""
     first = [run.prompts.of_length(CONTEXT, seed=8_500_000 + n) for n in range(N_TURNS)]
     talks = {
         side: [(asked, fleet[side].ask(asked, MAX_TOKENS, new())) for asked in first]
@@ -73,7 +73,7 @@ def _measure_agents(run: Run, server: BenchmarkServer, system: int, repeat: int)
     server.settle()
     replies = at_once(server, new_agents(run, N_AGENTS, system, 3_000_000 + repeat), SERVED)
     if server.side.bits is not None:
-        # The agents share the system prompt while it is computed.
+        # All agents except the first reuse the system prompt.
         n_reused = sum(reply.cached_tokens for reply in replies)
         if n_reused < 0.9 * system * (N_AGENTS - 1):
             raise WrongMeasurement(f"the run ends: {server.side.name}: agents reused {n_reused:,}")
@@ -88,7 +88,7 @@ def at_once(server: BenchmarkServer, prompts: Prompts, expected: Expected) -> li
 
 
 def new_agents(run: Run, n_agents: int, system_tokens: int, seed: int) -> Prompts:
-    """Return the first prompts of agents that share a system prompt, unlike any other seed's."""
+    """Return the first prompts of agents with one system prompt; each seed gives another."""
     content = run.prompts.of_length(system_tokens, seed)[0]["content"]
     system: Message = {"role": "system", "content": content}
     return [

@@ -1,4 +1,4 @@
-"""Time to the first token: new, again, next turn, and next turn after a restart.
+"""Time to the first token: new prompt, same prompt again, next turn, next turn after a restart.
 
 Each side serves the same conversations. A conversation is a new prompt, the same prompt again, and
 the next turn. Then the plugin's server ends and starts again, the page cache of its store is
@@ -23,13 +23,13 @@ N_NEW = 64
 MAX_TOKENS = 8
 """Length of the reply that the next turn continues. All other replies have one token."""
 N_SHORTER = 128
-"""Tokens by which a prompt is shorter than its name, so that it ends in the middle of a block."""
+"""A prompt named 8K has this number of tokens less, so that it ends in the middle of a block."""
 _SLACK = 32
-"""Tokens at a prompt's end that differ between two turns: the template, and the reply's last."""
+"""The number of tokens at a prompt's end that the next turn may change."""
 
 
 def measure(run: Run, contexts: Mapping[int, int]) -> None:
-    """Measure prompts of some lengths; `contexts` has the number of repeats of each length."""
+    """Measure prompts; `contexts` maps their lengths to the number of repeats."""
     sides = run.sides()
     talks: dict[tuple[int, int, str], list[Message]] = {}
     with run.fleet(sides) as fleet:
@@ -48,7 +48,7 @@ def measure(run: Run, contexts: Mapping[int, int]) -> None:
             f"Prompts have {N_SHORTER} tokens less than their names say, so they end in the middle "
             "of a block of 256. "
             f"The next turn adds {N_NEW} tokens and the reply. After a restart the store is read "
-            f"from disk; the page cache {left}. That row's ratio compares with stock's new prompt. "
+            f"from disk; the page cache {left}. Those rows are compared with stock's new prompt. "
             "Each server that starts answers one short prompt first, which compiles its kernels.",
         )
         for (context, _, side), talk in talks.items():
@@ -59,12 +59,12 @@ def measure(run: Run, contexts: Mapping[int, int]) -> None:
 def _converse(
     run: Run, server: BenchmarkServer, prompt: list[Message], context: int
 ) -> list[Message]:
-    """Have a conversation served; return the prompt of its next turn."""
+    """Measure a conversation with one server; return the prompt of its next turn."""
     side, name = server.side.name, tokens(context)
     n_tokens = context - N_SHORTER
     first = server.ask(prompt, MAX_TOKENS, new())
     _add(run, f"new prompt, {name}", side, first)
-    server.settle()  # the writer's work belongs to no other sample
+    server.settle()  # so that no other sample includes the writer's work
     _add(run, f"same prompt again, {name}", side, server.ask(prompt, 1, reused(n_tokens - 1)))
     longer = run.prompts.next_turn(prompt, first, N_NEW)
     reply = server.ask(longer, 1, reused(n_tokens - _SLACK))

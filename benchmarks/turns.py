@@ -1,11 +1,11 @@
-"""Compare greedy replies of a server that is killed after each turn with uninterrupted ones.
+"""Compare greedy replies of a server that is killed after each turn and of one that is not.
 
     python -m tests.support.openblas python -m benchmarks.turns [--model FOLDER] [-- OPTIONS]
 
-Twelve turns of each conversation of turns.json, with SmolLM2-135M in float32 unless another model
-is named. One server runs all the time. The other gets SIGKILL when each conversation has one more
-reply and its writer has written all. Both get the same prompts: the conversations continue with the
-first server's replies.
+Each conversation of turns.json has twelve turns. The model is SmolLM2-135M in float32, unless
+`--model` names another. One server runs all the time. The other is killed (SIGKILL) when each
+conversation has one more reply and everything is written. Both get the same prompts: the
+conversations continue with the first server's replies.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def bits_of(options: Sequence[str]) -> str:
 
 
 def until_written(server: ServerProcess) -> None:
-    """Return when the server has written everything."""
+    """Wait until the server has written everything."""
     while json.loads(server.request("GET", STATS_PATH)[2])["store"]["queue"]["tasks"]:
         time.sleep(0.05)
 
 
 @dataclass
 class Talk:
-    """A conversation, and how many replies of both servers were equal."""
+    """A conversation, and the number of equal replies of both servers."""
 
     kind: str
     questions: Sequence[str]

@@ -1,1 +1,1 @@
-"""Proves the plugin on a tiny model of every architecture that mlx-lm has."""
+"""Tests the plugin with the zoo: tiny models of every architecture that mlx-lm has."""

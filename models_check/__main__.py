@@ -1,6 +1,7 @@
-"""`python -m models_check`: sweep the zoo, one process per name, and print or write a table.
+"""`python -m models_check`: test every model of the zoo, and print or write a table.
 
-With `--facts` nothing is swept: the facts that ship with the package are evaluated.
+Each model has a process of its own. With `--facts`, only the facts that ship with the package are
+evaluated.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ _TIMEOUT_S = 120
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 if only stock has faults."""
+    """Return 0 if the plugin has no faults; faults of stock do not count."""
     parser = argparse.ArgumentParser(prog="python -m models_check", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="names or modules; all if absent")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names or modules (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (%(default)s)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table as Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
-    parser.add_argument("--here", action="store_true", help="in this process, one after another")
+    parser.add_argument("--here", action="store_true", help="in this process, one model at a time")
     parser.add_argument(
         "--unknown", action="store_true", help="as if the package had no facts about any model"
     )
     parser.add_argument(
         "--facts",
         choices=("check", "write"),
-        help="evaluate the facts about all architectures: with the oldest and the newest proven "
-        "mlx-lm, to compare them with the package's, or with all, to write them",
+        help="evaluate the facts about all architectures; check: with the oldest and the newest "
+        "mlx-lm, and compare them with the package's; write: with every mlx-lm, and write them",
     )
     parser.add_argument(
-        "--every-version", action="store_true", help="with --facts check: all proven versions"
+        "--every-version", action="store_true", help="with --facts check: every mlx-lm"
     )
     parser.add_argument("--seed", type=int, default=0, help="with --facts: seed of the weights")
     args = parser.parse_args(argv)
@@ -85,14 +86,14 @@ def _facts(args: argparse.Namespace) -> int:
 def _in_processes(
     names: Sequence[str], jobs: int, run: Callable[[str], Finding]
 ) -> Iterator[Finding]:
-    """Yield findings as they come."""
+    """Yield findings in the order in which they end."""
     with ThreadPoolExecutor(jobs) as pool:
         for done in as_completed([pool.submit(run, name) for name in names]):
             yield done.result()
 
 
 def _in_a_process(name: str, *, unknown: bool = False) -> Finding:
-    """Sweep one name; a process that dies or hangs is a finding of its own."""
+    """Test one model; a process that dies or hangs is a finding, too."""
     command = [sys.executable, "-m", "models_check.one", name, *["unknown"] * unknown]
     try:
         run = subprocess.run(

@@ -1,7 +1,7 @@
 """Build a tiny model of the zoo, with random weights under which every token of a prompt matters.
 
-A wrong cache must show: scores of attention are large, recurrent layers forget slowly, and the
-last token's embedding does not drown what the layers add to it.
+A wrong cache must change the logits. Therefore attention scores are large, recurrent layers forget
+slowly, and the last token's embedding is not much larger than the layers' outputs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .configs import CONFIGS, module_of
 _BIAS_STD = 0.1
 
 _HEAD_STD = 2.5
-"""Gives logits an entropy of 3 to 4 nats, and seldom two nearly equal."""
+"""With it, logits have an entropy of 3 to 4 nats, and two of them are seldom nearly equal."""
 
 
 @dataclass(frozen=True)
 class Tuning:
     """Parameters that differ between architectures.
 
-    `embedding_std`: smaller if the embedding is tied to the head or multiplied; otherwise the last
-    token would be repeated. `score_gain`: of the norms of queries and keys; smaller if the
-    architecture does not divide scores by the root of the head size. `gain`: of all other
-    projections, output size over input size. `branch_gain`: of the norms after attention and
-    experts.
+    `embedding_std` is smaller if the embedding is tied to the head or multiplied; otherwise the
+    model would repeat the last token. `score_gain` multiplies the norms of queries and keys; it is
+    smaller if the architecture does not divide scores by the root of the head size. `gain` is the
+    ratio of output to input size in all other projections. `branch_gain` multiplies the norms after
+    attention and experts.
     """
 
     embedding_std: float = 0.6
@@ -60,7 +60,7 @@ _TUNING = {
     "phi3small": Tuning(embedding_std=0.2, gain=2.2),
 }
 
-# Softplus of this is 0.02: a state then forgets half within some 50 tokens.
+# Its softplus is 0.02, so a state forgets half of its content within about 50 tokens.
 _SLOW = -4.0
 
 _QUERY_KEY_NORMS = {
@@ -75,7 +75,7 @@ _HEADS = ("lm_head", "embed_out", "output.weight")
 def build(name: str, seed: int = 0, config: Mapping[str, Any] | None = None) -> Any:
     """Return a model of the zoo: float32, evaluated; equal arguments give equal weights.
 
-    `config` replaces entries of the zoo's own.
+    `config` replaces entries of the zoo's configuration.
 
     Raises:
         KeyError: the zoo has no such name.

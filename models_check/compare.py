@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 TOLERANCE = 1e-3
-"""Most that log-probabilities may differ, as a share of their range in the reference."""
+"""The largest allowed difference of log-probabilities, as a share of their range."""
 
 _Logprobs = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`difference` is the largest of all steps. A token counts as other if the run finds another
-    token likeliest, and as a near tie if noise can explain that."""
+    """`difference` is the largest of all steps. A token counts as other if the run and the
+    reference prefer different tokens, and as a near tie if noise can explain that."""
 
     difference: float
     n_other_tokens: int = 0
@@ -51,7 +51,7 @@ def compare(reference: _Logprobs, logprobs: _Logprobs) -> Comparison:
 
 
 def worst(comparisons: list[Comparison]) -> Comparison:
-    """Return the sum of several comparisons."""
+    """Return the largest difference and the summed counts of several comparisons."""
     return Comparison(
         max((c.difference for c in comparisons), default=0.0),
         sum(c.n_other_tokens for c in comparisons),

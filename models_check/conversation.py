@@ -13,7 +13,8 @@ N_STRANGER = 150
 """Tokens of a prompt that has nothing to do with the conversation."""
 
 _N_USER = (37, 52, 44, 61, 33)
-"""Unequal, none a multiple of a window, and longer than a block of 256 tokens in all."""
+"""Tokens of each user message: all different, and none a multiple of a window. With the system
+prompt and the replies, a conversation is longer than a block of 256 tokens."""
 
 
 def random_ids(seed: int, n: int) -> list[int]:
@@ -23,7 +24,7 @@ def random_ids(seed: int, n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A system prompt and what the user says in each turn."""
+    """A system prompt, and the user's message of each turn."""
 
     system: list[int]
     users: list[list[int]]

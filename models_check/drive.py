@@ -20,12 +20,12 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm_kvpersist.cache.live.packed import GRID
 
 Keeper = Callable[[list[int], list[Any]], None]
-"""Called with ids and their caches."""
+"""Called with token ids and the caches of these tokens."""
 
 
 @dataclass
 class Row:
-    """One prompt on its way: `caches` have its first `n_cached` tokens."""
+    """One prompt to compute: `caches` have its first `n_cached` tokens."""
 
     segments: list[list[int]]
     caches: list[Any]
@@ -83,8 +83,8 @@ def generate(
     """Generate all replies: in one batch if `batches` and the caches allow it, else one by one.
 
     In a batch the prompts are computed one by one, as in our server; if `padded`, together and
-    padded on the right, as in stock. If not `joint`, the other rows come when the first has begun
-    to reply.
+    padded on the right, as in stock. If not `joint`, the other prompts come when the first reply
+    has begun.
     """
     if not batches or not all(can_batch(row.caches) for row in rows):
         return [_single(model, row) for row in rows]
@@ -133,7 +133,7 @@ class _Run:
     uid: int
     row: Row
     n_segments: int
-    """Segments at whose end the caches are still to be saved."""
+    """The number of segments whose caches are not saved yet."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     reply: Reply | None = None
@@ -189,7 +189,7 @@ def plainly(model: Any, row: Row, *, at_once: bool = False) -> Reply:
         segments[-1:] = [segments[-1][:-1], segments[-1][-1:]]
     position = len(row.prompt) - sum(map(len, segments))
     for segment in segments:
-        # A query sees the blocks before its own block in another form.
+        # A query sees only earlier blocks quantized, so each call ends with a block.
         ends = [*range(GRID - position % GRID, len(segment), GRID), len(segment)]
         for start, stop in pairwise([0, *ends]):
             logits = model(mx.array([segment[start:stop]]), cache=row.caches)[:, -1]

@@ -19,7 +19,7 @@ from .facts import evaluated
 
 
 def main(number: int, n_processes: int, seed: int) -> None:
-    """Evaluate every name whose index is `part` modulo `parts`."""
+    """Evaluate every name whose index is `number` modulo `n_processes`."""
     mx.set_default_device(mx.Device(mx.cpu))
     with server_attention():
         for name in available()[number::n_processes]:

@@ -43,8 +43,8 @@ QUANTIZED = PrecisionChoice()
 FULL_PRECISION = PrecisionChoice(FULL_BITS, FULL_BITS)
 
 TOLERANCE = 5e-4
-"""Most that logits may differ, as a share of their spread. Rounding makes differences of up to
-5e-6; the smallest difference that a fault makes in the zoo is 3e-2."""
+"""The largest allowed difference of logits, as a share of their spread. Rounding causes differences
+of up to 5e-6; the smallest difference that a fault causes in the zoo is 3e-2."""
 
 _SIZES = ((3, 4), (40, 9), (258, 5))
 """Tokens of each prompt that are computed alone, and in the next call. Two prompts are longer than
@@ -65,14 +65,14 @@ Logits = list[mx.array]
 class Evaluated:
     """The results of one model: `differences` of runs that must agree, by fact.
 
-    A fact without a run is not shown: the model's shapes do not allow it.
+    A fact without a run is unknown: the model's shapes do not allow the run.
     """
 
     differences: Mapping[str, float] = field(default_factory=dict)
     refused: str = ""
 
     def shows(self, fact: str) -> bool | None:
-        """Return whether a fact is true for the model, None if nothing is shown."""
+        """Return whether a fact is true for the model; None if it is unknown."""
         differences = [x for name, x in self.differences.items() if name.split(",")[0] == fact]
         return all(x <= TOLERANCE for x in differences) if differences else None  # False for nan
 
@@ -88,9 +88,9 @@ def combined(several: Sequence[Evaluated]) -> Architecture:
 
 
 def evaluated(model: Any) -> Evaluated:
-    """Evaluate a model that computes in float32; `server_attention` must be in place.
+    """Evaluate a model that computes in float32; `server_attention` must be active.
 
-    A model shows nothing if the plugin refuses the classes of its caches.
+    All facts are unknown if the plugin refuses the classes of the caches.
     """
     try:
         plain = Runs(model, probe_model(model, FULL_PRECISION))
@@ -120,7 +120,7 @@ def evaluated(model: Any) -> Evaluated:
 
 
 def packed(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
-    """Return a spec whose groups attend over packed keys where tracing shows that they can."""
+    """Return a spec whose groups attend over packed keys, if tracing shows that they can."""
     slots, plans = slots_of(spec.make_cache()), {}
     for group in spec.quantized:
         shapes = packed_shapes(model, spec.make_cache, group.slots)
@@ -187,7 +187,7 @@ class Runs:
 
 
 def difference_of_restored(model: Any, spec: ModelCacheSpec) -> float:
-    """Return the difference of logits over cut and joined caches from those over the originals.
+    """Return the difference between logits over restored caches and over the original caches.
 
     Another prompt is computed before, so a model that keeps state outside its caches differs.
     """
@@ -225,7 +225,7 @@ def _prompts() -> list[tuple[list[int], list[int]]]:
 
 
 def _compute(model: Any, caches: list[Any], ids: Sequence[int]) -> None:
-    """Compute tokens of one prompt, up to the end of a block of the grid at a time."""
+    """Compute tokens of one prompt, at most a block at a time."""
     for start in range(0, len(ids), GRID):
         mx.eval(model(mx.array([ids[start : start + GRID]], mx.int32), cache=caches))
 

@@ -32,7 +32,7 @@ _ABOUT = (
 )
 _EVALUATION_S = 1800.0
 _NEAR = 10
-"""A difference within this factor of the tolerance is reported: it could come out otherwise."""
+"""A difference within this factor of the tolerance is reported, since it could cross it."""
 
 
 def proven() -> list[str]:
@@ -50,7 +50,7 @@ def write(jobs: int, seed: int) -> list[str]:
 
 
 def check(jobs: int, seed: int, *, every_version: bool) -> list[str]:
-    """Compare the file with the oldest and the newest version, or with all; return differences."""
+    """Compare the file with the oldest and newest version, or with all; return the differences."""
     chosen = proven() if every_version else [proven()[0], proven()[-1]]
     by_version, failures = _evaluated(chosen, jobs, seed)
     if (in_file := sorted(spec.known())) != proven():
@@ -121,7 +121,7 @@ def _evaluated(chosen: Sequence[str], jobs: int, seed: int) -> tuple[dict[str, F
 
 
 def facts_with(python: Path, jobs: int, seed: int) -> Facts:
-    """Return the facts that a Python's mlx-lm shows, by module. Raises RowFailed."""
+    """Return the facts by module, for the mlx-lm of a Python environment. Raises RowFailed."""
     with ThreadPoolExecutor(jobs) as pool:
         lines = [
             line

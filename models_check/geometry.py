@@ -1,4 +1,4 @@
-"""The kinds of a model's caches, their precisions, and the positions for their reuse."""
+"""Descriptions of a model's caches: kinds, precisions, and the positions that can be reused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _own(group: LayerGroup) -> str:
 
 
 def describe_reuse(reused: Mapping[int, int]) -> str:
-    """Return how much of a stored conversation can be reused, by where a prompt leaves it."""
+    """Return how many stored tokens can be reused, by the position where a prompt diverges."""
     if all(n == place for place, n in reused.items()):
         return "anywhere"
     if not any(reused.values()):

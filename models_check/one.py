@@ -1,4 +1,4 @@
-"""`python -m models_check.one NAME [unknown]`: sweep one name, print the finding as JSON."""
+"""`python -m models_check.one NAME [unknown]`: test one model, print the finding as JSON."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ The command `mlx-lm-kvpersist spec --model M` shows how your model's cache is st
 - *Layers*: the kinds of caches that the model's layers have.
 - *Resumes at*: a prompt that diverges from a stored conversation resumes at the last multiple of
   256 tokens, or at an earlier checkpoint. A prompt that continues a conversation reuses all of it.
-- *In one batch*: the prompts or replies that the server computes together.
+- *In one batch*: whether the server computes prompts or replies of several conversations together.
 
 {{summary}}.
 
@@ -34,7 +34,7 @@ precision: keys in 8 bits, values in 4, rotated. The test compares the conversat
 
 - the model's own caches, rounded as the plugin rounds them;
 - the same conversation with a store that is closed and opened in the middle;
-- the conversation after a restart, one turn back and with another continuation;
+- the conversation after a restart, with another last turn;
 - prompts that diverge from the conversation in the middle of a turn;
 - the conversation in a batch with other conversations and a new prompt;
 - a conversation that begins shorter than the windows, with a restart before each turn.
@@ -55,7 +55,7 @@ checkpoints ([when](store.md#what-happens-when)).
 
 - *In a row*: turns of a tool loop at 1,000 tokens a second, with a checkpoint every two seconds.
 - *After a rest*: the conversation rested for 30 seconds, so its last checkpoint is written.
-- *Every turn at once*: what a turn would write if no checkpoint were postponed.
+- *Every turn at once*: the bytes that a turn would write if no checkpoint were postponed.
 
 The shapes are from the config.json of the real models, in bfloat16. Tiny models with such layers
 write [the same number of bytes](benchmarks.md#settled-questions).
@@ -117,7 +117,7 @@ def page(findings: Sequence[Finding]) -> str:
         "## Refused, or wrong\n",
         *(reasons or ["None."]),
         "\n## As in stock\n",
-        "Stock's own caches show these differences, relative to the range, too:\n",
+        "Stock's own caches show these differences of log-probabilities, too:\n",
         *(excused or ["None."]),
         _TURNS.rstrip("\n"),
     ]
@@ -125,7 +125,7 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return one row for all models that are stored in the same way, the largest group first."""
+    """Return a table with a row for each way of storing; most models first."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for finding in findings:
         if finding.result == "equal":

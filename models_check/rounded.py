@@ -1,7 +1,7 @@
-"""The model's own caches, made to round keys and values as ours do.
+"""The model's own caches, made to round keys and values as the plugin's caches do.
 
-Everything else stays mlx-lm's: windows, masks, offsets, the order of tokens. So our caches must
-give the same results as these in every precision.
+Everything else stays mlx-lm's: windows, masks, offsets, the order of tokens. So both kinds of
+caches must give the same results in every precision.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mlx_lm_kvpersist.cache.live.packed import GRID, as_it_came, prepared
 
 
 def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
-    """Return `own`, each of which now rounds keys and values as our cache for its layer does.
+    """Make the model's `own` caches round keys and values as `ours` do, and return them.
 
     Raises:
-        ValueError: ours are not arranged as the model's own.
+        ValueError: the two lists have different structures.
     """
     pairs = zip(slots_of(own), slots_of(ours), strict=True)
     for cache, our in pairs:

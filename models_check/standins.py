@@ -39,7 +39,7 @@ def _no_kernel(**_: Any) -> None:
 
 
 def put_in(module: Any) -> None:
-    """Replace in an architecture's module the functions that launch kernels."""
+    """Replace the functions that launch kernels in an architecture's module."""
     if module.__name__.endswith(".muse_spark") and _are_needed():
         for name, function in vars(kernels).items():
             if callable(function) and hasattr(module, name):
@@ -47,7 +47,7 @@ def put_in(module: Any) -> None:
 
 
 def replace_layers(model: Any) -> None:
-    """Replace bitnet's linear layers, which use a Metal kernel, by plain ones."""
+    """Replace bitnet's linear layers, which use a Metal kernel, by plain layers."""
     if not _are_needed():
         return
     replaced = [

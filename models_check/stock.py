@@ -22,7 +22,7 @@ class StockFails(Exception):
 
 
 def batches_right(model: Any) -> str:
-    """Say whether two prompts in one batch of the model's own caches get the replies of each alone.
+    """Say whether two prompts get the same replies in a batch as alone, with stock's caches.
 
     Raises:
         StockFails: one prompt alone raises, or the next turn over its caches.

@@ -22,7 +22,7 @@ _LIMITS = StoreLimits(1 << 30, 1 << 30)
 
 @dataclass
 class StoredModel:
-    """A model in front of a store. `restart` opens the store as a new process would."""
+    """A model with a store. `restart` closes the store and opens it as a new process would."""
 
     model: Any
     spec: ModelCacheSpec
@@ -31,7 +31,7 @@ class StoredModel:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Token ids stand for text, and prompts are matched by them.
+        # Without a tokenizer, prompts are matched by their ids.
         self.loaded = LoadedModel(self.model, None, self.spec, "zoo", None)
         self.store = BlockStore(self.folder, self.limits)
 

@@ -1,8 +1,8 @@
 """Have one conversation with one model in all the ways that must agree, and compare them.
 
 The reference is one set of our caches that lives as long as the conversation. It is compared with
-the same conversation over a store that is closed and reopened, a rewind, prompts that leave stored
-text in the middle, and a batch with an unrelated prompt.
+the same conversation over a store that is closed and reopened, with another last turn, with prompts
+that diverge within the stored conversation, and with a batch that has an unrelated prompt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FINE = ("equal", "refused", "stock fails")
 
 @dataclass
 class Finding:
-    """The sweep's result for one name of the zoo; JSON values."""
+    """The result for one model of the zoo; JSON values."""
 
     name: str
     result: str = ""
@@ -56,11 +56,11 @@ class Finding:
     precisions: str = ""
     reusable: str = ""
     batching: str = ""
-    """The work that several sequences share."""
+    """The work that is done in one batch: "prompts and replies", "replies" or "nothing"."""
     reused: list[int] = field(default_factory=list)
     """Tokens reused in each turn of the conversation with a store."""
     possible: list[int] = field(default_factory=list)
-    """Tokens of each turn that an earlier one computed."""
+    """Tokens of each turn's prompt that an earlier turn computed."""
     differences: dict[str, float] = field(default_factory=dict)
     excused: dict[str, float] = field(default_factory=dict)
     """Differences that stock's own caches show as well."""
@@ -75,10 +75,9 @@ class Finding:
 
 
 def sweep(name: str, seed: int = 0, *, unknown: bool = False) -> Finding:
-    """Return the findings about one name of the zoo. Errors are findings, too.
+    """Return the finding about one model of the zoo. An error is a finding, too.
 
-    The model is served by the facts that ship with the package; `unknown` serves it as if there
-    were none.
+    The facts that ship with the package apply; with `unknown`, no facts apply.
     """
     finding = Finding(name)
     started = time.perf_counter()
@@ -104,8 +103,8 @@ def sweep(name: str, seed: int = 0, *, unknown: bool = False) -> Finding:
 
 
 def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
-    """Return how the server stores a model by the shipped facts, or without any if it is `unknown`.
-    Attention always reads packed keys if the facts allow them, not only when it is quicker.
+    """Return how the server stores a model by the shipped facts; with `unknown`, without facts.
+    Attention always reads packed keys if the facts allow it, not only if that is faster.
 
     Raises:
         ModelNotSupported: its caches are of classes that are refused, or its facts refuse it.
@@ -167,7 +166,7 @@ class _Sweep:
         plain = _hold(self.model, self.talk, N_TURNS, answer, own, self.replies)
         pairs = zip(plain, carried, strict=True)
         comparison = worst([compare(a.logprobs, b.logprobs) for a, b in pairs])
-        # Over packed keys a chunk may go past the end of a block, at which `plainly` cuts.
+        # Over packed keys a chunk may cross the end of a block; `plainly` cuts there.
         stock_is_wrong = bool(self.spec.plans) and self._pieces_matter()
         self._check("live", comparison, stock_is_wrong=stock_is_wrong)
 
@@ -211,7 +210,7 @@ class _Sweep:
         return self._carried(self.talk, N_TURNS - 1, self.replies[:-1])[-1]
 
     def _rewound(self, stored: StoredModel) -> None:
-        """Go back one turn, say something else, and compare with computing that from scratch."""
+        """Send another last turn, and compare the reply with one that needs no store."""
         ending = self._ending(77)
         stored.restart()
         reply = stored.answer(ending.segments, N_REPLY, ending.reply.ids)
@@ -227,17 +226,17 @@ class _Sweep:
             segments = talk.segments(turn, [first.ids])
             reply = stored.answer(segments, N_REPLY, reference.ids)
             comparisons.append(compare(reference.logprobs, reply.logprobs))
-        # If pieces matter, the canary rightly finds a difference.
+        # If cutting a prompt changes stock's logits, the canary rightly finds a difference.
         if stored.outcomes[-1].n_reused == 0 and not self._pieces_matter():
             self.wrong.append("a short conversation reused nothing")
         self._check("short", worst(comparisons), stock_is_wrong=self._pieces_matter())
 
     def _pieces_matter(self) -> bool:
-        """Say whether stock's own logits depend on how a prompt is cut."""
+        """Say whether stock's own logits depend on the cuts of a prompt."""
         return (self.finding.pieces or 0.0) > TOLERANCE
 
     def _cut_anywhere(self, stored: StoredModel) -> None:
-        """Send prompts that leave the stored conversation at many positions."""
+        """Send prompts that diverge from the stored conversation at many positions."""
         prompt = self.talk.prompt(N_TURNS - 1, self.replies)
         more = random_ids(9, _N_MORE)
         comparisons, places = [], _places(self.talk, prompt)
@@ -258,7 +257,7 @@ class _Sweep:
         return np.array(logits)
 
     def _in_batches(self, stored: StoredModel) -> None:
-        """Run other last turns and a new prompt, which ends before they do, in one batch."""
+        """Run alternative last turns in one batch with a new prompt, whose reply ends first."""
         batches = self.spec.batches
         ids = random_ids(8, N_STRANGER)
         new = Row([ids], self.spec.make_cache(), n_new=N_REPLY // 2)
@@ -304,7 +303,7 @@ def _hold(
     caches: list[Any],
     replies: list[list[int]] | None,
 ) -> list[Reply]:
-    """Have a conversation over `caches`; turns without one of `replies` choose their own."""
+    """Have a conversation over `caches`; a turn without one of `replies` generates its reply."""
     reply_ids: list[list[int]] = []
     answers: list[Reply] = []
     n_cached = 0
@@ -319,7 +318,7 @@ def _hold(
 
 
 def _places(talk: Conversation, prompt: list[int]) -> list[int]:
-    """Return where to leave the stored conversation: in and between turns, around a block's end."""
+    """Return positions at which prompts diverge: in and between turns, and a block's end."""
     first = len(talk.system) + len(talk.users[0])
     return [
         len(talk.system),

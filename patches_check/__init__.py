@@ -1,5 +1,5 @@
 """Checks of all changes to mlx-lm: in the installed version, and in a matrix of versions.
 
 `versions.toml` has the rows of the matrix, `supported.json` their results in the last run.
-The table in the documentation and the bounds of the package's dependencies are written from it.
+These results give the documentation's table and the bounds of the package's dependencies.
 """

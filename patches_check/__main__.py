@@ -16,7 +16,7 @@ from .installed import examine, print_report
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 when nothing is wrong."""
+    """Return 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(prog="python -m patches_check", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
@@ -42,20 +42,20 @@ def main(argv: Sequence[str]) -> int:
         action="append",
         metavar="N",
         help="with --matrix run: only this row, counted from 1, and nothing is written; can be "
-        "given more than once; 0 is no row, for a checkout alone",
+        "given more than once; 0: no row, so that only --checkout is checked",
     )
     parser.add_argument(
         "--checkout",
         type=Path,
         metavar="PATH",
-        help="with --matrix run: one more row, an mlx-lm from this folder; it may fail",
+        help="with --matrix run: also check the mlx-lm in this folder, which may fail",
     )
     parser.add_argument(
         "--folder",
         type=Path,
         metavar="PATH",
-        help="with --matrix run: where the environments are made and kept; a temporary one if "
-        "absent",
+        help="with --matrix run: where the environments are made and kept (default: a "
+        "temporary folder)",
     )
     parser.add_argument(
         "--output",
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             print_report(report)
         return int(bool(report.failures))
 
-    from . import matrix, supported  # needs packages of its own environment
+    from . import matrix, supported  # needs packages that the environment of a row lacks
 
     if args.matrix == "print":
         print(json.dumps([row.to_json() for row in matrix.rows()], indent=1))

@@ -1,4 +1,4 @@
-"""Chat, kill -9, restart, chat: the purpose of all patches, on a server of its own."""
+"""Chat, kill -9, restart, chat: a test of the purpose of all patches, with a real server."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A pytest plugin for mlx-lm's own tests: it makes this package's changes before they import.
+"""A pytest plugin for mlx-lm's own tests: it applies this package's patches before they import.
 
-The tests have their own model providers, which lack the attributes that ours adds, and load models
-without a server. This module adds both. The plugin's batch generator also takes the place of the
-one in `mlx_lm.generate`. A model that does not make its own caches gets the plugin's: those of
-stock if `KVPERSIST_CACHES` is "stock", otherwise quantized ones in the default precision.
+The tests have their own model providers; this module adds the attributes of the plugin's provider.
+The tests load models without a server; this module gives caches to each model that does not make
+its own: stock's caches if `KVPERSIST_CACHES` is "stock", otherwise the plugin's quantized caches in
+the default precision. The plugin's batch generator also replaces the class in `mlx_lm.generate`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _stock_load = utils.load
 
 
 def load(*args: Any, **kwargs: Any) -> Any:
-    """Load as stock does; a model that does not make its own caches gets the plugin's."""
+    """Load as stock does; a model that does not make its own caches gets caches from here."""
     model, tokenizer, *rest = _stock_load(*args, **kwargs)
     if not hasattr(type(model), "make_cache"):
         support = ModelSupport(lambda: None)

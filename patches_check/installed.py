@@ -25,7 +25,7 @@ from .inventory import Found, bindings, cache_classes
 
 @dataclass
 class Report:
-    """The checks of one installed mlx-lm. If the versions are refused, it has no other checks."""
+    """The checks of one installed mlx-lm. If its version is refused, nothing else is checked."""
 
     mlx_lm: str
     mlx: str
@@ -100,12 +100,12 @@ def print_report(report: Report) -> None:
         out.print(table(["", ""], rows))
     for title, found in (
         ("cache class", report.cache_classes),
-        ("what is patched", report.bindings),
+        ("patched name", report.bindings),
     ):
         if found:
             out.print()
             rows = [[one.name, one.where, one.said] for one in found]
-            out.print(table([title, "where", "what of it"], rows))
+            out.print(table([title, "where", "treatment"], rows))
     if report.startup is not None and report.startup.passed:
         out.print("\nstartup with the plugin: ok")
     if report.round_trip is not None and report.round_trip.passed:

@@ -1,4 +1,4 @@
-"""The installed mlx-lm: its cache classes, and other modules that bind the patched names.
+"""The installed mlx-lm: its cache classes, and the modules that import patched names.
 
 Its source is read, not imported: importing 120 model modules takes half a minute.
 """
@@ -17,11 +17,11 @@ from mlx_lm_kvpersist.host.patching.patches import Patch
 
 SERVER = "mlx_lm.server"
 BATCHES = {"BatchKVCache": "KVCache", "BatchRotatingKVCache": "RotatingKVCache"}
-"""The classes of a batch, by what they are merged from and extracted to."""
-OWN_CACHES = {"deepseek_v41": "no form for a batch; its model is served as stock serves it"}
-"""Modules of models that bring a cache class of their own."""
+"""Each class of a batch, and the class that it is merged from and extracted to."""
+OWN_CACHES = {"deepseek_v41": "no class for a batch; its model is served as stock serves it"}
+"""Modules of models that define a cache class of their own."""
 NO_LAYERS = {
-    "_BaseCache": "base of the others",
+    "_BaseCache": "base class",
     "LRUPromptCache": "stock's store of prompts, replaced by the patch prompt_cache",
 }
 
@@ -44,7 +44,7 @@ def cache_classes() -> list[Found]:
             if isinstance(node, ast.ClassDef) and _is_cache(node):
                 said = _kept(node.name, module)
                 found.append(
-                    Found(node.name, module, said or "unknown: decide how it is kept", bool(said))
+                    Found(node.name, module, said or "unknown: decide how it is stored", bool(said))
                 )
     return found
 
@@ -59,7 +59,7 @@ def _kept(name: str, module: str) -> str:
     if module != "mlx_lm.models.cache":
         return OWN_CACHES.get(module.rpartition(".")[2], "")
     if name in kinds:
-        return f"kept: {kinds[name]}"
+        return f"stored: {kinds[name]}"
     if name == "CacheList":
         return "taken apart"
     if name in REFUSED:
@@ -70,7 +70,7 @@ def _kept(name: str, module: str) -> str:
 
 
 def bindings(patches: Iterable[Patch]) -> list[Found]:
-    """Return, for every patched name, the modules of mlx-lm that have it under their own name.
+    """Return, for every patched name, the modules of mlx-lm that import it.
 
     The server's globals are replaced for the server alone, so other modules keep stock's. Any other
     patch must reach every module that uses the name.
@@ -87,7 +87,7 @@ def bindings(patches: Iterable[Patch]) -> list[Found]:
             said = f"{', '.join(others)} would still use stock's; patch these, too"
             found.append(Found(patch.attribute, where, said, is_known=False))
         else:
-            found.append(Found(patch.attribute, where, "replaced for all who use it"))
+            found.append(Found(patch.attribute, where, "replaced in every module"))
     return found
 
 
@@ -106,7 +106,7 @@ def _modules() -> dict[str, ast.Module]:
 
 
 def _imports() -> Iterator[tuple[str, str]]:
-    """Yield every module with each name that it takes from another."""
+    """Yield every module with each name that it imports from another module."""
     for module, tree in _modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):

@@ -38,7 +38,7 @@ class RowFailed(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """Versions to install together, and what is expected of them."""
+    """Versions to install together, and the expected result."""
 
     mlx_lm: str
     mlx: str
@@ -48,7 +48,7 @@ class Row:
     """A folder to install mlx-lm from, instead of a version."""
 
     def to_json(self) -> dict[str, str]:
-        """Return the row as `versions.toml` has it, and as CI services take it."""
+        """Return the row with the names of `versions.toml`, for CI services."""
         row = {"mlx-lm": self.mlx_lm, "mlx": self.mlx}
         return {**row, "python": self.python, "expect": self.expect}
 
@@ -111,7 +111,7 @@ def _is_too_old(mlx: str) -> bool:
 
 
 def newest_serving() -> str:
-    """Return the newest mlx-lm of the rows that is expected to serve."""
+    """Return the newest mlx-lm of the rows that are expected to serve."""
     serving = [row.mlx_lm for row in rows() if row.expect == "serves"]
     return max(serving, key=lambda version: [*map(int, version.split("."))])
 
@@ -119,7 +119,7 @@ def newest_serving() -> str:
 def run(
     numbers: Sequence[int] | None = None, checkout: Path | None = None, folder: Path | None = None
 ) -> list[Outcome]:
-    """Check the rows and report each; `numbers` count from 1, and without them all rows run.
+    """Check rows and report each; `numbers` selects rows, counted from 1 (default: all rows).
 
     A checkout of mlx-lm is one more row. Environments in `folder` are kept for inspection.
     """
@@ -141,7 +141,7 @@ def run(
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build this checkout's wheel: what users install is what is checked."""
+    """Build this checkout's wheel, because users install a wheel."""
     uv("build", "--quiet", "--wheel", "--out-dir", folder / "wheel", REPOSITORY)
     return max((folder / "wheel").glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
@@ -218,11 +218,11 @@ def make_environment(row: Row, folder: Path, wheel: Path) -> Path | None:
 
 
 def python_with(version: str, folder: Path) -> Path:
-    """Return a Python that has a version of mlx-lm: this one, or that of a new environment.
+    """Return a Python that has a version of mlx-lm: this Python, or that of a new environment.
 
-    The new environment is the first row of `versions.toml` that serves with that mlx-lm, so it has
-    an old mlx; its Python is this one's version, if that is newer than the row's. Raises RowFailed
-    if the environment cannot be made.
+    The new environment follows the first row of `versions.toml` that serves with that mlx-lm, so
+    its mlx is old. Its Python has the version of this Python or of the row, whichever is newer.
+    Raises RowFailed if the environment cannot be made.
     """
     if version == versions.installed("mlx-lm"):
         return Path(sys.executable)
@@ -296,7 +296,7 @@ def _end(done: subprocess.CompletedProcess[str], n_lines: int = 8) -> str:
 
 
 def line(outcome: Outcome) -> str:
-    """Return an outcome in one line."""
+    """Return an outcome as one line."""
     mark = "ok  " if outcome.is_expected else "FAIL"
     says = f": {outcome.says}" if outcome.says else ""
     return (

@@ -37,8 +37,8 @@ LEFT_OUT = {
     "counted.",
     "test_generate.py::TestGenerate::test_generate_with_logit_bias": "It names a token of the real "
     "model.",
-    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings": "The real model "
-    "follows an instruction there.",
+    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings": "It needs "
+    "a real model, which follows instructions.",
     "test_generate.py::TestGenerate::test_stream_generate_input_embeddings_prefill": "The same.",
 }
 """Tests that cannot pass, and why. No other test may fail."""
@@ -46,7 +46,7 @@ QUANTIZED = {
     "test_server.py::TestServerKVCacheQuantization::test_completion_quantizes_the_cache": "The "
     "conversation is kept in the plugin's store, not in stock's prompt cache.",
     "test_prompt_cache.py::TestPromptCache::test_cache_to_quantized": "The plugin's caches are "
-    "quantized from the start and have no method for it.",
+    "quantized from the start and cannot be quantized again.",
 }
 """Further tests that cannot pass with the plugin's caches, and why."""
 FAIL_IN_STOCK = {
@@ -123,7 +123,8 @@ def own_tests(version: str, folder: Path) -> Path:
        "--dest", folder, package)  # fmt: skip
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as source:
-        # The package lies next to the tests, and would be imported instead of the installed one.
+        # Only the tests: the package beside them would be imported instead of the installed
+        # package.
         tests = [one for one in source.getmembers() if one.name.split("/")[1:2] == ["tests"]]
         source.extractall(folder, tests, filter="data")
     return folder / archive.name.removesuffix(".tar.gz") / "tests"
@@ -137,7 +138,7 @@ def stand_in(hub: Path) -> Path:
     mx.random.seed(0)
     # 64 dimensions a head: some tests quantize the caches.
     make_tiny_model(folder, model_type="qwen2", n_heads=4, n_kv_heads=4, hidden_size=256)
-    # Stock lists models that have one.
+    # Stock lists only models that have this file.
     (folder / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("tiny", encoding="utf-8")

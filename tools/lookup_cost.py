@@ -1,9 +1,9 @@
 """`python -m tools.lookup_cost`: the generation thread's time to look up a long stored prompt.
 
-A conversation is stored in RAM. The prompt spells one word of it with other tokens, so stored ids
-are spliced in front of the rest. The output has medians of CPU time in milliseconds: of the lookup,
-before the request is queued, and of the generation thread, before the restore and with the restore.
-Before every second restore another conversation is stored.
+A conversation is stored in RAM. The prompt spells one word of this conversation with other tokens,
+so stored ids are spliced in front of the rest. The output has the median CPU time, in milliseconds,
+of the lookup on an HTTP thread and of the generation thread before and during the restore. Before
+every second restore another conversation is stored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mlx_lm_kvpersist.round_trip import tiny_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 
 N_WORDS = 900
-"""Number of words, whose ids come first; the next ids are the letters that spell the words."""
+"""The number of words. Ids of words come first, then ids of the letters that spell words."""
 
 
 class Words:

@@ -28,7 +28,7 @@ Sources = Mapping[str, str]
 
 
 def sources_of(checkout: Path) -> Sources:
-    """Return the modules of the package; a folder has the name of its `__init__`."""
+    """Return the text of each module; the text of an `__init__` has the name of its folder."""
     sources = {}
     for path in sorted((checkout / NAME).rglob("*.py")):
         name = ".".join(path.relative_to(checkout).with_suffix("").parts)
@@ -82,7 +82,7 @@ def n_locks(source: str) -> int:
 
 
 def private_names(ours: str, theirs: str) -> set[str]:
-    """Return the private names of mlx-lm's source that the package names, or reads from objects."""
+    """Return mlx-lm's private names that the package imports, has in a string, or reads."""
     named = {name for pair in _NAMED.findall(ours) for name in pair}
     read = set(_READ.findall(ours)) - set(_DEFINED.findall(ours))
     return set(_DEFINED.findall(theirs)) & (named | read)

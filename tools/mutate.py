@@ -1,13 +1,13 @@
 """Change the source in small ways, run the tests, and list the changes that no test noticed.
 
-`make mutate` changes what determines a reply: api, cache, host, match, request and store. Mutants
-are made in copies of the tree, never in the tree itself. Results are saved in
-`.mutants/results.json`, so an interrupted run can continue. `mutants.toml` lists the mutants that
-may survive, each with the reason.
+`make mutate` changes the modules that determine a reply: api, cache, host, match, request and
+store. Each change (a mutant) is made in a copy of the tree, never in the tree itself. Results are
+saved in `.mutants/results.json`, so an interrupted run can continue. `mutants.toml` lists the
+mutants that may survive, each with the reason.
 
-mutmut and cosmic-ray are not suitable: mutmut forks processes that have loaded MLX, whose threads
-do not survive a fork; cosmic-ray changes the tree that it runs in, restarts Python for each mutant,
-and does not remove statements. On a platform without `fork` this script does not run.
+mutmut and cosmic-ray are not suitable. mutmut forks processes that have loaded MLX, whose threads
+do not survive a fork. cosmic-ray changes the tree in which it runs, restarts Python for each
+mutant, and does not remove statements. On a platform without `fork` this script does not run.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Mutant:
     start: int
     stop: int
     place: str
-    """The column and the number of equal lines before; the key has it, not `line`."""
+    """The column and the number of equal lines before; `key` uses it instead of `line`."""
 
     @property
     def key(self) -> str:
@@ -266,7 +266,7 @@ def _not_run(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
         yield node.annotation
     if isinstance(node, ast.keyword) and node.arg == "strict":
-        yield node.value  # of zip: an assertion
+        yield node.value  # `strict` of zip is an assertion
     if isinstance(node, ast.JoinedStr | ast.Raise | ast.Import | ast.ImportFrom | ast.Assert):
         yield from ast.iter_child_nodes(node)
     if isinstance(node, ast.Assign) and any(
@@ -354,7 +354,7 @@ class Tree:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        # By hash: two versions of a file can have the same size and time.
+        # Compiled files are checked by hash, since two versions can have the same size and time.
         by_hash = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder / PACKAGE, quiet=2, invalidation_mode=by_hash)
         self.mutant: Mutant | None = None
@@ -378,7 +378,7 @@ class Tree:
             os.environ.update(PYTHONPATH=str(self.folder), HF_HUB_OFFLINE="1")
             sys.path.insert(0, str(self.folder))
             sys.dont_write_bytecode = True
-            # Modules imported before the fork are not rewritten, and need not be.
+            # Modules imported before the fork have no tests, so pytest need not rewrite them.
             options = ["-xq", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
             options += ["-p", "no:cacheprovider", "-m", "not slow"]
             status = int(pytest.main([*options, *targets]))
@@ -435,7 +435,7 @@ def preload(names: Sequence[str]) -> None:
 
 
 def baselines(tree: Tree, files: Sequence[str]) -> dict[str, float]:
-    """Return how long the tests of each file may take: inf if they fail without a mutant."""
+    """Return the time limit, in seconds, for the tests of each file; inf if they fail anyway."""
     took: dict[str, float] = {}
     timeouts = {}
     loaded = tree.folder / "loaded-modules"
@@ -496,7 +496,7 @@ def run(mutants: Sequence[Mutant], n_jobs: int, results: dict[str, dict[str, obj
 def main() -> int:
     """Run the mutants that the command line selects; return 1 if one survived without a reason."""
     parser = argparse.ArgumentParser(description="Test the tests: change the source and run them.")
-    parser.add_argument("--module", action="append", help="only files with this in their path")
+    parser.add_argument("--module", action="append", help="only files with this text in the path")
     parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--jobs", type=int, default=1, help="number of pytest runs at a time")

@@ -1,4 +1,4 @@
-"""`python -m tools.trace`: functions of the package that a start, save, restore or chat runs.
+"""`python -m tools.trace`: the package's functions that run in four journeys of a server.
 
 start: a server with a tiny model starts, with the default options, until its model is loaded.
 save: the prompt and the reply of a request are stored. Counted: calls of `insert`, and all work of
@@ -53,7 +53,7 @@ class Trace:
         self._counted_threads: set[int] = set()
         self._counts_all = False
         self._names: tuple[str, ...] = ()
-        # Before the server's threads start: a thread gets its profiler only when it starts.
+        # Set before the server's threads start, because a thread gets its profiler when it starts.
         threading.setprofile(self)
         sys.setprofile(self)
 
@@ -63,7 +63,7 @@ class Trace:
             return
         thread = threading.current_thread()
         is_counted = self._counts_all or thread.ident in self._counted_threads
-        # The thread "clients" checks sockets from time to time.
+        # The thread "clients" runs at irregular times, so it is not counted.
         if not (is_counted or thread.name.startswith(self._names)) or thread.name == "clients":
             return
         path = Path(code.co_filename)
@@ -77,8 +77,8 @@ class Trace:
     ) -> Iterator[Functions]:
         """Yield the functions that run until the end of the block.
 
-        entries: objects with the name of a function. If there are any, only calls of these
-            functions count. threads: how the names of threads begin that always count.
+        entries: pairs of an object and the name of its function; without pairs all calls count.
+        threads: prefixes of names; all calls on these threads count.
         """
         self._functions, self._names, self._counts_all = set(), threads, not entries
         with ExitStack() as stack:
@@ -190,7 +190,7 @@ def main() -> None:
             found = traced(Path(folder))
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # the server's threads would outlive the interpreter
+            os._exit(1)  # without waiting for the server's threads
     for journey, functions in found.items():
         files = sorted({file for file, _ in functions})
         print(f"{journey}: {len(functions)} functions in {len(files)} files")
@@ -202,7 +202,7 @@ def main() -> None:
             names = sorted(name for at, name in functions if at == file)
             print(f"  {file}: {', '.join(names)}")
     sys.stdout.flush()
-    os._exit(0)  # the server's threads still run
+    os._exit(0)  # without waiting for the server's threads
 
 
 if __name__ == "__main__":

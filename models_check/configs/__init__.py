@@ -26,7 +26,7 @@ NOT_IN_THE_ZOO = {
     "bitlinear_layers": "layers of bitnet",
     "cache": "cache classes",
     "gated_delta": "a recurrence that several share",
-    "olmo": "its Model returns a pair, which mlx-lm itself cannot generate with",
+    "olmo": "its Model returns a pair, and mlx-lm cannot generate with pairs",
     "mla": "projections of latent attention",
     "pipeline": "distribution over machines",
     "rope_utils": "rotary embeddings",

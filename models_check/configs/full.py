@@ -108,7 +108,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "gegelu_limit": 20.0,
         "mup_embedding_multiplier": 1.0,
         "mup_width_multiplier": 1.0,
-        # Fewer local blocks than a prompt has, or nothing would be masked.
+        # A prompt has more blocks than this; otherwise nothing would be masked.
         "blocksparse_block_size": 64,
         "blocksparse_num_local_blocks": 1,
         "blocksparse_vert_stride": 3,
@@ -251,7 +251,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "youtu_llm": {**SIZES, **LATENT},
-    # With a vision tower around them, of which mlx-lm keeps the language model.
+    # These models also have a vision tower; mlx-lm uses only the language model.
     "kimi_k25": {"text_config": {**SIZES, **LATENT, **EXPERTS}},
     "kimi_vl": {"text_config": {**SIZES, **LATENT, **EXPERTS}},
     "pixtral": {"text_config": {**SIZES, "model_type": "llama"}},

@@ -52,7 +52,7 @@ EXPERTS: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-"""One dense layer, then one of four experts of which two run."""
+"""One dense layer, then one layer with four experts, two of which run."""
 
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -62,7 +62,7 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
-"""Cached instead of keys and values: a latent of 64 numbers and a rotated key of 32."""
+"""The cache has a latent of 64 numbers and a rotated key of 32, instead of keys and values."""
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"

@@ -79,7 +79,7 @@ def test_another_precision_ends_the_run(bits: str, groups: list[dict[str, Any]])
 
 
 def test_a_model_that_is_not_kept_ends_the_run() -> None:
-    with pytest.raises(WrongMeasurement, match="does not keep the model: layer 0"):
+    with pytest.raises(WrongMeasurement, match="refuses the model: layer 0"):
         check_kept("ours", {"kept": False, "why_not": "layer 0 has a LayerCache"}, "k8v4")
 
 
@@ -174,7 +174,7 @@ EVERY_BENCHMARK = pytest.mark.parametrize("name", MEASURED)
 @EVERY_BENCHMARK
 def test_a_refused_model_ends_every_benchmark(name: str, run: Run, answers: dict[str, str]) -> None:
     answers[SPEC_PATH] = json.dumps({"kept": False, "why_not": "layer 0 has a LayerCache"})
-    with pytest.raises(WrongMeasurement, match="ours does not keep the model: layer 0"):
+    with pytest.raises(WrongMeasurement, match="ours refuses the model: layer 0"):
         MEASURED[name](run)
 
 
@@ -183,7 +183,7 @@ def test_another_precision_ends_every_benchmark(
     name: str, run: Run, answers: dict[str, str]
 ) -> None:
     answers[SPEC_PATH] = json.dumps({**SPEC, "groups": [{**GROUP, "bits": None}]})
-    with pytest.raises(WrongMeasurement, match="ours keeps layers in full precision, not in k8v4"):
+    with pytest.raises(WrongMeasurement, match="ours stores layers in full precision, not in k8v4"):
         MEASURED[name](run)
 
 
@@ -292,11 +292,11 @@ def test_only_ours_has_the_shared_store(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", ["does not keep the model", "keeps layers in full precision"])
+@pytest.mark.parametrize("problem", ["refuses the model", "stores layers in full precision"])
 def test_a_real_model_that_is_refused_ends_the_run(
     problem: str, tmp_path: Path, report: Report
 ) -> None:
-    if problem == "does not keep the model":
+    if problem == "refuses the model":
         pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
         path = make_zoo_model(tmp_path / "model", "deepseek_v41")
     else:

@@ -72,5 +72,5 @@ def test_equal_arguments_write_equal_weights_in_shards(
 
 
 def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no shape 'nonsense'; known are tiny, .*llama-3\.2-1b"):
+    with pytest.raises(ValueError, match=r"no shape 'nonsense'; choose from tiny, .*llama-3\.2-1b"):
         make_shaped_model(tmp_path, "nonsense")

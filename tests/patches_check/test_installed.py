@@ -53,11 +53,11 @@ def test_what_is_installed_here_passes(
     assert all(one["passed"] for one in report["patches"])
     assert report["startup"]["passed"]
     kept = {one["name"]: one["said"] for one in report["cache_classes"]}
-    assert kept["KVCache"] == "kept: full"
-    assert kept["RotatingKVCache"] == "kept: sliding"
+    assert kept["KVCache"] == "stored: full"
+    assert kept["RotatingKVCache"] == "stored: sliding"
     assert kept["CacheList"] == "taken apart"
     bound = {one["name"]: one["said"] for one in report["bindings"]}
-    assert bound["quantized_scaled_dot_product_attention"] == "replaced for all who use it"
+    assert bound["quantized_scaled_dot_product_attention"] == "replaced in every module"
     assert not PATCH_SET.is_applied
 
 
@@ -174,8 +174,8 @@ def test_a_cache_class_that_nobody_thought_of_fails(monkeypatch: pytest.MonkeyPa
     report = Report("0.32.2", "0.32.4", "3", "Linux", True, Finding("mlx-lm", True, ""))
     report.cache_classes = inventory.cache_classes()
     assert report.failures == [
-        "PagedKVCache in mlx_lm.models.cache: unknown: decide how it is kept",
-        "Ring in mlx_lm.models.newest: unknown: decide how it is kept",
+        "PagedKVCache in mlx_lm.models.cache: unknown: decide how it is stored",
+        "Ring in mlx_lm.models.newest: unknown: decide how it is stored",
     ]
 
 

@@ -1,7 +1,7 @@
 """The picture of the README: Claude Code continues after `kill -9` of its server.
 
 `make picture` installs Claude Code from npm and runs it with the real server. The model is tiny and
-has random weights: prompts, caches and speed are real, the replies are written here.
+has random weights. Prompts, caches and speed are real; the replies are written in this file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _START_S = 300.0
 def draw(programs: Path, folder: Path) -> str:
     """Run the conversation in an empty folder, and return the picture.
 
-    programs: the folder with `claude`. Raises TimeoutError with the screen if a text is missing.
+    programs: the folder with `claude`. Raises TimeoutError, with the screen, if an expected text
+    does not appear.
     """
     work, bin_folder = folder / "work", folder / "bin"
     for each in (work, bin_folder):
@@ -52,10 +53,10 @@ def draw(programs: Path, folder: Path) -> str:
         "PATH": os.pathsep.join(map(str, path)),
         "HOME": str(folder),
         "LANG": "C.UTF-8",
-        "HTTPS_PROXY": "http://127.0.0.1:9",  # Claude Code reaches nothing but the server
+        "HTTPS_PROXY": "http://127.0.0.1:9",  # Claude Code can reach only the server
         "NO_PROXY": "127.0.0.1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_CODE_DISABLE_TERMINAL_TITLE": "1",  # a title would use a reply
+        "CLAUDE_CODE_DISABLE_TERMINAL_TITLE": "1",  # a title would use up a scripted reply
         "DISABLE_AUTOUPDATER": "1",
         "SCRIPTED_REPLIES": str(script),
         "PS1": "$ ",
@@ -90,7 +91,7 @@ def draw(programs: Path, folder: Path) -> str:
 
 
 def _turn(claude: Terminal, question: str) -> str:
-    """Ask, wait until the answer is shown and stored; return the id of its first request."""
+    """Ask, and wait until the answer is shown and stored; return the id of its first request."""
     n_before = len(_requests())
     claude.type(question)
     claude.read_until(lambda screen: "esc to interrupt" in screen)

@@ -1,7 +1,6 @@
 """The bytes that conversations and turns take on disk, computed with caches of real models' shapes.
 
-Sizes that change a cache come from the models' config.json; all other sizes are small, so that a
-forward pass costs nothing.
+Sizes that affect a cache come from the models' config.json; all other sizes are small.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def spec_of(name: str) -> ModelCacheSpec:
 
 
 def in_bits(group: LayerGroup, bits: int) -> LayerGroup:
-    """Return a group with its keys and values in these bits, if the group is quantized."""
+    """Return a group with this number of bits; a group in full precision does not change."""
     if group.precision is None:
         return group
     return replace(group, precision=KVPrecision.of(bits, group.precision.group_size))
@@ -147,7 +146,7 @@ def row(name: str) -> str:
 
 
 def table() -> str:
-    """Return the bytes of a token, and the number of tokens that fit into the default budget."""
+    """Return the table of bytes per token, and of tokens that fit into the default budget."""
     return "\n".join(
         [
             "| model | default | 8 bits | 16 bits | a checkpoint | tokens in 64G |",
@@ -158,15 +157,15 @@ def table() -> str:
 
 
 N_TURN, TOKENS_PER_S, MAX_LOSS_S = 500, 1000, 2
-"""Tokens of a turn; the speed of prompts; the seconds of computing that a kill may cost."""
+"""Tokens of a turn; prompt tokens computed per second; seconds that a kill may cost."""
 
 
 def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
     """Return the bytes of a turn: in a row of turns, after a rest, and with all checkpoints.
 
-    A turn has two checkpoints. In a row, one checkpoint per `MAX_LOSS_S` is written, with whole
-    windows; otherwise only the new tokens of windows. On average, a state has half a block of
-    newest tokens in full precision.
+    A turn has two checkpoints. In a row of turns, one checkpoint per `MAX_LOSS_S` seconds is
+    written, with whole windows. In the other cases only new tokens of windows are written. On
+    average, a state has half a block of newest tokens in full precision.
     """
     blocks = N_TURN * spec.bytes_per_token
     if spec.any_prefix:
@@ -186,7 +185,7 @@ def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
 
 
 def turns_table() -> str:
-    """Return the bytes of a turn, for models with windows or states, and for one without."""
+    """Return the table of bytes per turn: models with windows or states, and one without."""
     rows = [
         "| model | in a row | after a rest | every turn at once |",
         "| --- | --- | --- | --- |",
@@ -204,7 +203,7 @@ SHARED_SHAPES = ("Llama 3.2 1B", "Llama 3.1 8B", "Qwen3 30B-A3B, Coder 30B-A3B",
 
 
 def break_even() -> str:
-    """Return the MiB per second above which fetching a prompt is faster than computing it."""
+    """Return the table of MiB per second above which fetching is faster than computing."""
     rows = [
         f"| model | a token | {' | '.join(f'{pace:,} tokens/s' for pace in PACES)} |",
         f"|{' --- |' * (2 + len(PACES))}",
@@ -235,7 +234,7 @@ BILLIONS = {
 WEIGHT_BITS = 4.5
 """Bits of a 4-bit weight of mlx-lm, including the scale and bias of each group of 64 weights."""
 OFFERED_GIB = {16: 16 * 2 / 3, 32: 32 * 2 / 3, 64: 48, 128: 96}
-"""GiB that macOS recommends for the GPU, by the GiB of the Mac."""
+"""GiB that macOS recommends for the GPU, by the Mac's memory in GiB."""
 
 
 def tokens_on_a_mac(name: str, gib: int) -> int | None:
@@ -250,7 +249,7 @@ def _weights_bytes(name: str) -> int:
 
 
 def macs_table() -> str:
-    """Return how many tokens of conversations fit into the memory of a Mac, by model."""
+    """Return the table of tokens that fit into the memory of a Mac, by model."""
     rows = [
         f"| model, 4-bit weights | weights | {' | '.join(f'{gib} GiB' for gib in OFFERED_GIB)} |",
         f"|{' --- |' * (2 + len(OFFERED_GIB))}",

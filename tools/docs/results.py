@@ -30,7 +30,7 @@ _STATES = {
 
 
 def shown_results() -> DeviceResults:
-    """Return the results for the pages: a GPU's, if there are any."""
+    """Return the results that the pages show: a GPU's, if there are any."""
     return kept_results()[0]
 
 
@@ -83,7 +83,7 @@ def medians(results: DeviceResults, question: str, what: str) -> Sides:
 
 
 def longest(results: DeviceResults) -> int:
-    """Return the longest prompt with the most repeats of both sides, in tokens."""
+    """Return the longest of the prompts that both sides repeated most often, in tokens."""
 
     def n_repeats(n: int) -> int:
         what = f"new prompt, {tokens(n)}"
@@ -102,7 +102,7 @@ def first_token_s(results: DeviceResults, state: str, n_tokens: int) -> Sides:
 
 
 def first_token() -> str:
-    """Return seconds to the first token, one row for each length that was measured."""
+    """Return the table of seconds to the first token, by length of the prompt."""
     results = shown_results()
     rows = [
         (f"{n:,}", *(_both(first_token_s(results, state, n)) for state in _STATES))
@@ -116,7 +116,7 @@ def _both(sides: Sides) -> str:
 
 
 def decode() -> str:
-    """Return the tokens per second of replies at the same time."""
+    """Return the table of tokens per second while replies run at the same time."""
     results = shown_results()
     names = [
         row["what"]
@@ -130,7 +130,7 @@ def decode() -> str:
 
 
 def together() -> str:
-    """Return the seconds of requests that arrive together."""
+    """Return the table of seconds for requests that arrive together."""
     results = shown_results()
     rows = [
         (

@@ -26,7 +26,7 @@ _GAP = 12.0
 
 
 class Terminal:
-    """A program with `rows` of `columns` characters, for a `with` block."""
+    """A program in a terminal of `rows` and `columns`, for a `with` block."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Terminal:
         os.write(self._fd, b"\r")
 
     def read(self, seconds: float) -> None:
-        """Show the program's output of the next `seconds`."""
+        """Read the program's output for some seconds, and update the screen."""
         end = time.monotonic() + seconds
         while (rest := end - time.monotonic()) > 0:
             if select.select([self._fd], [], [], rest)[0]:
@@ -65,7 +65,7 @@ class Terminal:
                     return
 
     def read_until(self, is_there: Callable[[str], bool], timeout_s: float = 300.0) -> None:
-        """Read until `is_there(screen)`. Raises TimeoutError with the screen."""
+        """Read until `is_there(screen)` is true. Raises TimeoutError with the screen."""
         end = time.monotonic() + timeout_s
         while not is_there("\n".join(self.lines)):
             if time.monotonic() > end:
@@ -81,7 +81,7 @@ class Terminal:
         os.close(self._fd)
 
     def text(self) -> Text:
-        """Return the screen with its colours, down to its last line."""
+        """Return the screen with its colours, down to the last line of text."""
         n_lines = max((y + 1 for y, line in enumerate(self.lines) if line), default=0)
         return Text("\n").join(self._line(y) for y in range(n_lines))
 
@@ -105,7 +105,7 @@ def _colour(name: str) -> str:
 
 
 def picture(terminals: Mapping[str, Text], columns: int = 112) -> str:
-    """Return an SVG of terminals, by title, one below the other, with the reader's fonts."""
+    """Return an SVG of titled terminals, one below the other, in fonts of the reader's machine."""
     drawn, top, width = [], 0.0, 0.0
     for n, (title, text) in enumerate(terminals.items()):
         console = Console(record=True, width=columns, file=io.StringIO(), highlight=False)
