@@ -37,7 +37,7 @@ PHASES = {
 
 
 def ask(url: str, method: str, path: str, body: Any = None) -> Any:
-    """Send a request to the server; return its JSON, None if there is none."""
+    """Send a request to the server; return the JSON of the reply, or None if it is empty."""
     payload = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     with urlopen(Request(f"{url}/v1/agents{path}", payload, headers, method=method)) as reply:
@@ -52,7 +52,7 @@ def row(phase: str, agent: str, prompt: int | str, expected: int | str, reused: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8080")
-    parser.add_argument("--tokens", type=int, default=60, help="most tokens of a reply")
+    parser.add_argument("--tokens", type=int, default=60, help="maximum tokens of a reply")
     args = parser.parse_args()
     meeting = uuid.uuid4().hex[:6]
     ids = {name: f"{name}-{meeting}" for name in ROLES}
