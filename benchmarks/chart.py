@@ -1,4 +1,4 @@
-"""The chart: time to the first token over the length of the prompt."""
+"""Draw the time to the first token over the length of the prompt."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Report:
 
 @dataclass(frozen=True)
 class DeviceResults:
-    """All saved parts of one device."""
+    """All saved results of one device."""
 
     folder: str
     parts: Sequence[dict[str, Any]]

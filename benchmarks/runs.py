@@ -34,7 +34,7 @@ class Run:
         return [*names, *([BEFORE] if self.before else [])]
 
     def side(self, name: str) -> Side:
-        """Return the side of a name."""
+        """Return the side with this name."""
         return self.before if name == BEFORE and self.before else SIDES[name]
 
     def fleet(self, names: Iterable[str]) -> Fleet:

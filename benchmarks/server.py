@@ -1,4 +1,4 @@
-"""`mlx_lm.server`, with or without plugins; the plugin need not be installed.
+"""Start `mlx_lm.server`, with or without plugins; the plugin need not be installed.
 
     PYTHONPATH=CHECKOUT python benchmarks/server.py --model … [--plugin kvpersist]
 
@@ -17,12 +17,12 @@ _GROUP = "mlx_lm.server.plugins"
 
 
 def main() -> None:
-    # Modules of this folder have common names.
+    # Otherwise modules here, such as `models`, could hide modules of other packages.
     sys.path[:] = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
     argv = sys.argv[1:]
     if "--plugin" in argv:
         provide_entry_point()
-        # The stock server's start must not pay for this import.
+        # Not at the top: this import must not slow down the start of the stock server.
         from mlx_lm_kvpersist._startup import serve
 
         serve(argv)
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def provide_entry_point() -> None:
-    """Make `--plugin kvpersist` work if the package is on PYTHONPATH and is not installed."""
+    """Make `--plugin kvpersist` work if the package is on PYTHONPATH and not installed."""
     if entry_points(group=_GROUP, name="kvpersist"):
         return
     folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))

@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Reply:
-    """`ids` [n], `logprobs` [n, vocab] float32, and caches of `tokens`: prompt and reply."""
+    """`ids` [n], `logprobs` [n, vocab] float32, and the caches of `tokens` (prompt and reply)."""
 
     ids: list[int]
     logprobs: npt.NDArray[np.float32]

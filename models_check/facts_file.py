@@ -1,4 +1,4 @@
-"""The facts that ship in the package: evaluated with every version of mlx-lm, written, compared."""
+"""Evaluate the facts that ship in the package with every mlx-lm; write or compare them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .configs import module_of
 from .facts import TOLERANCE, Evaluated, combined
 
 Facts = Mapping[str, Architecture]
-"""By module of `mlx_lm.models`."""
+"""The facts of each module of `mlx_lm.models`."""
 
 _ABOUT = (
     "Facts about the architectures of mlx-lm, by module of mlx_lm.models.",

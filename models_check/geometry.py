@@ -30,7 +30,8 @@ def _kind(cache: Any) -> str:
 
 
 def describe_precisions(spec: ModelCacheSpec) -> str:
-    """Return each group's precisions, live and stored, such as "2 full 4b32, 1 sliding float32"."""
+    """Return the number of slots by kind and precision, such as "2 full 4b32, 1 sliding
+    float32"."""
     counts: Counter[str] = Counter()
     for group in spec.groups:
         counts[f"{group.kind.value} {group.precision or _own(group)}"] += len(group.slots)

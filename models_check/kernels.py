@@ -1,6 +1,6 @@
-"""The functions of muse_spark's fused Metal kernels, in plain MLX.
+"""The functions of muse_spark's fused Metal kernels, in plain MLX, for machines without Metal.
 
-For machines without Metal. Each function replaces the function of the same name in `mlx_lm.kernels`
+Each function replaces the function of the same name in `mlx_lm.kernels`
 and has its arguments; shapes are in the docstrings there.
 """
 

@@ -1,4 +1,4 @@
-"""Have one conversation with one model in all the ways that must agree, and compare them.
+"""Have one conversation with one model in all ways that must agree, and compare the results.
 
 The reference is one set of our caches that lives as long as the conversation. It is compared with
 the same conversation over a store that is closed and reopened, with another last turn, with prompts

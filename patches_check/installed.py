@@ -61,7 +61,7 @@ class Report:
 
 
 def examine(patches: Sequence[Patch] = PATCHES, *, with_conversation: bool = False) -> Report:
-    """Check what is installed; with a conversation, servers are started and killed."""
+    """Check the installed mlx-lm; `with_conversation` also starts and kills servers."""
     report = Report(
         versions.installed("mlx-lm"),
         versions.installed("mlx"),

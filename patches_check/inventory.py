@@ -37,7 +37,7 @@ class Found:
 
 
 def cache_classes() -> list[Found]:
-    """Return every class of a cache in mlx-lm, and how it is stored."""
+    """Return every cache class of mlx-lm, and how it is stored."""
     found = []
     for module, tree in _modules().items():
         for node in tree.body:

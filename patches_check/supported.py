@@ -38,7 +38,7 @@ def read(path: Path = PATH) -> dict[str, Any]:
 
 
 def pairs(found: dict[str, Any]) -> dict[Version, list[Version]]:
-    """Return, for each mlx-lm that served, the mlx that it served with, both oldest first."""
+    """Return the mlx versions with which each mlx-lm served, the oldest first."""
     served: dict[Version, list[Version]] = {}
     for row in found["rows"]:
         if row["expect"] == row["result"] == "serves":
@@ -61,7 +61,7 @@ def ceiling(found: dict[str, Any]) -> Version:
 
 
 def constants(found: dict[str, Any]) -> str:
-    """Return the lines of `host/patching/versions.py`."""
+    """Return the bounds for `host/patching/versions.py`."""
     served = pairs(found)
     newest = max(mlx for each in served.values() for mlx in each)
     lines = [
@@ -74,7 +74,7 @@ def constants(found: dict[str, Any]) -> str:
 
 
 def known_pairs(found: dict[str, Any]) -> str:
-    """Return the table of pairs of `host/patching/versions.py`."""
+    """Return the table of pairs for `host/patching/versions.py`."""
     newest = max(mlx for each in pairs(found).values() for mlx in each)
     lines = []
     for mlx_lm, each in pairs(found).items():

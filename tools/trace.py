@@ -42,11 +42,11 @@ from tests.support.synthetic import make_tiny_model, synthetic_text
 
 PACKAGE = Path(mlx_lm_kvpersist.__file__).parent
 Functions = set[tuple[str, str]]
-"""Functions by file and name."""
+"""The file and the name of each function."""
 
 
 class Trace:
-    """The functions of the package that run in a journey."""
+    """Collects the package's functions that run in a journey."""
 
     def __init__(self) -> None:
         self._functions: Functions = set()

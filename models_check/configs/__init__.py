@@ -40,7 +40,7 @@ _NOT_BEFORE = {"phi3small": (0, 32, 1)}
 
 
 def module_of(name: str) -> str:
-    """Return the module of `mlx_lm.models` that a name of the zoo is a configuration of."""
+    """Return the module of `mlx_lm.models` to which a name of the zoo belongs."""
     return name.partition("/")[0]
 
 
