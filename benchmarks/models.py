@@ -47,7 +47,7 @@ class BenchmarkModel:
 
     @property
     def slug(self) -> str:
-        """The name as part of a file's name."""
+        """The name, only with characters that are safe in file names."""
         kept = (char if char.isalnum() or char in ".-" else "-" for char in self.name.lower())
         return "".join(kept).strip("-.")
 
