@@ -176,7 +176,7 @@ class Soak:
         quarters = " and ".join(map(show_bytes, self._quarters()))
         return (
             f"{len(self.replies)} requests, {n_computed:,} tokens computed and {n_reused:,} "
-            f"reused, {self.n_evicted:,} evicted; at most {show_bytes(self.most_bytes)} of memory; "
+            f"reused, {self.n_evicted:,} evicted; memory {show_bytes(self.most_bytes)} at most; "
             f"without conversations, in the second and the last quarter {quarters}"
         )
 
