@@ -36,7 +36,7 @@ _NEAR = 10
 
 
 def proven() -> list[str]:
-    """Return the versions of mlx-lm that the facts must be proven for, the oldest first."""
+    """Return the versions of mlx-lm for which the facts must be proven, the oldest first."""
     return [versions.text(pair.mlx_lm) for pair in versions.PAIRS]
 
 

@@ -117,7 +117,9 @@ def page(findings: Sequence[Finding]) -> str:
         "## Refused, or wrong\n",
         *(reasons or ["None."]),
         "\n## As in stock\n",
-        "Stock's own caches show these differences of log-probabilities, too:\n",
+        "In these comparisons stock's own caches show differences, too. *Live* is the first "
+        "comparison above,\n*cut anywhere* the fourth. The numbers are shares of the range of "
+        "log-probabilities:\n",
         *(excused or ["None."]),
         _TURNS.rstrip("\n"),
     ]

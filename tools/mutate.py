@@ -500,7 +500,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--jobs", type=int, default=1, help="number of pytest runs at a time")
-    parser.add_argument("--again", action="store_true", help="also test mutants that have a result")
+    parser.add_argument("--again", action="store_true", help="also test mutants with a result")
     parser.add_argument("--survivors", action="store_true", help="test the survivors again")
     args = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
