@@ -3,7 +3,7 @@
 Each side serves the same conversations. A conversation is a new prompt, the same prompt again, and
 the next turn. Then the plugin's server ends and starts again, the page cache of its store is
 dropped, and the same next turn is served from disk. A restart of the stock server loses all
-prompts, so its new prompts are the comparison.
+prompts, so this turn is compared with its new prompts.
 """
 
 from __future__ import annotations
