@@ -202,8 +202,8 @@ def _random_weight(
 ) -> mx.array:
     """Return a parameter's values: random codes, and scales that keep activations near one.
 
-    Rows of the output layer without visible text are zero, so such tokens are never chosen: 0 is
-    never the largest of some two thousand random logits.
+    Rows of the output layer without visible text are zero, so such tokens are never chosen. Of two
+    thousand random logits, 0 is never the largest.
     """
     like = parameters[name]
     stem, _, part = name.rpartition(".")

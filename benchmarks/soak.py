@@ -3,7 +3,7 @@
     python -m benchmarks.soak --model MODEL [--minutes 5] [--json FILE]
 
 Two streams send requests: a new prompt of 12,000 to 16,000 tokens, or one more turn of an earlier
-conversation, with short and long replies. The budgets are small, so blocks are evicted, written and
+conversation. Replies are short or long. The budgets are small, so blocks are evicted, written and
 read all the time. The report is https://github.com/ml-explore/mlx/issues/3186.
 """
 

@@ -1,8 +1,8 @@
 """Time to the first token: new prompt, same prompt again, next turn, next turn after a restart.
 
 Each side serves the same conversations. A conversation is a new prompt, the same prompt again, and
-the next turn. Then the plugin's server ends and starts again, the page cache of its store is
-dropped, and the same next turn is served from disk. A restart of the stock server loses all
+the next turn. Then the plugin's server ends, the page cache of its store is dropped, the server
+starts again, and the same next turn is served from disk. A restart of the stock server loses all
 prompts, so this turn is compared with its new prompts.
 """
 

@@ -1,7 +1,7 @@
 """Generate as the stock server does, without HTTP: in its batch generator, or one by one.
 
 Every sequence is cut into segments. Like the server, it saves the caches at the end of each segment
-and of the reply. A reply's tokens can be prescribed: then all runs of a prompt have the same
+and of the reply. A reply's tokens can be prescribed. Then all runs of a prompt have the same
 tokens, and can be compared even after a near tie.
 """
 

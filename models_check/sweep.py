@@ -1,8 +1,11 @@
 """Have one conversation with one model in all ways that must agree, and compare the results.
 
-The reference is one set of our caches that lives as long as the conversation. It is compared with
-the same conversation over a store that is closed and reopened, with another last turn, with prompts
-that diverge within the stored conversation, and with a batch that has an unrelated prompt.
+The reference is one set of our caches that lives as long as the conversation. It is compared with:
+
+- the same conversation over a store that is closed and reopened;
+- another last turn;
+- prompts that diverge within the stored conversation;
+- a batch that has an unrelated prompt.
 """
 
 from __future__ import annotations

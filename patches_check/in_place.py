@@ -2,8 +2,9 @@
 
 The tests have their own model providers; this module adds the attributes of the plugin's provider.
 The tests load models without a server; this module gives caches to each model that does not make
-its own: stock's caches if `KVPERSIST_CACHES` is "stock", otherwise the plugin's quantized caches in
-the default precision. The plugin's batch generator also replaces the class in `mlx_lm.generate`.
+its own. These are stock's caches if `KVPERSIST_CACHES` is "stock", otherwise the plugin's quantized
+caches in the default precision. The plugin's batch generator also replaces the class in
+`mlx_lm.generate`.
 """
 
 from __future__ import annotations

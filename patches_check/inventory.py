@@ -72,8 +72,8 @@ def _kept(name: str, module: str) -> str:
 def bindings(patches: Iterable[Patch]) -> list[Found]:
     """Return, for every patched name, the modules of mlx-lm that import it.
 
-    The server's globals are replaced for the server alone, so other modules keep stock's. Any other
-    patch must reach every module that uses the name.
+    The server's globals are replaced for the server alone, so other modules keep stock's objects.
+    Any other patch must reach every module that uses the name.
     """
     found = []
     for patch in patches:

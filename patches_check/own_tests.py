@@ -131,7 +131,7 @@ def own_tests(version: str, folder: Path) -> Path:
 
 
 def stand_in(hub: Path) -> Path:
-    """Write a tiny model into a cache folder of the hub, under the name of `MODEL`; return it."""
+    """Write a tiny model into the cache folder `hub`, under the name of `MODEL`; return `hub`."""
     repository = hub / f"models--{MODEL.replace('/', '--')}"
     folder = repository / "snapshots" / "tiny"
     # The same model for each run: some tests compare logits with a relative tolerance.

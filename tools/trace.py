@@ -1,11 +1,12 @@
 """`python -m tools.trace`: the package's functions that run in four journeys of a server.
 
-start: a server with a tiny model starts, with the default options, until its model is loaded.
-save: the prompt and the reply of a request are stored. Counted: calls of `insert`, and all work of
-the writer's thread. restore: the prompt is removed from RAM, and sent again. Counted: calls of
-`take_request` and `enter`, from the tokenized prompt to the restored caches, with the canary's
-forward pass. chat: a short chat is sent again, without streaming. Counted: all calls from the
-accepted connection to the last byte of the reply.
+start    a server with a tiny model starts with the default options, until its model is loaded
+save     the prompt and the reply of a request are stored; counts calls of `insert`, and all work of
+         the writer's thread
+restore  the prompt is removed from RAM, and sent again; counts calls of `take_request` and `enter`,
+         from the tokenized prompt to the restored caches, with the canary's forward pass
+chat     a short chat is sent again, without streaming; counts all calls from the accepted
+         connection to the last byte of the reply
 
 Each function counts once, on any thread; comprehensions are part of the function that contains
 them. `--list` names the functions.
