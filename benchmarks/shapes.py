@@ -149,7 +149,7 @@ def _config(shape: str, config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _speakable(files: TokenizerFiles, vocab_size: int) -> np.ndarray[Any, Any]:
-    """Return 1 for each row of the vocabulary that is visible text, and 0 for the others."""
+    """Return 1 for each row of the vocabulary that is visible text, and 0 for all other rows."""
     mask = np.zeros(vocab_size, np.float32)
     for token_id in range(min(vocab_size, files.n_tokens)):
         if token_id in files.special_ids:
@@ -202,8 +202,8 @@ def _random_weight(
 ) -> mx.array:
     """Return a parameter's values: random codes, and scales that keep activations near one.
 
-    Rows of the output layer without visible text are zero, so such tokens are never chosen. Of two
-    thousand random logits, 0 is never the largest.
+    Rows of the output layer without visible text are zero, so such tokens are never chosen. 0 is
+    never the largest of two thousand random logits.
     """
     like = parameters[name]
     stem, _, part = name.rpartition(".")

@@ -103,7 +103,7 @@ class Soak:
                         say(self._sample(server))
                         wait(streams, min(every_s, self._left_s), FIRST_COMPLETED)
                 finally:
-                    self._ends_s = 0.0  # a request that fails because the server ends is no error
+                    self._ends_s = 0.0  # the server ends, so errors of requests do not count
             for stream in streams:
                 stream.result()
         if not self.replies:

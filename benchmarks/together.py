@@ -40,8 +40,8 @@ def measure(run: Run, system: int, agents_sides: Sequence[str], n_repeats: int) 
         QUESTION,
         f"The turns add {NEW.start} to {NEW.stop} tokens to conversations of {tokens(CONTEXT)}; "
         f"replies have {MAX_TOKENS}. The agents share a system prompt of {tokens(system)} tokens "
-        "and wait for the first token. With the plugin, the ratio of their row is to that of "
-        "one new agent alone.",
+        "and wait for the first token. With the plugin, the ratio of their row compares "
+        "them with one new agent alone.",
     )
 
 

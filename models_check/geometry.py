@@ -45,7 +45,7 @@ def _own(group: LayerGroup) -> str:
 
 
 def describe_reuse(reused: Mapping[int, int]) -> str:
-    """Return how many stored tokens can be reused, by the position where a prompt diverges."""
+    """Return how many stored tokens can be reused, by the position at which a prompt diverges."""
     if all(n == place for place, n in reused.items()):
         return "anywhere"
     if not any(reused.values()):

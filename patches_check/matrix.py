@@ -218,7 +218,7 @@ def make_environment(row: Row, folder: Path, wheel: Path) -> Path | None:
 
 
 def python_with(version: str, folder: Path) -> Path:
-    """Return a Python that has a version of mlx-lm: this Python, or that of a new environment.
+    """Return a Python that has a version of mlx-lm: this Python, or a new environment's.
 
     The new environment follows the first row of `versions.toml` that serves with that mlx-lm, so
     its mlx is old. Its Python has the version of this Python or of the row, whichever is newer.

@@ -123,8 +123,7 @@ def own_tests(version: str, folder: Path) -> Path:
        "--dest", folder, package)  # fmt: skip
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as source:
-        # Only the tests: the package beside them would be imported instead of the installed
-        # package.
+        # Only the tests: otherwise the package here would hide the installed package.
         tests = [one for one in source.getmembers() if one.name.split("/")[1:2] == ["tests"]]
         source.extractall(folder, tests, filter="data")
     return folder / archive.name.removesuffix(".tar.gz") / "tests"
