@@ -110,7 +110,7 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
     Attention always reads packed keys if the facts allow it, not only if that is faster.
 
     Raises:
-        ModelNotSupported: its caches are of classes that are refused, or its facts refuse it.
+        ModelNotSupported: the plugin refuses a cache class, or the facts refuse the model.
     """
     spec = probe_model(model, QUANTIZED)
     facts = None if unknown else architecture_of(model)

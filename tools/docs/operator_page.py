@@ -1,7 +1,8 @@
 """`python -m tools.docs.operator_page docs/page.png`: take the picture of the operator's page.
 
 A real server with SmolLM2-135M is killed between two turns. The requests look like requests of
-known clients. Needs SmolLM2 (`python -m tests.support.synthetic.smollm2`), Chromium and OpenBLAS.
+known clients. The script needs SmolLM2 (`python -m tests.support.synthetic.smollm2`), Chromium and
+OpenBLAS.
 """
 
 from __future__ import annotations
