@@ -44,7 +44,7 @@ LEFT_OUT = {
 """Tests that cannot pass, and why. No other test may fail."""
 QUANTIZED = {
     "test_server.py::TestServerKVCacheQuantization::test_completion_quantizes_the_cache": "The "
-    "conversation is kept in the plugin's store, not in stock's prompt cache.",
+    "conversation is in the plugin's store, not in stock's prompt cache.",
     "test_prompt_cache.py::TestPromptCache::test_cache_to_quantized": "The plugin's caches are "
     "quantized from the start and cannot be quantized again.",
 }
