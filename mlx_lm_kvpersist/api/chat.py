@@ -27,9 +27,9 @@ def max_tokens(name: str, n: Any) -> int:
 
 
 def is_stream(body: Mapping[str, Any]) -> bool:
-    stream = False if body.get("stream") is None else body["stream"]
-    require(isinstance(stream, bool), "stream", stream, "a boolean")
-    return stream is True
+    stream = body.get("stream")
+    require(isinstance(stream, bool | None), "stream", stream, "a boolean")
+    return bool(stream)
 
 
 def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
@@ -114,12 +114,8 @@ class ReplyParts(ABC):
         self._open: OpenPart | None = None
         self._held: tuple[Kind, str] = ("text", "")
         """White space with which a part may begin."""
-        self._texts: list[str] = []
-
-    @property
-    def content(self) -> str:
+        self.content = ""
         """The text that the client has got so far."""
-        return "".join(self._texts)
 
     @abstractmethod
     def start_part(self, block: OpenPart) -> Iterator[Event]:
@@ -139,11 +135,7 @@ class ReplyParts(ABC):
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
         """Return the events for a part of the reply."""
-        events: list[Event] = []
-        if reasoning:
-            events += self._add("thinking", reasoning)
-        if text:
-            events += self._add("text", text)
+        events = [*self._add("thinking", reasoning), *self._add("text", text)]
         for call in tool_calls:
             events += self.close()
             self._held = ("text", "")
@@ -158,10 +150,12 @@ class ReplyParts(ABC):
             yield from self.end_part(block)
 
     def _add(self, kind: Kind, text: str) -> Iterator[Event]:
+        if not text:
+            return
         block = self._open
         if block is None or block.kind != kind:
-            pending_kind, pending = self._held
-            text = pending + text if pending_kind == kind else text
+            held_kind, held = self._held
+            text = held + text if held_kind == kind else text
             if not text.strip():
                 self._held = (kind, text)
                 return
@@ -171,5 +165,5 @@ class ReplyParts(ABC):
             yield from self.start_part(block)
         block.text += text
         if kind == "text":
-            self._texts.append(text)
+            self.content += text
         yield from self.add_text(block, text)

@@ -30,9 +30,6 @@ class Completion:
     path that this package does not know, for which stock sends the reply.
     """
 
-    stop_words: StopWords | None = None
-    marks: StopWords | None = None
-    """Those stop words with a mark of the template: stock removes marks from the text."""
     request: Any = None
     """Stock's request, once plugins have seen it."""
     is_sent = True
@@ -50,20 +47,22 @@ class Completion:
     ) -> None:
         self._handler, self._client = handler, handler.client
         self._api, self.reply, self._tools = api, reply, tools
+        self.stop_words = self.marks = StopWords(())
+        """`marks` are the stop words with a mark of the template: stock removes marks from the
+        text."""
         self.streams = streams
         """Whether the client gets the reply as a stream."""
-        self._context: Any = None
-        """Stock's context of the reply."""
+        self._context: Any = None  # stock's
         self._is_open = False
         """Whether headers were sent: stock's headers, or early headers."""
         self._early_headers: list[tuple[str, str]] = []
         """The plugins' headers for a stream that begins while its request waits."""
-        self._reasoning: list[str] = []
+        self._reasoning = ""
         self._n_read = self._n_added = self._n_reasoning = 0
         """Tokens that were read, that the parts so far have, and that the reasoning has."""
         self._tool_calls: list[dict[str, Any]] = []
         self._finish_reason = "stop"
-        self._unread: list[str] = []
+        self._unread = ""
         """The text of calls that could not be parsed."""
         self._has_ended = False
         """Whether all tokens of the reply were read."""
@@ -72,9 +71,12 @@ class Completion:
         """Plugins have seen stock's request. The clients' thread never waits for their headers."""
         self.request = request
         if self.streams:
-            seen = ClientRequest.of(request)
-            answers = manager.ask("response_headers", request=seen, is_early=True)
-            self._early_headers = list(chain.from_iterable(answers))
+            self._early_headers = self.plugin_headers(is_early=True)
+            self._client.begin_keepalives(self.keepalive)
+
+    def plugin_headers(self, *, is_early: bool = False) -> list[tuple[str, str]]:
+        seen = ClientRequest.of(self.request)
+        return list(chain(*manager.ask("response_headers", request=seen, is_early=is_early)))
 
     def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
         """Return the reply's tokens, up to a stop word in their text. It begins with `context`."""
@@ -83,7 +85,7 @@ class Completion:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
         if isinstance(self.reply, ChatReply) and not self.streams:
             responses = self.reply.keep_tokens(responses)
-        if self.stop_words is not None:
+        if self.stop_words.words:
             responses = self._until_stopped(responses)
         return self._to_the_end(responses)
 
@@ -108,11 +110,10 @@ class Completion:
             tokenizer = self._handler.generator.model_provider.tokenizer
             # Stock parses a call at its end, and a call that was cut off at the reply's end.
             end = "" if self._has_ended else tokenizer.tool_call_end or ""
-            self._unread.append(f"{tokenizer.tool_call_start}{text}{end}")
+            self._unread += f"{tokenizer.tool_call_start}{text}{end}"
             raise
 
     def _until_stopped(self, responses: Iterable[Any]) -> Iterator[Any]:
-        assert self.stop_words is not None
         tokenizer = self._handler.generator.model_provider.tokenizer
         marks = [mark for name in _MARKS if (mark := getattr(tokenizer, name, None))]
         self.marks = StopWords(
@@ -129,13 +130,12 @@ class Completion:
     @property
     def _stop_word(self) -> str | None:
         """The stop word that ended the reply."""
-        found = (words.found for words in (self.stop_words, self.marks) if words is not None)
-        return next(filter(None, found), None)
+        return self.stop_words.found or self.marks.found
 
-    def begin(self, head: bytes, headers: Iterable[tuple[str, str]]) -> None:
-        """Send `head`, a stream's headers; `headers` come from plugins."""
+    def begin(self, head: bytes) -> None:
+        """Send `head`, a stream's headers, and the headers of plugins."""
+        lines = [f"{name}: {text}" for name, text in self.plugin_headers()]
         self.doing = "prefill"
-        lines = [f"{name}: {text}" for name, text in headers]
         with self._client.lock:
             if self._is_open:  # too late for headers, but a reader can still see them
                 self._client.write("".join(f": {line}\n\n" for line in lines).encode())
@@ -155,29 +155,23 @@ class Completion:
         self, text: str, reasoning: str, tool_calls: list[dict[str, Any]], finish_reason: str | None
     ) -> None:
         """Send a part of the reply. The last part is saved for `end`."""
-        if self.stop_words is not None:
-            text = self.stop_words.cut(text)
-            if finish_reason or tool_calls or reasoning:
-                text += self.stop_words.rest()
-            if finish_reason == "length" and self._stop_word is not None:
-                finish_reason = "stop"
-        if self._unread:
-            text += "".join(self._unread)
-            self._unread.clear()
+        text = self.stop_words.cut(text)
+        if finish_reason or tool_calls or reasoning:
+            text += self.stop_words.rest()
+        if finish_reason == "length" and self._stop_word is not None:
+            finish_reason = "stop"
+        text, self._unread = text + self._unread, ""
         self.doing = "generating"
         if reasoning:
-            self._reasoning.append(reasoning)
+            self._reasoning += reasoning
             self._n_reasoning += self._n_read - self._n_added
         self._n_added = self._n_read
-        if tool_calls:
-            self._tool_calls += tool_calls
+        self._tool_calls += tool_calls
         if finish_reason is not None:
             self._finish_reason, self._last = finish_reason, (text, reasoning, tool_calls)
             return
         with self._client.lock:
-            events = self.reply.add(text, reasoning, tool_calls)
-            if events and self.streams:
-                self._client.write(_encoded(events))
+            self._send(self.reply.add(text, reasoning, tool_calls))
 
     def end(self, n_prompt: int, n_new: int, n_cached: int) -> None:
         """Send the end of the reply, after the plugins have seen the reply."""
@@ -190,11 +184,11 @@ class Completion:
             "reply_sent",
             request=ClientRequest.of(self.request),
             content=self.reply.content,
-            reasoning="".join(self._reasoning),
+            reasoning=self._reasoning,
             tool_calls=frozen(self._tool_calls),
         )
-        done = b"data: [DONE]\n\n" if self._api is None else b""
         if self.streams:
+            done = b"data: [DONE]\n\n" if self._api is None else b""
             self._client.write(_encoded(events) + done)
 
     def fail(self, status: int, message: str, code: str | None) -> None:
@@ -280,17 +274,12 @@ class ChatReply:
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
-        self._texts: list[str] = []
-        self._reasoning: list[str] = []
+        self.content = self._reasoning = ""
         self._calls: list[dict[str, Any]] = []
         self._tokens: list[Any] = []
         """Stock's responses, from which the whole reply gets its log probabilities."""
         self._last_chunk: dict[str, Any] = {}
-        self.n_prompt = self.n_cached = self._n_new = 0
-
-    @property
-    def content(self) -> str:
-        return "".join(self._texts)
+        self.usage = Usage(0, 0, 0, 0)
 
     def keep_tokens(self, responses: Iterable[Any]) -> Iterator[Any]:
         for response in responses:
@@ -301,17 +290,17 @@ class ChatReply:
         return []
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
-        self._texts.append(text)
-        self._reasoning.append(reasoning)
+        self.content += text
+        self._reasoning += reasoning
         self._calls += tool_calls
         make = self._handler.stock_response
         chunk = make(text, None, tool_calls=tool_calls, reasoning_text=reasoning)
-        self._last_chunk = _with_reasoning(chunk) if reasoning else chunk
+        self._last_chunk = _with_reasoning(chunk)
         return [self._last_chunk]
 
     def end(self, finish_reason: str, stop_word: str | None, usage: Usage) -> list[Event]:
         self._last_chunk["choices"][0]["finish_reason"] = finish_reason  # it is not sent yet
-        self.n_prompt, self.n_cached, self._n_new, _ = usage
+        self.usage = usage
         options = self._handler.body.get("stream_options")
         if not isinstance(options, dict) or not options.get("include_usage"):
             return []
@@ -328,15 +317,16 @@ class ChatReply:
         for call in self._calls:
             del call["index"]  # only chunks have it
         handler.stream = False
+        usage = self.usage
         response = handler.stock_response(
             self.content,
             self._last_chunk["choices"][0]["finish_reason"],
-            *(self.n_prompt, self._n_new, self.n_cached),
+            *(usage.n_prompt, usage.n_new, usage.n_cached),
             token_logprobs=[token.logprob for token in tokens] if handler.logprobs else [],
             top_tokens=[token.top_tokens for token in tokens] if handler.top_logprobs > 0 else [],
             tokens=[token.token for token in tokens],
             tool_calls=self._calls,
-            reasoning_text="".join(self._reasoning),
+            reasoning_text=self._reasoning,
         )
         return _with_reasoning(response)
 

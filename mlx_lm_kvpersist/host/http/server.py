@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from email.message import Message
 from functools import partial, wraps
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -69,22 +68,18 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     pattern_routes: Sequence[Route]
     """Routes with braces in their paths."""
     clients: Clients
-    stream_options: Any
-    # http.server can refuse a request before it is parsed, and before `_begin_request`.
-    requested_model: str
     path: str
     wfile: Any
-    client: ClientConnection
-    close_connection = True
+    requested_model: str
+    places: Sequence[str]
+    """The name of each message in the body of an API other than stock's."""
+    close_connection = True  # http.server can refuse a request before it sets this
     generator: Any
     """The server's response generator, not observed."""
     completion: Any = None
     """The `Completion` of the request, while one is generated."""
-    places: Sequence[str] = ()
-    """The name of each message in the body of an API other than stock's."""
     stock_response: Callable[..., dict[str, Any]]
     """Stock's `generate_response`: it makes a chunk of a reply, or the whole reply."""
-    _status = 0
 
     @property
     def body(self) -> Any:
@@ -111,12 +106,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         try:
             super().handle()
         except ConnectionError:  # socketserver would print a traceback
-            if getattr(self, "command", None):
+            if method := getattr(self, "command", None):
                 path = self.path.partition("?")[0]
                 logger.info(
-                    "kvpersist: the client of %s %s left before its answer's end",
-                    self.command,
-                    path,
+                    "kvpersist: the client of %s %s left before its answer's end", method, path
                 )
 
     def handle_one_request(self) -> None:
@@ -172,8 +165,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 # Stock catches only json's own error while it reads a body.
                 if self.body or isinstance(error, RequestRefused):
                     raise
-                message = f"the body is not valid JSON: {error}"
-                raise RequestRefused(message) from error
+                raise RequestRefused(f"the body is not valid JSON: {error}") from error
 
     @contextmanager
     def failures_told(self, api: API | None) -> Iterator[None]:
@@ -207,8 +199,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def read_json(self) -> dict[str, Any]:
         """Return the request's JSON object; raises RequestRefused for anything else."""
-        length = self.headers.get("Content-Length")
-        if length is None:
+        if (length := self.headers.get("Content-Length")) is None:
             why = "the header Content-Length is missing, expected the body's size"
             raise RequestRefused(why, 411)
         n_bytes = request_checks.check_body_length(length)
@@ -263,7 +254,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             raise request_checks.refusal_of(error, self.timeout) from error
         finally:
             self.completion = None
-        return reply.n_prompt, reply.n_cached
+        return reply.usage.n_prompt, reply.usage.n_cached
 
     def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
         """Generate a reply to a parsed request, and send it. Raises the errors of generation.
@@ -279,9 +270,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def _begin(self, request: Request) -> None:
         self._body, self.places = request.fields, request.places
-        values = request_checks.parameters(request.fields, self.generator.cli_args)
-        for name, value in values.items():
-            setattr(self, name, value)
+        self.__dict__ |= request_checks.parameters(request.fields, self.generator.cli_args)
         self.stream = request.stream
         self.validate_model_parameters()
 
@@ -293,6 +282,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             message = str(error).replace("requested_model", "model")
             raise RequestRefused(message) from error
         request_checks.check_parameters(self.body, self)
+        arguments = self.generator.cli_args
         if self.requested_model != DEFAULT_MODEL:
             provider = self.generator.model_provider
             own, loaded = own_names(provider.cli_args), loaded_name(provider)
@@ -300,18 +290,16 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 self.requested_model = DEFAULT_MODEL if own else str(loaded)
             else:
                 request_checks.check_model(self.requested_model, own, loaded)
-        elif self.generator.cli_args.model is None:
+        elif arguments.model is None:
             message = "this server has no model; name one in the request, or start it with --model"
             raise RequestRefused(message, 404, "model_not_found")
-        draft, adapter = self.requested_draft_model, self.adapter
-        request_checks.check_beside_model(draft, adapter, self.generator.cli_args)
+        request_checks.check_beside_model(self.requested_draft_model, self.adapter, arguments)
 
     def handle_health_check(self) -> None:
-        healthy = self.response_generator.is_healthy
-        status = "ok" if healthy else "unavailable"
-        self._set_completion_headers(200 if healthy else 503)
+        is_healthy = self.generator.is_healthy
+        self._set_completion_headers(200 if is_healthy else 503)
         self.end_headers()
-        self.wfile.write(json.dumps({"status": status}).encode())
+        self.wfile.write(b'{"status": "ok"}' if is_healthy else b'{"status": "unavailable"}')
 
     def handle_models_request(self) -> None:
         """List the server's own model, stock's list, and two further names of the own model.
@@ -378,8 +366,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._show_plugins(request)
         self.completion.received(request)
         self.clients.begin(self.client, ClientRequest.of(request))
-        if self.completion.streams:
-            self.client.begin_keepalives(self.completion.keepalive)
 
     def _show_plugins(self, request: Any) -> None:
         seen = ClientRequest.of(request)
@@ -394,7 +380,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         if self.completion is None:  # for one of stock's own paths
             self.completion = Completion(self, None, ChatReply(self), self.stream)
         completion = self.completion
-        completion.stop_words = StopWords(stop_words) if stop_words else None
+        completion.stop_words = StopWords(stop_words)
         self.stream, self.stream_options = True, {"include_usage": True}
         self.wfile = io.BytesIO()
         try:
@@ -414,10 +400,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         error = sys.exc_info()[1] if status_code >= 400 else None  # stock passes no error on
         if isinstance(error, RequestRefused | GenerationStopped | ConnectionError):
             raise error
-        if error is not None:
-            # Stock answers 404 to every error of `generate`.
-            is_json = not isinstance(error, json.JSONDecodeError)
-            message = f"{'' if is_json else 'Invalid JSON in request body: '}{error}"
+        if error is not None:  # of any kind: stock answers 404 to every error of `generate`
+            is_json_error = isinstance(error, json.JSONDecodeError)
+            message = f"{'Invalid JSON in request body: ' * is_json_error}{error}"
             raise RequestRefused(message, status_code) from error
         if status_code in _UNSAID:
             raise RequestRefused(_UNSAID[status_code], status_code)
@@ -448,14 +433,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         if completion is None or completion.request is None or self._status != 200:
             super().end_headers()
             return
-        client_request = ClientRequest.of(completion.request)
-        answers = manager.ask("response_headers", request=client_request, is_early=False)
-        headers = list(chain.from_iterable(answers))
         if completion.streams:
             head, self._headers_buffer = b"".join(self._headers_buffer), []
-            completion.begin(head, headers)
+            completion.begin(head)
             return
-        for name, value in headers:
+        for name, value in completion.plugin_headers():
             self.send_header(name, value)
         super().end_headers()
 
@@ -544,24 +526,23 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
         clients = Clients()
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
+        given = call.arguments
+        generator, server_class = given["response_generator"], given["server_class"]
         clients.watch()
         try:
-            generator = call.arguments["response_generator"]
             try:
-                stock_handler = call.arguments["handler_class"]
-                handler = handler_with(stock_handler, manager.plugin_routes(), clients)
+                handler = handler_with(given["handler_class"], manager.plugin_routes(), clients)
                 manager.ask("started", serve=partial(serve_ourselves, handler, generator))
             except Exception as error:
                 stop(error)
-            call.arguments["handler_class"] = handler
-            server_class = call.arguments["server_class"]
             bases = (PluginHTTPServer, server_class)
             attributes = {"generator": generator, "clients": clients}
-            call.arguments["server_class"] = type(server_class.__name__, bases, attributes)
+            given["server_class"] = type(server_class.__name__, bases, attributes)
+            given["handler_class"] = handler
             stock(*call.args, **call.kwargs)
         except BaseException:
             # Stock would leave the generation thread running, and the process would never end.
-            call.arguments["response_generator"].stop_and_join()
+            generator.stop_and_join()
             raise
         finally:
             clients.wait_for_none(LAST_ANSWERS_S)  # clients of interrupted replies get an error
