@@ -83,21 +83,29 @@ class Completion:
         self._context = context
         if self._api is not None and context.tool_parser is not None:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
-        if isinstance(self.reply, ChatReply) and not self.streams:
-            responses = self.reply.keep_tokens(responses)
-        if self.stop_words.words:
-            responses = self._until_stopped(responses)
-        return self._to_the_end(responses)
+        return self._read(responses)
 
-    def _to_the_end(self, responses: Iterable[Any]) -> Iterator[Any]:
-        state = None
+    def _read(self, responses: Iterable[Any]) -> Iterator[Any]:
+        words, state = self.stop_words.words, None
+        if words:
+            tokenizer = self._handler.generator.model_provider.tokenizer
+            marks = [mark for name in _MARKS if (mark := getattr(tokenizer, name, None))]
+            self.marks = StopWords(word for word in words if any(mark in word for mark in marks))
         for response in responses:
             self._n_read += 1
+            if isinstance(self.reply, ChatReply) and not self.streams:
+                self.reply.tokens.append(response)
+            if words:  # 0.31.3 has the ids of a mark, not its text
+                match = getattr(response, "match", None)
+                self.marks.cut(tokenizer.decode(match) if match else response.text)
             if getattr(response, "state", "") is None:
                 # In 0.31.3 an end has no state, and stock's loop would drop a call that is open.
                 response = replace(response, state=state)
             state = getattr(response, "state", None)
             yield response
+            if self._stop_word is not None:  # stock then ends the reply as after its last token
+                self._context.stop()
+                break
         self._has_ended = True
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
@@ -112,20 +120,6 @@ class Completion:
             end = "" if self._has_ended else tokenizer.tool_call_end or ""
             self._unread += f"{tokenizer.tool_call_start}{text}{end}"
             raise
-
-    def _until_stopped(self, responses: Iterable[Any]) -> Iterator[Any]:
-        tokenizer = self._handler.generator.model_provider.tokenizer
-        marks = [mark for name in _MARKS if (mark := getattr(tokenizer, name, None))]
-        self.marks = StopWords(
-            word for word in self.stop_words.words if any(mark in word for mark in marks)
-        )
-        for response in responses:
-            match = getattr(response, "match", None)  # 0.31.3 has the ids of a mark, not its text
-            self.marks.cut(tokenizer.decode(match) if match else response.text)
-            yield response
-            if self._stop_word is not None:
-                self._context.stop()
-                return  # stock then ends the reply as after its last token
 
     @property
     def _stop_word(self) -> str | None:
@@ -276,15 +270,10 @@ class ChatReply:
         self._handler = handler
         self.content = self._reasoning = ""
         self._calls: list[dict[str, Any]] = []
-        self._tokens: list[Any] = []
+        self.tokens: list[Any] = []
         """Stock's responses, from which the whole reply gets its log probabilities."""
         self._last_chunk: dict[str, Any] = {}
         self.usage = Usage(0, 0, 0, 0)
-
-    def keep_tokens(self, responses: Iterable[Any]) -> Iterator[Any]:
-        for response in responses:
-            self._tokens.append(response)
-            yield response
 
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
         return []
@@ -313,11 +302,10 @@ class ChatReply:
         return [openai_error(status, message, code)]
 
     def whole(self) -> dict[str, Any]:
-        handler, tokens = self._handler, self._tokens
+        handler, tokens, usage = self._handler, self.tokens, self.usage
         for call in self._calls:
             del call["index"]  # only chunks have it
         handler.stream = False
-        usage = self.usage
         response = handler.stock_response(
             self.content,
             self._last_chunk["choices"][0]["finish_reason"],
