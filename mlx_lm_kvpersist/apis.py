@@ -129,21 +129,21 @@ def require_text(name: str, value: Any) -> str:
 
 def require_object(name: str, value: Any) -> dict[str, Any]:
     """Return an object; refuse any other value."""
-    require(isinstance(value, dict), name, value, "an object")
-    object_value: dict[str, Any] = value
-    return object_value
-
-
-def require_objects(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return a list of objects; refuse any other value."""
-    return [item for _, item in placed_objects(name, value)]
+    if not isinstance(value, dict):
+        refuse(name, value, "an object")
+    return value
 
 
 def placed_objects(name: str, value: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return objects with their places, such as "messages[3]"; refuse anything else."""
     require(isinstance(value, list), name, value, "a list of objects")
-    places = (f"{name}[{i}]" for i in range(len(value)))
-    return [(place, require_object(place, item)) for place, item in zip(places, value, strict=True)]
+    placed = ((f"{name}[{i}]", item) for i, item in enumerate(value))
+    return [(place, require_object(place, item)) for place, item in placed]
+
+
+def without_null(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return an object without null fields, which SDKs send for fields that are not set."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def joined(content: Any, more: Any, between: str = "\n\n") -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
-from ..apis import openai_error, placed_objects, require, require_objects, require_text
+from ..apis import openai_error, placed_objects, require, require_text, without_null
 from ..errors import ConfigError, RequestRefused
 from .admin import JSON_HEADERS, Answer, answering, check_operator, check_site, operator_route
 from .messages import MessagesAPI
@@ -48,6 +48,9 @@ logger = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 
+Call = Callable[[Any, Body], Any]
+
+
 @dataclass
 class Agent:
     """`beginning` has the fields of a chat completion with which each of its requests begins."""
@@ -62,9 +65,6 @@ class Agent:
     def session(self) -> str:
         """The name of its session, which no client uses by accident."""
         return f"agent:{self.id}"
-
-
-Call = Callable[[Any, Body], Any]
 
 
 @dataclass(frozen=True)
@@ -106,25 +106,27 @@ class AgentsAPI:
         """Yield method, path and handler of each route, also for wrong methods."""
         paths: dict[str, dict[str, Call]] = {
             AGENTS_PATH: {"GET": self._list, "POST": self._create},
-            AGENT_PATH: {"GET": self._show, "DELETE": self._delete},
+            AGENT_PATH: {
+                "GET": lambda handler, body: self._describe(self._find(handler)),
+                "DELETE": self._delete,
+            },
             f"{AGENT_PATH}/generate": {"POST": self._generate},
             f"{AGENT_PATH}/evict": {"POST": self._evict},
             f"{AGENT_PATH}/pin": {"POST": self._pin},
-            OPENAPI_PATH: {"GET": self._document},
+            OPENAPI_PATH: {
+                "GET": lambda handler, body: Answer(_OPENAPI.read_bytes(), headers=JSON_HEADERS)
+            },
         }
         for path, calls in paths.items():
             for method in _METHODS:
                 yield method, path, answering(partial(self._answer, calls=calls))
 
     def _answer(self, handler: Any, calls: Mapping[str, Call]) -> Any:
-        body, method = _without_null(handler.read_body()), handler.command
+        body, method = without_null(handler.read_body()), handler.command
         if method in calls:
             return calls[method](handler, body)
         why = f"{method} is not known here; expected {' or '.join(calls)}"
         return Answer(openai_error(405, why), 405, {"Allow": ", ".join(calls)})
-
-    def _document(self, handler: Any, body: Body) -> Answer:
-        return Answer(_OPENAPI.read_bytes(), headers=JSON_HEADERS)
 
     def _create(self, handler: Any, body: Body) -> Answer:
         check_site(handler.headers, self._service.key)
@@ -144,8 +146,8 @@ class AgentsAPI:
             if len(self._agents) >= MAX_ALL_AGENTS:
                 raise RequestRefused("the server can take no more agents now", 503)
             self._agents[agent.namespace, agent.id] = agent
+        prefilled = None
         try:
-            prefilled = None
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
                     n_prompt, n_cached = handler.prefill(agent.beginning)
@@ -170,17 +172,13 @@ class AgentsAPI:
             agents = [agent for agent in self._agents.values() if agent.namespace == own]
         agents.sort(key=lambda agent: agent.created)
         if "after" in query:
-            ids = [agent.id for agent in agents]
-            if query["after"][-1] not in ids:
-                raise RequestRefused(
-                    "after does not name an agent, expected the last id of a page", 404
-                )
-            agents = agents[ids.index(query["after"][-1]) + 1 :]
+            ids, after = [agent.id for agent in agents], query["after"][-1]
+            if after not in ids:
+                why = "after does not name an agent, expected the last id of a page"
+                raise RequestRefused(why, 404)
+            agents = agents[ids.index(after) + 1 :]
         page = [self._describe(agent) for agent in agents[:limit]]
         return {"object": "list", "data": page, "has_more": len(agents) > len(page)}
-
-    def _show(self, handler: Any, body: Body) -> Body:
-        return self._describe(self._find(handler))
 
     def _generate(self, handler: Any, body: Body) -> None:
         agent = self._find(handler)
@@ -233,10 +231,8 @@ class AgentsAPI:
         name = unquote(handler.path.partition("?")[0].split("/")[3])
         agent = self._agents.get((self._service.namespace(handler.headers), name))
         if agent is None:
-            raise RequestRefused(
-                "there is no such agent; a server knows those that were created since it started",
-                404,
-            )
+            why = "there is no such agent; a server knows those that were created since it started"
+            raise RequestRefused(why, 404)
         return agent
 
     def _describe(self, agent: Agent) -> Body:
@@ -267,11 +263,6 @@ class AgentsAPI:
                 agent.n_running -= 1
 
 
-def _without_null(body: Body) -> Body:
-    """Return a body without null fields, which SDKs send for fields that are not set."""
-    return {name: value for name, value in body.items() if value is not None}
-
-
 def _beginning(body: Body) -> Body:
     messages = _messages(body.get("messages", []))
     if "system" in body:
@@ -279,7 +270,7 @@ def _beginning(body: Body) -> Body:
         messages = [{"role": "system", "content": text}, *messages]
     beginning: Body = {"messages": messages}
     if "tools" in body:
-        beginning["tools"] = require_objects("tools", body["tools"])
+        beginning["tools"] = [tool for _, tool in placed_objects("tools", body["tools"])]
     if "model" in body:
         beginning["model"] = require_text("model", body["model"])
     return beginning
@@ -301,7 +292,7 @@ def warm_view(service: Service) -> Callable[[Any], None]:
         body = handler.read_body()
         name = body.get("name")
         require(isinstance(name, str) and bool(name), "name", name, "a session's name")
-        return warm(service, handler, str(name), body.get("request"))
+        return warm(service, handler, name, body.get("request"))
 
     return operator_route(answer, service.key)
 
@@ -324,8 +315,8 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
         if (pinned := service.sessions().pin_newest(tenant, name, since_s)) is not None:
             return pinned
         time.sleep(_POLL_S)
-    late = f"the prompt was computed, but not stored within {_SAVED_S:.0f} s; the log says why"
-    raise RequestRefused(late, 503)
+    why = f"the prompt was computed, but not stored within {_SAVED_S:.0f} s; the log says why"
+    raise RequestRefused(why, 503)
 
 
 def warm_at_start(
@@ -356,8 +347,8 @@ def chat_body_of(content: Any, headers: Headers) -> Body:
     Raises RequestRefused for anything else.
     """
     body = {"messages": content} if isinstance(content, list) else content
-    body = _without_null(body) if isinstance(body, dict) else body
-    is_body = isinstance(body, dict) and bool({"messages", "input"} & body.keys())
+    body = without_null(body) if isinstance(body, dict) else {}
+    is_body = bool({"messages", "input"} & body.keys())
     require(is_body, "the prompt", content, "messages, or the body of a request that has some")
     tools = body.get("tools")
     is_anthropic = "system" in body or (
@@ -367,8 +358,7 @@ def chat_body_of(content: Any, headers: Headers) -> Body:
         body = ResponsesAPI().parse(body, headers).fields
     elif is_anthropic:
         body = MessagesAPI().parse(body, headers).fields
-    # A limit with another name would override the requested limit of one token.
-    body = {name: value for name, value in body.items() if name != "max_completion_tokens"}
+    body.pop("max_completion_tokens", None)  # it would override the requested limit of one token
     return {**body, "model": "default_model"}
 
 

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
-from ..apis import joined, readable, text_of
+from ..apis import joined, readable, text_of, without_null
 
 Message = dict[str, Any]
 
@@ -86,10 +86,9 @@ class Template:
         source = asked.get("chat_template") or own
         if isinstance(own, dict):  # by name
             source = self._tokenizer.get_chat_template(asked.get("chat_template"), self._tools)
-        cleaned = [_without_null(message) for message in messages]
-        if "developer" not in str(source):
-            developers = (message for message in cleaned if message.get("role") == "developer")
-            for message in developers:
+        cleaned = [without_null(message) for message in messages]
+        for message in cleaned:
+            if message.get("role") == "developer" and "developer" not in str(source):
                 message["role"] = "system"
         fitted = _Fitting(self, cleaned, adapts_all=True).fitted
         if fitted != cleaned:
@@ -460,7 +459,7 @@ def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
 def _result(call_id: Any, name: str | None) -> Message:
     """Return a result for a call without one."""
     fields = {"role": "tool", "content": NO_RESULT, "tool_call_id": call_id, "name": name}
-    return _without_null(fields)
+    return without_null(fields)
 
 
 def _question(message: Message) -> Message:
@@ -469,7 +468,3 @@ def _question(message: Message) -> Message:
 
 def without(message: Message, *names: str) -> Message:
     return {name: value for name, value in message.items() if name not in names}
-
-
-def _without_null(message: Message) -> Message:
-    return {name: value for name, value in message.items() if value is not None}

@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 
-from ...apis import readable, require, require_objects, require_text, text_of
+from ...apis import placed_objects, readable, require, require_text, text_of, without_null
 from ...errors import RequestRefused
 from ..attachments import IMAGE_KINDS
 
@@ -21,7 +21,7 @@ MAX_BODY_BYTES = 256 << 20
 _MAX_SHOWN = 100
 _MAX_SLICE = 2**31
 _MLX_INTEGERS = 2**63
-_CONVERSATION = ("system", "instructions", "tools", "messages", "input")
+_CONVERSATION = {"system", "instructions", "tools", "messages", "input"}
 _NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,8 @@ def tidy(body: Any) -> Any:
     """Return a body without null fields, which SDKs send, and with valid Unicode."""
     if not isinstance(body, dict):
         return body
-    return {
-        name: readable(value) if name in _CONVERSATION else value
-        for name, value in body.items()
-        if value is not None
-    }
+    body = without_null(body)
+    return body | {name: readable(body[name]) for name in body.keys() & _CONVERSATION}
 
 
 def late_body(timeout_s: float) -> RequestRefused:
@@ -233,12 +230,11 @@ def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
 
 def check_messages(messages: Any) -> None:
     """Refuse messages of a form that stock cannot render. Any thread."""
-    for i, message in enumerate(require_objects("messages", messages)):
+    for place, message in placed_objects("messages", messages):
         content, role = message.get("content"), message.get("role")
-        require(role is not None, f"messages[{i}].role", role, '"user" or another role')
-        for j, block in enumerate(content if isinstance(content, list) else ()):
-            name = f"messages[{i}].content[{j}]"
-            require(isinstance(block, dict), name, block, "an object")
+        require(role is not None, f"{place}.role", role, '"user" or another role')
+        blocks = content if isinstance(content, list) else []
+        for name, block in placed_objects(f"{place}.content", blocks):
             kind = block.get("type")
             require(isinstance(kind, str), f"{name}.type", kind, "text, image_url or file")
             text = block.get("text")
