@@ -73,15 +73,14 @@ def send(handler: Any, answer: Answer) -> None:
     content, status, headers = answer
     if not isinstance(content, bytes | Parts):
         content, headers = json.dumps(content).encode(), {**JSON_HEADERS, **headers}
-    if isinstance(content, bytes):
-        content = Parts(len(content), [content])
+    n_bytes, chunks = content if isinstance(content, Parts) else (len(content), [content])
     handler.send_response(status)
     for name, value in headers.items():
         handler.send_header(name, value)
     if status != 204:
-        handler.send_header("Content-Length", str(content.n_bytes))
+        handler.send_header("Content-Length", str(n_bytes))
     handler.end_headers()
-    for chunk in content.chunks:
+    for chunk in chunks:
         handler.wfile.write(chunk)
 
 
@@ -128,11 +127,9 @@ def check_operator(handler: Any, key: str | None) -> None:
         # http.server reads headers as Latin-1.
         sent = headers.get("Authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
-            raise RequestRefused(
-                f"expected the header Authorization: Bearer KEY, with the server's {KEY_VARIABLE}; "
-                "commands read the key from a variable of this name",
-                403,
-            )
+            why = f"expected the header Authorization: Bearer KEY, with the server's {KEY_VARIABLE}"
+            more = "commands read the key from a variable of this name"
+            raise RequestRefused(f"{why}; {more}", 403)
         return
     origin = headers.get("Origin")
     names = ((name, name.lower()) for name in headers)

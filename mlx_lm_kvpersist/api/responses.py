@@ -8,7 +8,6 @@ order. Unknown fields and kinds of tools are ignored.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import time
 import uuid
@@ -58,11 +57,9 @@ class ResponsesAPI:
 
     def parse(self, body: dict[str, Any], headers: Headers) -> Request:
         """Return a client's request; raises RequestRefused for a field of a wrong form."""
-        for name in _STATEFUL:
-            if body.get(name):
-                raise RequestRefused(
-                    f"{name} is set, but nothing is kept between requests; send the whole input"
-                )
+        if name := next(filter(body.get, _STATEFUL), None):
+            why = "is set, but nothing is kept between requests; send the whole input"
+            raise RequestRefused(f"{name} {why}")
         names: dict[str, tuple[str, str]] = {}
         tools = list(_tools("tools", body.get("tools"), "", names))
         places, messages = zip(*_messages(body), strict=True)
@@ -177,7 +174,7 @@ def _file(name: str, block: Mapping[str, Any]) -> Part:
 def _decoded(encoded: str) -> str | None:
     try:
         return base64.b64decode(encoded, validate=True).decode()
-    except (binascii.Error, ValueError):
+    except ValueError:
         return None
 
 
@@ -191,12 +188,10 @@ def _text(place: str, content: Any) -> str:
 def _output(place: str, item: Mapping[str, Any]) -> Message:
     call_id = require_text(f"{place}.call_id", item.get("call_id"))
     output, name = item.get("output"), f"{place}.output"
-    if isinstance(output, list) and all(isinstance(block, dict) for block in output):
-        content: Any = _content(name, output)
-    else:
-        text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
-        content = require_text(name, text if output is not None else "")
-    return {"role": "tool", "tool_call_id": call_id, "content": content}
+    is_blocks = isinstance(output, list) and all(isinstance(block, dict) for block in output)
+    if not is_blocks and not isinstance(output, str | None):
+        output = json.dumps(output, ensure_ascii=False)
+    return {"role": "tool", "tool_call_id": call_id, "content": _content(name, output)}
 
 
 def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
@@ -251,7 +246,6 @@ class ResponsesReply(ReplyParts):
         self._encrypts = isinstance(include, list) and _ENCRYPTED in include
         self._n_events = 0
         self._output: list[dict[str, Any]] = []
-        echoed = {name: body.get(name) for name in _ECHOED}
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -263,7 +257,7 @@ class ResponsesReply(ReplyParts):
             "previous_response_id": None,
             "store": False,
             "usage": None,
-            **{name: _ECHOED[name] if value is None else value for name, value in echoed.items()},
+            **(_ECHOED | {name: body[name] for name in _ECHOED if body.get(name) is not None}),
         }
 
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
@@ -281,11 +275,10 @@ class ResponsesReply(ReplyParts):
             "output_tokens_details": {"reasoning_tokens": usage.n_reasoning},
             "total_tokens": usage.n_prompt + usage.n_new,
         }
-        status = "completed"
-        if finish_reason == "length":
-            status = "incomplete"
-            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        status = "incomplete" if finish_reason == "length" else "completed"
         self._response["status"] = status
+        if status == "incomplete":
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         return [*events, self._lifecycle(status)]
 
     def wait(self) -> list[Event]:
@@ -312,10 +305,8 @@ class ResponsesReply(ReplyParts):
         yield self._of_part(f"{_TEXTS[block.kind]}.delta", block, delta=text, **_logprobs(block))
 
     def end_part(self, block: OpenPart) -> Iterator[Event]:
-        content = _content_of(block.kind, block.text)
-        yield self._of_part(
-            f"{_TEXTS[block.kind]}.done", block, text=block.text, **_logprobs(block)
-        )
+        kind, text, content = block.kind, block.text, _content_of(block.kind, block.text)
+        yield self._of_part(f"{_TEXTS[kind]}.done", block, text=text, **_logprobs(block))
         yield self._of_part("content_part.done", block, part=content)
         item = self._output[block.index]
         item |= {"status": "completed", "content": [content]}
@@ -364,5 +355,5 @@ def _logprobs(block: OpenPart) -> dict[str, Any]:
 
 
 def _content_of(kind: str, text: str) -> dict[str, Any]:
-    annotations: dict[str, Any] = {} if kind == "thinking" else {"annotations": []}
-    return {"type": _TEXTS[kind], "text": text, **annotations}
+    content = {"type": _TEXTS[kind], "text": text}
+    return content if kind == "thinking" else {**content, "annotations": []}

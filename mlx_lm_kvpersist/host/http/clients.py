@@ -88,10 +88,7 @@ class ClientConnection(io.BufferedIOBase):
         """Send bytes. In a stream these are whole events."""
         with self.lock:
             self._keepalive_at_s = time.monotonic() + KEEPALIVE_S
-            if self._has_head and not self._unsent:
-                rest = written
-            else:
-                rest, self._unsent = self._unsent + self._without_probes(written), b""
+            rest, self._unsent = self._unsent + self._without_probes(written), b""
             try:  # sendall, with its timeout, first asks whether the client can take bytes
                 n_sent = os.write(self._connection.fileno(), rest)
             except BlockingIOError:
@@ -171,10 +168,9 @@ class Clients:
     dict need no lock.
     """
 
-    is_closed = False
-    """Whether the thread is to end."""
-
     def __init__(self) -> None:
+        self.is_closed = False
+        """Whether the thread is to end."""
         self._waiting: dict[ClientConnection, ClientRequest] = {}
 
     def __len__(self) -> int:
@@ -196,10 +192,7 @@ class Clients:
         return not self._waiting
 
     def look(self) -> bool:
-        """Mark the requests of clients that have left; say whether more clients may have left.
-
-        Any thread.
-        """
+        """Mark requests whose clients have left; say whether more may have left. Any thread."""
         for client, request in self._waiting.copy().items():
             if client.has_left():
                 request.client_gone = True
