@@ -57,11 +57,14 @@ class Completion:
         """Whether headers were sent: stock's headers, or early headers."""
         self._early_headers: list[tuple[str, str]] = []
         """The plugins' headers for a stream that begins while its request waits."""
-        self._reasoning = ""
+        self.reasoning = ""
+        self.tool_calls: list[dict[str, Any]] = []
+        self.finish_reason = "stop"
+        self.usage = Usage(0, 0, 0, 0)
+        self.tokens: list[Any] = []
+        """Stock's responses, for the log probabilities in a reply that is no stream."""
         self._n_read = self._n_added = self._n_reasoning = 0
         """Tokens that were read, that the parts so far have, and that the reasoning has."""
-        self._tool_calls: list[dict[str, Any]] = []
-        self._finish_reason = "stop"
         self._unread = ""
         """The text of calls that could not be parsed."""
         self._has_ended = False
@@ -93,8 +96,8 @@ class Completion:
             self.marks = StopWords(word for word in words if any(mark in word for mark in marks))
         for response in responses:
             self._n_read += 1
-            if isinstance(self.reply, ChatReply) and not self.streams:
-                self.reply.tokens.append(response)
+            if not self.streams:
+                self.tokens.append(response)
             if words:  # 0.31.3 has the ids of a mark, not its text
                 match = getattr(response, "match", None)
                 self.marks.cut(tokenizer.decode(match) if match else response.text)
@@ -157,12 +160,12 @@ class Completion:
         text, self._unread = text + self._unread, ""
         self.doing = "generating"
         if reasoning:
-            self._reasoning += reasoning
+            self.reasoning += reasoning
             self._n_reasoning += self._n_read - self._n_added
         self._n_added = self._n_read
-        self._tool_calls += tool_calls
+        self.tool_calls += tool_calls
         if finish_reason is not None:
-            self._finish_reason, self._last = finish_reason, (text, reasoning, tool_calls)
+            self.finish_reason, self._last = finish_reason, (text, reasoning, tool_calls)
             return
         with self._client.lock:
             self._send(self.reply.add(text, reasoning, tool_calls))
@@ -172,14 +175,14 @@ class Completion:
         with self._client.lock:
             self._client.end_keepalives()
             events = self.reply.add(*self._last)
-            usage = Usage(n_prompt, max(0, n_cached), n_new, self._n_reasoning)
-            events += self.reply.end(self._finish_reason, self._stop_word, usage)
+            self.usage = Usage(n_prompt, max(0, n_cached), n_new, self._n_reasoning)
+            events += self.reply.end(self.finish_reason, self._stop_word, self.usage)
         manager.ask(
             "reply_sent",
             request=ClientRequest.of(self.request),
             content=self.reply.content,
-            reasoning=self._reasoning,
-            tool_calls=frozen(self._tool_calls),
+            reasoning=self.reasoning,
+            tool_calls=frozen(self.tool_calls),
         )
         if self.streams:
             done = b"data: [DONE]\n\n" if self._api is None else b""
@@ -263,25 +266,19 @@ def _encoded(events: Iterable[Event]) -> bytes:
 class ChatReply:
     """One reply. Stock's handler makes each chunk, and the whole reply for other clients.
 
-    handler: has the request's parameters as attributes, as stock's own handler.
+    handler: has the request's parameters as attributes, as stock's own handler, and the Completion.
     """
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
-        self.content = self._reasoning = ""
-        self._calls: list[dict[str, Any]] = []
-        self.tokens: list[Any] = []
-        """Stock's responses, from which the whole reply gets its log probabilities."""
+        self.content = ""
         self._last_chunk: dict[str, Any] = {}
-        self.usage = Usage(0, 0, 0, 0)
 
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
         return []
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
         self.content += text
-        self._reasoning += reasoning
-        self._calls += tool_calls
         make = self._handler.stock_response
         chunk = make(text, None, tool_calls=tool_calls, reasoning_text=reasoning)
         self._last_chunk = _with_reasoning(chunk)
@@ -289,7 +286,6 @@ class ChatReply:
 
     def end(self, finish_reason: str, stop_word: str | None, usage: Usage) -> list[Event]:
         self._last_chunk["choices"][0]["finish_reason"] = finish_reason  # it is not sent yet
-        self.usage = usage
         options = self._handler.body.get("stream_options")
         if not isinstance(options, dict) or not options.get("include_usage"):
             return []
@@ -302,19 +298,20 @@ class ChatReply:
         return [openai_error(status, message, code)]
 
     def whole(self) -> dict[str, Any]:
-        handler, tokens, usage = self._handler, self.tokens, self.usage
-        for call in self._calls:
+        handler, completion = self._handler, self._handler.completion
+        tokens, usage = completion.tokens, completion.usage
+        for call in completion.tool_calls:
             del call["index"]  # only chunks have it
         handler.stream = False
         response = handler.stock_response(
             self.content,
-            self._last_chunk["choices"][0]["finish_reason"],
+            completion.finish_reason,
             *(usage.n_prompt, usage.n_new, usage.n_cached),
             token_logprobs=[token.logprob for token in tokens] if handler.logprobs else [],
             top_tokens=[token.top_tokens for token in tokens] if handler.top_logprobs > 0 else [],
             tokens=[token.token for token in tokens],
-            tool_calls=self._calls,
-            reasoning_text=self._reasoning,
+            tool_calls=completion.tool_calls,
+            reasoning_text=completion.reasoning,
         )
         return _with_reasoning(response)
 

@@ -246,15 +246,15 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
         Raises RequestRefused. Nothing is sent to the client.
         """
-        reply = ChatReply(self)
-        request = Request({**request_checks.tidy(chat_body), "max_tokens": 1}, False, reply)
+        fields = {**request_checks.tidy(chat_body), "max_tokens": 1}
         try:
-            self.complete(request, None, is_sent=False)
+            self.complete(Request(fields, False, ChatReply(self)), None, is_sent=False)
+            usage = self.completion.usage
+            return usage.n_prompt, usage.n_cached
         except Exception as error:
             raise request_checks.refusal_of(error, self.timeout) from error
         finally:
             self.completion = None
-        return reply.usage.n_prompt, reply.usage.n_cached
 
     def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
         """Generate a reply to a parsed request, and send it. Raises the errors of generation.
