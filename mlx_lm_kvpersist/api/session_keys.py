@@ -21,7 +21,7 @@ NAMESPACE_HEADER = "X-KVPersist-Namespace"
 KEEP_HEADER = "X-KVPersist-Keep"
 BILLING_PREFIX = "x-anthropic-billing-header:"
 
-_VENDOR_SESSION = re.compile(r"x-[a-z0-9-]+-session-id", re.IGNORECASE)
+_VENDOR_SESSION = re.compile(r"(?!.*parent)x-[a-z0-9-]+-session-id", re.IGNORECASE)
 _USER_ID_SESSION = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 _CODEX_HEADERS = ("thread-id", "session-id", "session_id", "conversation_id")
 
@@ -50,9 +50,8 @@ def _codex(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 
 def _vendor(headers: Message, body: Mapping[str, Any]) -> str | None:
-    names = sorted(name for name in headers if _VENDOR_SESSION.fullmatch(name))
-    names = [name for name in names if "parent" not in name.lower()]
-    return headers.get(names[0]) if names else None
+    names = [name for name in headers if _VENDOR_SESSION.fullmatch(name)]
+    return headers.get(min(names)) if names else None
 
 
 def _user_id_session(headers: Message, body: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from os.path import isfile, join
 from typing import Any
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -51,7 +51,6 @@ def tidy(body: Any) -> Any:
 
 
 def late_body(timeout_s: float) -> RequestRefused:
-    """Return the refusal for a client that stopped sending."""
     return RequestRefused(f"the body did not come within {timeout_s:.0f} s", 408)
 
 
@@ -154,7 +153,7 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 
     own: the names of the command line's model, if any. loaded: the model that is loaded now.
     """
-    if name in (*own, loaded) or _is_file(name, "config.json"):
+    if name in (*own, loaded) or isfile(join(name, "config.json")):
         return
     try:
         find_on_hub(name)
@@ -171,7 +170,7 @@ def find_on_hub(name: str) -> None:
     """
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         folder = snapshot_download(name, allow_patterns="config.json")
-        if not _is_file(folder, "config.json"):
+        if not isfile(join(folder, "config.json")):
             raise FileNotFoundError(f"{name} has no config.json")
 
 
@@ -183,15 +182,8 @@ def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
     if require_text("draft_model", draft) != "default_model":
         check_model(draft, [args.draft_model] if args.draft_model else [], None)
     if adapter is not None and adapter != args.adapter_path:
-        if not _is_file(adapter, "adapter_config.json"):
+        if not isfile(join(adapter, "adapter_config.json")):
             raise RequestRefused(f"there is no adapter {_short(adapter)}; name its folder", 404)
-
-
-def _is_file(folder: str, name: str) -> bool:
-    try:
-        return (Path(folder) / name).is_file()
-    except OSError:  # such as a name that is too long
-        return False
 
 
 def _short(name: str) -> str:
