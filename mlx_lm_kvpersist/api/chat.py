@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..apis import Event, joined, require, require_object, require_text, text_of
@@ -93,15 +91,6 @@ def readable(value: Any, depth: int = 0) -> str:
     return "\n".join(text for text in texts if text)
 
 
-@dataclass
-class OpenPart:
-    """The open part's text so far. `index` counts all parts of a reply, including calls."""
-
-    kind: Kind
-    index: int
-    text: str = ""
-
-
 class ReplyParts(ABC):
     """One reply, converted to the events of an API other than stock's.
 
@@ -110,28 +99,31 @@ class ReplyParts(ABC):
     """
 
     def __init__(self) -> None:
-        self._indices = itertools.count()
-        self._open: OpenPart | None = None
+        self.items: list[dict[str, Any]] = []
+        """All parts so far, including calls, in the API's form. The open part is the last."""
+        self._kind: Kind | None = None
+        """The kind of the open part."""
+        self._text = ""
         self._held: tuple[Kind, str] = ("text", "")
         """White space with which a part may begin."""
         self.content = ""
         """The text that the client has got so far."""
 
     @abstractmethod
-    def start_part(self, block: OpenPart) -> Iterator[Event]:
-        """Yield the events that begin a part."""
+    def start_part(self, kind: Kind) -> Iterator[Event]:
+        """Begin a part in `items`, and yield the events for it."""
 
     @abstractmethod
-    def add_text(self, block: OpenPart, text: str) -> Iterator[Event]:
-        """Yield the events for new text of a part. The part's `text` already includes it."""
+    def add_text(self, kind: Kind, text: str) -> Iterator[Event]:
+        """Yield the events for new text of the open part."""
 
     @abstractmethod
-    def end_part(self, block: OpenPart) -> Iterator[Event]:
-        """Yield the events that end a part."""
+    def end_part(self, kind: Kind, text: str) -> Iterator[Event]:
+        """Yield the events that end the open part, with its whole text."""
 
     @abstractmethod
-    def add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Event]:
-        """Yield a whole call; `arguments` is JSON."""
+    def add_call(self, call_id: str, name: str, arguments: str) -> Iterator[Event]:
+        """Add a whole call to `items`, and yield the events for it; `arguments` is JSON."""
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
         """Return the events for a part of the reply."""
@@ -139,21 +131,20 @@ class ReplyParts(ABC):
         for call in tool_calls:
             events += self.close()
             self._held = ("text", "")
-            index, function = next(self._indices), call["function"]
-            events += self.add_call(index, call["id"], function["name"], function["arguments"])
+            function = call["function"]
+            events += self.add_call(call["id"], function["name"], function["arguments"])
         return events
 
     def close(self) -> Iterator[Event]:
         """Yield the events that end the open part, if there is one."""
-        if self._open is not None:
-            block, self._open = self._open, None
-            yield from self.end_part(block)
+        if self._kind is not None:
+            yield from self.end_part(self._kind, self._text)
+            self._kind = None
 
     def _add(self, kind: Kind, text: str) -> Iterator[Event]:
         if not text:
             return
-        block = self._open
-        if block is None or block.kind != kind:
+        if kind != self._kind:
             held_kind, held = self._held
             text = held + text if held_kind == kind else text
             if not text.strip():
@@ -161,9 +152,9 @@ class ReplyParts(ABC):
                 return
             yield from self.close()
             self._held = (kind, "")
-            block = self._open = OpenPart(kind, next(self._indices))
-            yield from self.start_part(block)
-        block.text += text
+            self._kind, self._text = kind, ""
+            yield from self.start_part(kind)
+        self._text += text
         if kind == "text":
             self.content += text
-        yield from self.add_text(block, text)
+        yield from self.add_text(kind, text)

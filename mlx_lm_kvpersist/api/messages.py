@@ -27,7 +27,7 @@ from ..apis import (
     require_text,
 )
 from . import chat
-from .chat import Message, OpenPart, Part, ReplyParts
+from .chat import Kind, Message, Part, ReplyParts
 from .session_keys import is_kept
 
 MESSAGES_PATH = "/v1/messages"
@@ -252,13 +252,12 @@ class MessagesReply(ReplyParts):
     def __init__(self, model: str, *, marks_cache: bool) -> None:
         super().__init__()
         self._marks_cache = marks_cache
-        self._blocks: list[dict[str, Any]] = []
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": model,
-            "content": self._blocks,
+            "content": self.items,
             "stop_reason": None,
             "stop_sequence": None,
         }
@@ -269,7 +268,7 @@ class MessagesReply(ReplyParts):
 
     def end(self, finish_reason: str, stop_word: str | None, usage: Usage) -> list[Event]:
         reason = _STOP_REASONS.get(finish_reason, "end_turn")
-        if reason == "tool_use" and all(block["type"] != "tool_use" for block in self._blocks):
+        if reason == "tool_use" and all(block["type"] != "tool_use" for block in self.items):
             reason = "end_turn"  # no call could be parsed
         elif reason == "end_turn" and stop_word is not None:
             reason = "stop_sequence"
@@ -304,40 +303,37 @@ class MessagesReply(ReplyParts):
             "output_tokens": n_new,
         }
 
-    def start_part(self, opened: OpenPart) -> Iterator[Event]:
-        block: dict[str, Any] = {"type": opened.kind, opened.kind: ""}
-        if opened.kind == "thinking":
-            block["signature"] = ""
-        self._blocks.append(block)
-        yield _start(opened.index, block)
+    def start_part(self, kind: Kind) -> Iterator[Event]:
+        signature = {"signature": ""} if kind == "thinking" else {}
+        yield self._start({"type": kind, kind: "", **signature})
 
-    def add_text(self, opened: OpenPart, text: str) -> Iterator[Event]:
-        self._blocks[-1][opened.kind] = opened.text
-        yield _delta(opened.index, {"type": f"{opened.kind}_delta", opened.kind: text})
+    def add_text(self, kind: Kind, text: str) -> Iterator[Event]:
+        self.items[-1][kind] += text
+        yield self._of_block("delta", delta={"type": f"{kind}_delta", kind: text})
 
-    def end_part(self, opened: OpenPart) -> Iterator[Event]:
+    def end_part(self, kind: Kind, text: str) -> Iterator[Event]:
         """End a block. Clients send thinking back only with a signature."""
-        if opened.kind == "thinking":
-            digest = blake2b(opened.text.encode("utf-8", "replace"), digest_size=16)
-            signature = self._blocks[-1]["signature"] = digest.hexdigest()
-            yield _delta(opened.index, {"type": "signature_delta", "signature": signature})
-        yield {"type": "content_block_stop", "index": opened.index}
+        if kind == "thinking":
+            digest = blake2b(text.encode("utf-8", "replace"), digest_size=16)
+            signature = self.items[-1]["signature"] = digest.hexdigest()
+            delta = {"type": "signature_delta", "signature": signature}
+            yield self._of_block("delta", delta=delta)
+        yield self._of_block("stop")
 
-    def add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Event]:
-        block: dict[str, Any] = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-        yield _start(index, block)
-        self._blocks.append({**block, "input": _arguments(arguments)})
-        partial = json.dumps(self._blocks[-1]["input"], ensure_ascii=False)
-        yield _delta(index, {"type": "input_json_delta", "partial_json": partial})
-        yield {"type": "content_block_stop", "index": index}
+    def add_call(self, call_id: str, name: str, arguments: str) -> Iterator[Event]:
+        yield self._start({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+        self.items[-1]["input"] = _arguments(arguments)
+        partial = json.dumps(self.items[-1]["input"], ensure_ascii=False)
+        delta = {"type": "input_json_delta", "partial_json": partial}
+        yield self._of_block("delta", delta=delta)
+        yield self._of_block("stop")
 
+    def _start(self, block: dict[str, Any]) -> Event:
+        self.items.append(block)
+        return self._of_block("start", content_block=dict(block))
 
-def _start(index: int, block: dict[str, Any]) -> Event:
-    return {"type": "content_block_start", "index": index, "content_block": dict(block)}
-
-
-def _delta(index: int, delta: dict[str, Any]) -> Event:
-    return {"type": "content_block_delta", "index": index, "delta": delta}
+    def _of_block(self, event: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{event}", "index": len(self.items) - 1, **fields}
 
 
 def _arguments(text: str) -> dict[str, Any]:

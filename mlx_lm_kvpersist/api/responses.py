@@ -18,7 +18,7 @@ from typing import Any
 from ..apis import Event, Request, Usage, openai_error, placed_objects, require, require_text
 from ..errors import RequestRefused
 from . import chat
-from .chat import Message, OpenPart, Part, ReplyParts
+from .chat import Kind, Message, Part, ReplyParts
 from .session_keys import is_kept
 
 RESPONSES_PATH = "/v1/responses"
@@ -245,7 +245,6 @@ class ResponsesReply(ReplyParts):
         include = body.get("include")
         self._encrypts = isinstance(include, list) and _ENCRYPTED in include
         self._n_events = 0
-        self._output: list[dict[str, Any]] = []
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -290,68 +289,69 @@ class ResponsesReply(ReplyParts):
         return [self._lifecycle("failed")]
 
     def whole(self) -> dict[str, Any]:
-        return {**self._response, "output": self._output}
+        return {**self._response, "output": self.items}
 
-    def start_part(self, block: OpenPart) -> Iterator[Event]:
-        if block.kind == "thinking":
+    def start_part(self, kind: Kind) -> Iterator[Event]:
+        if kind == "thinking":
             item: dict[str, Any] = {"id": _id("rs"), "type": "reasoning", "summary": []}
         else:
             item = {"id": _id("msg"), "type": "message", "role": "assistant"}
-        self._output.append({**item, "status": "in_progress", "content": []})
-        yield self._item_event("added", block.index)
-        yield self._of_part("content_part.added", block, part=_content_of(block.kind, ""))
+        self.items.append({**item, "status": "in_progress", "content": []})
+        yield self._item_event("added")
+        yield self._of_part("content_part.added", part=_content_of(kind, ""))
 
-    def add_text(self, block: OpenPart, text: str) -> Iterator[Event]:
-        yield self._of_part(f"{_TEXTS[block.kind]}.delta", block, delta=text, **_logprobs(block))
+    def add_text(self, kind: Kind, text: str) -> Iterator[Event]:
+        yield self._of_part(f"{_TEXTS[kind]}.delta", delta=text, **_logprobs(kind))
 
-    def end_part(self, block: OpenPart) -> Iterator[Event]:
-        kind, text, content = block.kind, block.text, _content_of(block.kind, block.text)
-        yield self._of_part(f"{_TEXTS[kind]}.done", block, text=text, **_logprobs(block))
-        yield self._of_part("content_part.done", block, part=content)
-        item = self._output[block.index]
-        item |= {"status": "completed", "content": [content]}
-        if block.kind == "thinking" and self._encrypts:
-            encoded = base64.b64encode(block.text.encode("utf-8", "replace")).decode()
-            item["encrypted_content"] = REASONING_PREFIX + encoded
-        yield self._item_event("done", block.index)
+    def end_part(self, kind: Kind, text: str) -> Iterator[Event]:
+        content = _content_of(kind, text)
+        yield self._of_part(f"{_TEXTS[kind]}.done", text=text, **_logprobs(kind))
+        yield self._of_part("content_part.done", part=content)
+        self.items[-1] |= {"status": "completed", "content": [content]}
+        if kind == "thinking" and self._encrypts:
+            encoded = base64.b64encode(text.encode("utf-8", "replace")).decode()
+            self.items[-1]["encrypted_content"] = REASONING_PREFIX + encoded
+        yield self._item_event("done")
 
-    def add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Event]:
+    def add_call(self, call_id: str, name: str, arguments: str) -> Iterator[Event]:
         namespace, own = self._names.get(name, ("", name))
         item: dict[str, Any] = {"id": _id("fc"), "type": "function_call", "status": "in_progress"}
         item |= {"call_id": call_id, "name": own, "arguments": ""}
         if namespace:
             item["namespace"] = namespace
-        self._output.append(item)
-        yield self._item_event("added", index)
-        place = {"item_id": item["id"], "output_index": index}
-        yield self._event("function_call_arguments.delta", **place, delta=arguments)
-        yield self._event("function_call_arguments.done", **place, arguments=arguments, name=own)
-        self._output[index] = {**item, "status": "completed", "arguments": arguments}
-        yield self._item_event("done", index)
+        self.items.append(item)
+        yield self._item_event("added")
+        yield self._of_item("function_call_arguments.delta", delta=arguments)
+        yield self._of_item("function_call_arguments.done", arguments=arguments, name=own)
+        item |= {"status": "completed", "arguments": arguments}
+        yield self._item_event("done")
 
     def _event(self, event: str, /, **fields: Any) -> Event:
         self._n_events += 1
         return {"type": f"response.{event}", "sequence_number": self._n_events - 1, **fields}
 
     def _lifecycle(self, name: str) -> Event:
-        done = [item for item in self._output if item["status"] == "completed"]
+        done = [item for item in self.items if item["status"] == "completed"]
         return self._event(name, response={**self._response, "output": done})
 
-    def _item_event(self, name: str, index: int) -> Event:
-        item = dict(self._output[index])
+    def _item_event(self, name: str) -> Event:
+        index, item = len(self.items) - 1, dict(self.items[-1])
         return self._event(f"output_item.{name}", output_index=index, item=item)
 
-    def _of_part(self, name: str, of: OpenPart, /, **fields: Any) -> Event:
-        place = {"item_id": self._output[of.index]["id"], "output_index": of.index}
-        return self._event(name, **place, content_index=0, **fields)
+    def _of_item(self, event: str, /, **fields: Any) -> Event:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return self._event(event, **place, **fields)
+
+    def _of_part(self, event: str, /, **fields: Any) -> Event:
+        return self._of_item(event, content_index=0, **fields)
 
 
 def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _logprobs(block: OpenPart) -> dict[str, Any]:
-    return {} if block.kind == "thinking" else {"logprobs": []}
+def _logprobs(kind: Kind) -> dict[str, Any]:
+    return {} if kind == "thinking" else {"logprobs": []}
 
 
 def _content_of(kind: str, text: str) -> dict[str, Any]:
