@@ -126,7 +126,6 @@ class ReplyParts(ABC):
         """Add a whole call to `items`, and yield the events for it; `arguments` is JSON."""
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
-        """Return the events for a part of the reply."""
         events = [*self._add("thinking", reasoning), *self._add("text", text)]
         for call in tool_calls:
             events += self.close()

@@ -49,7 +49,6 @@ class MessagesAPI:
     refuses_in_stream = False
 
     def parse(self, body: dict[str, Any], headers: Headers) -> Request:
-        """Return a client's request; raises RequestRefused for a field of a wrong form."""
         tools = dict(_tools(body.get("tools")))
         listed = [tool for tool, is_deferred in tools.values() if not is_deferred]
         places, messages = zip(*_messages(body, tools), strict=True)
@@ -61,8 +60,7 @@ class MessagesAPI:
         fields |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
         if body.get("max_tokens") is not None:
             fields["max_tokens"] = chat.max_tokens("max_tokens", body["max_tokens"])
-        if body.get("stop_sequences"):
-            words = body["stop_sequences"]
+        if words := body.get("stop_sequences"):
             require(isinstance(words, list), "stop_sequences", words, "a list of texts")
             fields["stop"] = [
                 require_text(f"stop_sequences[{i}]", word) for i, word in enumerate(words)
@@ -247,8 +245,6 @@ def _marks_cache(body: Mapping[str, Any]) -> bool:
 
 
 class MessagesReply(ReplyParts):
-    """One reply. It returns the events for a client that streams."""
-
     def __init__(self, model: str, *, marks_cache: bool) -> None:
         super().__init__()
         self._marks_cache = marks_cache

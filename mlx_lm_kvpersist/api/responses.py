@@ -56,7 +56,6 @@ class ResponsesAPI:
     refuses_in_stream = True  # Codex compacts only if `response.failed` has this code
 
     def parse(self, body: dict[str, Any], headers: Headers) -> Request:
-        """Return a client's request; raises RequestRefused for a field of a wrong form."""
         if name := next(filter(body.get, _STATEFUL), None):
             why = "is set, but nothing is kept between requests; send the whole input"
             raise RequestRefused(f"{name} {why}")
@@ -232,10 +231,7 @@ def _reasoning(place: str, item: Mapping[str, Any]) -> str:
 
 
 class ResponsesReply(ReplyParts):
-    """One reply. It returns the events for a client that streams.
-
-    names: the namespace and name of each tool in the request, by the name that the model knows.
-    """
+    """names: the client's namespace and name of each tool, by the name that the model reads."""
 
     def __init__(
         self, body: Mapping[str, Any], names: Mapping[str, tuple[str, str]], *, is_kept: bool

@@ -200,7 +200,6 @@ class Clients:
         return any(client.may_have_left for client in self._waiting.copy())
 
     def watch(self) -> None:
-        """Begin to watch the clients."""
         threading.Thread(target=self._watch, name="clients", daemon=True).start()
 
     def _watch(self) -> None:
