@@ -103,11 +103,15 @@ class ReplyParts(ABC):
         """All parts so far, including calls, in the API's form. The open part is the last."""
         self._kind: Kind | None = None
         """The kind of the open part."""
-        self._text = ""
+        self._pieces: list[str] = []
+        """The text of the open part."""
         self._held: tuple[Kind, str] = ("text", "")
         """White space with which a part may begin."""
-        self.content = ""
-        """The text that the client has got so far."""
+        self._texts: list[str] = []
+
+    @property
+    def content(self) -> str:
+        return "".join(self._texts)
 
     @abstractmethod
     def start_part(self, kind: Kind) -> Iterator[Event]:
@@ -137,7 +141,7 @@ class ReplyParts(ABC):
     def close(self) -> Iterator[Event]:
         """Yield the events that end the open part, if there is one."""
         if self._kind is not None:
-            yield from self.end_part(self._kind, self._text)
+            yield from self.end_part(self._kind, "".join(self._pieces))
             self._kind = None
 
     def _add(self, kind: Kind, text: str) -> Iterator[Event]:
@@ -151,9 +155,9 @@ class ReplyParts(ABC):
                 return
             yield from self.close()
             self._held = (kind, "")
-            self._kind, self._text = kind, ""
+            self._kind, self._pieces = kind, []
             yield from self.start_part(kind)
-        self._text += text
+        self._pieces.append(text)
         if kind == "text":
-            self.content += text
+            self._texts.append(text)
         yield from self.add_text(kind, text)

@@ -304,11 +304,11 @@ class MessagesReply(ReplyParts):
         yield self._start({"type": kind, kind: "", **signature})
 
     def add_text(self, kind: Kind, text: str) -> Iterator[Event]:
-        self.items[-1][kind] += text
         yield self._of_block("delta", delta={"type": f"{kind}_delta", kind: text})
 
     def end_part(self, kind: Kind, text: str) -> Iterator[Event]:
         """End a block. Clients send thinking back only with a signature."""
+        self.items[-1][kind] = text
         if kind == "thinking":
             digest = blake2b(text.encode("utf-8", "replace"), digest_size=16)
             signature = self.items[-1]["signature"] = digest.hexdigest()

@@ -57,7 +57,7 @@ class Completion:
         """Whether headers were sent: stock's headers, or early headers."""
         self._early_headers: list[tuple[str, str]] = []
         """The plugins' headers for a stream that begins while its request waits."""
-        self.reasoning = ""
+        self.reasoning: list[str] = []
         self.tool_calls: list[dict[str, Any]] = []
         self.finish_reason = "stop"
         self.usage = Usage(0, 0, 0, 0)
@@ -160,7 +160,7 @@ class Completion:
         text, self._unread = text + self._unread, ""
         self.doing = "generating"
         if reasoning:
-            self.reasoning += reasoning
+            self.reasoning.append(reasoning)
             self._n_reasoning += self._n_read - self._n_added
         self._n_added = self._n_read
         self.tool_calls += tool_calls
@@ -181,7 +181,7 @@ class Completion:
             "reply_sent",
             request=ClientRequest.of(self.request),
             content=self.reply.content,
-            reasoning=self.reasoning,
+            reasoning="".join(self.reasoning),
             tool_calls=frozen(self.tool_calls),
         )
         if self.streams:
@@ -271,14 +271,18 @@ class ChatReply:
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
-        self.content = ""
+        self._texts: list[str] = []
         self._last_chunk: dict[str, Any] = {}
+
+    @property
+    def content(self) -> str:
+        return "".join(self._texts)
 
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
         return []
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
-        self.content += text
+        self._texts.append(text)
         make = self._handler.stock_response
         chunk = make(text, None, tool_calls=tool_calls, reasoning_text=reasoning)
         self._last_chunk = _with_reasoning(chunk)
@@ -311,7 +315,7 @@ class ChatReply:
             top_tokens=[token.top_tokens for token in tokens] if handler.top_logprobs > 0 else [],
             tokens=[token.token for token in tokens],
             tool_calls=completion.tool_calls,
-            reasoning_text=completion.reasoning,
+            reasoning_text="".join(completion.reasoning),
         )
         return _with_reasoning(response)
 
