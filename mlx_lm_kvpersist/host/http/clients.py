@@ -38,8 +38,6 @@ DRAIN_S = 5.0
 """How long replies may continue after SIGTERM or SIGHUP."""
 RESET_S = 0.01
 """How long a new request waits for the reset of a client that has sent a FIN."""
-BACKLOG = 128
-"""Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
 _COMMENT = b":\n\n"
 
 logger = logging.getLogger(__name__)
@@ -216,7 +214,8 @@ class PluginHTTPServer(StockServer):
     New requests get 503 during that time.
     """
 
-    request_queue_size = BACKLOG
+    request_queue_size = 128
+    """Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
     generator: Any
     clients: Clients
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 else:
     Stock = object
 
-CLIENT_TIMEOUT_S = 300.0
-"""How long a client may pause while it sends its request or receives its reply."""
 RETRY_AFTER_S = 5
 DEFAULT_MODEL = "default_model"
 """Stock's name for the model of `--model`."""
@@ -63,7 +61,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     the reply to a `Completion`. The bytes that the loop itself writes are discarded.
     """
 
-    timeout = CLIENT_TIMEOUT_S
+    timeout = 300.0
+    """How many seconds a client may pause while it sends its request or receives its reply."""
     plugin_routes: Mapping[tuple[str, str], Route]
     pattern_routes: Sequence[Route]
     """Routes with braces in their paths."""
