@@ -135,27 +135,21 @@ def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
 
 def _assistant(name: str, content: Any) -> Message:
     """Return the message that a chat client would send back; unknown blocks become their text."""
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    message: Message = {"role": "assistant", "content": ""}
     for place, block in _blocks(name, content):
         kind = block.get("type")
-        if kind == "text":
-            texts.append(require_text(f"{place}.text", block.get("text") or ""))
-        elif kind == "thinking":
-            thoughts.append(require_text(f"{place}.thinking", block.get("thinking") or ""))
+        if kind == "thinking":
+            thought = require_text(f"{place}.thinking", block.get("thinking") or "")
+            message["reasoning"] = message.get("reasoning", "") + thought
         elif kind == "tool_use":
             arguments = {} if block.get("input") is None else block["input"]
             call_id = require_text(f"{place}.id", block.get("id"))
             called = require_text(f"{place}.name", block.get("name"))
-            calls.append(chat.call(call_id, called, json.dumps(arguments, ensure_ascii=False)))
+            call = chat.call(call_id, called, json.dumps(arguments, ensure_ascii=False))
+            message.setdefault("tool_calls", []).append(call)
         else:
-            texts.append(require_text(f"{place}.text", chat.readable(block)))
-    message: Message = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
+            text = (block.get("text") or "") if kind == "text" else chat.readable(block)
+            message["content"] += require_text(f"{place}.text", text)
     return message
 
 
