@@ -244,37 +244,33 @@ class _Fitting:
         """The fitted calls since the last question or answer that have no result yet."""
         rest = deque(messages)
         while rest:
-            message, results = rest.popleft(), list[Message]()
-            if not adapts_all:
-                self._place(message)
-                continue
-            while _kind(message) in _CALLS and rest and _kind(rest[0]) == "tool":
-                results.append(rest.popleft())
-            for fitted in self._fit(message, results):
+            message = rest.popleft()
+            for fitted in self._fit(message, rest) if adapts_all else [message]:
                 self._place(fitted)
         if adapts_all and messages:
             self._ask()
 
-    def _fit(self, message: Message, results: list[Message]) -> Iterator[Message]:
-        """Yield a message in a form that the template renders, and the results of its calls."""
+    def _fit(self, message: Message, rest: deque[Message]) -> Iterator[Message]:
+        """Yield a message as the template renders it, and its calls' results, taken from `rest`."""
         kind = _kind(message)
         if kind == "function" and not self._template.fits(["user", "assistant"], kind):
             message, kind = {**message, "role": "tool"}, "tool"
         if kind == "tool":
             yield self._fit_result(message, list(self._open))[0]
         elif kind in _CALLS:
-            yield from self._fit_calls(message, results)
+            yield from self._fit_calls(message, rest)
         else:
             yield message if message.get("tool_calls", True) else without(message, "tool_calls")
 
-    def _fit_calls(self, message: Message, results: list[Message]) -> Iterator[Message]:
+    def _fit_calls(self, message: Message, rest: deque[Message]) -> Iterator[Message]:
         template, content, place = self._template, message.get("content"), message.get(PLACE)
         calls = [
             _fit_call(template, call, f"{place}.{i}")
             for i, call in enumerate(message["tool_calls"])
         ]
-        rest = list(calls)
-        answered = [self._fit_result(result, rest) for result in results]
+        unanswered, answered = list(calls), []
+        while rest and _kind(rest[0]) == "tool":
+            answered.append(self._fit_result(rest.popleft(), unanswered))
         answered.sort(key=lambda pair: pair[1] is None)  # a call can have two results
         message = {**message, "tool_calls": calls}
         are_read = template.reads_calls()
@@ -294,7 +290,7 @@ class _Fitting:
             yield from (result for result, _ in answered)
             return
         # Each call becomes a separate message, before its result.
-        for result, call in [*answered, *((None, call) for call in rest)]:
+        for result, call in [*answered, *((None, call) for call in unanswered)]:
             if call is not None:
                 yield {**message, "tool_calls": [call]}
                 message = {**without(message, *_REASONING), "content": ""}
