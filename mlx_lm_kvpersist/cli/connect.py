@@ -13,9 +13,10 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -158,7 +159,12 @@ def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
     if current is None:
         raise ValueError("somebody has removed it")
     if path.suffix == ".toml":
-        text = _without_lines(current, before or "", after)
+        old, new = _tables(before or ""), _tables(after)
+        table = _without(_tables(current), old, new)
+        for header in new.keys() - old.keys():
+            if not any(map(str.strip, table.get(header, {}).values())):
+                table.pop(header, None)
+        text = _in_toml(table, current)
         return text if before is not None else text.lstrip() or None
     former = json.loads((before or "").strip() or "{}")
     table = _without(json.loads(current, object_pairs_hook=_table), former, json.loads(after))
@@ -167,8 +173,8 @@ def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
 
 
 def _without(
-    current: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> dict[str, Any]:
+    current: Mapping[Any, Any], before: Mapping[Any, Any], after: Mapping[Any, Any]
+) -> dict[Any, Any]:
     """Return the current table without the change from `before` to `after`."""
     table = dict(current)
     for key, value in after.items():
@@ -180,24 +186,6 @@ def _without(
         if is_ours and key not in before:
             del table[key]
     return table
-
-
-def _without_lines(current: str, before: str, after: str) -> str:
-    """Return the current TOML text without the lines that differ from `before` to `after`."""
-    tables, former = _tables(current), dict(_tables(before))
-    written = dict(_tables(after))
-    for header, lines in tables:
-        old = former.get(header, [])
-        for line in written.get(header, []):
-            if line in lines and line not in old:
-                place = lines.index(line)
-                lines[place : place + 1] = [each for each in old if _key(each) == _key(line)]
-    left = [
-        (header, lines)
-        for header, lines in tables
-        if header in former or header not in written or any(line.strip() for line in lines)
-    ]
-    return _in_toml(left, current)
 
 
 def _content(path: Path) -> str | None:
@@ -248,7 +236,7 @@ def _replace(path: Path, text: str, mode: int) -> None:
 def _text(settings: Settings, before: str) -> str:
     """Return a file's text with the settings added. Raises ValueError if it cannot be merged."""
     if isinstance(settings, str):
-        text = _merged_toml(before, settings)
+        text = _in_toml(_merged(_tables(before), _tables(settings)), before)
         _check_toml(before, settings, text)
         return text
     try:
@@ -284,22 +272,6 @@ def _expanded(value: Any, like: str, line: str, indent: str) -> str:
     return f"{opening}{inner}{f',{inner}'.join(parts)}{line}{closing}"
 
 
-def _merged_toml(before: str, settings: str) -> str:
-    """Return a TOML text with the entries of another text added."""
-    tables = _tables(before)
-    for header, entries in _tables(settings):
-        if header not in dict(tables):
-            tables.append((header, []))
-        lines = dict(tables)[header]
-        for place, line in enumerate(entries):
-            keys = [_key(each) for each in lines]
-            if _key(line) in keys:
-                lines[keys.index(_key(line))] = line
-            else:  # at the beginning of the table, before any value of several lines
-                lines.insert(place, line)
-    return _in_toml(tables, before)
-
-
 def _check_toml(before: str, settings: str, merged: str) -> None:
     """Raise ValueError unless a TOML text says what the two texts say that it merges.
 
@@ -313,25 +285,30 @@ def _check_toml(before: str, settings: str, merged: str) -> None:
             raise ValueError("its entries have another form than expected")
 
 
-def _tables(toml: str) -> list[tuple[str, list[str]]]:
-    """Return the line of each table in a TOML text, "" for the top, and the lines after it."""
-    tables: list[tuple[str, list[str]]] = [("", [])]
+def _tables(toml: str) -> dict[tuple[str, int], dict[tuple[str, int], str]]:
+    """Return the lines of a TOML text: by their table's line ("" for the top), then by their key.
+
+    Both are numbered, because comments, blank lines and arrays of tables repeat.
+    """
+    lines: dict[tuple[str, int], str] = {}
+    tables = {("", 0): lines}
     for line in toml.replace("\r\n", "\n").removesuffix("\n").split("\n") if toml else ():
         if re.fullmatch(r"\[.*\]\s*(#.*)?", line):
-            tables.append((line, []))
+            lines = tables[_numbered(line, tables)] = {}
         else:
-            tables[-1][1].append(line)
+            lines[_numbered(line.partition("=")[0].strip(), lines)] = line
     return tables
 
 
-def _key(line: str) -> str:
-    return line.partition("=")[0].strip()
+def _numbered(name: str, known: Collection[tuple[str, int]]) -> tuple[str, int]:
+    """Return the name and the lowest number that `known` does not have with it."""
+    return next((name, n) for n in count() if (name, n) not in known)
 
 
-def _in_toml(tables: list[tuple[str, list[str]]], like: str) -> str:
+def _in_toml(tables: Mapping[tuple[str, int], Mapping[Any, str]], like: str) -> str:
     """Return a TOML text of tables, with the line ends of another text."""
-    lines = [line for header, entries in tables for line in (header, *entries)][1:]
-    return _with_line_ends([*lines, ""], like) if lines else ""
+    lines = [line for (header, _), table in tables.items() for line in (header, *table.values())]
+    return _with_line_ends([*lines[1:], ""], like) if lines[1:] else ""
 
 
 def _with_line_ends(lines: Sequence[str], like: str) -> str:
@@ -351,7 +328,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _merged(current: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(current: Any, settings: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the current table with the settings added. Raises ValueError if it is not a table."""
     if not isinstance(current, dict):
         raise ValueError(f"found {json.dumps(current)[:40]} where keys and values were expected")
