@@ -51,17 +51,9 @@ class Side:
     """A server and its results: its replies by state, and its conversations."""
 
     name: str
-    options: tuple[str, ...]
-    server: StartedServer = field(init=False)
+    server: StartedServer
     replies: dict[str, list[Reply]] = field(default_factory=dict)
     messages: list[list[Message]] = field(default_factory=list)
-
-    def started(self, model: str, folder: Path) -> StartedServer:
-        """Start the server, which logs into `folder`."""
-        with ongoing(f"{self.name}: start"):
-            log_path = folder / f"{self.name}.log"
-            self.server = StartedServer(model, *self.options, log_path=log_path)
-        return self.server
 
     def converse(self, openings: Sequence[str]) -> None:
         for opening in openings:
@@ -89,101 +81,113 @@ class StockSpeed:
     chars_per_token: float
 
 
-class Bench:
-    """One run: the servers, the time that it may take, and the measurements so far."""
+def measured(model: str, folder: Path, minutes: float) -> dict[str, Any]:
+    """Measure a model's folder; return the results as JSON. The servers log into `folder`.
 
-    def __init__(self, model: str, folder: Path, minutes: float) -> None:
-        self._model, self._folder = model, folder
-        self._started_s, self._limit_s = time.monotonic(), 60 * minutes
-        store = ("--kvpersist-dir", str(folder / "store"), "--kvpersist-min-free", "512M")
-        ours = ("--plugin", "kvpersist", *store)
-        self.stock, self.ours = Side("stock", ()), Side("kvpersist", ours)
-        self.spec: dict[str, Any] = {}
+    Raises KVPersistError if a server fails or the time is too short.
+    """
+    started_s = time.monotonic()
+    store = ("--kvpersist-dir", str(folder / "store"), "--kvpersist-min-free", "512M")
+    options = ("--plugin", "kvpersist", *store)
+    stock = _started("stock", model, folder)
+    with stock.server:
+        speed = _speed(stock.server)
+        n_tokens, n_conversations = plan(model, speed, 60 * minutes, time.monotonic() - started_s)
+        text = document(int((n_tokens - 32) * speed.chars_per_token))
+        names = [f"Conversation {n} of {n_tokens}." for n in range(n_conversations)]
+        openings = [f"{name}\n\n{text}" for name in names]
+        stock.converse(openings)
+        stock.server.kill9()
+        ours = _started("kvpersist", model, folder, *options)
+        with ours.server:
+            spec = ask(ours.server.url, SPEC_PATH)
+            with ongoing("kvpersist: warm up"):
+                ours.server.chat([_user(f"Warm up.\n\n{text[:1000]}")], None, 1)
+            ours.converse(openings)
+            ours.server.wait_until_written()
+            ours.server.kill9()
+            for side in (stock, ours):
+                with ongoing(f"{side.name}: started again after kill -9"):
+                    side.server.start()
+                for messages in side.messages:
+                    side.turn(messages, RESTARTED)
+                side.server.kill9()
+    return {
+        "seconds": round(time.monotonic() - started_s),
+        "kv": spec,
+        "setting": {
+            "prompt_tokens": stock.replies[COLD][0].prompt_tokens,
+            "conversations": n_conversations,
+            "reply_tokens": _REPLY_TOKENS,
+            "options": " ".join(options),
+        },
+        "rows": _rows(stock, ours),
+    }
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started_s
 
-    def run(self) -> None:
-        """Measure everything. Raises KVPersistError if a server fails or the time is too short."""
-        with self.stock.started(self._model, self._folder) as stock:
-            speed = self._speed(stock)
-            n_tokens, n_conversations = self.plan(speed)
-            text = document(int((n_tokens - 32) * speed.chars_per_token))
-            names = [f"Conversation {n} of {n_tokens}." for n in range(n_conversations)]
-            openings = [f"{name}\n\n{text}" for name in names]
-            self.stock.converse(openings)
-            stock.kill9()
-            with self.ours.started(self._model, self._folder) as ours:
-                self.spec = ask(ours.url, SPEC_PATH)
-                with ongoing("kvpersist: warm up"):
-                    ours.chat([_user(f"Warm up.\n\n{text[:1000]}")], None, 1)
-                self.ours.converse(openings)
-                ours.wait_until_written()
-                ours.kill9()
-                for side in (self.stock, self.ours):
-                    with ongoing(f"{side.name}: started again after kill -9"):
-                        side.server.start()
-                    for messages in side.messages:
-                        side.turn(messages, RESTARTED)
-                    side.server.kill9()
+def _started(name: str, model: str, folder: Path, *options: str) -> Side:
+    with ongoing(f"{name}: start"):
+        return Side(name, StartedServer(model, *options, log_path=folder / f"{name}.log"))
 
-    def _speed(self, server: StartedServer) -> StockSpeed:
-        with ongoing("stock: how fast is this machine"):
-            for n_chars in (1000, 8000):
-                prompt = f"{n_chars} characters.\n\n{document(n_chars)}"
-                server.chat([_user(f"Warm up. {prompt}")], None, 1)
-                reply = server.chat([_user(prompt)], None, 24)
-                if reply.ttft_s > _LONG_PROBE_S:
-                    break
-        n_computed = reply.prompt_tokens - reply.cached_tokens
-        return StockSpeed(
-            load_s=server.start_s,
-            prompt_tokens_per_s=n_computed / reply.ttft_s,
-            reply_tokens_per_s=reply.tokens_per_s or 10.0,
-            chars_per_token=n_chars / reply.prompt_tokens,
+
+def _speed(server: StartedServer) -> StockSpeed:
+    with ongoing("stock: how fast is this machine"):
+        for n_chars in (1000, 8000):
+            prompt = f"{n_chars} characters.\n\n{document(n_chars)}"
+            server.chat([_user(f"Warm up. {prompt}")], None, 1)
+            reply = server.chat([_user(prompt)], None, 24)
+            if reply.ttft_s > _LONG_PROBE_S:
+                break
+    n_computed = reply.prompt_tokens - reply.cached_tokens
+    return StockSpeed(
+        load_s=server.start_s,
+        prompt_tokens_per_s=n_computed / reply.ttft_s,
+        reply_tokens_per_s=reply.tokens_per_s or 10.0,
+        chars_per_token=n_chars / reply.prompt_tokens,
+    )
+
+
+def plan(model: str, speed: StockSpeed, limit_s: float, spent_s: float) -> tuple[int, int]:
+    """Return the number of tokens of the prompts, and the number of conversations.
+
+    Raises KVPersistError if a run within `limit_s`, of which `spent_s` are over, is too short.
+    """
+    room = max_context(model, None) or LENGTHS[-1]
+    lengths = [n for n in LENGTHS if n + 512 <= room]
+    reply_s = 2 * sum(_REPLY_TOKENS.values()) / speed.reply_tokens_per_s
+    spent_s += 3 * speed.load_s + 2 * _SELF_TEST_S  # the starts that follow
+
+    def needed_s(n_tokens: int, n_conversations: int) -> float:
+        # Stock computes the prompt twice, the plugin once.
+        prompts_s = 3 * _SLACK * n_tokens / speed.prompt_tokens_per_s
+        return spent_s + n_conversations * (prompts_s + reply_s)
+
+    fitting = [(n, k) for n in lengths for k in (_CONVERSATIONS, 1) if needed_s(n, k) <= limit_s]
+    if not fitting:
+        minutes = needed_s(LENGTHS[0], 1) / 60
+        slow = f"; {advice}" if (advice := openblas_advice(cpu_gflops())) else ""
+        raise KVPersistError(
+            f"this machine computes {speed.prompt_tokens_per_s:.3g} tokens of a prompt a "
+            f"second and loads the model in {speed.load_s:.0f} s; "
+            f"give --minutes {minutes + 1:.0f}, or a smaller model{slow}"
         )
+    # Prefer prompts of useful length, then more conversations, then more tokens.
+    return max(fitting, key=lambda plan: (min(plan[0], _WORTH_REPEATING), plan[1], plan[0]))
 
-    def plan(self, speed: StockSpeed) -> tuple[int, int]:
-        """Return the number of tokens of the prompts, and the number of conversations."""
-        room = max_context(self._model, None) or LENGTHS[-1]
-        lengths = [n for n in LENGTHS if n + 512 <= room]
-        reply_s = 2 * sum(_REPLY_TOKENS.values()) / speed.reply_tokens_per_s
-        starts_s = 3 * speed.load_s + 2 * _SELF_TEST_S
-        left_s = self._limit_s - self.seconds - starts_s
 
-        def needed_s(n_tokens: int, n_conversations: int) -> float:
-            # Stock computes the prompt twice, the plugin once.
-            prompts_s = 3 * _SLACK * n_tokens / speed.prompt_tokens_per_s
-            return n_conversations * (prompts_s + reply_s)
-
-        fitting = [(n, k) for n in lengths for k in (_CONVERSATIONS, 1) if needed_s(n, k) <= left_s]
-        if not fitting:
-            minutes = (self.seconds + starts_s + needed_s(LENGTHS[0], 1)) / 60
-            slow = f"; {advice}" if (advice := openblas_advice(cpu_gflops())) else ""
-            raise KVPersistError(
-                f"this machine computes {speed.prompt_tokens_per_s:.3g} tokens of a prompt a "
-                f"second and loads the model in {speed.load_s:.0f} s; "
-                f"give --minutes {minutes + 1:.0f}, or a smaller model{slow}"
-            )
-        # Prefer prompts of useful length, then more conversations, then more tokens.
-        return max(fitting, key=lambda plan: (min(plan[0], _WORTH_REPEATING), plan[1], plan[0]))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the table's rows; if "times" is above 1, the plugin is faster."""
-        rows, sides = [], (self.stock, self.ours)
-        for state in (COLD, HOT, RESTARTED):
-            samples = [[reply.ttft_s for reply in side.replies[state]] for side in sides]
-            reused = [
-                statistics.median(reply.cached_tokens for reply in side.replies[state])
-                for side in sides
-            ]
-            rows.append(row(f"first token, {state}", "s", *samples, reused=reused))
-        rates = [[r for reply in side.replies[HOT] if (r := reply.tokens_per_s)] for side in sides]
-        if all(rates):
-            rows.append(row("reply", "tokens/s", *rates, more_is_better=True))
-        rows.append(row("start after kill -9", "s", *([side.server.start_s] for side in sides)))
-        return rows
+def _rows(*sides: Side) -> list[dict[str, Any]]:
+    """Return the table's rows; if "times" is above 1, the plugin is faster."""
+    rows = []
+    for state in _QUESTIONS:
+        replies = [side.replies[state] for side in sides]
+        seconds = ([reply.ttft_s for reply in of_side] for of_side in replies)
+        reused = [statistics.median(r.cached_tokens for r in of_side) for of_side in replies]
+        rows.append(row(f"first token, {state}", "s", *seconds, reused=reused))
+    rates = [[r for reply in side.replies[HOT] if (r := reply.tokens_per_s)] for side in sides]
+    if all(rates):
+        rows.append(row("reply", "tokens/s", *rates, more_is_better=True))
+    rows.append(row("start after kill -9", "s", *([side.server.start_s] for side in sides)))
+    return rows
 
 
 def run(args: argparse.Namespace) -> int:
@@ -194,22 +198,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"there is no folder for {args.json}; make it first")
     path = fetched(args.model)
     conditions_of_run = measured_conditions(args.model, path)
-    with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder_name:
-        folder = Path(folder_name)
-        bench = Bench(str(path), folder, args.minutes)
-        bench.run()
-        content = {
-            **conditions_of_run,
-            "seconds": round(bench.seconds),
-            "kv": bench.spec,
-            "setting": {
-                "prompt_tokens": bench.stock.replies[COLD][0].prompt_tokens,
-                "conversations": len(bench.stock.messages),
-                "reply_tokens": _REPLY_TOKENS,
-                "options": " ".join(bench.ours.options),
-            },
-            "rows": bench.rows(),
-        }
+    with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder:
+        content = {**conditions_of_run, **measured(str(path), Path(folder), args.minutes)}
     if args.json:
         args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(as_markdown(content))
@@ -218,13 +208,20 @@ def run(args: argparse.Namespace) -> int:
 
 def measured_conditions(name: str, path: Path) -> dict[str, Any]:
     """Return the conditions of a measurement, as `machine.conditions` takes them."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    n_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return {
         "date": utc_time(time.time()),
         "versions": versions(),
         "device": device(),
         "load_before": round(os.getloadavg()[0], 2),
         "cpu_gflops": cpu_gflops(),
-        "model": _model(name, path),
+        "model": {
+            "name": name,
+            "type": config.get("model_type"),
+            "weights": show_bytes(n_bytes),
+            "weight_bits": (config.get("quantization") or {}).get("bits"),
+        },
     }
 
 
@@ -242,18 +239,6 @@ def fetched(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=MODEL_FILES))
     except Exception as error:  # the hub raises exceptions of many classes
         raise cannot_load(model, error) from error
-
-
-def _model(name: str, path: Path) -> dict[str, Any]:
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    n_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    quantization = config.get("quantization") or {}
-    return {
-        "name": name,
-        "type": config.get("model_type"),
-        "weights": show_bytes(n_bytes),
-        "weight_bits": quantization.get("bits"),
-    }
 
 
 def row(

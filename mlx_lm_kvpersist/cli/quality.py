@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import count
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,7 @@ def run(args: argparse.Namespace) -> Report:
         questions: list[list[int]] = []
         if context:
             document = checks.document_with_facts(tokenizer, text, context)
-            # The hidden facts come first, as `_judged` requires.
-            for question in (*checks.fact_questions(), *checks.QUESTIONS):
+            for question in checks.QUESTIONS:
                 questions.append(checks.prompt_of(tokenizer, f"{document}\n\n{question}"))
         calls = checks.tool_prompts(tokenizer, text[:_TOOL_CHARS])
         with progress("quality") as on_progress:
@@ -94,32 +94,31 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _judged(
-    tokenizer: Any, expected_calls: Sequence[Any], replies: _Said, own: _Said
+    tokenizer: Any, expected: Sequence[Any], replies: _Said, own: _Said
 ) -> dict[str, dict[str, int | None] | None]:
     """Return a row's fields about replies, and about tool calls; None if none was tried.
 
     `same` counts answers that begin, or call, like `own`, the answers in the model's own precision.
-    `found` counts answers with the hidden number, or with the next tool call.
+    `found` counts answers with the hidden number, or with the `expected` tool call.
     """
     first = slice(checks.FIRST_TOKENS)
     same = [reply[first] == mine[first] for reply, mine in zip(replies[0], own[0], strict=True)]
-    same_facts = same[: len(checks.THINGS)]
     facts = zip(checks.THINGS.values(), replies[0], strict=False)
     n_found = sum(number in tokenizer.decode(reply).replace(",", "") for number, reply in facts)
+    same_facts = same[: len(checks.THINGS)]
     calls, own_calls = (
         [checks.tool_call_in(tokenizer, tokenizer.decode(reply)) or reply for reply in answers[1]]
         for answers in (replies, own)
     )
-    n_right = sum(call == wanted for call, wanted in zip(calls, expected_calls, strict=True))
-    n_as_own = sum(reply_ids == mine for reply_ids, mine in zip(calls, own_calls, strict=True))
-
-    def counts(n_tried: int, n_found: int | None, n_same: int) -> dict[str, int | None] | None:
-        return {"tried": n_tried, "found": n_found, "same": n_same} if n_tried else None
-
+    counts = {
+        "replies": (len(same), None, sum(same)),
+        "needles": (len(same_facts), n_found, sum(same_facts)),
+        "tool_calls": (len(calls), sum(map(eq, calls, expected)), sum(map(eq, calls, own_calls))),
+    }
+    fields = ("tried", "found", "same")
     return {
-        "replies": counts(len(same), None, sum(same)),
-        "needles": counts(len(same_facts), n_found, sum(same_facts)),
-        "tool_calls": counts(len(calls), n_right, n_as_own),
+        name: dict(zip(fields, numbers, strict=True)) if numbers[0] else None
+        for name, numbers in counts.items()
     }
 
 
@@ -202,8 +201,8 @@ def _specs(model: Any) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
         if spec.quantized:
             specs[name] = spec
         else:
-            reasons = [group.why for group in spec.full if group.why]
-            left_out[name] = reasons[0] if reasons else "no layer of this model is quantized"
+            reasons = (group.why for group in spec.full if group.why)
+            left_out[name] = next(reasons, "no layer of this model is quantized")
     return specs, left_out
 
 

@@ -34,13 +34,14 @@ Window = tuple[list[int], int]
 THINGS = {"tin box": "48213", "brass key": "70964", "green boat": "15387"}
 """Facts to be hidden in a text: the number of each thing."""
 QUESTIONS = (
+    *(f"What is the number of the keeper's {thing}? Give the number." for thing in THINGS),
     "What is this text about? Answer in one sentence.",
     "Which names of people or things occur in it?",
     "How does it begin?",
     "How does it end?",
     "Write a title for it.",
 )
-"""Questions about any text."""
+"""Questions about the facts, and then about any text."""
 LOCKS = ("Harrow Weir", "Upper Dunmere", "Saltmarsh Cut", "Old Mill Bend")
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -149,10 +150,6 @@ def document_with_facts(tokenizer: Any, text: str, n_tokens: int) -> str:
         document += f"{joined[start:stop]} The number of the keeper's {thing} is {number}. "
         start = stop
     return document + joined[start:].lstrip(" ")
-
-
-def fact_questions() -> list[str]:
-    return [f"What is the number of the keeper's {thing}? Give the number." for thing in THINGS]
 
 
 def _word_end(text: str, at: int) -> int:

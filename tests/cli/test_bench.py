@@ -11,7 +11,7 @@ import pytest
 from mlx_lm import utils
 
 from mlx_lm_kvpersist.cli import bench
-from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, Side, StockSpeed, as_markdown, row
+from mlx_lm_kvpersist.cli.bench import LENGTHS, Side, StockSpeed, as_markdown, plan, row
 from mlx_lm_kvpersist.cli.demo import make_model
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.cli.servers import Reply
@@ -20,8 +20,7 @@ from mlx_lm_kvpersist.errors import KVPersistError
 
 def planned(tmp_path: Path, tokens_per_s: float, minutes: float = 5, load_s: float = 5) -> Any:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
-    made = Bench(str(tmp_path), tmp_path, minutes)
-    return made.plan(StockSpeed(load_s, tokens_per_s, 30.0, 3.0))
+    return plan(str(tmp_path), StockSpeed(load_s, tokens_per_s, 30.0, 3.0), 60 * minutes, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +50,7 @@ def test_more_time_gives_longer_prompts(tmp_path: Path) -> None:
 
 def test_prompts_fit_into_the_models_context(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
-    made = Bench(str(tmp_path), tmp_path, 5)
-    assert made.plan(StockSpeed(1.0, 1e6, 30.0, 3.0)) == (1024, 3)
+    assert plan(str(tmp_path), StockSpeed(1.0, 1e6, 30.0, 3.0), 300.0, 0.0) == (1024, 3)
 
 
 def test_a_machine_that_is_too_slow_is_told_how_long_it_would_take(tmp_path: Path) -> None:
@@ -65,8 +63,8 @@ def test_a_machine_that_is_too_slow_is_told_how_long_it_would_take(tmp_path: Pat
 def test_a_conversation_takes_turns() -> None:
     """Templates of many models refuse two questions in a row."""
     reply = Reply("It is old.", 0.1, 10, 0, "", 3, 0.1)
-    side, server = Side("stock", ()), SimpleNamespace(chat=lambda *asked: reply)
-    side.server = server  # type: ignore[assignment]
+    server: Any = SimpleNamespace(chat=lambda *asked: reply)
+    side = Side("stock", server)
     side.converse(["A story."])
     (messages,) = side.messages
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
@@ -76,7 +74,7 @@ def test_a_conversation_takes_turns() -> None:
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Bench, "run", lambda *_: pytest.fail("something is started"))
+    monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("something is started"))
     for argv, expected in (
         (["--model", "/no/such"], "the model folder /no/such does not exist"),
         (["--model", ".", "--minutes", "0.5"], "--minutes 0.5 is too short; give 1 or more"),
