@@ -35,8 +35,6 @@ MAX_LOSS_S = 2.0
 computing would take longer, its checkpoint is written at once."""
 MIN_PREFILL_BYTES = GIB // 2
 """A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
-PLAIN_KEY = Path("plain")
-"""Means, in place of a key file, that shared objects are not encrypted."""
 KV_BITS = {
     "k8v4": PrecisionChoice(),
     "4": PrecisionChoice(4, 4),
@@ -110,9 +108,7 @@ _STORAGE = {
         parse_size,
     ),
     "min-free": _option(
-        "Disk space to leave free on the volume (default: 10G)",
-        parse_size,
-        default="10G",
+        "Disk space to leave free on the volume (default: 10G)", parse_size, default="10G"
     ),
     "shared": _option(
         "A bucket (s3://, gs://, az://) or a folder in which servers share stored blocks",
@@ -121,7 +117,7 @@ _STORAGE = {
     "shared-key": _option(
         "The key file that encrypts shared objects; mlx-lm-kvpersist key FILE makes one; plain: no "
         "encryption",
-        lambda text: PLAIN_KEY if text == str(PLAIN_KEY) else parse_file(text),
+        lambda text: text if text == "plain" else parse_file(text),
         metavar="FILE|plain",
     ),
     "shared-size": _option(
@@ -200,11 +196,7 @@ _ACCESS = {
 }
 OPTIONS = {**_STORAGE, **_SERVING, **_ACCESS}
 """The arguments of argparse for each option, by its name without `--kvpersist-`."""
-GROUPS = {
-    "Where and how much": _STORAGE,
-    "Serving": _SERVING,
-    "Who may see what": _ACCESS,
-}
+GROUPS = {"Where and how much": _STORAGE, "Serving": _SERVING, "Who may see what": _ACCESS}
 """The options, by their heading in the docs."""
 RARE = "memory-policy shared-size attention draft served-name isolation show-text".split()
 """Options that --help-all shows, and --help does not."""
@@ -310,7 +302,7 @@ def _shared(args: Namespace) -> tuple[Objects, Encryption, int | None] | None:
             "mlx-lm-kvpersist key FILE and give --kvpersist-shared-key FILE; or, if everybody "
             "who can reach the store may read all conversations, give --kvpersist-shared-key plain"
         )
-    return Objects(url), PLAIN if key == PLAIN_KEY else read_key(key), max_bytes
+    return Objects(url), PLAIN if key == "plain" else read_key(key), max_bytes
 
 
 def encryption_of(args: Namespace) -> Encryption:

@@ -20,7 +20,7 @@ from typing import Any
 from ..api.admin import SPEC_PATH
 from ..cache.geometry.precision import layout_in_words
 from ..errors import ConfigError, KVPersistError
-from ..host.scheduling.model_provider import cannot_load, check_model_name, max_context
+from ..host.scheduling.model_provider import cannot_load, max_context
 from ..units import show_bytes
 from .machine import conditions, cpu_gflops, device, openblas_advice, versions
 from .output import ongoing, utc_time
@@ -230,7 +230,6 @@ def fetched(model: str) -> Path:
 
     Raises ConfigError.
     """
-    check_model_name(model)
     if Path(model).exists():
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -24,7 +24,10 @@ _TEMPLATE = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; return 0 if the conversation was restored from disk, otherwise 1."""
+    """Run the demo; return 0 if the conversation was restored from disk, otherwise 1.
+
+    Raises KVPersistError if a server does not start or does not answer.
+    """
     if args.model is not None:
         fetched(args.model)  # the servers ask no hub
     first = "make a tiny model with random weights" if args.model is None else f"take {args.model}"
@@ -32,15 +35,13 @@ def run(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name,
         ongoing(first) as say,
     ):
-        folder, model = Path(folder_name), args.model
-        if model is None:
-            model = str(make_model(folder / "model"))
-        replies = converse(model, folder, args.chars, say)
+        folder = Path(folder_name)
+        model = str(make_model(folder / "model")) if args.model is None else args.model
+        before, warm, stock = converse(model, folder, args.chars, say)
     print_line = console().print
     if args.model is not None:
-        for question, reply in zip(_QUESTIONS, replies, strict=False):
+        for question, reply in zip(_QUESTIONS, (before, warm), strict=True):
             print_line(f"{question}\n> {shown(reply.text, 200)}")
-    _, warm, stock = replies
     n_restored = int(warm.said("restored") or 0)
     if not n_restored:
         print_line("The conversation did not come back from disk.")
@@ -53,33 +54,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def converse(model: str, folder: Path, n_chars: int, say: Callable[[str], None]) -> list[Reply]:
-    """Return the replies before kill -9, after it, and of stock. The servers log into `folder`.
-
-    Raises KVPersistError if a server does not start or does not answer.
-    """
+def converse(
+    model: str, folder: Path, n_chars: int, say: Callable[[str], None]
+) -> tuple[Reply, Reply, Reply]:
+    """Return the replies before kill -9, after it, and of stock. The servers log into `folder`."""
     first, second = _QUESTIONS
     messages: list[Message] = [{"role": "user", "content": f"{document(n_chars)}\n\n{first}"}]
-
-    def ask(server: StartedServer) -> Reply:
-        return server.chat(messages, "demo", _MAX_TOKENS)
-
     plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(folder / "store")]
     say("1 of 5: mlx_lm.server starts with the plugin")
     with StartedServer(model, *plugin, log_path=folder / "plugin.log") as server:
         say("2 of 5: it reads a long text")
-        before = ask(server)
+        before = server.chat(messages, "demo", _MAX_TOKENS)
         server.wait_until_written()
         say("3 of 5: kill -9, and a new start")
         server.kill9()
         server.start()
         messages.append({"role": "assistant", "content": before.text})
         messages.append({"role": "user", "content": second})
-        after = ask(server)
+        after = server.chat(messages, "demo", _MAX_TOKENS)
     say("4 of 5: mlx_lm.server starts without the plugin")
     with StartedServer(model, log_path=folder / "stock.log") as server:
         say("5 of 5: it reads the same conversation")
-        return [before, after, ask(server)]
+        return before, after, server.chat(messages, "demo", _MAX_TOKENS)
 
 
 def make_model(folder: Path) -> Path:
@@ -113,10 +109,8 @@ def make_model(folder: Path) -> Path:
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 64,
         "vocab_size": n_tokens,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
         "eos_token_id": tokenizer.token_to_id(_END),

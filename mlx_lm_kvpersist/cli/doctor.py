@@ -60,18 +60,6 @@ def tried(name: str, check: Callable[[], str | None], advice: str = "") -> Findi
     return Finding(name, True, result)
 
 
-def examine() -> list[Finding]:
-    """Check everything that activation depends on, causes before effects."""
-    # The folders whose .pth files Python executes.
-    folders = site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
-    return [
-        *(check() for check in (package, mlx_lm, mlx, plugin)),
-        pth_file([Path(folder) for folder in folders]),
-        activation("activation in this Python", [sys.executable, "-m", "mlx_lm", "server"]),
-        script(),
-    ]
-
-
 def package() -> Finding:
     folder = Path(__file__).resolve().parent.parent
     place = f"{folder}, for Python {sys.version.split()[0]} at {sys.executable}"
@@ -113,18 +101,13 @@ def mlx() -> Finding:
     return Finding("mlx", True, f"{observed}{slow}", advice)
 
 
-def plugin() -> Finding:
-    find = manager.find_entry_point
-    return tried("plugin", lambda: f"{PLUGIN} is {find(PLUGIN).value}", AGAIN)
-
-
-def pth_file(folders: Sequence[Path]) -> Finding:
+def pth_file(folders: Sequence[str]) -> Finding:
     """Check that the .pth file exists, is complete, and is not hidden."""
-    paths = [folder / PTH_NAME for folder in folders]
+    paths = [Path(folder, PTH_NAME) for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
     observed, advice = str(path), ""
     if path is None:
-        observed = f"{PTH_NAME} is in none of {', '.join(str(folder) for folder in folders)}"
+        observed = f"{PTH_NAME} is in none of {', '.join(folders)}"
         advice = f"{AGAIN} (not with --target), or run {WITHOUT_PTH}"
     elif getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN:
         observed = f"{path} has the macOS flag `hidden`, and Python ignores hidden .pth files"
@@ -215,12 +198,25 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Print the findings; the exit status is 0 if the plugin works here."""
+    """Check everything that activation depends on, causes before effects; then store and port.
+
+    The exit status is 0 if the plugin works here.
+    """
     command, folder = f"{server_command()} --plugin {PLUGIN}", args.kvpersist_dir
     where = f" --kvpersist-dir {shlex.quote(str(folder))}" if folder else ""
     port, following = running(command + where)
-    existing = (folder or default_folder()).absolute()
-    findings = [*examine(), store(existing, args.kvpersist_encrypt), port]
+    # The folders whose .pth files Python executes.
+    folders = site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
+    find = manager.find_entry_point
+    findings = [
+        *(package(), mlx_lm(), mlx()),
+        tried("plugin", lambda: f"{PLUGIN} is {find(PLUGIN).value}", AGAIN),
+        pth_file(folders),
+        activation("activation in this Python", [sys.executable, "-m", "mlx_lm", "server"]),
+        script(),
+        store((folder or default_folder()).absolute(), args.kvpersist_encrypt),
+        port,
+    ]
     return report(findings, command, following)
 
 

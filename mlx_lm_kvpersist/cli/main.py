@@ -50,14 +50,15 @@ class CommandParser(argparse.ArgumentParser):
 
     def check_command(self, words: Sequence[str]) -> None:
         """If `words` do not begin with a command, end the process with the most similar command."""
-        parser, depth = self, 0
-        while parser.commands and depth < len(words) and not words[depth].startswith("-"):
-            word = words[depth]
+        parser = self
+        for depth, word in enumerate(words):
+            if not parser.commands or word.startswith("-"):
+                return
             if word not in parser.commands:
                 near = self._nearest(words, depth)
                 advice = f"did you mean `{near}`?" if near else f"type `{parser.prog} --help`"
                 self.exit(2, f"{parser.prog}: there is no command {word!r}; {advice}\n")
-            parser, depth = parser.commands[word], depth + 1
+            parser = parser.commands[word]
 
     def _nearest(self, words: Sequence[str], depth: int) -> str:
         """Return the command most like `words`, the first `depth` of which name a group; or ""."""
@@ -220,22 +221,7 @@ def make_parser() -> CommandParser:
     key.add_argument(
         "file", type=Path, metavar="FILE", help="the file to make; only you can read it"
     )
-    _add_bench(add)
-    demo = add("demo", "demo:run", "kill a server, and see that the conversation continues")
-    made = "a model to serve (default: a tiny model with random weights, made now)"
-    demo.add_argument("--model", help=made)
-    demo.add_argument(
-        "--chars",
-        type=_count,
-        default=12_000,
-        help="characters of the prompt text (default: %(default)s, about 4,000 tokens)",
-    )
-    _add_quality(add)
-    add_spec = _adder(commands, "kv-bits")
-    spec = add_spec("spec", "spec:run", "load a model and say how its cache is stored")
-    spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
-    spec.add_argument("--adapter-path", help="a folder with a trained adapter")
-    _add_selftest(add)
+    _add_measuring(commands)
     return parser
 
 
@@ -277,18 +263,6 @@ def _adder(commands: Any, *names: str) -> Any:
     return add
 
 
-def _add_bench(add: Any) -> None:
-    bench = add("bench", "bench:run", "compare the speed with the stock server's")
-    bench.add_argument("--model", required=True, help="a folder, or a name on the hub")
-    bench.add_argument(
-        "--minutes",
-        type=float,
-        default=5.0,
-        help="maximum time; more allows longer prompts, up to 16,384 tokens (default: %(default)g)",
-    )
-    bench.add_argument("--json", type=Path, metavar="FILE", help="also write all samples to FILE")
-
-
 def _add_connect(add: Any) -> None:
     connect = add("connect", "connect:run", "configure a client for a server of this machine")
     connect.epilog = _example("connect claude --write")
@@ -324,7 +298,26 @@ def _add_connect(add: Any) -> None:
     )
 
 
-def _add_quality(add: Any) -> None:
+def _add_measuring(commands: Any) -> None:
+    add = _adder(commands)
+    bench = add("bench", "bench:run", "compare the speed with the stock server's")
+    bench.add_argument("--model", required=True, help="a folder, or a name on the hub")
+    bench.add_argument(
+        "--minutes",
+        type=float,
+        default=5.0,
+        help="maximum time; more allows longer prompts, up to 16,384 tokens (default: %(default)g)",
+    )
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write all samples to FILE")
+    demo = add("demo", "demo:run", "kill a server, and see that the conversation continues")
+    made = "a model to serve (default: a tiny model with random weights, made now)"
+    demo.add_argument("--model", help=made)
+    demo.add_argument(
+        "--chars",
+        type=_count,
+        default=12_000,
+        help="characters of the prompt text (default: %(default)s, about 4,000 tokens)",
+    )
     quality = add("quality", "quality:run", "measure what every KV precision costs", json=True)
     quality.description = (
         "Measure what every KV precision changes in a model's output: the next tokens of a text "
@@ -341,9 +334,10 @@ def _add_quality(add: Any) -> None:
         help="length of the context in which facts are hidden, the slowest step; 0 leaves out this "
         "step (default: %(default)s)",
     )
-
-
-def _add_selftest(add: Any) -> None:
+    summary = "load a model and say how its cache is stored"
+    spec = _adder(commands, "kv-bits")("spec", "spec:run", summary)
+    spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
+    spec.add_argument("--adapter-path", help="a folder with a trained adapter")
     summary = "test every patch, start the plugin, and check its results"
     selftest = add("selftest", "selftest:run", summary, json=True)
     page = (

@@ -88,7 +88,7 @@ def test_no_script_on_path_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hidden_pth_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / PTH.name).write_text(PTH.read_text())
-    assert doctor.pth_file([tmp_path]).passed
+    assert doctor.pth_file([str(tmp_path)]).passed
     real_stat = Path.stat
 
     def hidden_stat(path: Path, **options: Any) -> Any:
@@ -98,14 +98,14 @@ def test_a_hidden_pth_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return SimpleNamespace(st_mode=result.st_mode, st_flags=stat.UF_HIDDEN)
 
     monkeypatch.setattr(Path, "stat", hidden_stat)
-    finding = doctor.pth_file([tmp_path])
+    finding = doctor.pth_file([str(tmp_path)])
     assert not finding.passed
     assert f"chflags nohidden {tmp_path / PTH.name}" in finding.advice
 
 
 def test_a_damaged_pth_is_named(tmp_path: Path) -> None:
     (tmp_path / PTH.name).write_text("")
-    assert "does not start the plugin" in doctor.pth_file([tmp_path]).found
+    assert "does not start the plugin" in doctor.pth_file([str(tmp_path)]).found
 
 
 def test_a_script_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
