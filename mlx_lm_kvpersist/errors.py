@@ -1,7 +1,4 @@
-"""Every exception of the package, and a log for repeated failures.
-
-Every exception of the package is a KVPersistError.
-"""
+"""Every exception of the package, a KVPersistError, and a log for repeated failures."""
 
 from __future__ import annotations
 

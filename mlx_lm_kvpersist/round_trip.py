@@ -29,7 +29,7 @@ from .cache.live.rows import rows_of
 from .cache.measuring.attention_check import plan_attention
 from .errors import SelfTestFailed
 from .host.hooks import REPLY, ModelSupport, PrefillLimits, Prompt
-from .host.scheduling.batch_generator import PluginBatchGenerator
+from .host.scheduling.batch_generator import plugin_batch_generator
 from .host.scheduling.model_provider import PluginCaches
 from .request.lookup import Lookup
 from .request.model import LoadedModel
@@ -60,17 +60,14 @@ def check_round_trip(
 ) -> None:
     """Check the live path in this precision, with the policy's attention, or always `attention`.
 
-    It needs the patch of mlx-lm's attention.
-
-    Raises:
-        SelfTestFailed: the live path is not taken, or its logits differ from the reference's.
-        ModelNotSupported: dequantizing is wrong on this device.
+    It needs the patch of mlx-lm's attention. Raises SelfTestFailed if the live path is not taken or
+    gives other logits, and ModelNotSupported if dequantizing is wrong on this device.
     """
     model = tiny_model(head_dim=max(64, choice.group_size or 0))
     spec = probe_model(model, choice)
     precisions = list(spec.precisions.values())
-    allowed: list[Precisions] = [[sequence, sequence] for sequence in choice.candidates()]
-    if precisions not in (allowed or [[None, None]]):
+    allowed: Precisions = choice.candidates() or [None]
+    if precisions not in [[each, each] for each in allowed]:
         raise SelfTestFailed(f"the tiny model's cache is {spec.layout}, expected {choice}")
     spec = plan_attention(model, spec, attention)
     limits = PrefillLimits(max_stall_s=60.0, most_tokens=lambda position: GRID * 2)
@@ -104,13 +101,8 @@ def check_round_trip(
             )
 
 
-class _Generator(PluginBatchGenerator, BatchGenerator):  # type: ignore[misc]
-    """The batch generator of the server."""
-
-
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
-    """mlx-lm's own cache with all tokens twice: first the rounded keys and values, then the exact
-    ones.
+    """mlx-lm's own cache with all tokens twice: first rounded keys and values, then exact ones.
 
     The mask shows a query the exact tokens of its own block of the grid.
     """
@@ -160,7 +152,7 @@ class _Batch:
 
     def __init__(self, model: Any) -> None:
         stream = mx.default_stream(mx.default_device())
-        self.generator = _Generator(model, stream=stream)
+        self.generator = plugin_batch_generator(BatchGenerator)(model, stream=stream)
         self.running: dict[int, _Sequence] = {}
 
     def add(self, sequence: _Sequence, n_new: int, caches: list[Any] | None = None) -> int:
@@ -249,11 +241,9 @@ def _reference(model: Any, ids: list[int], precisions: Precisions) -> mx.array:
 def _rounding(model: Any, precisions: Precisions, ids: list[int], rounded: mx.array) -> float:
     """Return how much rounded keys and values change logits, as a root mean square.
 
-    `ids` are longer than a block of the grid; `rounded` is their reference.
-
-    Raises:
-        SelfTestFailed: this is more than the bits explain. 64 normal numbers span 5 deviations, so
-            each is rounded by 5 / sqrt(12) / (2^bits - 1) deviations.
+    `ids` are longer than a block of the grid; `rounded` is their reference. Raises SelfTestFailed
+    if this is more than the bits explain: 64 normal numbers span 5 deviations, so each is rounded
+    by 5 / sqrt(12) / (2^bits - 1) deviations.
     """
     quantized = [precision for precision in precisions if precision is not None]
     if not quantized:

@@ -226,10 +226,7 @@ def measured_conditions(name: str, path: Path) -> dict[str, Any]:
 
 
 def fetched(model: str) -> Path:
-    """Return a model's folder; a model on the hub is downloaded now, as the server would do.
-
-    Raises ConfigError.
-    """
+    """Return a model's folder; download it as the server would. Raises ConfigError."""
     if Path(model).exists():
         return Path(model)
     from huggingface_hub import snapshot_download

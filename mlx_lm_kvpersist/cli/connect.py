@@ -114,16 +114,12 @@ def context_of(url: str) -> int | None:
 def undo(name: str) -> None:
     """Undo the changes of `--write` to the files of a client. Raises ConfigError if it fails."""
     client = CLIENTS[name]("", 1)
-    records = [
-        (file, path, record)
-        for file in (*client.files, *client.for_all)
-        # Path.resolve raises an error for a cycle of links.
-        if (record := _record_of(path := Path(os.path.realpath(file)))).exists()
-    ]
-    if not records:
-        print(f"connect has written no file of {name}'s.")
-    failures = []
-    for file, path, record in records:
+    failures, n_records = [], 0
+    for file in (*client.files, *client.for_all):
+        path = Path(os.path.realpath(file))  # Path.resolve raises an error for a cycle of links
+        if not (record := _record_of(path)).exists():
+            continue
+        n_records += 1
         try:
             written = json.loads(record.read_bytes())
             former = _undone(path, written)
@@ -141,6 +137,8 @@ def undo(name: str) -> None:
                 Path(folder).rmdir()
         kept = "" if former == written["before"] else ", except for later changes"
         print(f"{file} is {'removed' if former is None else 'as it was'}{kept}.")
+    if not n_records:
+        print(f"connect has written no file of {name}'s.")
     if failures:
         raise ConfigError("; ".join(failures))
 

@@ -117,10 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _imported(module: str) -> ModuleType:
-    """Import the module of a command; if mlx-lm lacks what it needs, name the supported versions.
-
-    Raises UnsupportedVersion.
-    """
+    """Import the module of a command. Raises UnsupportedVersion if mlx-lm lacks what it needs."""
     try:
         return importlib.import_module(f"{__package__}.{module}")
     except ImportError:

@@ -160,7 +160,7 @@ def _word_end(text: str, at: int) -> int:
 
 def prompt_of(tokenizer: Any, content: str) -> list[int]:
     """Return the ids of a user's message, in the chat template if the model has a template."""
-    if getattr(tokenizer, "has_chat_template", False):
+    if tokenizer.has_chat_template:
         return _rendered(tokenizer, [{"role": "user", "content": content}], None)
     return list(tokenizer.encode(f"{content}\n"))
 
@@ -179,7 +179,7 @@ def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
     content += f"{', '.join(LOCKS)}? Use the tool for one after the other, in this order."
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     chain: list[tuple[list[int], Any]] = []
-    if not getattr(tokenizer, "has_chat_template", False):
+    if not tokenizer.has_chat_template:
         return chain
     for number, lock in enumerate(LOCKS):
         call = {"name": "get_water_level", "arguments": {"lock": lock, "unit": "metres"}}
@@ -199,13 +199,12 @@ def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
 
 def tool_call_in(tokenizer: Any, reply: str) -> Any:
     """Return the call in a reply, in the model's format or as its first JSON object, or None."""
-    start, end = (getattr(tokenizer, f"tool_call_{side}", None) for side in ("start", "end"))
-    parse = getattr(tokenizer, "tool_parser", None)
-    if getattr(tokenizer, "has_tool_calling", False) and parse and start and start in reply:
-        inner = reply.split(start, 1)[1]
-        inner = inner.split(end, 1)[0] if end else inner
+    if tokenizer.has_tool_calling and tokenizer.tool_call_start in reply:
+        inner = reply.split(tokenizer.tool_call_start, 1)[1]
+        if tokenizer.tool_call_end:  # some formats have no end
+            inner = inner.split(tokenizer.tool_call_end, 1)[0]
         try:
-            return json.loads(json.dumps(parse(inner, [TOOL])))
+            return json.loads(json.dumps(tokenizer.tool_parser(inner, [TOOL])))
         except Exception:
             return None  # parsers raise exceptions of many classes
     decoder = json.JSONDecoder()

@@ -68,9 +68,8 @@ def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:
 def check_patch(patch: Patch) -> None:
     """Apply a patch alone, and undo it.
 
-    Raises TargetMissing or SignatureChanged if the host differs, PatchNotEffective if the patch
-    does nothing, SelfTestFailed if its probe also passes without the patch, or if undoing it leaves
-    a change.
+    Raises a PatchError if the host differs or the patch does nothing, SelfTestFailed if its probe
+    also passes without the patch, or if undoing it leaves a change.
     """
     patches, stock = PatchSet(), look_up(patch.module, patch.attribute)
     patch.check_host()
@@ -163,9 +162,7 @@ def machine_findings() -> list[Finding]:
 
 
 def conditions_of_machine() -> str:
-    """Return the device, its limits and the versions; on macOS also settings that may slow it
-    down.
-    """
+    """Return the device, its limits and the versions; on macOS also settings that slow it down."""
     about = {**device(), "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], **versions()}
     words = [f"{name} {value}" for name, value in about.items()]
     if sys.platform == "darwin":

@@ -225,7 +225,7 @@ def test_a_chain_of_tool_calls(tiny_model: Path, tiny_model_bos: Path) -> None:
 
 
 def test_tool_calls_are_read() -> None:
-    plain: Any = SimpleNamespace()
+    plain: Any = SimpleNamespace(has_tool_calling=False)
     call = {"name": "get_water_level", "arguments": {"lock": "Harrow {Weir}", "unit": "metres"}}
     assert checks.tool_call_in(plain, f"Sure. {{x}} {json.dumps(call)} Done.") == call
     assert checks.tool_call_in(plain, '{"name": "get_water') is None

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
@@ -34,7 +35,7 @@ from mlx_lm_kvpersist.host.scheduling import batch_generator, prefill
 from mlx_lm_kvpersist.host.scheduling.model_provider import MOST_IN_A_ROW, PluginCaches
 from mlx_lm_kvpersist.host.scheduling.waiting import ReplyQueue
 from mlx_lm_kvpersist.ranks import Ranks
-from mlx_lm_kvpersist.round_trip import _Generator, tiny_model
+from mlx_lm_kvpersist.round_trip import tiny_model
 from tests.support.host import plugged
 
 VOCABULARY = 1 << 14
@@ -313,7 +314,8 @@ def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_preci
     with server_attention():
         for prompt, cache, n in list(zip(prompts, caches, begun, strict=True))[1:]:
             model(mx.array([prompt[:n]]), cache=cache)
-        generator = _Generator(model, stream=mx.default_stream(mx.default_device()))
+        stream = mx.default_stream(mx.default_device())
+        generator = batch_generator.plugin_batch_generator(BatchGenerator)(model, stream=stream)
         rest = [prompt[n:] for prompt, n in zip(prompts, begun, strict=True)]
         uids = generator.insert(rest, [1] * 3, caches)
         while len(found) < 3:
