@@ -235,7 +235,12 @@ def _text(settings: Settings, before: str) -> str:
     """Return a file's text with the settings added. Raises ValueError if it cannot be merged."""
     if isinstance(settings, str):
         text = _in_toml(_merged(_tables(before), _tables(settings)), before)
-        _check_toml(before, settings, text)
+        if sys.version_info >= (3, 11):  # Python 3.10 cannot read TOML
+            import tomllib
+
+            # Quoted or dotted keys, inline tables, and strings of several lines mislead `_tables`.
+            if tomllib.loads(text) != _merged(tomllib.loads(before), tomllib.loads(settings)):
+                raise ValueError("its entries have another form than expected")
         return text
     try:
         current = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
@@ -268,19 +273,6 @@ def _expanded(value: Any, like: str, line: str, indent: str) -> str:
     parts = [name + _expanded(each, like, inner, indent) for name, each in named]
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return f"{opening}{inner}{f',{inner}'.join(parts)}{line}{closing}"
-
-
-def _check_toml(before: str, settings: str, merged: str) -> None:
-    """Raise ValueError unless a TOML text says what the two texts say that it merges.
-
-    The text is merged by lines, which fails for quoted or dotted keys, inline tables, and lines of
-    multi-line strings that look like entries. Python 3.10 cannot read TOML, so it checks nothing.
-    """
-    if sys.version_info >= (3, 11):
-        import tomllib
-
-        if tomllib.loads(merged) != _merged(tomllib.loads(before), tomllib.loads(settings)):
-            raise ValueError("its entries have another form than expected")
 
 
 def _tables(toml: str) -> dict[tuple[str, int], dict[tuple[str, int], str]]:

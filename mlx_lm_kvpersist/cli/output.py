@@ -92,8 +92,7 @@ def fitted(text: str, width: int) -> str:
 
 
 def called(name: str | None, note: Mapping[str, str]) -> str:
-    """Return a session's name for people: its title, its name or its first words; "" if it has
-    none.
+    """Return a session's name for people: its title, name or first words; "" if it has none.
 
     The first words replace a name that is an id. Texts of more than 160 characters are shortened.
     """
@@ -181,8 +180,7 @@ def table(
 ) -> Table:
     """Return a table; `right` names the columns of numbers, separated by blanks.
 
-    shortened: the column whose cells are shortened so that the table fits the terminal, to at least
-    8 columns of the terminal.
+    shortened: the column whose cells are shortened, to 8 columns at least, to fit the terminal.
     """
     rows = list(rows)
     if shortened:
