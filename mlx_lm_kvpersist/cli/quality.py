@@ -158,17 +158,16 @@ def _measured(
     one_more()
     for predictions in (by_name, passages):
         predictions[REFERENCE] = next(iter(predictions.values())).own
-    replies: dict[str, _Said] = {}
     ends = set(tokenizer.eos_token_ids)
+    first = next(iter(specs.values()))
+    own_bytes = sum(group.full_precision_bytes for group in first.full)
+    rows, own = list[dict[str, Any]](), None
     for name, make_cache in everyone.items():
         answers = checks.replies_to(model, questions, make_cache, _REPLY_TOKENS, ends)
         one_more()
-        replies[name] = answers, checks.replies_to(model, prompts, make_cache, _TOOL_TOKENS, ends)
+        called = checks.replies_to(model, prompts, make_cache, _TOOL_TOKENS, ends)
         one_more()
-    first = next(iter(specs.values()))
-    own_bytes = sum(group.full_precision_bytes for group in first.full)
-    rows = []
-    for name in everyone:
+        own = own or (answers, called)
         n_bytes = specs[name].bytes_per_token if name in specs else own_bytes
         texts = {text_name: by_name[name].divergence_nats.value}
         texts |= part_means(passages[name].divergence, places)
@@ -182,7 +181,7 @@ def _measured(
                 "divergence_p99_nats": by_name[name].divergence_p99_nats,
                 "texts": texts,
                 "worst_text": max(texts, key=lambda text: texts[text]),
-                **_judged(tokenizer, expected_calls, replies[name], replies[REFERENCE]),
+                **_judged(tokenizer, expected_calls, (answers, called), own),
             }
         )
     return rows
