@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
 from ..api.admin import SPEC_PATH
 from ..cache.geometry.precision import layout_in_words
 from ..errors import ConfigError, KVPersistError
-from ..host.scheduling.model_provider import cannot_load, max_context
+from ..host.http.request_checks import find_on_hub
+from ..host.scheduling.model_provider import cannot_load, check_model_name, max_context
 from ..units import show_bytes
 from .machine import conditions, cpu_gflops, device, openblas_advice, versions
 from .output import ongoing, utc_time
@@ -227,11 +230,11 @@ def measured_conditions(name: str, path: Path) -> dict[str, Any]:
 
 def fetched(model: str) -> Path:
     """Return a model's folder; download it as the server would. Raises ConfigError."""
+    check_model_name(model)
     if Path(model).exists():
         return Path(model)
-    from huggingface_hub import snapshot_download
-
     try:
+        find_on_hub(model)
         return Path(snapshot_download(model, allow_patterns=MODEL_FILES))
     except Exception as error:  # the hub raises exceptions of many classes
         raise cannot_load(model, error) from error

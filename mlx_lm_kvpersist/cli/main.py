@@ -91,8 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     module, _, function = args.run.partition(":")
     try:
-        if getattr(args, "model", None):
-            _check_model(args.model)
+        if getattr(args, "model", None) and not os.environ.get("MLXLM_USE_MODELSCOPE"):
+            # Before imports that take seconds. With the variable mlx-lm asks another hub.
+            _imported("bench").fetched(args.model)
         run = getattr(_imported(module), function)
         result = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
         status: int = result if isinstance(result, int) else result.tell(args)
@@ -125,20 +126,6 @@ def _imported(module: str) -> ModuleType:
 
         versions.check()
         raise
-
-
-def _check_model(name: str) -> None:
-    """Raise ConfigError if a model exists nowhere. The imports of most commands take seconds."""
-    from ..host.http.request_checks import find_on_hub
-    from ..host.scheduling.model_provider import cannot_load, check_model_name
-
-    check_model_name(name)
-    if Path(name).exists() or os.environ.get("MLXLM_USE_MODELSCOPE"):  # mlx-lm asks another hub
-        return
-    try:
-        find_on_hub(name)
-    except Exception as error:  # the hub raises exceptions of many classes
-        raise cannot_load(name, error) from error
 
 
 def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:

@@ -161,7 +161,8 @@ def test_a_model_is_downloaded_as_the_server_would_do(
         asked.append((name, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(bench, "find_on_hub", lambda name: None)
+    monkeypatch.setattr(bench, "snapshot_download", download)
     assert bench.fetched("some/model") == tmp_path
     ((name, patterns),) = asked
     theirs = getattr(utils, "DEFAULT_ALLOW_PATTERNS", patterns)  # 0.31.3 does not name them
