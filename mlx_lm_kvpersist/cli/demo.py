@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from .bench import fetched
 from .output import console, ongoing, shown
 from .servers import OWN_TEXT, Message, Reply, StartedServer, document
 
@@ -28,8 +27,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises KVPersistError if a server does not start or does not answer.
     """
-    if args.model is not None:
-        fetched(args.model)  # the servers ask no hub
     first = "make a tiny model with random weights" if args.model is None else f"take {args.model}"
     with (
         tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name,
