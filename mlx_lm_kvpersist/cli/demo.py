@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from .output import console, ongoing, shown
-from .servers import OWN_TEXT, Message, Reply, StartedServer, document
+from .servers import OWN_TEXT, Message, StartedServer, document
 
 _MAX_TOKENS = 32
 _QUESTIONS = ("Who was the keeper of the lock?", "What was Ruth Amsel sent to find out?")
@@ -27,17 +26,32 @@ def run(args: argparse.Namespace) -> int:
 
     Raises KVPersistError if a server does not start or does not answer.
     """
-    first = "make a tiny model with random weights" if args.model is None else f"take {args.model}"
-    with (
-        tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name,
-        ongoing(first) as say,
-    ):
-        folder = Path(folder_name)
+    made = "make a tiny model with random weights" if args.model is None else f"take {args.model}"
+    first, second = _QUESTIONS
+    text = f"{document(args.chars)}\n\n{first}"
+    messages: list[Message] = [{"role": "user", "content": text}]
+    with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as name, ongoing(made) as say:
+        folder = Path(name)
         model = str(make_model(folder / "model")) if args.model is None else args.model
-        before, warm, stock = converse(model, folder, args.chars, say)
+        plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(folder / "store")]
+        say("1 of 5: mlx_lm.server starts with the plugin")
+        with StartedServer(model, *plugin, log_path=folder / "plugin.log") as server:
+            say("2 of 5: it reads a long text")
+            cold = server.chat(messages, "demo", _MAX_TOKENS)
+            server.wait_until_written()
+            say("3 of 5: kill -9, and a new start")
+            server.kill9()
+            server.start()
+            messages.append({"role": "assistant", "content": cold.text})
+            messages.append({"role": "user", "content": second})
+            warm = server.chat(messages, "demo", _MAX_TOKENS)
+        say("4 of 5: mlx_lm.server starts without the plugin")
+        with StartedServer(model, log_path=folder / "stock.log") as server:
+            say("5 of 5: it reads the same conversation")
+            stock = server.chat(messages, "demo", _MAX_TOKENS)
     print_line = console().print
     if args.model is not None:
-        for question, reply in zip(_QUESTIONS, (before, warm), strict=True):
+        for question, reply in ((first, cold), (second, warm)):
             print_line(f"{question}\n> {shown(reply.text, 200)}")
     n_restored = int(warm.said("restored") or 0)
     if not n_restored:
@@ -49,30 +63,6 @@ def run(args: argparse.Namespace) -> int:
         "tokens came from disk."
     )
     return 0
-
-
-def converse(
-    model: str, folder: Path, n_chars: int, say: Callable[[str], None]
-) -> tuple[Reply, Reply, Reply]:
-    """Return the replies before kill -9, after it, and of stock. The servers log into `folder`."""
-    first, second = _QUESTIONS
-    messages: list[Message] = [{"role": "user", "content": f"{document(n_chars)}\n\n{first}"}]
-    plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(folder / "store")]
-    say("1 of 5: mlx_lm.server starts with the plugin")
-    with StartedServer(model, *plugin, log_path=folder / "plugin.log") as server:
-        say("2 of 5: it reads a long text")
-        before = server.chat(messages, "demo", _MAX_TOKENS)
-        server.wait_until_written()
-        say("3 of 5: kill -9, and a new start")
-        server.kill9()
-        server.start()
-        messages.append({"role": "assistant", "content": before.text})
-        messages.append({"role": "user", "content": second})
-        after = server.chat(messages, "demo", _MAX_TOKENS)
-    say("4 of 5: mlx_lm.server starts without the plugin")
-    with StartedServer(model, log_path=folder / "stock.log") as server:
-        say("5 of 5: it reads the same conversation")
-        return before, after, server.chat(messages, "demo", _MAX_TOKENS)
 
 
 def make_model(folder: Path) -> Path:
