@@ -70,8 +70,8 @@ def write_block(
     end = 0
     for name, array in written.items():
         start, end = end, end + array.nbytes
-        described_array = {"dtype": _NAMES[array.dtype], "shape": array.shape}
-        header[name] = {**described_array, "data_offsets": [start, end]}
+        dtype = _NAMES[array.dtype]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [start, end]}
     header_json = json.dumps(header).encode()
     header_json += b" " * (-len(header_json) % LENGTH_BYTES)
     length = len(header_json).to_bytes(LENGTH_BYTES, "little")
@@ -93,19 +93,13 @@ def _files_of(path: Path, files: OwnFiles | None) -> OwnFiles:
 
 def metadata_of(block: Record, root: Root) -> dict[str, str]:
     """Return the metadata of a block's or a checkpoint's file, without the checksum."""
-    named = {"format": str(FORMAT), "key": block.key.hex()}
+    named = {"format": str(FORMAT), "key": block.key.hex(), "root": root.to_json()}
     if isinstance(block, Checkpoint):
-        return {
-            **named,
-            "block": block.block.hex(),
-            "kind": block.kind,
-            "n_tokens": str(block.n_tokens),
-            "root": root.to_json(),
-        }
+        own = {"block": block.block.hex(), "kind": block.kind, "n_tokens": str(block.n_tokens)}
+        return {**named, **own}
     return {
         **named,
         "parent": block.parent.hex(),
-        "root": root.to_json(),
         "start": str(block.start),
         "ids": block.packed_ids.hex(),
         "text": json.dumps(block.text),
@@ -125,13 +119,11 @@ def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, 
     Raises the errors of `read_record`, and OSError or MemoryError if arrays cannot be read now.
     """
     files = _files_of(path, files)
-    with files.open(path) as file:
-        if isinstance(file, BytesIO):
-            content = read_content(file.getvalue(), path.name)
-            _check_place(path, content[0], files)
-            return content
-        record, root, metadata = record_in(file, path.name)
-    _check_place(path, record, files)
+    if files.is_encrypted:
+        content = read_content(files.read(path), path.name)
+        _check_place(path, content[0], files)
+        return content
+    record, root, metadata = read_record(path, files)
     try:
         arrays: Any = mx.load(str(path))
         mx.eval(arrays)
@@ -240,8 +232,7 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
     for name in sorted(arrays):
         array = arrays[name]
         digest.update(f"{name}:{array.dtype}:{array.shape}".encode())
-        plain = _plain(array)
-        digest.update(plain)
+        digest.update(_plain(array))
     for name in sorted(metadata):
         if name != "checksum":
             digest.update(f"{name}={metadata[name]}\0".encode("utf-8", "surrogatepass"))

@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from itertools import takewhile
 from pathlib import Path
 from threading import local
@@ -57,24 +57,21 @@ _FORMS = re.compile(
     rf"|{OBJECTS}/([0-9a-f]{{2}})/\2(?:[0-9a-f]{{30}}|[0-9a-f]{{62}})(?:#\d+)?",
     re.ASCII,
 )
-_MARKER_BEGUN = re.compile(rf"{MARKER}\.[0-9a-f]{{8}}\.tmp")
-"""A marker that `whole_file` has not completed."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
 """The error numbers of opening a link, or another file, as a folder."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The error numbers of opening a link or a socket, the last two on macOS."""
-_LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"}
-_LEFT_BY_SYSTEMS |= {".TemporaryItems", "lost+found"}
-"""Operating systems make these files. A folder with only such files counts as empty."""
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
 """Folders of several ranks' stores, in a folder that may be another store."""
-_LEFT_BEHIND = {"lock", "writing"}
-"""Left by a running server after somebody removed the folder."""
+_NOT_COUNTED = re.compile(
+    rf"{MARKER}\.[0-9a-f]{{8}}\.tmp|{RANK_FOLDER.pattern}|lock|writing|lost\+found"
+    r"|\.(?:DS_Store|localized|Trashes|fseventsd|Spotlight-V100|TemporaryItems)"
+)
+"""A folder with only these counts as empty: ranks' stores, and files that an interrupted start, a
+server whose folder was removed, or an operating system makes."""
 _WAIT_S = 2.0
 _LOOK_AGAIN_S = 0.005
-_MOST_LOCKED = 100
-"""How often the lock's file may be replaced while a thread waits for it."""
 _STAGED = "writing"
 MAGIC = b"kvp-seal\x01"
 """The first bytes of encrypted content: a magic, and the version of the encryption."""
@@ -122,7 +119,7 @@ class Plain:
 
 PLAIN = Plain()
 Encryption = Plain
-"""How objects and files are encrypted and named: `PLAIN`, or a `Cipher`."""
+"""`PLAIN`, or a `Cipher`."""
 
 
 class OwnFiles:
@@ -157,10 +154,8 @@ class OwnFiles:
 
     def _is_unmarked(self) -> bool:
         """Say whether the folder holds at most an empty marker: an interrupted start left it."""
-        names = {name for name in os.listdir(self.folder) if not RANK_FOLDER.fullmatch(name)}
-        names -= _LEFT_BY_SYSTEMS | _LEFT_BEHIND
-        names = {name for name in names if not _MARKER_BEGUN.fullmatch(name)}
-        return not names or (names == {MARKER} and not os.lstat(self.folder / MARKER).st_size)
+        names = [name for name in os.listdir(self.folder) if not _NOT_COUNTED.fullmatch(name)]
+        return not names or (names == [MARKER] and not os.lstat(self.folder / MARKER).st_size)
 
     def check_store(self) -> None:
         """Raise StoreError unless the folder is marked as a store, and as a store of this key."""
@@ -181,23 +176,19 @@ class OwnFiles:
             )
         content = (folder / MARKER).read_text(encoding="ascii", errors="replace")
         mark = content.partition(_ENCRYPTED)[2].strip()
+        made_with, empty = "give the key file that it was made with", "choose an empty folder with"
         if mark == own_mark:
             return
         if not own_mark:
-            raise StoreError(
-                f"the store {folder} is encrypted; give the key file that it was made with: "
-                "--kvpersist-encrypt KEYFILE"
+            fault = f"is encrypted; {made_with}: --kvpersist-encrypt KEYFILE"
+        elif mark:
+            fault = f"is encrypted with another key; {made_with}, or {empty} --kvpersist-dir"
+        else:
+            fault = (
+                f"is not encrypted; leave out --kvpersist-encrypt, or {empty} --kvpersist-dir: "
+                "sessions export and import bring conversations there"
             )
-        if mark:
-            raise StoreError(
-                f"the store {folder} is encrypted with another key; give the key file that it was "
-                "made with, or choose an empty folder with --kvpersist-dir"
-            )
-        raise StoreError(
-            f"the store {folder} is not encrypted; leave out --kvpersist-encrypt, or choose an "
-            "empty folder with --kvpersist-dir: sessions export and import bring conversations "
-            "there"
-        )
+        raise StoreError(f"the store {folder} {fault}")
 
     @property
     def _mark_line(self) -> str:
@@ -247,13 +238,7 @@ class OwnFiles:
     def open(self, path: Path) -> BinaryIO:
         """Open the content of a file. Raises BlockCorrupt, OSError, and StoreFormatError."""
         file = open_regular(path)
-        if not self.is_encrypted:
-            try:
-                self.encryption.decrypt(file.read(len(MAGIC)), b"")
-                file.seek(0)
-            except BaseException:
-                file.close()
-                raise
+        if not (self.is_encrypted or file.peek().startswith(MAGIC)):
             return file
         with file:
             return BytesIO(self.encryption.decrypt(file.read(), self._name_of(path)))
@@ -346,7 +331,7 @@ def check_writable(path: Path) -> None:
         raise OSError(reason, os.strerror(reason), str(path))
 
 
-def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+def open_regular(path: Path, *, follow: bool = False) -> BufferedReader:
     """Open a file, without waiting for a pipe. Raises BlockCorrupt if it is not a regular file."""
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -459,7 +444,9 @@ class StoreLock:
         """Wait for the lock and hold it. May be nested. After 2 s the holder is named."""
         own = self._own
         if own.depth == 0:
-            own.descriptor = self._locked_now()
+            while (descriptor := self._locked()) is None:
+                pass
+            own.descriptor = descriptor
         own.depth += 1
         try:
             yield
@@ -467,12 +454,6 @@ class StoreLock:
             own.depth -= 1
             if own.depth == 0:
                 os.close(own.descriptor)
-
-    def _locked_now(self) -> int:
-        for _ in range(_MOST_LOCKED):
-            if (descriptor := self._locked()) is not None:
-                return descriptor
-        raise StoreError(f"another program removes {self._path} again and again; end it")
 
     def _locked(self) -> int | None:
         """Lock the file for this thread; return its descriptor, or None if it was removed."""
@@ -558,18 +539,15 @@ class Staging:
 
     def announce(self, n_bytes: int) -> None:
         """Count `n_bytes` more as used. The caller holds the store's lock and has made room."""
-        self._n_bytes += n_bytes
-        if not self._n_bytes and self._lock is None:
-            return
-        try:
-            if self._lock is None:
-                lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                self._lock = lock
-            os.pwrite(self._lock.fileno(), b"%020d" % self._n_bytes, 0)
-        except OSError:
-            self._n_bytes -= max(n_bytes, 0)
-            raise
+        total = self._n_bytes + n_bytes
+        if self._lock is None:
+            if not total:
+                return
+            lock = new_file(self._files.folder / _STAGED / f"{self._name}.lock")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._lock = lock
+        os.pwrite(self._lock.fileno(), b"%020d" % total, 0)
+        self._n_bytes = total
 
 
 def staged_bytes(files: OwnFiles) -> tuple[int, int]:
@@ -596,10 +574,8 @@ def sweep_staged(files: OwnFiles) -> int:
 
 def _is_locked(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with suppress(FileNotFoundError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:
-        return False
     return False

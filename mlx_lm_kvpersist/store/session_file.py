@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,11 +197,11 @@ def export_parts(
             if read_content(content, path.name)[0] != item:
                 raise BlockCorrupt(f"{path.name}: file and index disagree")
             exported[path] = Listed.of(content)
-        except FileNotFoundError as error:
-            if isinstance(item, Block):
-                raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
-        except (BlockCorrupt, *MALFORMED) as error:
-            raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
+        except (FileNotFoundError, BlockCorrupt) as error:
+            if isinstance(item, Block) or isinstance(error, BlockCorrupt):
+                what = f"the block at token {item.start}" if isinstance(item, Block) else f"{item}"
+                reason = f"{what} of session {session.id}: {error}; run store verify"
+                raise StoreError(reason) from error
         progress(number + 1, 2 * len(records))
     described = {"name": session.name, "n_tokens": session.n_tokens}
     n_blocks = sum(isinstance(item, Block) for item in records)
@@ -226,12 +225,6 @@ def export_parts(
     return len(header) + sum(listed.n_bytes for listed in exported.values()), parts()
 
 
-def _what(item: Record, session: Session) -> str:
-    if isinstance(item, Checkpoint):
-        return f"{item} of session {session.id}"
-    return f"the block at token {item.start} of session {session.id}"
-
-
 # Into a store.
 
 
@@ -243,14 +236,12 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
     Raises StoreError.
     """
     leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
-    n_added_bytes, files = disk.files.encryption.n_added_bytes, dict[bytes, NewFile]()
 
-    def write(number: int, path: Path) -> int:
-        return disk.files.write(path, source.own_file(number))
+    def new_file(number: int, record: Record) -> NewFile:
+        n_bytes = source.files[number].n_bytes + disk.files.encryption.n_added_bytes
+        return NewFile(record, n_bytes, lambda p: disk.files.write(p, source.own_file(number)))
 
-    for number, item in enumerate(source.items):
-        n_bytes = source.files[number].n_bytes + n_added_bytes
-        files[item.key] = NewFile(item, n_bytes, partial(write, number))
+    files = {record.key: new_file(n, record) for n, record in enumerate(source.items)}
 
     def commit() -> Commit:
         # Called for each plan: a session may have been evicted to make room.

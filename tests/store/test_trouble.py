@@ -402,6 +402,8 @@ def test_a_file_that_a_start_cannot_read_is_named(
         def read(self, n_bytes: int | None = -1) -> bytes:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+        peek = read
+
     def opened(path: Path, **options: Any) -> Any:
         return Failing(b"x" * 999) if path == bad else open_regular(path, **options)
 
