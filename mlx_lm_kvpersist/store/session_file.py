@@ -106,12 +106,9 @@ class SessionFile:
         if n_bytes != end or min(file.n_bytes for file in self.files) <= 0:
             raise ValueError(f"it has {n_bytes} bytes and should have {end}")
         self._read_items(n_blocks, progress)
-        name = session["name"]
-        if name is not None:
-            if not isinstance(name, str):
-                raise ValueError(f"the session's name is {name!r}")
-            name.encode()
-        self.name: str | None = name
+        self.name: str | None = session["name"]
+        if self.name is not None:
+            self.name.encode()  # otherwise SQLite refuses it
         if session["n_tokens"] != self.blocks[-1].stop:
             raise ValueError("the session does not end at the end of its last block")
 

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import Any
 
 from ..block import KEY_BYTES, Block, Checkpoint, Root, block_key
@@ -59,21 +59,20 @@ class Conversation:
         """
         place = {block.key: n for n, block in enumerate(self.chain)}
         replies = [[digest.hex(), ids.hex()] for digest, ids in self.replies.items()]
-        newest = replies[: -_MAX_REPLIES - 1 : -1]
-        content: dict[str, Any] = {
+        newest = replies[-_MAX_REPLIES:]
+        content = {
             "format": _FORMAT,
             "blocks": [
                 [block.packed_ids.hex(), block.text, block.pending.hex()] for block in self.chain
             ],
             "checkpoints": [[place[o.block], o.kind, o.n_tokens] for o in self.checkpoints],
-            "replies": [],
+            "replies": newest,
         }
-        if (n_left := MAX_BYTES - len(json.dumps(content))) < 0:
-            raise StoreError("a conversation is too long for the shared store")
-        sizes = accumulate(len(json.dumps(reply)) + len(", ") for reply in newest)
-        n_fitting = sum(size <= n_left for size in sizes)
-        content["replies"] = newest[:n_fitting][::-1]
-        return zlib.compress(json.dumps(content).encode())
+        while len(encoded := json.dumps(content).encode()) > MAX_BYTES:
+            if not newest:
+                raise StoreError("a conversation is too long for the shared store")
+            del newest[: (len(newest) + 1) // 2]
+        return zlib.compress(encoded)
 
     @classmethod
     def unpacked(cls, packed: bytes, root: Root) -> Conversation:
