@@ -61,9 +61,8 @@ def choose(index: Index, wanted: str) -> Session:
     no title hides them. Raises StoreError unless one session matches.
     """
     sessions = index.sessions()
-    named = [session for session in sessions if session.name == wanted] or [
-        session for session in sessions if wanted and _title(index, session) == wanted
-    ]
+    named = [session for session in sessions if session.name == wanted]
+    named = named or [one for one in sessions if wanted and _title(index, one) == wanted]
     chosen = by_id([session.id for session in sessions], wanted)
     with_id = [session for session in sessions if session.id in chosen]
     matches = with_id if chosen == [wanted] else named or with_id
@@ -83,7 +82,7 @@ def choose(index: Index, wanted: str) -> Session:
 
 
 def _title(index: Index, session: Session) -> str | None:
-    return index.state.note(session.id).get("title") or None
+    return index.state.note(session.id).get("title")
 
 
 def _name(index: Index, session: Session) -> str:
@@ -224,10 +223,13 @@ def rm(args: argparse.Namespace) -> Report:
 def pin(args: argparse.Namespace) -> Report:
     with changing(args) as disk, disk.lock.held():
         session = disk.set_pinned(choose(disk.index, args.session), args.subcommand == "pin")
-        facts = describe(disk.index, session)
-        name = named(session, disk.index.state.note(session.id))
-    what = "pinned" if session.pinned else "no longer pinned"
-    return Report(facts, f"{name}  is {what}")
+        what = "is pinned" if session.pinned else "is no longer pinned"
+        return _changed(disk.index, session, what)
+
+
+def _changed(index: Index, session: Session, what: str, **more: Any) -> Report:
+    line = f"{named(session, index.state.note(session.id))}  {what}"
+    return Report({**describe(index, session), **more}, line)
 
 
 def export(args: argparse.Namespace) -> Report:
@@ -237,10 +239,8 @@ def export(args: argparse.Namespace) -> Report:
         if target.exists() and not args.force:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
         n_bytes = export_session(index, session, target, on_progress)
-        facts = describe(index, session)
-        name = named(session, index.state.note(session.id))
-    content = {**facts, "file": str(target), "file_bytes": n_bytes}
-    return Report(content, f"{name}  is now in {target}, {show_bytes(n_bytes)}")
+        what = f"is now in {target}, {show_bytes(n_bytes)}"
+        return _changed(index, session, what, file=str(target), file_bytes=n_bytes)
 
 
 def load(args: argparse.Namespace) -> Report:
@@ -250,14 +250,11 @@ def load(args: argparse.Namespace) -> Report:
     limits, encryption = limits_of(args, folder), encryption_of(args)
     with closing(source), closing(DiskStore(folder, limits, encryption=encryption)) as disk:
         session, new, is_new = import_session(disk, source)
-        facts = describe(disk.index, session)
-        name = named(session, disk.index.state.note(session.id))
-    n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)
-    written = Totals(len(new) - n_checkpoints, 0, n_checkpoints)
-    what = "is added" if is_new else "was there"
-    n_written = {f"{kind}_written": n for kind, n in counts(written).items()}
-    line = f"{name}  {what}; written: {amount(written)}"
-    return Report({**facts, "is_new": is_new, **n_written}, line)
+        n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)
+        written = Totals(len(new) - n_checkpoints, 0, n_checkpoints)
+        n_written = {f"{kind}_written": n for kind, n in counts(written).items()}
+        what = f"{'is added' if is_new else 'was there'}; written: {amount(written)}"
+        return _changed(disk.index, session, what, is_new=is_new, **n_written)
 
 
 def warm(args: argparse.Namespace) -> Report:

@@ -33,9 +33,7 @@ def run(args: argparse.Namespace) -> Report:
         with reading(args) as index:
             ends_s = time.monotonic() + WRITTEN_S
             records = index.state.requests()
-            while args.request and not _chosen(records, args.request):
-                if time.monotonic() > ends_s:
-                    break
+            while args.request and not _chosen(records, args.request) and time.monotonic() < ends_s:
                 time.sleep(_LOOK_AGAIN_S)
                 records = index.state.requests()
             store = {"written_last_hour_bytes": index.state.written_last_hour()}
@@ -63,10 +61,8 @@ def run(args: argparse.Namespace) -> Report:
     return Report(records, listed if rows else none, "", *sums)
 
 
-def _chosen(records: list[Record], wanted: str | None) -> list[Record]:
-    """Return the records whose id is `wanted`, or begins or ends with it; all without `wanted`."""
-    if wanted is None:
-        return records
+def _chosen(records: list[Record], wanted: str) -> list[Record]:
+    """Return the records whose id is `wanted`, or begins or ends with it."""
     ids = by_id([record["id"] for record in records], wanted)
     return [record for record in records if record["id"] in ids]
 

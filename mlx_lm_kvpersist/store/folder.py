@@ -28,7 +28,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from io import BufferedReader, BytesIO
 from itertools import takewhile
 from pathlib import Path
@@ -277,21 +277,21 @@ class OwnFiles:
         """Move an own file onto an own file, if any. Raises FileNotFoundError and StoreError."""
         with self._own(source) as from_folder:
             make_private(target.parent)
-            with self._own(target, may_be_missing=True) as to_folder:
+            with self._own(target) as to_folder:
                 os.replace(source.name, target.name, src_dir_fd=from_folder, dst_dir_fd=to_folder)
 
     def check_place(self, path: Path) -> None:
         """Raise StoreError unless an own file is at `path`, or an own file may be put there."""
-        with suppress(FileNotFoundError), self._own(path, may_be_missing=True):
+        with suppress(FileNotFoundError), self._own(path):
             pass
 
     @contextmanager
-    def _own(self, path: Path, *, may_be_missing: bool = False) -> Iterator[int]:
-        """Open the folder that an own file is in, and yield its descriptor.
+    def _own(self, path: Path) -> Iterator[int]:
+        """Open the folder of an own file, which may be missing, and yield its descriptor.
 
         Each folder on the way is opened in the folder before it, so a link that appears afterwards
         is not followed. Raises StoreError if the file is not own, and FileNotFoundError if a folder
-        is missing, or the file without `may_be_missing`.
+        is missing.
         """
         relative = str(path).removeprefix(f"{self.folder}/")
         not_own = StoreError(
@@ -300,15 +300,15 @@ class OwnFiles:
         if not has_own_name(relative):
             raise not_own
         *folders, file_name = relative.split("/")
-        parent, mode = os.open(self.folder, _FOLDER), 0
+        parent = os.open(self.folder, _FOLDER)
         try:
             for name in folders:
                 above, parent = parent, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
                 os.close(above)
-            with suppress(FileNotFoundError) if may_be_missing else nullcontext():
+            with suppress(FileNotFoundError):
                 mode = os.stat(file_name, dir_fd=parent, follow_symlinks=False).st_mode
-            if mode and not stat.S_ISREG(mode):
-                raise not_own
+                if not stat.S_ISREG(mode):
+                    raise not_own
             yield parent
         except OSError as error:
             if error.errno in _LINKS:
