@@ -7,7 +7,7 @@ import heapq
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,7 @@ def verify(args: argparse.Namespace) -> Report:
     folder = args.kvpersist_dir
     if args.fix:
         with changing(args) as disk:
-            problems = _problems(folder, disk.index)
-            left = []
+            problems = left = _problems(folder, disk.index)
             if problems:
                 fix_problems(disk, problems)
                 left = _problems(folder, disk.index)
@@ -219,16 +218,16 @@ def key(args: argparse.Namespace) -> int:
 
 @dataclass(eq=False)
 class Segment:
-    """Blocks that `n_sessions` share; `first` is the key of the first block.
+    """Blocks that `n_sessions` share; `words` is the beginning of their text.
 
     `tree_bytes` and `used` (seconds since 1970) include the segments after it, because only the end
     of a chain is marked as used. `ending`: sessions that end in it.
     """
 
     number: int
-    root: bytes
+    root: Root | None
     parent: Segment | None
-    first: bytes
+    words: str
     n_sessions: int
     n_blocks: int = 0
     n_tokens: int = 0
@@ -252,20 +251,20 @@ def draw(args: argparse.Namespace) -> Report:
         for segment in segments:
             older = (name for name, limit_s in _AGES_S.items() if now - segment.used < limit_s)
             ages[next(older, "longer ago")] += segment.n_bytes
-        roots, n_bytes = {root.key: root for root, _ in index.roots()}, sum(ages.values())
-        described = [_described(index, segment, roots) for segment in segments]
+        n_bytes, described = sum(ages.values()), [_described(index, one) for one in segments]
         facts = {"bytes": n_bytes, "bytes_by_age": ages, "parts": described}
         n_sessions = sum(len(segment.ending) for segment in segments)
         summary = f"{folder}: {show_bytes(n_bytes)} in {counted(n_sessions, 'session')}"
         rows = [[name, _bar(size, n_bytes), show_bytes(size)] for name, size in ages.items()]
         by_age = table(["used within", "", ""], rows)
-        drawn = [*_drawn(index, segments, roots), "", by_age] if segments else []
+        drawn = [*_drawn(index, segments), "", by_age] if segments else []
     return Report({"folder": str(folder), **facts}, summary, *drawn)
 
 
 def _segments(index: Index) -> list[Segment]:
     """Return all segments, parents first."""
     rows = sorted(index.sizes(), key=lambda row: row[3])
+    roots = {root.key: root for root, _ in index.roots()}
     ending: dict[bytes, list[Session]] = defaultdict(list)
     for session in index.sessions():
         ending[session.leaf].append(session)
@@ -278,7 +277,9 @@ def _segments(index: Index) -> list[Segment]:
         segment = parent = segment_of.get(parent_key)
         # A segment ends where its sessions diverge or one ends.
         if segment is None or segment.n_sessions != n_through[key]:
-            segment = Segment(len(segments), root, parent, key, n_through[key])
+            row = index.block(key)
+            words = row[0].text[:_MOST_CHARS] if row else ""
+            segment = Segment(len(segments), roots.get(root), parent, words, n_through[key])
             segments.append(segment)
             if parent is not None:
                 parent.children.append(segment)
@@ -294,8 +295,8 @@ def _segments(index: Index) -> list[Segment]:
     return segments
 
 
-def _described(index: Index, segment: Segment, roots: Mapping[bytes, Root]) -> dict[str, Any]:
-    root = roots.get(segment.root)
+def _described(index: Index, segment: Segment) -> dict[str, Any]:
+    root = segment.root
     return {
         "part": segment.number,
         "goes_on_from": None if segment.parent is None else segment.parent.number,
@@ -307,7 +308,7 @@ def _described(index: Index, segment: Segment, roots: Mapping[bytes, Root]) -> d
             {"id": leaf.id, "name": leaf.name, "title": index.state.note(leaf.id).get("title")}
             for leaf in segment.ending
         ],
-        "words": _words(index, segment),
+        "words": segment.words,
         "blocks": segment.n_blocks,
         "tokens": segment.n_tokens,
         "bytes": segment.n_bytes,
@@ -315,18 +316,11 @@ def _described(index: Index, segment: Segment, roots: Mapping[bytes, Root]) -> d
     }
 
 
-def _words(index: Index, segment: Segment) -> str:
-    row = index.block(segment.first)
-    return row[0].text[:_MOST_CHARS] if row else ""
-
-
-def _drawn(
-    index: Index, segments: Sequence[Segment], roots: Mapping[bytes, Root]
-) -> Iterator[str | Table]:
+def _drawn(index: Index, segments: Sequence[Segment]) -> Iterator[str | Table]:
     models: dict[tuple[str, str], list[Segment]] = defaultdict(list)
     for segment in segments:
-        if segment.parent is None and (root := roots.get(segment.root)) is not None:
-            models[root.model, root.layout].append(segment)
+        if segment.parent is None and segment.root is not None:
+            models[segment.root.model, segment.root.layout].append(segment)
     # No segment is larger than its parent, so the parents of drawn segments are also drawn.
     large = set(heapq.nlargest(_MOST_DRAWN, segments, key=lambda segment: segment.tree_bytes))
     most, now = max(segment.n_bytes for segment in segments), time.time()
@@ -361,7 +355,7 @@ def _drawn(
 def _label(index: Index, segment: Segment) -> str:
     shared = f"shared by {segment.n_sessions:,}" if segment.n_sessions else "of no session"
     if not segment.ending:
-        words = shown(_words(index, segment).strip(), _MOST_CHARS)
+        words = shown(segment.words.strip(), _MOST_CHARS)
         return f"{shared}, {segment.n_tokens:,} tokens" + (f' "{words}"' if words else "")
     first, n_more = segment.ending[0], len(segment.ending) - 1
     name = called(first.name, index.state.note(first.id))
