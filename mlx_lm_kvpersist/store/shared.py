@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import dropwhile, takewhile
 from queue import Empty, SimpleQueue
@@ -198,14 +198,13 @@ class Putting:
         if new.leaf is not None and not (chain := tuple(self._disk.chain(new.leaf))):
             return  # it was evicted, or removed
         opening = opening_of(new.messages, chain[0].packed_ids if chain else b"")
-        stored, _ = store.conversation(root, opening)
-        checkpoints = stored.checkpoints
+        now = store.conversation(root, opening)
+        replies = {**now.replies, **new.replies}
         if chain:
-            checkpoints = tuple(self._disk.checkpoints([block.key for block in chain]))
-        remembered = {} if new.leaf is None else self._replies_of(root, new.messages)
-        replies = {**stored.replies, **remembered, **new.replies}
-        now = Conversation(chain or stored.chain, checkpoints, replies)
-        store.put(conversation_key(root, opening), now.packed())
+            checkpoints = self._disk.checkpoints([block.key for block in chain])
+            now = Conversation(chain, tuple(checkpoints))
+            replies |= self._replies_of(root, new.messages)
+        store.put(conversation_key(root, opening), replace(now, replies=replies).packed())
         if store.lacks(layout := layout_key(root, opening)):
             store.put(layout, root.layout.encode())
 
@@ -297,18 +296,10 @@ class Wanted:
 
 
 class Fetching:
-    """Fetches a prompt's blocks, at most `max_bytes`; `land` puts them into RAM."""
+    """Fetches a prompt's blocks into RAM, at most half of the bytes that RAM may have."""
 
-    def __init__(
-        self,
-        store: SharedObjects,
-        threads: Threads,
-        land: Callable[[Commit, list[KVBlock]], None],
-        max_bytes: int,
-        wanted: Wanted,
-    ) -> None:
-        self._store, self._threads, self._land_there = store, threads, land
-        self._max_bytes, self._wanted = max_bytes, wanted
+    def __init__(self, tier: SharedTier, wanted: Wanted) -> None:
+        self._tier, self._wanted = tier, wanted
         self._started_s = time.monotonic()
         self._plan = Plan()
         self._coming: dict[bytes, Future[KVBlock | None]] = {}
@@ -322,18 +313,18 @@ class Fetching:
         """
         wanted = self._wanted
         opening = opening_of(wanted.messages, pack_ids(wanted.ids[:OPENING_TOKENS]))
-        ask = partial(self._store.conversation, wanted.root, opening)
-        coming = self._threads.submit(ask)
+        ask = partial(self._tier.objects.conversation, wanted.root, opening)
+        coming = self._tier.threads.submit(ask)
         self._ask(wanted.keys()[:1])
         beyond: list[bytes] = []
         try:
-            conversation, note = self._result(coming)
+            conversation = self._result(coming)
             if conversation.replies:
                 wanted = self._wanted = wanted.learn(conversation.replies)
             self._plan = wanted.plan(conversation)
             beyond = self._beyond()
             self._fetch([*(record.key for record, _ in self._plan.missing), *beyond])
-            return note
+            return conversation.note
         finally:
             self._land(beyond)
             for future in self._coming.values():
@@ -355,7 +346,7 @@ class Fetching:
         for n, key in enumerate(keys):
             self._ask(keys[n : n + min(N_AHEAD, 1 + n // 2)])
             entry = self._result(self._coming.pop(key))
-            if entry is None or self._n_bytes + entry.n_bytes > self._max_bytes:
+            if entry is None or self._n_bytes + entry.n_bytes > self._tier.pool.max_bytes // 2:
                 return
             self._got[key] = entry
             self._n_bytes += entry.n_bytes
@@ -365,8 +356,9 @@ class Fetching:
     def _ask(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             if key not in self._coming and key not in self._got:
-                get = partial(self._store.block, key, self._wanted.root, self._wanted.max_bytes)
-                self._coming[key] = self._threads.submit(get)
+                wanted = self._wanted
+                get = partial(self._tier.objects.block, key, wanted.root, wanted.max_bytes)
+                self._coming[key] = self._tier.threads.submit(get)
 
     def _result(self, future: Future[Result]) -> Result:
         """Return a future's result. Raises TooLate if it takes longer than it saves."""
@@ -412,7 +404,7 @@ class Fetching:
         if entries:
             new = tuple(dropwhile(lambda block: block.key not in got, chain))
             at_end = tuple(e.block for e in entries if isinstance(e.block, Checkpoint))
-            self._land_there(Commit(self._wanted.root, new, checkpoints=at_end), entries)
+            self._tier.land(Commit(self._wanted.root, new, checkpoints=at_end), entries)
 
 
 def _block_of(record: Record) -> bytes:
@@ -420,10 +412,7 @@ def _block_of(record: Record) -> bytes:
 
 
 class SharedTier:
-    """Blocks in a store that several servers use. Any thread may ask.
-
-    `land` takes fetched blocks, at most half of the bytes that `pool` may have.
-    """
+    """Blocks in a store that several servers use; `land` takes fetched blocks. Any thread."""
 
     name = SHARED
 
@@ -436,10 +425,9 @@ class SharedTier:
         replies_of: RepliesOf = lambda root, messages: {},
         max_bytes: int | None = None,
     ) -> None:
-        self._land, self._pool = land, pool
-        self.objects = objects
+        self.objects, self.land, self.pool = objects, land, pool
         self.putting = Putting(objects, disk, replies_of, max_bytes)
-        self._threads = Threads(N_AHEAD, "kvpersist-shared")
+        self.threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
         """How long a slow store is skipped, until when, and up to which loss."""
 
@@ -469,10 +457,8 @@ class SharedTier:
         loss_s = wanted.loss_s
         if time.monotonic() < self._slow_until_s and loss_s <= self._slow_loss_s:
             return _SLOW
-        most_bytes = self._pool.max_bytes // 2
-        fetching = Fetching(self.objects, self._threads, self._land, most_bytes, wanted)
         try:
-            note = fetching.run()
+            note = Fetching(self, wanted).run()
         except TooLate:
             self.objects.failures.add("%s: it is tried less often", _SLOW)
             self._slow_s = min(max(2 * self._slow_s, SLOW_S), MOST_SLOW_S)
@@ -496,4 +482,4 @@ class SharedTier:
         """Put the waiting objects, for at most `timeout_s` seconds, and stop."""
         self.putting.close(timeout_s)
         self.objects.objects.close()
-        self._threads.close(0)
+        self.threads.close(0)

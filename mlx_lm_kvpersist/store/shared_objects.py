@@ -46,11 +46,15 @@ DAMAGED = (*MALFORMED, zlib.error)
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chain with its checkpoints, and packed ids of replies by digest, as `Commit` has them."""
+    """A chain with its checkpoints, and packed ids of replies by digest, as `Commit` has them.
+
+    `note` tells people why the store has nothing else, or is "".
+    """
 
     chain: tuple[Block, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
+    note: str = ""
 
     def packed(self) -> bytes:
         """Return it as compressed JSON; if there are too many replies, only the newest.
@@ -199,21 +203,21 @@ class SharedObjects:
         self.saw(key)
         return entry
 
-    def conversation(self, root: Root, opening: bytes) -> tuple[Conversation, str]:
-        """Return the stored part of a conversation, and a note for people, or ""."""
+    def conversation(self, root: Root, opening: bytes) -> Conversation:
+        """Return the stored part of a conversation."""
         key = conversation_key(root, opening)
         content = self._get(key, MAX_BYTES)
         if content is not None:
             try:
-                return Conversation.unpacked(content, root), ""
+                return Conversation.unpacked(content, root)
             except DAMAGED as error:
                 self._refuse(key, error)
-        layout_object = self._get(layout_key(root, opening), _MAX_LAYOUT_BYTES)
-        layout = root.layout if layout_object is None else layout_object.decode("utf-8", "replace")
-        if layout == root.layout:
-            return Conversation(), ""
-        note = f"the shared store has this conversation in another KV precision ({layout})"
-        return Conversation(), note
+        layout = self._get(layout_key(root, opening), _MAX_LAYOUT_BYTES)
+        if layout is None or layout == root.layout.encode():
+            return Conversation()
+        precision = layout.decode("utf-8", "replace")
+        note = f"the shared store has this conversation in another KV precision ({precision})"
+        return Conversation(note=note)
 
     def _get(self, key: bytes, max_bytes: int) -> bytes | None:
         try:
