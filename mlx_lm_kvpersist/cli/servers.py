@@ -136,8 +136,7 @@ class StartedServer:
         try:
             self._process.wait(15.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill9()
 
     @property
     def url(self) -> str:
@@ -160,14 +159,13 @@ class StartedServer:
         with socket.socket() as probe:
             probe.bind((_HOST, 0))
             self._port = probe.getsockname()[1]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [*self._command, "--host", _HOST, "--port", str(self._port)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
             )
         try:
             self._wait_for_model()

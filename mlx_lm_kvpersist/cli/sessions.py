@@ -206,13 +206,9 @@ def rm(args: argparse.Namespace) -> Report:
         freed = before - disk.index.totals()
     reader = "The index keeps their text while another program reads it."
     removed = [{"id": session.id, "name": session.name} for session in chosen]
+    content = {"removed": removed, **counts(freed), "bytes": freed.n_bytes}
     return Report(
-        {
-            "removed": removed,
-            **counts(freed),
-            "bytes": freed.n_bytes,
-            "is_overwritten": is_overwritten,
-        },
+        {**content, "is_overwritten": is_overwritten},
         *(f"removed {name}" for name in names),
         f"freed {show_bytes(freed.n_bytes)}: {amount(freed)}",
         "A server that runs now still has them in RAM: delete them on its page, or restart it.",
