@@ -14,11 +14,12 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from ..block import KEY_BYTES, Block, Checkpoint, Root, block_key
 from ..errors import BlockCorrupt, Failures, NoAnswer, StoreError, StoreFormatError
@@ -28,6 +29,8 @@ from .objects import Objects, TimedObjects
 from .records import SHARED, KVBlock
 
 logger = logging.getLogger(__name__)
+
+Content = TypeVar("Content")
 
 ASK_AGAIN_S = 86400.0
 """The server asks for an object again after a day, because another server may have pruned it."""
@@ -41,7 +44,6 @@ MAX_BYTES = 64 << 20
 OPENING_TOKENS = 64
 _MAX_REPLIES = 256
 _FORMAT = 1
-DAMAGED = (*MALFORMED, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,10 @@ class Conversation:
 
     @classmethod
     def unpacked(cls, packed: bytes, root: Root) -> Conversation:
-        """Read `packed`; the result is empty if the format differs. Raises one of DAMAGED."""
+        """Read `packed`; the result is empty if the format differs.
+
+        Raises zlib.error or one of MALFORMED.
+        """
         content = json.loads(zlib.decompressobj().decompress(packed, MAX_BYTES))
         if content["format"] != _FORMAT:
             return cls()
@@ -184,58 +189,46 @@ class SharedObjects:
 
     def block(self, key: bytes, root: Root, max_bytes: int) -> KVBlock | None:
         """Return a block or checkpoint with its arrays; None if it is missing or damaged."""
-        content = self._get(key, max_bytes)
-        if content is None:
-            return None
-        try:
+
+        def read(content: bytes) -> KVBlock:
             record, its_root, arrays = read_content(content, f"object {key.hex()}")
             if record.key != key or its_root.key != root.key:
                 raise BlockCorrupt(f"object {key.hex()} contains another record, {record}")
-        except StoreFormatError:
-            return None
-        except BlockCorrupt as error:
-            self._refuse(key, error)
-            return None
-        entry = KVBlock.of(record, arrays)
-        entry.tier = SHARED
-        self.counts["fetched"] += 1
-        self.counts["fetched_bytes"] += len(content)
-        self.saw(key)
-        return entry
+            self.counts["fetched"] += 1
+            self.counts["fetched_bytes"] += len(content)
+            self.saw(key)
+            return replace(KVBlock.of(record, arrays), tier=SHARED)
+
+        return self._get(key, max_bytes, read)
 
     def conversation(self, root: Root, opening: bytes) -> Conversation:
         """Return the stored part of a conversation."""
-        key = conversation_key(root, opening)
-        content = self._get(key, MAX_BYTES)
-        if content is not None:
-            try:
-                return Conversation.unpacked(content, root)
-            except DAMAGED as error:
-                self._refuse(key, error)
-        layout = self._get(layout_key(root, opening), _MAX_LAYOUT_BYTES)
+        unpacked = partial(Conversation.unpacked, root=root)
+        found = self._get(conversation_key(root, opening), MAX_BYTES, unpacked)
+        if found is not None:
+            return found
+        layout = self._get(layout_key(root, opening), _MAX_LAYOUT_BYTES, bytes)
         if layout is None or layout == root.layout.encode():
             return Conversation()
         precision = layout.decode("utf-8", "replace")
         note = f"the shared store has this conversation in another KV precision ({precision})"
         return Conversation(note=note)
 
-    def _get(self, key: bytes, max_bytes: int) -> bytes | None:
+    def _get(self, key: bytes, max_bytes: int, read: Callable[[bytes], Content]) -> Content | None:
+        """Return what `read` returns for an object's content; None if it is missing or damaged."""
         try:
             content = self.objects.ask(self._objects.get, self.path(key), max_bytes)
-            return self._encryption.decrypt(content, key)
+            return read(self._encryption.decrypt(content, key))
         except (FileNotFoundError, StoreFormatError):
             return None
         except NoAnswer as error:
             self.reads.failed(error)
             raise
-        except (StoreError, ValueError) as error:
-            self._refuse(key, error)
+        except (StoreError, zlib.error, *MALFORMED) as error:
+            self.failures.add("the shared store has a damaged object: %s", error)
+            self.counts["refused"] += 1
+            self.forget(key, is_bad=True)
             return None
-
-    def _refuse(self, key: bytes, error: Exception) -> None:
-        self.failures.add("the shared store has a damaged object: %s", error)
-        self.counts["refused"] += 1
-        self.forget(key, is_bad=True)
 
     def forget(self, key: bytes, *, is_bad: bool) -> None:
         """Treat an object as missing. If it `is_bad`, it will be replaced."""
