@@ -43,13 +43,10 @@ Arrays = Mapping[str, mx.array]
 FOLDERS = (Block.folder, Checkpoint.folder)
 
 
-def write_block(
-    path: Path, block: Record, root: Root, arrays: Arrays, files: OwnFiles | None = None
-) -> int:
+def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: OwnFiles) -> int:
     """Write the new file of a block or checkpoint; return its size in bytes.
 
-    `files` is the store's folder, by default not encrypted. The arrays must have been evaluated.
-    The name ends in .safetensors. Raises FileExistsError and OSError.
+    The arrays must have been evaluated. Raises FileExistsError and OSError.
     """
     metadata = metadata_of(block, root)
     # In the metadata, because MLX 0.31 can write no arrays without elements.
@@ -77,7 +74,7 @@ def write_block(
     length = len(header_json).to_bytes(LENGTH_BYTES, "little")
     plain = [_plain(array) for array in written.values()]
     contents = [memoryview(array) for array in plain]
-    return _files_of(path, files).write(path, length + header_json, *contents)
+    return files.write(path, length + header_json, *contents)
 
 
 def _plain(array: mx.array) -> Any:
@@ -85,10 +82,6 @@ def _plain(array: mx.array) -> Any:
     # numpy and the buffer protocol do not know bfloat16; only the bytes matter here.
     plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     return plain if memoryview(plain).c_contiguous else mx.contiguous(plain)
-
-
-def _files_of(path: Path, files: OwnFiles | None) -> OwnFiles:
-    return files or OwnFiles(path.parents[2])
 
 
 def metadata_of(block: Record, root: Root) -> dict[str, str]:
@@ -113,12 +106,11 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
     return n_bytes + sum(a.nbytes + 2 * len(name) + 192 for name, a in arrays.items()) + 1024
 
 
-def read_file(path: Path, files: OwnFiles | None = None) -> tuple[Record, Root, Arrays]:
+def read_file(path: Path, files: OwnFiles) -> tuple[Record, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
     Raises the errors of `read_record`, and OSError or MemoryError if arrays cannot be read now.
     """
-    files = _files_of(path, files)
     if files.is_encrypted:
         content = read_content(files.read(path), path.name)
         _check_place(path, content[0], files)
@@ -169,16 +161,13 @@ def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str
     return arrays
 
 
-def read_record(
-    path: Path, files: OwnFiles | None = None
-) -> tuple[Record, Root, Mapping[str, str]]:
+def read_record(path: Path, files: OwnFiles) -> tuple[Record, Root, Mapping[str, str]]:
     """Return a file's block or checkpoint, its root, and all of its metadata.
 
     Raises BlockCorrupt when the file is incomplete or has the name of another record,
     StoreFormatError when a newer version wrote it, FileNotFoundError, and OSError when it cannot be
     read now.
     """
-    files = _files_of(path, files)
     with files.open(path) as file:
         record, root, metadata = record_in(file, path.name)
     _check_place(path, record, files)

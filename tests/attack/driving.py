@@ -21,8 +21,8 @@ from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import remember
 from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.files import checksum, metadata_of, read_file
-from tests.support.store_files import block_path
+from mlx_lm_kvpersist.store.files import checksum, metadata_of
+from tests.support.store_files import block_path, read_file
 from tests.support.synthetic import Message, make_tiny_model, synthetic_text
 
 TOLERANCE = 2e-3

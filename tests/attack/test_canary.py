@@ -9,9 +9,9 @@ import pytest
 
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Kind
-from mlx_lm_kvpersist.store.files import read_record
 from tests.server.stored import block_files, wait_for_commit
 from tests.support import Message, ServerProcess, synthetic_text
+from tests.support.store_files import read_record
 
 from .driving import TOLERANCE, Cold, Talk, conversation_ids, replace_payload, talk_with
 from .quarantine import quarantined_reasons

@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.store import folder as store_folder
 from mlx_lm_kvpersist.store import session_file
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import checksum, metadata_of, write_block
+from mlx_lm_kvpersist.store.files import checksum, metadata_of
 from mlx_lm_kvpersist.store.records import Leaf
 from tests.store.conftest import (
     ROOT,
@@ -29,7 +29,7 @@ from tests.store.conftest import (
     state,
     window,
 )
-from tests.support.store_files import block_path, checkpoint_path
+from tests.support.store_files import block_path, checkpoint_path, write_block
 
 from .conftest import (
     HEAD,

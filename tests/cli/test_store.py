@@ -11,12 +11,11 @@ import pytest
 from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store.database import INDEX_FORMAT
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import StoreLock
 from mlx_lm_kvpersist.store.records import Commit
 from tests.store.conftest import ROOT, arrays_of_checkpoint, chain, state, window
 from tests.support.lock_holder import lock_holder
-from tests.support.store_files import block_path, checkpoint_path
+from tests.support.store_files import block_path, checkpoint_path, write_block
 
 from .conftest import (
     HEAD,

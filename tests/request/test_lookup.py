@@ -29,9 +29,8 @@ from mlx_lm_kvpersist.request.outcome import Kind, Reason
 from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.files import read_record
 from mlx_lm_kvpersist.store.records import DISK, RAM
-from tests.support.store_files import block_path
+from tests.support.store_files import block_path, read_record
 from tests.support.synthetic import synthetic_text
 
 from .conftest import Conversations

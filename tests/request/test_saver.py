@@ -18,12 +18,11 @@ from mlx_lm_kvpersist.host.hooks import REPLY
 from mlx_lm_kvpersist.request.outcome import Kind, Reason
 from mlx_lm_kvpersist.request.saver import RunningSequence
 from mlx_lm_kvpersist.store.block_store import Commit
-from mlx_lm_kvpersist.store.files import read_file, write_block
 from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.stored import StoredModel
 from tests.store.test_tiers import ReadOnly
-from tests.support.store_files import block_path
+from tests.support.store_files import block_path, read_file, write_block
 
 IDS = random_ids(3, 600)
 

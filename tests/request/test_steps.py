@@ -24,12 +24,11 @@ from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request import lookup as lookup_module
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.outcome import Reason
-from mlx_lm_kvpersist.store.files import read_file, write_block
 from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.stored import StoredModel
 from tests.support import wait_until
-from tests.support.store_files import block_path
+from tests.support.store_files import block_path, read_file, write_block
 
 N_PROMPT = 1100
 

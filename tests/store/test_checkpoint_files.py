@@ -10,17 +10,8 @@ import pytest
 
 from mlx_lm_kvpersist.block import Checkpoint, Root
 from mlx_lm_kvpersist.errors import BlockCorrupt, StoreFormatError
-from mlx_lm_kvpersist.store.files import (
-    FORMAT,
-    checksum,
-    file_bytes,
-    metadata_of,
-    read_file,
-    read_record,
-    record_in,
-    write_block,
-)
-from tests.support.store_files import checkpoint_path
+from mlx_lm_kvpersist.store.files import FORMAT, checksum, file_bytes, metadata_of, record_in
+from tests.support.store_files import checkpoint_path, read_file, read_record, write_block
 
 from .conftest import ROOT, arrays_of_checkpoint, chain, state
 

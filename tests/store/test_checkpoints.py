@@ -18,11 +18,10 @@ from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Gone, Leaf
 from tests.support import hold, writer_held
-from tests.support.store_files import block_path, checkpoint_path
+from tests.support.store_files import block_path, checkpoint_path, write_block
 
 from .conftest import (
     ROOT,

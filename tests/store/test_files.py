@@ -21,14 +21,7 @@ from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.store import files
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.encryption import Cipher
-from mlx_lm_kvpersist.store.files import (
-    checksum,
-    metadata_of,
-    read_file,
-    read_header,
-    read_record,
-    write_block,
-)
+from mlx_lm_kvpersist.store.files import checksum, metadata_of, read_header
 from mlx_lm_kvpersist.store.folder import (
     PLAIN,
     Encryption,
@@ -37,7 +30,7 @@ from mlx_lm_kvpersist.store.folder import (
     open_regular,
     staged_bytes,
 )
-from tests.support.store_files import block_path
+from tests.support.store_files import block_path, read_file, read_record, write_block
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 
@@ -80,10 +73,10 @@ def test_arrays_of_any_dtype_are_read_as_they_were_written(
     others = [mx.bool_, mx.float16, mx.bfloat16, mx.float32, mx.complex64]
     arrays = {str(dtype): mx.ones((3,), dtype) for dtype in (*integers, *others)}
     mx.eval(arrays)
-    files = OwnFiles(tmp_path, encryption)
-    path = files.path_of(NODE.key, NODE.folder)
-    write_block(path, NODE, ROOT, arrays, files)
-    _, _, loaded = read_file(path, files)
+    own = OwnFiles(tmp_path, encryption)
+    path = own.path_of(NODE.key, NODE.folder)
+    files.write_block(path, NODE, ROOT, arrays, own)
+    _, _, loaded = files.read_file(path, own)
     assert {name: (x.dtype, x.tolist()) for name, x in loaded.items()} == {
         name: (x.dtype, x.tolist()) for name, x in arrays.items()
     }

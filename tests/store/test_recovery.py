@@ -20,10 +20,9 @@ from mlx_lm_kvpersist.errors import StoreFormatError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.database import APPLICATION_ID, INDEX_FORMAT
 from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
-from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import OwnFiles, StoreLock
 from mlx_lm_kvpersist.store.index import Index
-from tests.support.store_files import checkpoint_path
+from tests.support.store_files import checkpoint_path, write_block
 
 from .conftest import (
     ROOT,
