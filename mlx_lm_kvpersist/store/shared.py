@@ -241,10 +241,9 @@ class Putting:
 
 @dataclass(frozen=True)
 class Plan:
-    """The blocks that match a prompt's beginning, and the `missing` records with approximate bytes,
-    in the order of use.
+    """The blocks that match a prompt's beginning, and how far the prompt continues with them.
 
-    With them a prompt continues after `n_tokens`.
+    `missing` are the records to fetch, with approximate bytes, in the order of use.
     """
 
     path: Sequence[Block] = ()
@@ -387,15 +386,14 @@ class Fetching:
 
     def _land(self, beyond: Sequence[bytes]) -> None:
         """Put the received blocks that continue the chain in RAM into RAM."""
-        missing, got = {record.key for record, _ in self._plan.missing}, self._got
-        is_here = takewhile(
-            lambda block: block.key in got or block.key not in missing, self._plan.path
-        )
-        chain = list(is_here)
-        more = [got[key].block for key in takewhile(got.__contains__, beyond)]
-        if more:
+        got = self._got
+        after = [got[key].block for key in beyond if key in got]
+        if after:
             before = max(self._wanted.chain, self._full_path, key=len)
-            chain = [*before, *(block for block in more if isinstance(block, Block))]
+            chain = [*before, *(block for block in after if isinstance(block, Block))]
+        else:
+            missing = {record.key for record, _ in self._plan.missing} - got.keys()
+            chain = list(takewhile(lambda block: block.key not in missing, self._plan.path))
         ends = {block.key for block in chain}
         entries = [entry for entry in got.values() if _block_of(entry.block) in ends]
         read_s = (time.monotonic() - self._started_s) / max(1, len(got))
