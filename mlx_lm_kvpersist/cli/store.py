@@ -68,7 +68,7 @@ def stats(args: argparse.Namespace) -> Report:
                 "namespace": root.namespace,
                 "sessions": n_sessions[root.key],
                 **counts(totals),
-                "bytes": totals.block_bytes + totals.checkpoint_bytes,
+                "bytes": totals.n_bytes,
             }
             for root, totals in index.roots()
         ]

@@ -191,7 +191,6 @@ def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, s
         if "block" in metadata:
             of_block, n_tokens = bytes.fromhex(metadata["block"]), int(metadata["n_tokens"])
             record = Checkpoint(key, of_block, metadata["kind"], n_tokens)
-            text = record.kind
         else:
             record = Block(
                 key,
@@ -201,10 +200,9 @@ def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, s
                 text=json.loads(metadata["text"]),
                 pending=bytes.fromhex(metadata["pending"]),
             )
-            text = record.text
+            record.text.encode()  # otherwise SQLite refuses it
             if not record.packed_ids or len(record.packed_ids) % 4:
                 raise ValueError("its token ids are incomplete")
-        text.encode()  # otherwise SQLite refuses it
         texts = (root.fingerprint, root.layout, root.namespace, root.session, root.model)
         if not all(isinstance(value, str) for value in texts) or type(root.with_text) is not bool:
             raise TypeError("its root has the wrong types")

@@ -140,12 +140,8 @@ class SessionFile:
             progress(number + 1, len(self.files))
         self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
 
-    @property
-    def items(self) -> tuple[Record, ...]:
-        """The records, in the order of `own_file`."""
-        return (*self.blocks, *self.checkpoints)
-
     def own_file(self, number: int) -> bytes:
+        """Return the file of a block or, after the last block, of a checkpoint."""
         self._file.seek(self._starts[number])
         return self._file.read(self.files[number].n_bytes)
 
@@ -238,7 +234,8 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
         n_bytes = source.files[number].n_bytes + disk.files.encryption.n_added_bytes
         return NewFile(record, n_bytes, lambda p: disk.files.write(p, source.own_file(number)))
 
-    files = {record.key: new_file(n, record) for n, record in enumerate(source.items)}
+    records: tuple[Record, ...] = (*source.blocks, *source.checkpoints)
+    files = {record.key: new_file(n, record) for n, record in enumerate(records)}
 
     def commit() -> Commit:
         # Called for each plan: a session may have been evicted to make room.
