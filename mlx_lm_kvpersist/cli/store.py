@@ -47,7 +47,6 @@ from .output import (
 )
 
 _MOST_DRAWN = 40
-"""The number of largest segments that are drawn."""
 _MOST_CHARS = 60
 _BAR = 20
 _ID_CHARS = 8

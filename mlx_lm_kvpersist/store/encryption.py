@@ -94,7 +94,6 @@ class Cipher(Plain):
         return bytes(self._file_names.encryptor().update(key)).hex()
 
     def key_of(self, file_name: str) -> bytes:
-        """Return a record's key from its file's name."""
         return bytes(self._file_names.decryptor().update(bytes.fromhex(file_name)))
 
     def connect(self, path: Path, driver: Any = None) -> sqlite3.Connection:

@@ -101,8 +101,7 @@ class Putting:
     def write(self, commit: Commit) -> bool:
         """Queue a written commit; return False if too much waits already.
 
-        Blocks that are not full are left out unless the turn has ended, because no prompt finds
-        them.
+        Unfinished blocks are left out unless the turn has ended, because no prompt finds them.
         """
         blocks = [block for block in commit.blocks if commit.leaf or block.n_tokens == BLOCK_TOKENS]
         records: list[Record] = [*blocks, *commit.checkpoints]
@@ -215,14 +214,12 @@ class Putting:
         try:
             old = surplus(self._store.objects.list(), None, self._max_bytes)
             self._store.objects.delete([item.name for item in old])
+            if old:
+                message = "kvpersist: %d objects beyond the shared store's size were removed"
+                logger.info(message, len(old))
         except Exception as error:  # listing may be forbidden although putting is allowed
             if self._store.answers():
                 self._store.failures.add("the shared store's size cannot be limited: %s", error)
-            return
-        if old:
-            logger.info(
-                "kvpersist: %d objects beyond the shared store's size were removed", len(old)
-            )
 
     def close(self, timeout_s: float) -> None:
         """Put the waiting objects, for at most `timeout_s` seconds, and stop."""
@@ -371,8 +368,7 @@ class Fetching:
     def _left_s(self) -> float:
         """Return how long to wait: the time saved by received records, plus a loss. Raises TooLate.
 
-        For a model that needs checkpoints, received records save their share of all missing
-        records.
+        If the model needs checkpoints, received records save their share of all missing records.
         """
         wanted, n_tokens = self._wanted, self._n_tokens
         if not wanted.any_prefix and self._plan.missing:
@@ -477,7 +473,6 @@ class SharedTier:
         return [Saved(commit) if self.putting.write(commit) else None for commit in commits]
 
     def close(self, timeout_s: float) -> None:
-        """Put the waiting objects, for at most `timeout_s` seconds, and stop."""
         self.putting.close(timeout_s)
         self.objects.objects.close()
         self.threads.close(0)

@@ -110,7 +110,6 @@ def opening_of(messages: Sequence[Any], packed_ids: bytes = b"") -> bytes:
 
 
 def conversation_key(root: Root, opening: bytes) -> bytes:
-    """Return the key of a conversation's object."""
     return blake2b(root.key + opening, digest_size=KEY_BYTES, person=b"kvpersist-turn-1").digest()
 
 
@@ -202,7 +201,6 @@ class SharedObjects:
         return self._get(key, max_bytes, read)
 
     def conversation(self, root: Root, opening: bytes) -> Conversation:
-        """Return the stored part of a conversation."""
         unpacked = partial(Conversation.unpacked, root=root)
         found = self._get(conversation_key(root, opening), MAX_BYTES, unpacked)
         if found is not None:
