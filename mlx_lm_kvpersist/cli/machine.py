@@ -10,7 +10,6 @@ import timeit
 from collections.abc import Mapping
 from contextlib import suppress
 from ctypes.util import find_library
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -30,7 +29,6 @@ def versions() -> dict[str, str]:
     return releases
 
 
-@cache
 def device() -> dict[str, Any]:
     """Return what MLX and the system report about the machine, and which BLAS replaces MLX's."""
     import mlx.core as mx

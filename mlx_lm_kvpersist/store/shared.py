@@ -215,8 +215,9 @@ class Putting:
             old = surplus(self._store.objects.list(), None, self._max_bytes)
             self._store.objects.delete([item.name for item in old])
             if old:
-                message = "kvpersist: %d objects beyond the shared store's size were removed"
-                logger.info(message, len(old))
+                logger.info(
+                    "kvpersist: %d objects beyond the shared store's size were removed", len(old)
+                )
         except Exception as error:  # listing may be forbidden although putting is allowed
             if self._store.answers():
                 self._store.failures.add("the shared store's size cannot be limited: %s", error)
