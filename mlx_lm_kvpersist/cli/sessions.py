@@ -16,9 +16,10 @@ from ..block import Checkpoint
 from ..config import encryption_of, limits_of
 from ..errors import StoreError
 from ..store.disk import DiskStore
+from ..store.folder import whole_file
 from ..store.index import Index
 from ..store.records import Session, Totals
-from ..store.session_file import SessionFile, export_session, import_session
+from ..store.session_file import SessionFile, export_parts, export_records, import_session
 from ..units import show_bytes
 from .opening import changing, reading
 from .output import (
@@ -234,7 +235,10 @@ def export(args: argparse.Namespace) -> Report:
         session = choose(index, args.session)
         if target.exists() and not args.force:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
-        n_bytes = export_session(index, session, target, on_progress)
+        exported = export_records(index, session)
+        n_bytes, parts = export_parts(index, session, exported, on_progress)
+        with whole_file(target, fsync=True) as file:
+            file.writelines(parts)
         what = f"is now in {target}, {show_bytes(n_bytes)}"
         return _changed(index, session, what, file=str(target), file_bytes=n_bytes)
 

@@ -28,7 +28,7 @@ from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from .disk import DiskStore
 from .disk_tier import Saving
 from .files import MALFORMED, MAX_HEADER_BYTES, read_content
-from .folder import open_regular, whole_file
+from .folder import open_regular
 from .index import Index
 from .records import Commit, Leaf, NewFile, Session
 
@@ -147,18 +147,6 @@ class SessionFile:
 
 
 # Out of a store.
-
-
-def export_session(
-    index: Index, session: Session, target: Path, progress: Progress = lambda done, total: None
-) -> int:
-    """Write a session to a file, which appears when it is whole; return its size in bytes."""
-    records = export_records(index, session)
-    n_bytes, chunks = export_parts(index, session, records, progress)
-    with whole_file(target, fsync=True) as file:
-        for chunk in chunks:
-            file.write(chunk)
-    return n_bytes
 
 
 def export_records(index: Index, session: Session) -> list[Record]:

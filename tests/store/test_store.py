@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.disk_tier import Saving
 from mlx_lm_kvpersist.store.records import Gone, KVBlock, Leaf, Saved
-from mlx_lm_kvpersist.store.session_file import SessionFile, export_session
+from mlx_lm_kvpersist.store.session_file import SessionFile, export_parts, export_records
 from tests.support import writer_held
 from tests.support.store_files import block_path
 
@@ -128,7 +128,8 @@ def test_a_tail_stays_for_another_session_that_ends_in_it(
     (bob,) = store.index.sessions_named("bob")
     assert store.index.session(alice.id) == alice and alice.leaf == short.key
     assert (bob.leaf, bob.n_tokens) == (longest.key, 4)
-    export_session(store.index, alice, tmp_path / "alice")
+    _, parts = export_parts(store.index, alice, export_records(store.index, alice))
+    (tmp_path / "alice").write_bytes(b"".join(parts))
     with closing(SessionFile(tmp_path / "alice")) as exported:
         assert exported.blocks == (short,)
     store.disk.remove_session(bob)

@@ -26,11 +26,12 @@ from mlx_lm_kvpersist.store import folder as store_folder
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore, rebuild_index
 from mlx_lm_kvpersist.store.disk_tier import Saving
+from mlx_lm_kvpersist.store.files import write_block
 from mlx_lm_kvpersist.store.folder import OwnFiles
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Commit, read_sidecar
 from tests.support import wait_until, writer_held
-from tests.support.store_files import block_path, read_file, write_block
+from tests.support.store_files import block_path, read_file
 
 from .conftest import ROOT, chain, leaves, save_turn, state
 
