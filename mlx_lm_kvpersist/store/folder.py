@@ -173,17 +173,20 @@ class OwnFiles:
             )
         content = (folder / MARKER).read_text(encoding="ascii", errors="replace")
         mark = content.partition(_ENCRYPTED)[2].strip()
-        made_with, empty = "give the key file that it was made with", "choose an empty folder with"
         if mark == own_mark:
             return
+        made_with = "give the key file that it was made with"
         if not own_mark:
             fault = f"is encrypted; {made_with}: --kvpersist-encrypt KEYFILE"
         elif mark:
-            fault = f"is encrypted with another key; {made_with}, or {empty} --kvpersist-dir"
+            fault = (
+                f"is encrypted with another key; {made_with}, or choose an empty folder with "
+                "--kvpersist-dir"
+            )
         else:
             fault = (
-                f"is not encrypted; leave out --kvpersist-encrypt, or {empty} --kvpersist-dir: "
-                "sessions export and import bring conversations there"
+                "is not encrypted; leave out --kvpersist-encrypt, or choose an empty folder with "
+                "--kvpersist-dir: sessions export and import bring conversations there"
             )
         raise StoreError(f"the store {folder} {fault}")
 
