@@ -86,13 +86,14 @@ def _plain(array: mx.array) -> Any:
 
 def metadata_of(block: Record, root: Root) -> dict[str, str]:
     """Return the metadata of a block's or a checkpoint's file, without the checksum."""
-    named = {"format": str(FORMAT), "key": block.key.hex(), "root": root.to_json()}
+    named = {"format": str(FORMAT), "key": block.key.hex()}
     if isinstance(block, Checkpoint):
         own = {"block": block.block.hex(), "kind": block.kind, "n_tokens": str(block.n_tokens)}
-        return {**named, **own}
+        return {**named, **own, "root": root.to_json()}
     return {
         **named,
         "parent": block.parent.hex(),
+        "root": root.to_json(),
         "start": str(block.start),
         "ids": block.packed_ids.hex(),
         "text": json.dumps(block.text),
