@@ -81,11 +81,7 @@ class Putting:
     """
 
     def __init__(
-        self,
-        store: SharedObjects,
-        disk: DiskTier,
-        replies_of: RepliesOf,
-        max_bytes: int | None = None,
+        self, store: SharedObjects, disk: DiskTier, replies_of: RepliesOf, max_bytes: int | None
     ) -> None:
         self._store, self._disk, self._replies_of = store, disk, replies_of
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
@@ -417,8 +413,8 @@ class SharedTier:
         disk: DiskTier,
         land: Callable[[Commit, list[KVBlock]], None],
         pool: BlockPool,
-        replies_of: RepliesOf = lambda root, messages: {},
-        max_bytes: int | None = None,
+        replies_of: RepliesOf,
+        max_bytes: int | None,
     ) -> None:
         self.objects, self.land, self.pool = objects, land, pool
         self.putting = Putting(objects, disk, replies_of, max_bytes)
