@@ -12,6 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -46,12 +47,12 @@ _DAMAGE = re.compile(
 3.10 a message that quotes a damaged schema is empty if it is not UTF-8."""
 
 
+@dataclass
 class _ThreadConnection:
     """Closes a thread's connection when the thread ends, without waiting for the GC."""
 
-    def __init__(self, db: sqlite3.Connection, n_opened: int) -> None:
-        self.db = db
-        self.n_opened = n_opened
+    db: sqlite3.Connection
+    n_opened: int
 
     def __del__(self) -> None:
         self.db.close()
@@ -164,13 +165,10 @@ class Database:
 
         A thread that waits too long opens its own: the borrower may wait for a disk.
         """
-        has_turn, own = True, None
         try:
-            own = self._lent.get(timeout=_TURN_S)
+            self._local.own, has_turn = self._lent.get(timeout=_TURN_S), True
         except Empty:
             has_turn = False
-        if own is not None:
-            self._local.own = own
         try:
             yield
         finally:

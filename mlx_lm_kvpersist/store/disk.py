@@ -129,19 +129,19 @@ class DiskStore:
             if isinstance(error, sqlite3.Error) and not is_damage(error):
                 raise
         with self.lock.held():
-            # An empty file counts as missing: with an empty index, a sweep would remove all blocks.
-            if is_empty(path) and (self.folder / "blocks").exists():
-                rebuild_index(self.files)
             try:
-                return open_index()
+                # An empty file counts as missing: with an empty index, a sweep would remove all
+                # blocks.
+                if not is_empty(path) or not (self.folder / "blocks").exists():
+                    return open_index()
             except sqlite3.Error as error:
                 if not is_damage(error):
                     raise
                 logger.warning(
                     "kvpersist: the index of the store is damaged (%s); it is rebuilt", error
                 )
-                rebuild_index(self.files)
-                return open_index()
+            rebuild_index(self.files)
+            return open_index()
 
     def follow_folder(self) -> None:
         """Open the index that is in the folder now; make the folder again if it was removed.
@@ -232,9 +232,9 @@ class DiskStore:
     def quarantine(self, key: bytes, reason: str) -> None:
         """Move a record that failed a check to quarantine. Later blocks become unreachable."""
         with self.lock.held():
-            paths = [self.files.path_of(key, name) for name in FOLDERS]
-            for path in filter(Path.exists, paths):
-                self._set_aside(path, key, reason)
+            for name in FOLDERS:
+                if (path := self.files.path_of(key, name)).exists():
+                    self._set_aside(path, key, reason)
             self.forget(key, Gone.QUARANTINED)
 
     def _set_aside(self, path: Path, key: bytes, reason: str) -> None:
@@ -401,18 +401,9 @@ class DiskStore:
         now, leaf = self.index.now(), commit.leaf
         session = self.index.session_of(commit)
         if session is None:
-            session_id = self._free_id()
-            session = Session(session_id, commit.root.key, leaf.name, leaf.key, 0, False, now, now)
-        return replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
-
-    def _free_id(self) -> str:
-        """Draw a random 64-bit id that no other session's row or sidecar has. Under the lock."""
-        for _ in range(100):
             drawn = secrets.token_hex(8)
-            has_row = self.index.ask("SELECT 1 FROM sessions WHERE id = ?", drawn)
-            if not has_row and not os.path.lexists(sidecar_path(self.folder, drawn)):
-                return drawn
-        raise StoreError("a hundred random ids for a session all belong to other sessions")
+            session = Session(drawn, commit.root.key, leaf.name, leaf.key, 0, False, now, now)
+        return replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
 
     def remove_session(self, session: Session) -> list[Block]:
         """Remove a session and the records that only it and its draft need; return the blocks.
@@ -546,38 +537,30 @@ def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = 
     A record was last used at its time in `used`, or when its file was written, if that is later.
     """
     files, used = index.files, used or {}
-    paths = [path for name in FOLDERS for path in sorted(files.paths(name))]
+    paths = [path for name in (*FOLDERS, "sessions") for path in sorted(files.paths(name))]
+    paths = [path for path in paths if path.suffix != ".tmp"]
     bad: list[str] = []
     with index.database.transaction():
-        for number, path in enumerate(paths):
+        for number, path in enumerate(paths, start=1):
             try:
-                (record, root, _), stat = read_record(path, files), path.stat()
+                if path.suffix == ".json":
+                    session = read_sidecar(path, files)
+                    if session.leaf in index:
+                        index.put_session(session, path.stat().st_size)
+                else:
+                    (record, root, _), stat = read_record(path, files), path.stat()
+                    parent = index.block(record.block) if isinstance(record, Checkpoint) else None
+                    if isinstance(record, Block) or (parent is not None and parent[1] == root.key):
+                        last_s = max(stat.st_mtime, used.get(record.key, 0.0))
+                        index.add_blocks(root, [(record, stat.st_size)], last_s)
             except StoreFormatError as error:
                 raise StoreFormatError(f"{path}: {error}") from error
-            except (BlockCorrupt, FileNotFoundError) as error:
+            except (BlockCorrupt, FileNotFoundError, ValueError) as error:
                 bad.append(f"{path.name}: {error}")
             except OSError as error:
                 error.filename = error.filename or str(path)
                 raise
-            else:
-                parent = index.block(record.block) if isinstance(record, Checkpoint) else None
-                if isinstance(record, Block) or (parent is not None and parent[1] == root.key):
-                    last_s = max(stat.st_mtime, used.get(record.key, 0.0))
-                    index.add_blocks(root, [(record, stat.st_size)], last_s)
-            progress(number + 1, len(paths))
-        for path in sorted(files.paths("sessions")):
-            if path.suffix != ".json":
-                continue
-            try:
-                session = read_sidecar(path, files)
-            except ValueError as error:
-                bad.append(f"{path.name}: {error}")
-                continue
-            except OSError as error:
-                error.filename = error.filename or str(path)
-                raise
-            if session.leaf in index:
-                index.put_session(session, path.stat().st_size)
+            progress(number, len(paths))
     if bad:
         logger.warning(
             "kvpersist: %d files are not taken into the index, such as %s", len(bad), bad[0]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,11 @@ class _Job:
     make: Callable[[], Commit]
     result: Saved | Exception | None = None
     commit: Commit = field(init=False)
-    """The commit of the last plan, its `keys`, and the `files` that were missing."""
-    keys: Collection[bytes] = ()
+    """The commit of the last plan, and the `files` that were missing."""
     files: list[NewFile] = field(default_factory=list)
     reserved_bytes: int = 0
-    paths: dict[bytes, Path] = field(default_factory=dict)
-    """The files that were moved into place, and their `sizes` in bytes."""
-    sizes: dict[bytes, int] = field(default_factory=dict)
+    sizes: dict[Path, int] = field(default_factory=dict)
+    """Bytes of the files that were moved into place."""
     session: Session | None = None
     removed: Collection[bytes] = ()
 
@@ -196,23 +193,24 @@ class Saving:
         job.commit = replace(
             commit, blocks=tuple(blocks), checkpoints=checkpoints, superseded=superseded
         )
-        job.keys = job.commit.keys()
         return True
 
     def _report_missing(self, key: bytes) -> bool:
         gone = self._disk.gone.get(key)
-        why = "was removed by another process, or with its session"
-        if gone:
-            why = f"has been {gone.value}"
+        why = (
+            f"has been {gone.value}"
+            if gone
+            else "was removed by another process, or with its session"
+        )
         logger.warning(
-            "kvpersist: a turn is not saved: %s, which it needs, %s", f"block {key.hex()}", why
+            "kvpersist: a turn is not saved: block %s, which it needs, %s", key.hex(), why
         )
         return False
 
     def _make_room(self, jobs: Sequence[_Job]) -> None:
         """Make room for the files that commits lack; a failure is the job's result."""
         disk = self._disk
-        keep = {*self._keep, *chain.from_iterable(job.keys for job in jobs)}
+        keep = set(self._keep).union(*(job.commit.keys() for job in jobs))
         counted: set[bytes] = set()
         reserve = disk.reserve_bytes
         for job in jobs:
@@ -257,11 +255,13 @@ class Saving:
             self._disk.n_written_bytes += size
 
     def _move_in(self, job: _Job) -> None:
+        new = list[tuple[Record, int]]()
         for file in job.files:
-            path = self._disk.files.path_of(file.block.key, file.block.folder)
-            self._disk.files.move(self._staging.path(file.block.key), path)
-            job.paths[file.block.key] = path
-            job.sizes[file.block.key] = self._staging.sizes.pop(file.block.key)
+            key = file.block.key
+            path = self._disk.files.path_of(key, file.block.folder)
+            self._disk.files.move(self._staging.path(key), path)
+            job.sizes[path] = self._staging.sizes.pop(key)
+            new.append((file.block, job.sizes[path]))
         job.session = self._disk.session_of(job.commit)
         if (leaf := job.commit.leaf) and leaf.replaced:
             at_ends = self._index.sessions_at(*(old for old, _ in leaf.replaced))
@@ -270,14 +270,12 @@ class Saving:
             replaced = tuple(pair for pair in leaf.replaced if pair[0] not in needed)
             job.commit = replace(job.commit, leaf=replace(leaf, replaced=replaced))
         n_bytes = write_sidecar(job.session, self._disk.files) if job.session else 0
-        sizes = [(file.block, job.sizes[file.block.key]) for file in job.files]
-        job.removed = self._index.commit(job.commit, sizes, job.session, n_bytes)
+        job.removed = self._index.commit(job.commit, new, job.session, n_bytes)
 
     def _move_out(self, job: _Job) -> None:
-        for path in job.paths.values():
+        for path in job.sizes:
             with self._continuing(_REMOVE):
                 self._disk.files.remove(path)
-        job.paths.clear()
         job.sizes.clear()
         if (session := job.session) is None:
             return

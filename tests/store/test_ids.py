@@ -6,7 +6,6 @@ import re
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain as chained
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,6 @@ def named(store: BlockStore, name: str | None) -> Session:
     return found
 
 
-def draw(monkeypatch: pytest.MonkeyPatch, *ids: str) -> None:
-    """Have these ids drawn first, and then always the last of them."""
-    drawn = chained(ids, iter(lambda: ids[-1], None))
-    monkeypatch.setattr("mlx_lm_kvpersist.store.disk.secrets.token_hex", lambda _: next(drawn))
-
-
 def with_old_id(store: BlockStore, name: str | None) -> Session:
     """Give a stored session, and its file, an id in the form of older versions."""
     with store.disk.lock.held():
@@ -55,49 +48,19 @@ def test_an_id_has_64_bits(store: BlockStore) -> None:
     assert min(len(set(digits)) for digits in zip(*ids, strict=True)) > 4
 
 
-@pytest.mark.parametrize("first", ["a name", None])
-@pytest.mark.parametrize("second", ["another name", None])
-def test_an_id_that_is_taken_is_drawn_again(
-    store: BlockStore, monkeypatch: pytest.MonkeyPatch, first: str | None, second: str | None
-) -> None:
-    draw(monkeypatch, "a" * 16, "a" * 16, "b" * 16)
-    save_turn(store, chain([1], [2]), first)
-    before = named(store, first)
-    save_turn(store, chain([5], [6]), second)
-    assert {session.id: session.leaf for session in store.index.sessions()} == {
-        "a" * 16: before.leaf,
-        "b" * 16: chain([5], [6])[-1].key,
-    }
-    if first is not None:
-        assert read_sidecar(sidecar_path(store.folder, before.id), OwnFiles(store.folder)) == before
-    assert store.index.faults() == [] and find_problems(store.folder, store.index) == []
-
-
-def test_a_turn_that_draws_nothing_but_one_taken_id_is_not_saved(
+def test_a_turn_whose_new_id_is_taken_is_not_saved_and_takes_nothing(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    draw(monkeypatch, "a" * 16)
+    monkeypatch.setattr("mlx_lm_kvpersist.store.disk.secrets.token_hex", lambda _: "a" * 16)
     save_turn(store, chain([1], [2]), "a name")
     before = named(store, "a name")
     save_turn(store, chain([5], [6]), "another name")
     assert "cannot save a turn" in caplog.text and store.turns_not_saved == 1
     assert store.index.sessions() == [before] and find_problems(store.folder, store.index) == []
+    assert read_sidecar(sidecar_path(store.folder, before.id), OwnFiles(store.folder)) == before
     monkeypatch.undo()
     save_turn(store, chain([5], [6]), "another name")
-    assert len(store.index.sessions()) == 2
-
-
-def test_an_id_of_which_only_a_file_is_left_is_drawn_again(
-    store: BlockStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = sidecar_path(store.folder, "a" * 16)
-    store.drain()  # its sweep would remove the file
-    path.parent.mkdir()
-    path.write_bytes(b"the name of another session")
-    draw(monkeypatch, "a" * 16, "b" * 16)
-    save_turn(store, chain([1]), "a name")
-    assert named(store, "a name").id == "b" * 16
-    assert path.read_bytes() == b"the name of another session"
+    assert len(store.index.sessions()) == 2 and store.index.faults() == []
 
 
 @pytest.mark.parametrize("name", ["a name", "another name", None])
@@ -113,21 +76,6 @@ def test_the_index_refuses_a_session_whose_id_another_one_has(
     changed = replace(before, pinned=True, used=before.used + 1)
     store.index.put_session(changed)
     assert store.index.sessions() == [changed] and store.index.faults() == []
-
-
-def test_a_turn_whose_id_is_taken_at_the_last_moment_is_not_saved_and_takes_nothing(
-    store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_turn(store, chain([1], [2]), "a name")
-    before = named(store, "a name")
-    monkeypatch.setattr(store.disk, "_free_id", lambda: before.id)
-    save_turn(store, chain([5], [6]), "another name")
-    assert "cannot save a turn" in caplog.text and store.turns_not_saved == 1
-    assert store.index.sessions() == [before]
-    assert read_sidecar(sidecar_path(store.folder, before.id), OwnFiles(store.folder)) == before
-    monkeypatch.undo()
-    save_turn(store, chain([5], [6]), "another name")
-    assert len(store.index.sessions()) == 2 and store.index.faults() == []
 
 
 def test_a_rebuild_keeps_two_sessions_that_had_the_same_id(store: BlockStore) -> None:

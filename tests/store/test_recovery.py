@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -347,7 +348,7 @@ def test_a_rebuild_that_breaks_off_leaves_the_rows_as_they_were(
         add(index, *args)
         seen.append(store.index.keys())
         if len(seen) == 2:
-            raise OSError("a file cannot be read now")
+            raise OSError(errno.EIO, "a file cannot be read now")
 
     with monkeypatch.context() as patch, StoreLock(store.folder / "lock").held():
         patch.setattr(Index, "add_blocks", breaking)
