@@ -107,7 +107,7 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
         "tokens": session.n_tokens,
         "blocks": len(chain),
         "checkpoints": sum(n_checkpoints for *_, n_checkpoints in chain),
-        "bytes": sum(n_bytes for _, _, n_bytes, _ in chain),
+        "bytes": sum(n_bytes for _, _, n_bytes, *_ in chain),
         "pinned": session.pinned,
         "created": utc_time(session.created),
         "used": utc_time(session.used),

@@ -297,9 +297,10 @@ class BlockStore:
         "written_last_hour_bytes" counts the bytes of all processes, "written_turn_bytes" is the
         mean of this process's turns. If `all_files` is false, no folder is read.
         """
+        all_tiers: Sequence[BlockPool | LowerTier] = [self.pool, *self.lower]
         tiers: dict[str, dict[str, Any]] = {
             tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
-            for tier in (self.pool, *self.lower)
+            for tier in all_tiers
         }
         with self.index.asked_once() as index:
             last_hour_bytes = index.state.written_last_hour()

@@ -106,12 +106,9 @@ class DiskStore:
             self.index = self._opened(index)
             self.lock.check_missing = self._check_volume
         except (OSError, sqlite3.Error) as error:
-            if is_locked(error):
-                raise StoreError(f"the store {folder} cannot be used: {error}") from error
-            raise StoreError(
-                f"the store {folder} cannot be used: {error}. "
-                "Choose a writable folder with --kvpersist-dir."
-            ) from error
+            advice = ". Choose a writable folder with --kvpersist-dir."
+            advice = "" if is_locked(error) else advice
+            raise StoreError(f"the store {folder} cannot be used: {error}{advice}") from error
 
     def close(self) -> None:
         self.index.close()
@@ -320,8 +317,6 @@ class DiskStore:
             too_much = self._excess(n_bytes)
             if too_much > 0:
                 sweep_staged(self.files)  # what a process that has ended announced
-                too_much = self._excess(n_bytes)
-            if too_much > 0:
                 self.index.state.trim_replies(self.limits.max_disk_bytes // _REPLIES_SHARE)
                 for path in self.files.paths("quarantine"):
                     self.files.remove(path)
@@ -414,9 +409,8 @@ class DiskStore:
         with self.lock.held():
             chain = [block for block, _ in self.index.chain(session.leaf)]
             own = self.index.root(session.root)
-            roots = self.index.roots(tenant=own) if own else []
-            others = (root for root, _ in roots if root != own)
-            other_roots = [root for root in others if own and own.shares_tenant(root)]
+            roots = [root for root, _ in self.index.roots(tenant=own)] if own else []
+            other_roots = [r for r in roots if own and own != r and own.shares_tenant(r)]
             self.index.remove_session(session.id)
             self.remove_sidecar(session.id)
             for blocks in (chain, *(self._same_tokens(chain, root) for root in other_roots)):

@@ -185,27 +185,22 @@ class Index(Rows):
         """Return a number that changes when another thread or process has changed the index."""
         return sum(version for (version,) in self.ask("PRAGMA data_version"))
 
-    def outline(self, leaves: Iterable[bytes]) -> list[tuple[bytes, bytes, int, int]]:
+    def outline(self, leaves: Iterable[bytes]) -> list[tuple[bytes, bytes, int, int, int]]:
         """Return all blocks between the roots and these leaves, parents before children.
 
         A row has its key, its parent's key, its bytes and its checkpoints' bytes together, and the
-        number of checkpoints.
+        numbers of its children and of its checkpoints.
         """
         rows = self.ask_in(
             "WITH RECURSIVE leaves(key) AS (VALUES {}), up(key) AS (SELECT key FROM leaves "
             "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
-            "SELECT b.key, parent, b.n_bytes + coalesce(sum(c.n_bytes), 0), count(c.key) "
-            "FROM up JOIN blocks AS b USING (key) LEFT JOIN checkpoints AS c ON c.block = b.key "
-            "GROUP BY b.key ORDER BY start",
+            "SELECT b.key, parent, b.n_bytes + coalesce(sum(c.n_bytes), 0), n_children, "
+            "count(c.key) FROM up JOIN blocks AS b USING (key) "
+            "LEFT JOIN checkpoints AS c ON c.block = b.key GROUP BY b.key ORDER BY start",
             zip(leaves),
-            types=(bytes, bytes, int, int),
+            types=(bytes, bytes, int, int, int),
         )
         return list({row[0]: row for row in rows}.values())
-
-    def n_children(self, keys: Iterable[bytes]) -> dict[bytes, int]:
-        """Return the number of children of those blocks that have any."""
-        query = "SELECT parent, count(*) FROM blocks WHERE parent IN (VALUES {}) GROUP BY parent"
-        return dict(self.ask_in(query, zip(keys), types=(bytes, int)))
 
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
         """Return a row for each block.
@@ -403,15 +398,15 @@ class Index(Rows):
                     if isinstance(b, Block)
                 ],
             )
-            checkpoints = [
-                (c.key, c.block, c.kind, c.n_tokens, n, *same)
-                for c, n in blocks
-                if isinstance(c, Checkpoint)
-            ]
-            # Not INSERT OR REPLACE: the triggers would not count the replaced row as removed.
-            keys = [row[:1] for row in checkpoints]
-            db.executemany("DELETE FROM checkpoints WHERE key = ?", keys)
-            db.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", checkpoints)
+            db.executemany(
+                "INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (key) DO UPDATE SET n_bytes = excluded.n_bytes, used = excluded.used",
+                [
+                    (c.key, c.block, c.kind, c.n_tokens, n, *same)
+                    for c, n in blocks
+                    if isinstance(c, Checkpoint)
+                ],
+            )
 
     def commit(
         self,
@@ -453,7 +448,8 @@ class Index(Rows):
     def put_session(self, session: Session, sidecar_bytes: int = 0) -> None:
         """Add or change a session. Raises sqlite3.IntegrityError if another session has its id."""
         with self.database.transaction() as db:
-            # Not INSERT OR REPLACE, as in `add_blocks`. Another session has another time or name.
+            # Not INSERT OR REPLACE: the triggers would not count the replaced row as removed.
+            # Another session has another time or name.
             db.execute(
                 "DELETE FROM sessions WHERE id = ? AND root = ? AND name IS ? AND created = ?",
                 (session.id, session.root, session.name, session.created),

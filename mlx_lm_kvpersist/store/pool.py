@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -187,9 +188,8 @@ class BlockPool:
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in entries:
-                self.held_bytes -= entry.n_bytes * entry.is_held
-                entry.is_stored = is_stored
-                self.held_bytes += entry.n_bytes * entry.is_held
+                was_held, entry.is_stored = entry.is_held, is_stored
+                self.held_bytes += entry.n_bytes * (entry.is_held - was_held)
                 self._requeue(entry.block.key)
 
     def remove(self, key: bytes) -> None:
@@ -254,15 +254,12 @@ class BlockPool:
 
     def _hold(self, entries: Iterable[KVBlock], pins: int, prefetched: int) -> None:
         for entry in entries:
-            was_held, was_pinned = entry.is_held, entry.pins > 0
+            was_held = entry.is_held
             entry.pins += pins
             entry.prefetched += prefetched
-            key = entry.block.key
-            if (was_held, was_pinned) != (entry.is_held, entry.pins > 0) and (
-                self._entries.get(key) is entry
-            ):
+            if self._entries.get(entry.block.key) is entry:
                 self.held_bytes += entry.n_bytes * (entry.is_held - was_held)
-                self._requeue(key)
+                self._requeue(entry.block.key)
 
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
@@ -359,11 +356,15 @@ class Prefetch:
         self.sizes: dict[bytes, int] = {}
         """Bytes of the records read from tiers, by key."""
         self.stopped = False
-        self.finished = False
+        self.reading: Future[None] = Future()
         self._pool = pool
         self._released = released
         self._is_released = False
         self._entries: list[KVBlock] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.reading.done()
 
     def stop(self) -> None:
         """Stop after the file that is being read; entries in RAM stay."""
@@ -415,11 +416,10 @@ class Reader:
 
     def load_all(self, wanted: Sequence[Record], root: Root) -> Iterator[KVBlock | None]:
         """Yield what `load` returns for each record, in order. Several records are read at once."""
-        if sum(self.pool.get(block.key) is None for block in wanted) < 2:
-            for block in wanted:
-                yield self.load(block, root)
-            return
         tasks = (partial(self.load, block, root) for block in wanted)
+        if sum(self.pool.get(block.key) is None for block in wanted) < 2:
+            yield from (task() for task in tasks)
+            return
         coming = deque(map(self._workers.submit, islice(tasks, _N_THREADS + 1)))
         while coming:
             yield coming.popleft().result()
@@ -440,11 +440,8 @@ class Reader:
                 logger.exception(
                     "kvpersist: prefetching failed; the rest is read when it is needed"
                 )
-            finally:
-                prefetch.finished = True
 
-        if self._prefetcher.submit(run).cancelled():
-            prefetch.finished = True
+        prefetch.reading = self._prefetcher.submit(run)
         return prefetch
 
     def release_prefetched(self) -> None:

@@ -190,8 +190,8 @@ class Forgotten:
     checkpoints: tuple[bytes, ...]
 
 
-class Tier(Protocol):
-    """A place that holds blocks and checkpoints. Any thread may ask."""
+class LowerTier(Protocol):
+    """A tier below RAM, which stores commits. Any thread may ask."""
 
     @property
     def name(self) -> str:
@@ -206,10 +206,6 @@ class Tier(Protocol):
         The keys are "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes"
         and "asked_again_tokens".
         """
-
-
-class LowerTier(Tier, Protocol):
-    """A tier below RAM, which stores commits."""
 
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]

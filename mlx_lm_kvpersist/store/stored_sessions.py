@@ -90,7 +90,7 @@ class StoredSessions:
     def _sums(self, index: Index, sessions: Sequence[Session]) -> dict[bytes, tuple[int, int, int]]:
         """Return by leaf the numbers of blocks and of blocks in RAM, and the bytes, of a chain."""
         sums: dict[bytes, tuple[int, int, int]] = {}
-        for key, parent, n_bytes, _ in index.outline({session.leaf for session in sessions}):
+        for key, parent, n_bytes, *_ in index.outline({session.leaf for session in sessions}):
             n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
             n_in_ram = n_in_ram_above + (key in self._store.pool)
             sums[key] = n_above + 1, n_in_ram, bytes_above + n_bytes
@@ -284,9 +284,9 @@ def _readable() -> Iterator[None]:
 def _freed_bytes(index: Index, sessions: Sequence[Session]) -> int:
     """Return the bytes of the blocks and checkpoints that only these sessions need."""
     outline = index.outline({session.leaf for session in sessions})
-    rows = {key: (parent, n_bytes) for key, parent, n_bytes, _ in outline}
+    rows = {key: (parent, n_bytes) for key, parent, n_bytes, *_ in outline}
     # A block is removed if all of its children, and all sessions that end in it, are removed.
-    n_kept: Counter[bytes] = Counter(index.n_children(rows))
+    n_kept = Counter({key: n_children for key, _, _, n_children, _ in outline})
     n_kept.update(session.leaf for session in index.sessions_at(*rows))
     n_kept.subtract(session.leaf for session in sessions)
     freed = 0
