@@ -212,7 +212,6 @@ class Saving:
         disk = self._disk
         keep = set(self._keep).union(*(job.commit.keys() for job in jobs))
         counted: set[bytes] = set()
-        reserve = disk.reserve_bytes
         for job in jobs:
             # A block that several commits need is written once.
             files = [file for file in self._unwritten(job) if file.block.key not in counted]
@@ -220,10 +219,7 @@ class Saving:
             if not files and not replies:
                 continue
             counted.update(file.block.key for file in files)
-            # The rows of many blocks take more space than is reserved for all commits.
-            rows = sum(_row_bytes(file.block) for file in files)
-            beyond, reserve = max(0, rows - reserve), max(0, reserve - rows)
-            n_bytes = sum(file.n_bytes for file in files) + beyond
+            n_bytes = sum(file.n_bytes + _row_bytes(file.block) for file in files)
             n_bytes += sum(_entries_bytes(len(packed), 0) for packed in replies)
             try:
                 if not disk.make_room(n_bytes, keep, job.commit.root):

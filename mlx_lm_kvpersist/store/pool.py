@@ -333,20 +333,12 @@ class BlockPool:
             key = self._next(last_resorts=last_resorts)
             if key is None:
                 break
-            is_gone = not self._entries[key].is_stored
-            self._evict_one(key)
-            # The checkpoints of a block that no tier has any more would be useless.
-            for checkpoint in list(self._checkpoints.get(key, ())) if is_gone else ():
-                if not self._entries[checkpoint].pins and not self._entries[checkpoint].prefetched:
-                    self._evict_one(checkpoint)
+            self._remove(key)
+            self.n_evicted += 1
+            self._gone[key] = None
+            if len(self._gone) > _MAX_GONE:
+                del self._gone[next(iter(self._gone))]
         return before - self.n_bytes
-
-    def _evict_one(self, key: bytes) -> None:
-        self._remove(key)
-        self.n_evicted += 1
-        self._gone[key] = None
-        if len(self._gone) > _MAX_GONE:
-            del self._gone[next(iter(self._gone))]
 
 
 class Prefetch:

@@ -94,6 +94,7 @@ def test_checkpoints_go_by_age_and_hold_nobody() -> None:
     # The leaf is the oldest evictable entry, checkpoint or not.
     filled(pool, chain([9]))
     assert [key in pool for key in keys] == [True, False]
+    pool.touch(keys)
     filled(pool, chain([8]))
     assert pool.checkpoints(keys) == checkpoints[:1] and held(pool)[1::2] == (1, 10)
 
@@ -131,20 +132,6 @@ def test_a_dropped_block_takes_its_checkpoints_along() -> None:
     pool.remove(nodes[1].key)
     assert pool.checkpoints([node.key for node in nodes]) == [state(nodes[0]), window(nodes[0])]
     assert pool.n_bytes == 30
-
-
-@pytest.mark.parametrize("is_stored", [True, False])
-def test_checkpoints_of_a_block_that_is_nowhere_else_go_with_it(is_stored: bool) -> None:
-    pool = BlockPool(max_bytes=50)
-    nodes = chain([1], [2])
-    filled(pool, nodes[:1])
-    pool.put(KVBlock(nodes[1], object(), 10, is_stored=is_stored))
-    pool.put(KVBlock(state(nodes[1]), object(), 10))
-    pool.put(KVBlock(window(nodes[1]), object(), 10, pins=1))
-    filled(pool, chain([8], [9]))
-    assert nodes[1].key not in pool
-    left = [window(nodes[1])]
-    assert pool.checkpoints([nodes[1].key]) == ([state(nodes[1]), *left] if is_stored else left)
 
 
 def test_blocks_of_no_bytes() -> None:

@@ -155,10 +155,7 @@ class Naive:
             found = free or (not only_unneeded and spare)
             if not found:
                 return
-            gone = self.held.pop(found[0])
-            for key in self.points(found[0]) if not gone.is_stored else ():
-                if not self.held[key].pins and not self.held[key].prefetched:
-                    del self.held[key]
+            del self.held[found[0]]
 
 
 def start(record: Record) -> float:
