@@ -94,8 +94,9 @@ class DiskStore:
         self.asked_again_tokens = 0
         self.forgotten: Callable[[Collection[bytes]], None] = lambda keys: None
         """Called with the keys of blocks and checkpoints that are no longer on disk."""
-        self._whole: OrderedDict[bytes, int] = OrderedDict()
-        """Blocks whose chain was complete, with the version of the index at that time."""
+        self._whole = set[bytes]()
+        """Blocks whose chain is complete in this version of the index."""
+        self._version = 0
         self.gone: OrderedDict[bytes, Gone] = OrderedDict()
         """Why this process recently removed blocks and checkpoints, by key. Any thread."""
         try:
@@ -181,7 +182,10 @@ class DiskStore:
         removed, or another thread or process changed the index, since the chain was known to be
         complete.
         """
-        if leaf == root.key or self._whole.get(leaf) == self.index.version():
+        if (version := self.index.version()) != self._version:
+            self._whole.clear()
+            self._version = version
+        if leaf == root.key or leaf in self._whole:
             return None
         gap = self.index.gap(leaf, root.key)
         if gap is None:
@@ -190,12 +194,9 @@ class DiskStore:
 
     def set_whole(self, *chain: bytes) -> None:
         """Remember that the chains to these blocks are complete."""
-        version = self.index.version()
-        for key in chain:
-            self._whole[key] = version
-            self._whole.move_to_end(key)
-        while len(self._whole) > _MAX_REMEMBERED:
-            self._whole.popitem(last=False)
+        if len(self._whole) > _MAX_REMEMBERED:
+            self._whole.clear()
+        self._whole.update(chain)
 
     def forget(self, key: bytes, why: Gone | None = None) -> Forgotten:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
@@ -254,13 +255,10 @@ class DiskStore:
             if self.index.faults():  # otherwise, the files of damaged rows would be removed
                 rebuild_index(self.files)
             for name in FOLDERS:
-                indexed, present = self.index.keys(name), set[bytes]()
-                for path in self.files.paths(name):
-                    if (key := self.files.encryption.key_of(path.stem)) in indexed:
-                        present.add(key)
-                    else:
-                        n_swept += self.files.remove(path)
-                for key in indexed - present:
+                indexed = self.index.keys(name)
+                keys = {p: self.files.encryption.key_of(p.stem) for p in self.files.paths(name)}
+                n_swept += sum(self.files.remove(p) for p in keys if keys[p] not in indexed)
+                for key in indexed.difference(keys.values()):
                     self.forget(key)
                     n_swept += 1
             for key in self.index.unreachable():
