@@ -47,7 +47,6 @@ from .folder import (
 from .index import Index
 from .records import (
     Commit,
-    Forgotten,
     Gone,
     NewFile,
     Session,
@@ -198,28 +197,29 @@ class DiskStore:
             self._whole.clear()
         self._whole.update(chain)
 
-    def forget(self, key: bytes, why: Gone | None = None) -> Forgotten:
+    def forget(self, key: bytes, why: Gone | None = None) -> dict[bytes, int]:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
-        If a file cannot be removed, the rows stay, so that the file counts.
+        Return the sizes of the removed files, by key. If a file cannot be removed, the rows stay,
+        so that the file counts.
         """
         with self.lock.held():
             with self.index.database.transaction():
-                went = self.index.forget(key)
+                sizes, ended = self.index.forget(key)
                 if self.index.children(key, limit=1):
                     self._whole.clear()  # the chains through this block
-                keys = {key, *went.checkpoints}
+                keys = {key, *sizes}
                 self.forgotten(keys)
                 for removed_key in keys:
                     self.files.remove(self.files.path_of(removed_key, Checkpoint.folder))
                 self.files.remove(self.files.path_of(key, Block.folder))
-                for session_id in went.sessions:
+                for session_id in ended:
                     self.remove_sidecar(session_id)
             if why is not None:
                 self.gone.update(dict.fromkeys(keys, why))
             while len(self.gone) > _MAX_REMEMBERED:
                 self.gone.popitem(last=False)
-            return went
+            return sizes
 
     def forget_missing(self, key: bytes) -> None:
         """Remove the row of a block or checkpoint, unless its file exists after all."""
@@ -339,15 +339,15 @@ class DiskStore:
                 of = model if has_own else min(victims, key=victims.__getitem__)
                 *_, key, _ = victims[of]
                 try:
-                    went = self.forget(key, Gone.EVICTED)
+                    sizes = self.forget(key, Gone.EVICTED)
                 except OSError as error:
                     if failure is None:
                         logger.warning("kvpersist: cannot evict %s: %s", key.hex(), error)
                     failure, keep = error, {*keep, key}
                 else:
-                    self.n_evicted += len({key, *went.checkpoints})
-                    too_much -= went.n_bytes
-                    over_share -= went.n_bytes
+                    self.n_evicted += len(sizes)
+                    too_much -= sum(sizes.values())
+                    over_share -= sum(sizes.values())
                 first[of] = self._first(of, keep, pinned)
                 if too_much <= 0:
                     self.index.database.empty_log()  # removing rows has made the log longer

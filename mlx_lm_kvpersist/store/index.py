@@ -20,7 +20,7 @@ from ..errors import IndexDamaged, StoreFormatError
 from ..match import FEW, MAX_ALIKE, nearest
 from .database import Database, Rows, faults, is_empty, prepare
 from .folder import OwnFiles
-from .records import SESSION_COLUMNS, Commit, Forgotten, Session, Totals, read_root, read_sessions
+from .records import SESSION_COLUMNS, Commit, Session, Totals, read_root, read_sessions
 from .small_state import SmallState
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
@@ -471,10 +471,11 @@ class Index(Rows):
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, key))
             self._use_checkpoints(db, checkpoints, now)
 
-    def forget(self, key: bytes) -> Forgotten:
+    def forget(self, key: bytes) -> tuple[dict[bytes, int], list[str]]:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
-        The block's parent takes the block's time of use if that is later.
+        Return the sizes of the removed records' files, by key, and the ids of removed sessions. The
+        block's parent takes the block's time of use if that is later.
         """
         with self.database.transaction() as db:
             db.execute(
@@ -482,19 +483,15 @@ class Index(Rows):
                 "WHERE key = (SELECT parent FROM blocks WHERE key = ?1)",
                 (key,),
             )
-            ended = db.execute("SELECT id FROM sessions WHERE leaf = ?", (key,)).fetchall()
-            size = "SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE key = ?"
-            sizes = db.execute(size, (key,)).fetchall()
-            db.execute("DELETE FROM sessions WHERE leaf = ?", (key,))
-            for (session_id,) in ended:
-                self.state.forget_note(session_id)
+            rows = db.execute("SELECT id FROM sessions WHERE leaf = ?", (key,))
+            ended = [session_id for (session_id,) in rows]
+            for session_id in ended:
+                self.remove_session(session_id)
+            size = "SELECT key, CAST(n_bytes AS INTEGER) FROM blocks WHERE key = ?"
+            sizes = dict(db.execute(size, (key,)))
             db.execute("DELETE FROM blocks WHERE key = ?", (key,))
-            checkpoints = self._remove_checkpoints(db, [key], [key])
-        return Forgotten(
-            sum(n_bytes for (n_bytes,) in sizes) + sum(n_bytes for _, n_bytes in checkpoints),
-            tuple(session_id for (session_id,) in ended),
-            tuple(checkpoint for checkpoint, _ in checkpoints),
-        )
+            sizes.update(self._remove_checkpoints(db, [key], [key]))
+        return sizes, ended
 
     def _use_checkpoints(
         self, db: sqlite3.Connection, checkpoints: Iterable[Checkpoint], now: float

@@ -181,15 +181,6 @@ class Totals:
         return Totals(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-@dataclass(frozen=True)
-class Forgotten:
-    """Rows removed with a block: ids of sessions, keys of checkpoints, bytes of all files."""
-
-    n_bytes: int
-    sessions: tuple[str, ...]
-    checkpoints: tuple[bytes, ...]
-
-
 class LowerTier(Protocol):
     """A tier below RAM, which stores commits. Any thread may ask."""
 
