@@ -103,8 +103,7 @@ class Saving:
         return [file for file in job.files if file.block.key not in self._staging.sizes]
 
     def _commit_written(self, jobs: Sequence[_Job]) -> list[_Job]:
-        """Plan commits, and commit up to the first commit that lacks files; return the remaining
-        jobs.
+        """Plan commits, and commit up to the first that lacks files; return the remaining jobs.
 
         The transaction begins with the first commit that lacks no file. If a plan, a commit or the
         whole transaction fails, nothing is changed, and the exception is raised.
@@ -196,12 +195,9 @@ class Saving:
         return True
 
     def _report_missing(self, key: bytes) -> bool:
-        gone = self._disk.gone.get(key)
-        why = (
-            f"has been {gone.value}"
-            if gone
-            else "was removed by another process, or with its session"
-        )
+        why = "was removed by another process, or with its session"
+        if gone := self._disk.gone.get(key):
+            why = f"has been {gone.value}"
         logger.warning(
             "kvpersist: a turn is not saved: block %s, which it needs, %s", key.hex(), why
         )

@@ -44,8 +44,8 @@ class BlockPool:
         """Blocks by parent: sorted by text, and by packed ids; equal blocks are sorted by key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._places = SortedList()
-        """Places in the order of eviction of the entries that may be evicted. The first place is
-        always up to date."""
+        """Places of the entries that may be evicted, in this order. A use outdates a place, and
+        `_evict` corrects it."""
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
         self.lock = RLock()
@@ -315,24 +315,17 @@ class BlockPool:
                 self._places.add(place)
             entry.place = place
 
-    def _next(self, *, last_resorts: bool) -> bytes | None:
-        while self._places:
+    def _evict(self, down_to: int | None = None, *, last_resorts: bool = True) -> int:
+        """Evict until `down_to` bytes, by default the budget, are left; return the bytes."""
+        before, most = self.n_bytes, self.max_bytes if down_to is None else down_to
+        while self.n_bytes > most and self._places:
             place: tuple[bool, int, bytes] = self._places[0]
             is_last_resort, _, key = place
             if is_last_resort and not last_resorts:
-                return None
-            if self._place_of(self._entries[key]) == place:
-                return key
-            self._requeue(key)
-        return None
-
-    def _evict(self, down_to: int | None = None, *, last_resorts: bool = True) -> int:
-        """Evict until `down_to` bytes, by default the budget, are left; return the bytes."""
-        before = self.n_bytes
-        while self.n_bytes > (self.max_bytes if down_to is None else down_to):
-            key = self._next(last_resorts=last_resorts)
-            if key is None:
                 break
+            if place != self._place_of(self._entries[key]):
+                self._requeue(key)
+                continue
             self._remove(key)
             self.n_evicted += 1
             self._gone[key] = None

@@ -160,12 +160,10 @@ class SmallState(Rows):
         """Return the records of requests, the newest first, without unreadable ones."""
         records = []
         for (record_json,) in self.ask("SELECT about FROM requests ORDER BY number DESC"):
-            try:
+            with suppress(TypeError, ValueError):
                 record = json.loads(record_json)
-            except (TypeError, ValueError):
-                continue
-            if isinstance(record, dict) and "sentence" in record:
-                records.append(record)
+                if isinstance(record, dict) and "sentence" in record:
+                    records.append(record)
         return records
 
     def add_request(self, record: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from ..block import Record
 from ..errors import RequestRefused, StoreError
 from .block_store import BlockStore
 from .disk import DiskStore
@@ -147,14 +148,15 @@ class StoredSessions:
 
     def export(self, session_id: str) -> tuple[int, Iterator[bytes]]:
         """Write a session's waiting blocks; return the exported size in bytes, and the parts."""
-        disk = self._store.disk
+
+        def find(disk: DiskStore) -> tuple[Session, list[Record]]:
+            session = _session(disk, session_id)
+            return session, export_records(disk.index, session)
+
         self._write_postponed(session_id)
-        self.changed(lambda disk: None)
+        session, records = self.changed(find)
         with _readable():
-            with self._store.index.asked_once() as index:
-                session = _session(disk, session_id)
-                records = export_records(index, session)
-            return export_parts(disk.index, session, records)
+            return export_parts(self._store.index, session, records)
 
     def evict(self, session_id: str) -> dict[str, Any]:
         """Evict a session from RAM, except for blocks with other children."""
@@ -244,8 +246,7 @@ class StoredSessions:
         }
 
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
-        """Pin the session of this name that was saved last, and unpin older sessions of this name
-        and model.
+        """Pin a name's session that was saved last, and unpin its older sessions of that model.
 
         Return None if no session was saved since then.
         """
@@ -308,9 +309,4 @@ def _session(disk: DiskStore, session_id: str) -> Session:
 
 def _branches(index: Index, namespace: str, name: str) -> list[Session]:
     sessions = index.sessions_named(name)
-    roots = {session.root: index.root(session.root) for session in sessions}
-    return [
-        session
-        for session in sessions
-        if (root := roots[session.root]) is not None and root.namespace == namespace
-    ]
+    return [session for session in sessions if index.namespace(session) == namespace]

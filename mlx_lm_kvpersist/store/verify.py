@@ -107,7 +107,6 @@ def _check_record(index: Index, key: bytes, kind: str) -> Problem | None:
     if key not in index:
         return None
     path = index.files.path_of(key, kind)
-    fault = None
     try:
         record, root, _ = read_file(path, index.files)
         fault = _record_fault(index, record, root, path.stat().st_size)
@@ -162,10 +161,8 @@ def _check_session(index: Index, session_id: str) -> Problem | None:
     session = index.session(session_id)
     if session is None:
         return None
-    reason = _wrong_end(index, session)
-    if reason is None and has_sidecar(session):
-        reason = _wrong_sidecar(index, session)
-    return None if reason is None else Problem(Fault.SESSION, session_id, reason)
+    reason = _wrong_end(index, session) or _wrong_sidecar(index, session)
+    return Problem(Fault.SESSION, session_id, reason) if reason else None
 
 
 def _wrong_end(index: Index, session: Session) -> str | None:
@@ -178,6 +175,8 @@ def _wrong_end(index: Index, session: Session) -> str | None:
 
 
 def _wrong_sidecar(index: Index, session: Session) -> str | None:
+    if not has_sidecar(session):
+        return None
     path = sidecar_path(index.files.folder, session.id)
     try:
         sidecar = read_sidecar(path, index.files)

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import chain
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -173,10 +172,10 @@ class Writer:
     def unwritten(self) -> set[bytes]:
         """Return the waiting keys: of records only in RAM, and of ended turns and replies."""
         with self._changed:
-            tasks = self._commit_tasks()
-            keys = set(chain.from_iterable(task.sizes for task in tasks))
-            for commit in (task.commit for task in tasks):
-                if commit is not None:
+            keys = set[bytes]()
+            for task in self._commit_tasks():
+                keys.update(task.sizes)
+                if (commit := task.commit) is not None:
                     keys.update(commit.replies, (commit.leaf.key,) if commit.leaf else ())
             return keys
 
@@ -241,8 +240,7 @@ class Writer:
     # Postponed commits.
 
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
-        """Postpone the commit of a conversation that ends in `end`, so that it can still be
-        withdrawn.
+        """Postpone the commit of a conversation that ends in `end`; it can still be withdrawn.
 
         The delay is much longer if no reply `has_ended`, because a running reply continues it.
         """
@@ -327,9 +325,7 @@ class Writer:
         return self._n_replies > 0 and not is_waited_for and not self._is_half_full()
 
     def close(self, timeout_s: float) -> tuple[int, int]:
-        """Run the waiting tasks and stop; return the commits left at `timeout_s`, and their
-        bytes.
-        """
+        """Run the waiting tasks and stop; return how many commits are left, and their bytes."""
         with self._changed:
             self._closing = True
             self.write_postponed()
