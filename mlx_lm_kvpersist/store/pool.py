@@ -366,10 +366,10 @@ class Prefetch:
     def add(self, entries: Iterable[KVBlock]) -> None:
         """Take pinned entries, to unpin them at `release`."""
         with self._pool.lock:
-            if not self._is_released:
+            if self._is_released:
+                self._pool.unpin(entries, prefetch=True)
+            else:
                 self._entries += entries
-                return
-        self._pool.unpin(entries, prefetch=True)
 
 
 class Reader:

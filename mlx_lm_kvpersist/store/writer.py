@@ -127,7 +127,8 @@ class Writer:
     At most `max_bytes` of blocks and checkpoints wait. If more come, no request waits: the oldest
     commit that a later commit contains is left out or, if there is none, the oldest commit. The
     newest commit, with the commit that is being written, may take `max_bytes` again. A commit that
-    waits alone may have any size. In addition, half of `max_bytes` may be postponed.
+    waits alone, or after a bigger commit, may always wait. In addition, half of `max_bytes` may be
+    postponed.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
@@ -200,9 +201,7 @@ class Writer:
                 waiting = (task for task in self._tasks if task.commit and task.sizes)
                 oldest = min(waiting, key=lambda task: task.since_s, default=None)
                 victim = self._superseded() or oldest
-                other_bytes = _bytes_of(t for t in self._commit_tasks() if t is not newest)
-                may_wait = self.n_bytes <= 2 * self.max_bytes or not other_bytes
-                if victim is None or (victim is newest and may_wait):
+                if victim is None or (victim is newest and self._fits(newest)):
                     break
                 self._tasks.remove(victim)
                 victims.append(victim)
@@ -222,6 +221,12 @@ class Writer:
             if task.commit and task.commit.blocks and task.commit.blocks[-1].key in chain:
                 task.is_urgent = True
         self._tasks = deque(sorted(self._tasks, key=lambda task: not task.is_urgent))
+
+    def _fits(self, newest: Task) -> bool:
+        other_bytes = _bytes_of(task for task in self._commit_tasks() if task is not newest)
+        if not other_bytes or self.n_bytes <= 2 * self.max_bytes:
+            return True
+        return self.n_bytes - other_bytes <= self.max_bytes < _bytes_of(self._running) // 2
 
     def _superseded(self) -> Task | None:
         """Return the oldest waiting commit that a later waiting commit contains."""
