@@ -63,7 +63,6 @@ class StoredRuns:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._known: tuple[object, Root, Runs] | None = None
-        self._n_cleared = 0
         self._reads = Thread()
 
     def read(self, root: Root) -> bool:
@@ -79,26 +78,17 @@ class StoredRuns:
         read = self._known
         return [] if read is None or read[1] != root else read[2].after(run, n)
 
-    def clear(self) -> None:
-        """Forget all runs until a tree is read again. Any thread."""
-        self._n_cleared += 1
-        self._known = None
-
     def _read(self, root: Root) -> None:
-        n_cleared, before = self._n_cleared, self._known
+        before = self._known
         try:
             with self._index.asked_once() as index:
                 version = index.totals(root.key)
                 if before is not None and before[:2] == (version, root):
                     return
                 blocks = index.newest(root, MOST_TOKENS // BLOCK_TOKENS)
-            read = version, root, Runs(_joined(blocks))
+            self._known = version, root, Runs(_joined(blocks))
         except Exception:
             logger.debug("kvpersist: stored ids could not be read", exc_info=True)
-            return
-        self._known = read
-        if self._n_cleared != n_cleared:  # cleared since it was read, or just now
-            self._known = None
 
 
 def _joined(blocks: Sequence[Block]) -> bytes:

@@ -16,6 +16,7 @@ from .block_store import BlockStore
 from .disk import DiskStore
 from .index import Index
 from .records import Session
+from .runs import StoredRuns
 from .session_file import export_parts, export_records
 from .writer import run_into
 
@@ -190,7 +191,7 @@ class StoredSessions:
             for block in gone:
                 self._store.pool.drop_beginnings(block)
                 self._store.pool.drop_unpinned(block.key)
-            self._store.runs.clear()
+            self._store.runs = StoredRuns(disk.index)  # ids that were read before are not used
             done = {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
             return session, namespace, done
 

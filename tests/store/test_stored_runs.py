@@ -88,7 +88,9 @@ def test_what_is_deleted_is_guessed_no_more(
     save_turn(store, chain([11, 12, 13, 14, 15, 16, 17]), "b")
     sessions, runs = StoredSessions(store), known(store.runs)
     first, second = (store.index.sessions_named(name)[0].id for name in ("a", "b"))
+    assert runs.after(ROOT, [1, 2, 3, 4, 5, 6], 1) == [7]
     sessions.delete(first)
+    runs = store.runs
     assert runs.after(ROOT, [1, 2, 3, 4, 5, 6], 1) == []
     assert known(runs).after(ROOT, [11, 12, 13, 14, 15, 16], 1) == [17]
     # Ids read before a deletion are not used after it.
@@ -106,7 +108,7 @@ def test_what_is_deleted_is_guessed_no_more(
     sessions.delete(second)
     may_go_on.set()
     runs._reads.join()
-    assert runs.after(ROOT, [11, 12, 13, 14, 15, 16], 1) == []
+    assert store.runs.after(ROOT, [11, 12, 13, 14, 15, 16], 1) == []
 
 
 def test_a_small_tree_among_many_newer_blocks_costs_little(store: BlockStore) -> None:
