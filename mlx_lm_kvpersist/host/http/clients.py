@@ -225,7 +225,7 @@ class PluginHTTPServer(StockServer):
         except KeyboardInterrupt as asked:
             if {signal.SIGTERM, signal.SIGHUP}.intersection(asked.args) and len(self.clients):
                 stopped = GenerationStopped("the server ends; ask again when it runs")
-                self.generator.requests.refuse(stopped)
+                self.generator.requests.refusal = stopped
                 threading.Thread(target=self._end_after_replies, daemon=True).start()
                 super().serve_forever(*args)
             raise

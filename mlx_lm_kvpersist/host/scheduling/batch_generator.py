@@ -139,13 +139,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 self._apply(self._ranks.first(decide, "a step"), running)
             return self._progress, self._tokens
 
-    def next_generated(self) -> list[Any]:
-        """Make steps until one has tokens of replies; return its responses for replies."""
-        while True:
-            prompts, replies = self.next()
-            if replies or not prompts:
-                return replies
-
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[Any, Any]]:
         """Return the caches and the tokens of sequences, by uid."""
         sequences: dict[int, tuple[Any, Any]] = {
@@ -164,7 +157,12 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
         """Remove sequences. The plugin saves an interrupted reply like a reply that has ended."""
-        self._save_interrupted(uids)
+        for place, (uid, tokens) in enumerate(self._rows()):
+            if uid in uids and isinstance(tokens, TakenTokens):
+                try:
+                    tokens.taken.insert(tokens, self.replies.extract_cache(place), REPLY)
+                except Exception:  # stock would not catch the exception
+                    logger.exception("kvpersist: an interrupted reply could not be saved")
         caches = self.extract_cache(uids) if return_prompt_caches else {}
         self.queue = deque(waiting for waiting in self.queue if waiting.uid not in uids)
         self.parked = [parked for parked in self.parked if parked.uid not in uids]
@@ -211,9 +209,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def _running(self) -> tuple[int, ...]:
         """Return numbers that change if the memory account must be updated."""
-        n_done = sum(prefill.n_done for prefill in self.prefills.all)
+        n_left = sum(prefill.n_left for prefill in self.prefills.all)
         n_periods = self._n_steps // WEIGH_EVERY
-        return len(self.replies), len(self.prefills.all), len(self.queue), n_done, n_periods
+        return len(self.replies), len(self.prefills.all), len(self.queue), n_left, n_periods
 
     def _decide(self, running: tuple[int, ...], step_s: float) -> Decision:
         """Return the actions of this step. Rank 0 alone."""
@@ -276,8 +274,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
         batch.filter([row_place for row_place in range(len(batch)) if row_place != place])
         self._copy_rows()
-        sampler, processors, stops = row.samplers[0], row.logits_processors[0], stops_of(row)[0]
-        own = sampler, processors, stops
+        own = row.samplers[0], row.logits_processors[0], stops_of(row)[0]
         parked = Prefill(row.uids[0], [], row.max_tokens[0], [], tokens, *own, row=row)
         self._wait_again(parked, ids)
         logger.info("kvpersist: a reply of %d tokens waits for memory", len(tokens))
@@ -374,19 +371,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         give_back(self._limits)
         self._progress += [self._response(prefill, is_end=True) for prefill in prefills]
 
-    def _save_interrupted(self, uids: Collection[int]) -> None:
-        """Let the plugin save replies that will be removed, as if they had ended."""
-        for place, (uid, tokens) in enumerate(self._rows()):
-            if uid in uids and isinstance(tokens, TakenTokens):
-                try:
-                    tokens.taken.insert(tokens, self.replies.extract_cache(place), REPLY)
-                except Exception:  # stock would not catch the exception
-                    logger.exception("kvpersist: an interrupted reply could not be saved")
-
     def _response(self, prompt: Prefill, *, is_end: bool = False) -> Any:
-        n_done = prompt.n_tokens if is_end else prompt.n_done
-        progress = (n_done, prompt.n_tokens)
-        return PromptProcessingBatch.Response(prompt.uid, progress, is_end, is_end)
+        n_done = prompt.n_tokens - (0 if is_end else prompt.n_left)
+        return PromptProcessingBatch.Response(prompt.uid, (n_done, prompt.n_tokens), is_end, is_end)
 
     def _copy_rows(self) -> None:
         """Evaluate the caches of the rows that were added or stayed."""

@@ -56,19 +56,14 @@ def chunk_size(position: int, most: int) -> int:
     return size - position % ROUND if size >= ROUND else size
 
 
-class PeakMemory:
-    """Measures the peak memory from now on, less the memory in use now or at the end.
+def peak_memory() -> Callable[[], int]:
+    """Return a function: the peak memory from now on, less the memory in use now or at the end.
 
-    It resets MLX's counter. Some models evaluate within their call, so create it before the call.
+    This resets MLX's counter. Some models evaluate within their call, so call it before.
     """
-
-    def __init__(self) -> None:
-        self._before = mx.get_active_memory()
-        mx.reset_peak_memory()
-
-    @property
-    def n_bytes(self) -> int:
-        return int(max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory())))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    return lambda: max(0, mx.get_peak_memory() - max(before, mx.get_active_memory()))
 
 
 def most_tokens(
@@ -110,8 +105,7 @@ class Prefill:
     """Whether it was parked, or failed with other prompts: then computed in separate calls."""
     batch: Any = None
     """A batch of stock's with this row."""
-    n_done: int = 0
-    """How many ids of the segments have been computed."""
+
     n_tokens: int = field(init=False)
     """How many ids the segments had before the first was computed."""
     passed_over: int = 0
@@ -124,7 +118,7 @@ class Prefill:
     def again(self, segments: list[list[int]], tokens: list[int], caches: list[Any]) -> Prefill:
         """Return the same request with other segments, to be computed in separate calls."""
         changes: dict[str, Any] = {"segments": segments, "tokens": tokens, "caches": caches}
-        return replace(self, **changes, is_alone=True, batch=None, n_done=0)
+        return replace(self, **changes, is_alone=True, batch=None)
 
     @property
     def n_left(self) -> int:
@@ -228,8 +222,6 @@ class Prefills:
         self._waited_s = compute_chunk(
             self._model, inputs, caches, states, self._limits, position, beside=beside
         )
-        for prefill, n_tokens in chunk.items():
-            prefill.n_done += n_tokens
 
     def _joined(self, chunk: dict[Prefill, int]) -> tuple[list[Any], int]:
         """Return a cache for each layer, and the tokens of each prompt with its padding."""
@@ -309,17 +301,17 @@ def compute_chunk(
     may run on the device, and cause the peak. options: more arguments of the model. Returns how
     long the device was busy with that step before the chunk, in seconds.
     """
-    started, peak = time.perf_counter(), PeakMemory()
+    started, peak_bytes = time.perf_counter(), peak_memory()
     model(mx.array(inputs), cache=caches, **options)
     built = time.perf_counter()
     mx.synchronize()  # a step of the replies may still run, and must not count in the pace
-    begun = time.perf_counter()
+    waited_s = time.perf_counter() - built
     mx.eval([cache.state for cache in states])
-    waited_s = begun - built
     n_tokens = len(inputs) * len(inputs[0])
     limits.pace.learn(position, n_tokens, time.perf_counter() - started - waited_s)
     if not beside:
-        limits.took(n_tokens, position, peak.n_bytes)
+        limits.took(n_tokens, position, peak_bytes())
+
     give_back(limits)
     return waited_s
 
@@ -348,8 +340,7 @@ def _reply(stock: Callable[..., Any], request: Taken, options: dict[str, Any]) -
     """Yield stock's responses to the prompt of a plugin's request."""
     caches, n_tokens = caches_of(options["model"]), 0
     error: Exception | None = None
-    several = caches.ranks if caches.ranks.are_several else None
-    if several is not None and request.reply is not None:
+    if caches.ranks.are_several and request.reply is not None:
         # Stock would end the reply on rank 0 alone, and the other ranks would wait for it.
         request.reply.stops_stock = False
     try:
@@ -359,10 +350,10 @@ def _reply(stock: Callable[..., Any], request: Taken, options: dict[str, Any]) -
                 caches.weigh((), (n_prompt + n_tokens,), None)
             n_tokens += 1
             yield response
-            if several is not None and n_tokens % ASK_EVERY == 0:
-                if several.first(partial(_is_stopped, request), "whether a client has left"):
-                    request.reply.fail(ClientGone())
-                    return
+            is_asked = caches.ranks.are_several and n_tokens % ASK_EVERY == 0
+            if is_asked and caches.ranks.first(partial(_is_stopped, request), "a client has left"):
+                request.reply.fail(ClientGone())
+                return
     except Exception as failure:
         error = failure
         caches.failures.failed(error, "reply" if n_tokens else "prompt")
@@ -388,17 +379,10 @@ class ComputedModel:
     def limits(self) -> PrefillLimits:
         return caches_of(self.model).limits
 
-    def compute(self, ids: list[int], embeddings: mx.array | None) -> None:
-        """Compute the next `ids`.
-
-        embeddings: the rows [N, D] that stand for `ids` if the prompt has images.
-        """
-        position, limits = self.n_tokens, self.limits
-        options: dict[str, Any] = {}
-        if embeddings is not None:
-            options["input_embeddings"] = embeddings[None, : len(ids)]
-        caches = self.caches
-        compute_chunk(self.model, [ids], caches, caches, limits, position, beside=False, **options)
+    def compute(self, ids: list[int], **options: Any) -> None:
+        """Compute the next `ids`. options: more arguments of the model."""
+        where = self.caches, self.caches, self.limits, self.n_tokens
+        compute_chunk(self.model, [ids], *where, beside=False, **options)
         self.n_tokens += len(ids)
 
 
@@ -436,8 +420,10 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
         # Models with different numbers of tokens first compute to the same position.
         further = (computed.n_tokens for computed in models if computed.n_tokens > position)
         end = min([ends[segment], *further, position + size])
-        rows = None if embeddings is None else embeddings[position - n_cached : end - n_cached]
-        behind.compute(read[position:end], rows)
+        rows: dict[str, Any] = {}
+        if embeddings is not None:
+            rows["input_embeddings"] = embeddings[None, position - n_cached : end - n_cached]
+        behind.compute(read[position:end], **rows)
         is_end = all(computed.n_tokens == ends[segment] for computed in models)
         cache_type = request.prompt.segment_types[segment] if is_end else PREFILL
         request.insert(keys[: models[0].n_tokens], caches, cache_type)

@@ -57,29 +57,21 @@ class RequestQueue(Queue[Any]):
         super().__init__()
         self._reply_queues: WeakSet[Queue[Any]] = WeakSet()
         self._closing = threading.Lock()
-        self._error: Exception | None = None
+        self.refusal: Exception | None = None
+        """The error that new requests get."""
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         with self._closing:
-            if self._error is not None:
-                raise self._error
+            if self.refusal is not None:
+                raise self.refusal
             self._reply_queues.add(item[0])
             super().put(item, block, timeout)
         ARRIVING.pop(threading.get_ident(), None)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether new requests are refused."""
-        return self._error is not None
-
-    def refuse(self, error: Exception) -> None:
-        """Refuse new requests from now on."""
-        self._error = error
-
     def close(self, error: Exception) -> None:
         """Answer all requests that are queued or being served with `error`, and refuse new ones."""
         with self._closing:
-            self._error = error
+            self.refusal = error
             for reply_queue in self._reply_queues:
                 reply_queue.put(error)
 
@@ -235,10 +227,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Whether a request has arrived, is ready to enter, or has lost its client."""
         is_asked = self._admission.step_ended() or not self.requests.empty()
         # Each stopped reply counts once: then stock removes it.
-        n_stopped = sum(reply.is_stopped for reply in self._replies)
+        is_asked |= any(reply.is_stopped for reply in self._replies)
         replies = self._replies
         self._replies = [reply for reply in replies if not (reply.is_over or reply.is_stopped)]
-        return is_asked or n_stopped > 0
+        return is_asked
 
     @property
     def _stop(self) -> bool:
@@ -370,27 +362,19 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
         Each rank reads images on its own.
         """
+        own: list[Rendered] = []
 
-        def rendered() -> Rendered:
+        def render() -> tuple[Any, Prompt] | None:
             if waiting is not None and waiting.error is not None:
                 raise waiting.error
-            return self._rendered(tokenizer, request, args)
+            own.append(rendered := self._rendered(tokenizer, request, args))
+            has_images = vision_of(rendered.stock) is not None
+            return None if has_images else (rendered.stock, replace(rendered.prompt, messages=()))
 
-        if not self._ranks.are_several:
-            return rendered()
-        renderings: list[Rendered] = []
-
-        def shareable() -> tuple[Any, Prompt] | None:
-            renderings.append(rendered())
-            stock, prompt = renderings[0].stock, renderings[0].prompt
-            return None if vision_of(stock) is not None else (stock, replace(prompt, messages=()))
-
-        shared = self._ranks.first(shareable, "what a request reads")
-        if renderings:
-            return renderings[0]
-        if shared is None:
-            return self._rendered(tokenizer, request, args)
-        return Rendered(ClientRequest.of(request), tokenizer, *shared)
+        shared = self._ranks.first(render, "what a request reads")
+        if shared is not None and not own:
+            return Rendered(ClientRequest.of(request), tokenizer, *shared)
+        return own[0] if own else self._rendered(tokenizer, request, args)
 
     def count_tokens(self, request: Any, args: Any) -> int:
         """Return how many tokens the prompt of a request would have now. HTTP thread.
@@ -402,12 +386,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             RequestRefused: the request's model is not loaded, or it has images, whose tokens only
                 the model's processor knows.
         """
-        provider = self.model_provider
+        provider, name = self.model_provider, args.model.model
         loaded = loaded_name(provider)
         if not provider.is_ready or provider.is_loading or loaded is None:
             raise RequestRefused("no model is loaded yet, try again in a moment", 503)
-        if not provider.is_loaded(args.model.model):
-            name = args.model.model
+        if not provider.is_loaded(name):
             raise RequestRefused(f"{name} is not loaded, expected {loaded}, the loaded model")
         if not has_text_only(request.messages):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")
@@ -497,7 +480,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def is_healthy(self) -> bool:
         """Whether requests are served now: the default model is loaded and the thread runs."""
         runs = self.model_provider.is_ready and not self._has_ended.is_set()
-        return bool(runs and not self.requests.is_closed)
+        return bool(runs and self.requests.refusal is None)
 
     def generation_available(self) -> bool:
         """Return True: stock asks before it queues a request, and the queue itself can refuse."""
@@ -526,18 +509,18 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     def _end_server(self, error: BaseException) -> None:
         """Answer all clients, and interrupt the main thread: `run` reports `fatal_error`."""
-        delay_s = 0.0
-        stopped = GenerationStopped("the server ends: its model could not be loaded")
+        delay_s = FAILED_S
         # A provider of mlx-lm's tests has no such attribute.
-        if getattr(self.model_provider, "is_ready", True):
-            self.model_provider.is_ready = False
-            delay_s = FAILED_S
-            if isinstance(error, DeviceFailed):
-                stopped = error
-            else:
-                logger.error("kvpersist: the generation thread ended", exc_info=error)
-                what = f"its generation thread was stopped by {type(error).__name__}: {error}"
-                error = stopped = GenerationStopped(f"the server ends: {what}")
+        if not getattr(self.model_provider, "is_ready", True):
+            delay_s = 0.0
+            stopped = GenerationStopped("the server ends: its model could not be loaded")
+        elif isinstance(error, DeviceFailed):
+            stopped = error
+        else:
+            logger.error("kvpersist: the generation thread ended", exc_info=error)
+            what = f"its generation thread was stopped by {type(error).__name__}: {error}"
+            error = stopped = GenerationStopped(f"the server ends: {what}")
+        self.model_provider.is_ready = False
         self.model_provider.fatal_error = error
         self.requests.close(stopped)
         clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))

@@ -21,7 +21,7 @@ from mlx_lm_kvpersist.cache.measuring.prefill_memory import (
     PrefillMemory,
 )
 from mlx_lm_kvpersist.errors import ModelNotSupported
-from mlx_lm_kvpersist.host.scheduling.prefill import PeakMemory
+from mlx_lm_kvpersist.host.scheduling.prefill import peak_memory
 from models_check.build import build
 from models_check.configs import available
 
@@ -49,10 +49,10 @@ RATIOS = {
 def computed(model: Any, caches: list[Any], n_tokens: int) -> int:
     """Compute a chunk; return the memory that it took."""
     gc.collect()  # else arrays of earlier tests may be freed below
-    peak = PeakMemory()
+    peak_bytes = peak_memory()
     model(mx.array([[1] * n_tokens]), cache=caches)
     mx.eval([slot.state for slot in slots_of(caches) if not slot.empty()])
-    return peak.n_bytes
+    return peak_bytes()
 
 
 def told(model: Any, limit_bytes: int = 64 * MIB) -> tuple[PrefillMemory, ModelCacheSpec]:
@@ -332,8 +332,8 @@ def test_what_a_chunk_takes_is_neither_what_it_leaves_nor_what_was_there(
             mx.eval(kept)
 
     for _ in range(2):
-        peak = PeakMemory()
+        peak_bytes = peak_memory()
         call()
         mx.eval(kept)
-        assert 14 * MIB < peak.n_bytes < 18 * MIB
+        assert 14 * MIB < peak_bytes() < 18 * MIB
     assert others.size == 8 << 20

@@ -169,7 +169,7 @@ def test_a_server_that_takes_no_requests_is_not_healthy(patched_server: ModuleTy
     generator._has_ended.set()
     assert not generator.is_healthy
     generator._has_ended.clear()
-    generator.requests.refuse(GenerationStopped("the end"))
+    generator.requests.refusal = GenerationStopped("the end")
     assert not generator.is_healthy
 
 

@@ -629,7 +629,7 @@ def test_a_server_is_healthy_while_it_can_answer(generator: Any) -> None:
         found.append(generator.is_healthy)
     assert found == [True, False]
     generator.model_provider.is_ready = True
-    generator.requests.refuse(ValueError("the server ends"))
+    generator.requests.refusal = ValueError("the server ends")
     assert generator.is_healthy is False
 
 
