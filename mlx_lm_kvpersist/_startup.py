@@ -94,9 +94,6 @@ class ServerLoader(Loader):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.real.create_module(spec)
-
     def exec_module(self, module: ModuleType) -> None:
         # From now on the module looks as if its real loader had loaded it.
         module.__loader__ = self.real

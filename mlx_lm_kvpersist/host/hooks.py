@@ -82,13 +82,6 @@ def frozen(value: Any) -> Any:
     return value
 
 
-def copied(value: Any) -> Any:
-    """Return a changeable copy of a JSON value."""
-    if isinstance(value, dict):
-        return {name: copied(inner) for name, inner in value.items()}
-    return [copied(inner) for inner in value] if isinstance(value, list) else value
-
-
 class ClientRequest:
     """A request as plugins see it, from its arrival to its end, apart from the server's object.
 
@@ -248,8 +241,8 @@ class Prepared:
         expect(set(map(type, prompt.ids)) == {int}, prompt, "ids to be integers")
         found = f"{n_cached} cached of {len(prompt.ids)} tokens"
         expect(0 <= n_cached < len(prompt.ids), found, "one left to compute")
-        is_right = (n_cached > 0) == bool(self.caches)
-        expect(is_right, found, "caches where tokens are cached, else None")
+        has_caches = bool(self.caches)
+        expect(has_caches == (n_cached > 0), found, "caches where tokens are cached, else None")
 
 
 @dataclass(frozen=True)
@@ -365,9 +358,8 @@ def check_answer(hook: str, answer: Any) -> None:
     elif hook == "take_request":
         expect(isinstance(answer, TakenRequest), answer, "a TakenRequest")
     elif hook == "routes":
-        is_list = isinstance(answer, list | tuple)
-        is_right = is_list and all(isinstance(route, Route) for route in answer)
-        expect(is_right, answer, "a list of Route")
+        expect(isinstance(answer, list | tuple), answer, "a list of Route")
+        expect(all(isinstance(route, Route) for route in answer), answer, "a list of Route")
     elif hook == "response_headers":
         check_headers(answer)
 

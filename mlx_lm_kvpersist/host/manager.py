@@ -93,16 +93,8 @@ def load_plugins(names: Sequence[str]) -> PluginManager:
 
 
 def find_entry_point(name: str) -> metadata.EntryPoint:
-    """Return the entry point of a plugin; raises PluginNotFound with the installed names.
-
-    This package is searched first: searching all installed packages takes longer.
-    """
-    try:
-        candidates = metadata.distribution("mlx-lm-kvpersist").entry_points
-    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
-        candidates = metadata.EntryPoints()
-    candidates = candidates.select(group=ENTRY_POINT_GROUP, name=name)
-    for entry_point in candidates or metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
+    """Return the entry point of a plugin; raises PluginNotFound with the installed names."""
+    for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry_point
     raise PluginNotFound(
         f"no plugin named {name!r} is installed in this environment; "
@@ -191,20 +183,18 @@ def prepare_messages(messages: list[Any], tools: Any) -> None:
     and PluginFault if a plugin failed, or left something else than a list of messages.
     """
     check_messages(messages)
-    hooks = _current.hook.prepare_messages.get_hookimpls()
-    culprit = f"plugin {' or '.join(hook.plugin_name for hook in hooks)}"
+    names = " or ".join(each.plugin_name for each in _current.hook.prepare_messages.get_hookimpls())
+    culprit = f"plugin {names} in hook prepare_messages"
     try:
         ask("prepare_messages", messages=messages, tools=tools)
     except RequestRefused:
         raise
     except Exception as error:
-        reason = f"{culprit} in hook prepare_messages failed: {type(error).__name__}: {error}"
-        raise PluginFault(reason) from error
+        raise PluginFault(f"{culprit} failed: {type(error).__name__}: {error}") from error
     try:
         check_messages(messages)
     except RequestRefused as error:
-        reason = f"{culprit} in hook prepare_messages broke the request: {error}"
-        raise PluginFault(reason) from error
+        raise PluginFault(f"{culprit} broke the request: {error}") from error
 
 
 def plugin_routes() -> dict[tuple[str, str], Route]:
@@ -212,10 +202,10 @@ def plugin_routes() -> dict[tuple[str, str], Route]:
     routes: dict[tuple[str, str], Route] = {}
     for answer in ask("routes"):
         for route in answer:
-            if (route.method, route.path) in routes:
-                both = f"two plugins answer {route.method} {route.path}"
-                raise ConfigError(f"{both}; leave one of them out")
-            routes[route.method, route.path] = route
+            key = route.method, route.path
+            if key in routes:
+                raise ConfigError(f"two plugins answer {' '.join(key)}; leave one of them out")
+            routes[key] = route
     return routes
 
 

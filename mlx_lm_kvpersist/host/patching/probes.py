@@ -13,38 +13,42 @@ import io
 import json
 import logging
 import socket
-import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from email.message import Message
-from functools import cache
 from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import pluggy
 
 from ...errors import PatchNotEffective
 from .. import hooks, manager
 from ..hooks import hookimpl
-from ..manager import Taken, TakenTokens, take_request
+from ..manager import Taken, TakenTokens
 from ..scheduling import prompt_lookup
 from ..scheduling.batch_generator import row_of
 from ..scheduling.model_provider import PluginCaches, WiredLimit
 
-_UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")
-_OFF = ("pipeline", "trust_remote_code", "use_default_chat_template")
-_ZEROS = ("num_draft_tokens", "temp", "top_k", "min_p")
-_TEXTS = {"model": "probe", "chat_template": "", "chat_template_args": {}, "allowed_origins": ["*"]}
-ARGS = Namespace(**dict.fromkeys(_UNSET), **dict.fromkeys(_OFF, False), **_TEXTS)
-vars(ARGS).update(dict.fromkeys(_ZEROS, 0), max_tokens=4, top_p=1.0, prompt_cache_size=10)
+ARGS = Namespace(
+    **dict.fromkeys(("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")),
+    **dict.fromkeys(("pipeline", "trust_remote_code", "use_default_chat_template"), False),
+    **dict.fromkeys(("num_draft_tokens", "temp", "top_k", "min_p"), 0),
+    model="probe",
+    chat_template="",
+    chat_template_args={},
+    allowed_origins=["*"],
+    max_tokens=4,
+    top_p=1.0,
+    prompt_cache_size=10,
+)
 """The options that the server's objects read, on every supported version."""
 
-GENERATION_ARGS = SimpleNamespace(model="probe", seed=None, top_logprobs=0)
-GENERATION_ARGS.logits = SimpleNamespace(logit_bias=None)
-GENERATION_ARGS.sampling = SimpleNamespace(top_k=0)
+_LOGITS, _SAMPLING = SimpleNamespace(logit_bias=None), SimpleNamespace(top_k=0)
+GENERATION_ARGS = SimpleNamespace(
+    model="probe", seed=None, top_logprobs=0, logits=_LOGITS, sampling=_SAMPLING
+)
 """The arguments of a request that the server reads before the request enters."""
 
 
@@ -156,19 +160,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-@cache
-def probe_manager() -> tuple[pluggy.PluginManager, ProbePlugin]:
-    """Return a manager that asks a ProbePlugin only; making one takes milliseconds."""
-    plugins, plugin = manager.PluginManager(), ProbePlugin()
-    plugins.register(plugin, name="probe")
-    return plugins, plugin
-
-
 @contextlib.contextmanager
 def probing() -> Iterator[ProbePlugin]:
     """Make a ProbePlugin the only plugin inside the block; the host logs nothing there."""
-    plugins, plugin = probe_manager()
-    plugin.asked.clear()
+    plugins, plugin = manager.PluginManager(), ProbePlugin()
+    plugins.register(plugin, name="probe")
     logging_was_disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -238,20 +234,14 @@ class ProbeModel:
         self.computed.append(ids.tolist())
 
 
-def encode(text: str) -> list[int]:
-    """Stands for a tokenizer's method."""
-    return [ord(char) for char in text if char.islower() or char == "!"]
-
-
-TOKENIZER = SimpleNamespace(has_chat_template=False, encode=encode)
-PROVIDER = SimpleNamespace(cli_args=ARGS, tokenizer=TOKENIZER, processor=None, max_context=None)
-PROVIDER.reads_images, PROVIDER.is_batchable = False, True
-
-
 def requests_pass_plugins(server: ModuleType) -> None:
     """Plugins see queued requests, change their messages, and take them."""
+    tokenizer = SimpleNamespace(has_chat_template=False)
+    tokenizer.encode = lambda text: [ord(char) for char in text if char in "px!"]
+    provider = SimpleNamespace(cli_args=ARGS, tokenizer=tokenizer, processor=None, max_context=None)
+    provider.reads_images, provider.is_batchable = False, True
     with probing() as plugin, replaced(server.ResponseGenerator, "_generate", lambda self: None):
-        generator = server.ResponseGenerator(PROVIDER, None)  # like `run`
+        generator = server.ResponseGenerator(provider, None)  # like `run`
         generator.join()
         chat = [{"role": "user", "content": "x"}]
         request = server.CompletionRequest("chat", "", chat, None, {"user": ""})
@@ -260,20 +250,18 @@ def requests_pass_plugins(server: ModuleType) -> None:
             generator.requests.put((Queue(), client_request, GENERATION_ARGS))
         _, request, args = generator._next_request(0.1)
         joined, none = generator._next_request(), generator._next_request()
-        ids, segments, types, *_ = generator._tokenize(TOKENIZER, request, args)
-    prompt = [ord("x"), ord("!")]
+        ids, segments, types, *_ = generator._tokenize(tokenizer, request, args)
+    prompt = list(b"x!")
     expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
     expect("plugin that took the request", ids[:].taken.plugin, "probe")
     expect("requests that join", (joined and joined[1], none), (text_request, None))
     expect("hooks asked", plugin.asked, ["take_request text p", "take_request chat "])
 
 
-def taken(prompt: hooks.Prompt) -> Taken:
-    """Return a request for a text, as taken by the probe's plugin."""
-    request = SimpleNamespace(request_type="text", prompt="p", messages=[])
-    plugin_request = take_request(hooks.ClientRequest(request), prompt)
-    assert plugin_request is not None
-    return plugin_request
+def taken(plugin: ProbePlugin, ids: list[int]) -> Taken:
+    """Return a request for a prompt of `ids` that has entered, as the probe's plugin takes it."""
+    prompt = hooks.Prompt(ids, [ids], ["user"])
+    return Taken("probe", ProbeRequest(plugin, prompt), prompt=prompt)
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:
@@ -284,7 +272,7 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
         replaced(server, "ResponseGenerator", lambda provider, cache: prompt_caches.append(cache)),
         replaced(server, "_run_http_server", lambda *args, **kwargs: None),
     ):
-        plugin_request = taken(hooks.Prompt([1], [[1]], ["user"]))
+        plugin_request = taken(plugin, [1])
         plugin_request.enter()
         inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
         (cache,) = prompt_caches
@@ -292,7 +280,7 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
         tokens = TakenTokens([1], plugin_request)
         cache.insert_cache("model", tokens, [ProbeCache()], cache_type="user")
     expect("fetched", ([type(c) for c in fetched or []], rest), ([ProbeCache], [2]))
-    expect("hooks asked", plugin.asked, ["take_request text p", "insert [1] user"])
+    expect("hooks asked", plugin.asked, ["insert [1] user"])
     expect("sequences kept by stock", len(cache), 0)
 
 
@@ -301,13 +289,10 @@ def single_prompts_are_saved(server: ModuleType) -> None:
     with probing() as plugin:
         model: Any = ProbeModel()
         model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
-        plugin_request = taken(prompt := hooks.Prompt([1, 2], [[1, 2]], ["user"]))
-        plugin_request.prompt = prompt
-        plugin.asked.clear()
         replies = server.stream_generate(
             model=model,
             tokenizer=None,
-            prompt=TakenTokens([1, 2], plugin_request),
+            prompt=TakenTokens([1, 2], taken(plugin, [1, 2])),
             prompt_cache=[],
             prompt_progress_callback=lambda n_done, n_tokens: None,
             prefill_step_size=8,
@@ -315,7 +300,7 @@ def single_prompts_are_saved(server: ModuleType) -> None:
         with contextlib.suppress(Exception):  # stock, which has no tokenizer
             next(replies)
     expect("tokens computed before stock's", model.computed, [[[1]]])
-    expect("hooks asked", plugin.asked, ["insert [1] user"])
+    expect("hooks asked", plugin.asked, ["model_loaded", "insert [1] user"])
 
 
 def prompts_are_computed_in_turns(server: ModuleType) -> None:
@@ -326,13 +311,9 @@ def prompts_are_computed_in_turns(server: ModuleType) -> None:
     with probing() as plugin:
         model: Any = ProbeModel()
         model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
-        generator = server.BatchGenerator(
-            model,
-            completion_batch_size=2,
-            prefill_batch_size=4,
-            prefill_step_size=8,
-            stream=mx.default_stream(mx.default_device()),
-        )
+        sizes = {"completion_batch_size": 2, "prefill_batch_size": 4, "prefill_step_size": 8}
+        stream = mx.default_stream(mx.default_device())
+        generator = server.BatchGenerator(model, **sizes, stream=stream)
         caches = [[ProbeCache()], [ProbeCache()]]
         try:
             generator.insert_segments(segments=[[[5, 6, 7, 8]], [[3, 4]]], caches=caches)
@@ -400,19 +381,6 @@ def batches_follow_plugins(server: ModuleType) -> None:
     windows_are_in_order(server)
 
 
-def packed_keys_attend_themselves(base: ModuleType) -> None:
-    """The function that models call uses the attention of packed keys."""
-    queries = mx.ones((1, 2, 1, 32))
-    packed = mx.quantize(mx.ones((1, 1, 3, 32)), group_size=32, bits=4)
-    cache = SimpleNamespace(bits=4, group_size=32)
-
-    attended = base.scaled_dot_product_attention(
-        queries, ProbeKeys(packed), packed, cache=cache, scale=0.5, mask="causal"
-    )
-    expect("attention of keys that bring their own", type(attended), tuple)
-    expect("what it was given", attended == (queries, packed, 0.5, "causal"), True)
-
-
 class ProbeKeys(tuple[Any, ...]):
     """Packed keys with an attention of their own, which returns its arguments."""
 
@@ -420,25 +388,30 @@ class ProbeKeys(tuple[Any, ...]):
         return arguments
 
 
+def packed_keys_attend_themselves(base: ModuleType) -> None:
+    """The function that models call uses the attention of packed keys."""
+    queries = mx.ones((1, 2, 1, 32))
+    packed = mx.quantize(mx.ones((1, 1, 3, 32)), group_size=32, bits=4)
+    cache = SimpleNamespace(bits=4, group_size=32)
+    attended = base.scaled_dot_product_attention(
+        queries, ProbeKeys(packed), packed, cache=cache, scale=0.5, mask="causal"
+    )
+    expect("attention of keys that bring their own", type(attended), tuple)
+    expect("what it was given", attended == (queries, packed, 0.5, "causal"), True)
+
+
 def wired_memory_is_chosen(mlx: ModuleType) -> None:
-    """The server's start, a batch and a stream set limits; MLX gets one when it is chosen."""
-    server, generate = map(importlib.import_module, ("mlx_lm.server", "mlx_lm.generate"))
+    """A batch and a stream set limits; MLX gets one when it is chosen."""
+    generate: Any = importlib.import_module("mlx_lm.generate")
     expect("function that sets the limit", type(mlx.set_wired_limit), WiredLimit)
     limits: list[int] = []
     passed_on: list[int] = []
     info = {"max_recommended_working_set_size": 8, "memory_size": 9}
     with (
-        probing(),
         replaced(mlx, "set_wired_limit", limit := WiredLimit(passed_on.append)),
         replaced(mlx, "device_info", lambda *device: info),
         replaced(mlx.metal, "is_available", lambda: True),
-        replaced(server, "run", lambda *args: None),
-        replaced(server, "ModelProvider", lambda args: None),
-        replaced(server.logging, "basicConfig", lambda **kwargs: None),
-        replaced(sys, "argv", ["probe"]),
     ):
-        inspect.unwrap(server.main)()
-        limits.append(limit(1))
         batch = generate.BatchGenerator(ProbeModel())
         limits.append(limit.asked_bytes)
         batch.close()
@@ -449,7 +422,7 @@ def wired_memory_is_chosen(mlx: ModuleType) -> None:
         expect("limits that MLX gets before one is chosen", passed_on, [])
         for chosen in (1, None):
             limit.choose(chosen)
-    expect("limits by start, batch, its end, stream, its end", limits, [8, 8, 1, 8, 2])
+    expect("limits by batch, its end, stream, its end", limits, [8, 0, 8, 2])
     expect("limits that MLX gets afterwards", passed_on, [1, 2])
 
 
@@ -503,16 +476,12 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
 
 def run_starts_and_stops_plugins(server: ModuleType) -> None:
     """`run`, called as `main` calls it, calls configure and shutdown around stock's `run`."""
-    with probing() as plugin:
-
-        def serve(*args: Any, **kwargs: Any) -> None:
-            plugin.asked.append("serve")
-
-        with (
-            replaced(server, "ResponseGenerator", lambda *args: None),
-            replaced(server, "_run_http_server", serve),
-        ):
-            server.run("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
+    with (
+        probing() as plugin,
+        replaced(server, "ResponseGenerator", lambda *args: None),
+        replaced(server, "_run_http_server", lambda *_, **__: plugin.asked.append("serve")),
+    ):
+        server.run("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
     expect("order", plugin.asked, ["configure", "serve", "shutdown"])
 
 

@@ -127,12 +127,9 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
                     self.draft_model.make_cache = draft
         except Exception as error:
             # Otherwise the next request would find this model loaded, without its plugins.
-            if hasattr(self, "reset"):  # from 0.32.0
-                self.reset()
-            else:
-                provider: Any = self
-                provider.model_key = provider.model = provider.tokenizer = None
-                provider.draft_model, provider.is_batchable = None, False
+            for name in ("model_key", "model", "tokenizer", "processor", "draft_model"):
+                setattr(self, name, None)
+            self.is_batchable = False
             self._plugin_error = error
             raise
 
@@ -278,31 +275,27 @@ class WiredLimit:
     already allocated when its limit grows (`ResidencySet::resize`), so a late limit loses nothing.
     """
 
+    asked_bytes = 0
+    """The last limit that the host has set; 0 on devices without wired memory."""
+    _set_bytes = 0
+    _chosen_bytes: int | None = 0
+
     def __init__(self, stock: Callable[[int], object]) -> None:
         self._stock = stock
-        self.asked_bytes = 0
-        """The last limit that the host has set; 0 on devices without wired memory."""
-        self._set_bytes = 0
-        self._chosen_bytes: int | None = 0
 
     def __call__(self, limit: int) -> int:
         """Set the limit that the host asks for, in bytes; return the host's previous limit."""
         before, self.asked_bytes = self.asked_bytes, limit
-        self._pass_on()
+        chosen = limit if self._chosen_bytes is None else min(limit, self._chosen_bytes)
+        if chosen != self._set_bytes:
+            self._stock(chosen)
+            self._set_bytes = chosen
         return before
 
     def choose(self, limit: int | None) -> None:
         """Limit the wired memory to `limit` bytes from now on; None: to the host's limit."""
         self._chosen_bytes = limit
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        limit = self.asked_bytes
-        if self._chosen_bytes is not None:
-            limit = min(limit, self._chosen_bytes)
-        if limit != self._set_bytes:
-            self._stock(limit)
-            self._set_bytes = limit
+        self(self.asked_bytes)
 
 
 class StepFailures:

@@ -8,6 +8,7 @@ own client waits. If the generation thread ends, the server ends.
 from __future__ import annotations
 
 import _thread
+import copy
 import logging
 import math
 import signal
@@ -25,7 +26,7 @@ from ...ranks import Ranks, ranks
 from .. import manager
 from ..attachments import fit_attachments
 from ..history import PLACE, Templates, without
-from ..hooks import ClientRequest, Prompt, copied, frozen, has_text_only
+from ..hooks import ClientRequest, Prompt, frozen, has_text_only
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens, take_request
 from .batch_generator import LOOKS_FIRST
@@ -308,8 +309,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     def reads_images(self, model: str) -> bool | None:
         """Whether a model reads images; None while it is not loaded. Any thread."""
-        reads_images: bool = self.model_provider.reads_images
-        return reads_images if self.model_provider.is_loaded(model) else None
+        provider = self.model_provider
+        return bool(provider.reads_images) if provider.is_loaded(model) else None
 
     def _timed(self, request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
         """Yield None, then a reply's tokens; tell plugins the times of the tokens. HTTP thread."""
@@ -424,7 +425,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         Rendering changes messages, and mlx-lm 0.31.3 fails if they are rendered again.
         """
         original = request.messages, request.tools
-        messages, tools = copied(original[0]), copied(original[1])
+        messages, tools = copy.deepcopy(original)
         client_request, template = ClientRequest.of(request), None
         if request.request_type == "chat":
             messages = [{**message, PLACE: i} for i, message in enumerate(messages)]
