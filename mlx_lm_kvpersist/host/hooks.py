@@ -86,8 +86,7 @@ class ClientRequest:
     """A request as plugins see it, from its arrival to its end, apart from the server's object.
 
     `kind` is "chat" or "text". `messages` are the messages that the client sent, `prompt` is the
-    text of a "text" request. `client_gone`: whether its client has left. Plugins may store their
-    data about a request in its attributes.
+    text of a "text" request. Plugins may store their data about a request in its attributes.
     """
 
     client_gone = False

@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 RAISED: dict[str, type[Exception]] = {
     **dict.fromkeys(("add_options", "configure", "routes", "started"), Exception),
-    "model_loaded": Exception,
-    "prepare_messages": Exception,
+    **dict.fromkeys(("model_loaded", "prepare_messages"), Exception),
     "request_received": RequestRefused,
 }
 """Errors that reach the caller, by hook. Every other failure is logged."""

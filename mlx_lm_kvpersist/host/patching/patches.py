@@ -62,17 +62,12 @@ class Overrides:
             stock = look_up(module, name := f"{self.name}.{method}")
             theirs = inspect.signature(stock).parameters
             own = inspect.signature(getattr(self.by, method))
-            named = [key for key, value in own.parameters.items() if value.kind not in _REST]
-            added = [parameter for parameter in theirs.values() if parameter.name not in named]
+            named = {key: p.default for key, p in own.parameters.items() if p.kind not in _REST}
+            kept = {key: p.default for key, p in theirs.items() if key in named}
+            added = [p for key, p in theirs.items() if key not in named and p.kind not in _REST]
             takes_rest = len(named) < len(own.parameters)
-            if (
-                [name for name in theirs if name in named] != named
-                or any(theirs[name].default != own.parameters[name].default for name in named)
-                or not all(
-                    parameter.kind in _REST
-                    or (takes_rest and parameter.default is not parameter.empty)
-                    for parameter in added
-                )
+            if list(kept.items()) != list(named.items()) or not all(
+                takes_rest and p.default is not p.empty for p in added
             ):
                 raise SignatureChanged(
                     f"{module.__name__}:{name} is {inspect.signature(stock)} in this mlx-lm, "

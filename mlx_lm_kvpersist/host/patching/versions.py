@@ -81,11 +81,8 @@ def check_pair(mlx_lm: str, mlx: str) -> None:
 
 def found_and_known() -> str:
     """Return the installed versions and the versions that are known to work, in one line."""
-    try:
-        pair = f"mlx-lm {installed('mlx-lm')} with mlx {installed('mlx')}"
-    except UnsupportedVersion as error:
-        pair = str(error)
-    return f"found {pair}; known to work: {', '.join(map(str, PAIRS))}"
+    found = f"found mlx-lm {installed('mlx-lm')} with mlx {installed('mlx')}"
+    return f"{found}; known to work: {', '.join(map(str, PAIRS))}"
 
 
 def is_known(mlx_lm: str, mlx: str) -> bool:
@@ -101,11 +98,7 @@ def is_measured() -> bool:
 
     Both must be releases from a package index: a git snapshot can carry the number of a release.
     """
-    try:
-        pair = installed("mlx-lm"), installed("mlx")
-    except UnsupportedVersion:
-        return False
-    return is_known(*pair) and not any(
+    return is_known(installed("mlx-lm"), installed("mlx")) and not any(
         metadata.distribution(name).read_text("direct_url.json") for name in ("mlx-lm", "mlx")
     )
 

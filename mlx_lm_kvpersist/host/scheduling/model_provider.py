@@ -1,13 +1,10 @@
 """The server's models: loaded as stock does, and computed with the caches that plugins make.
 
 The model provider tells plugins of each model; a plugin's answer becomes the model's
-`PluginCaches`. The provider also knows a model's names, its context length, and how much of the
-GPU's memory macOS must keep in place (from macOS 15 on): mlx-lm sets MLX's limit when its server
-starts, around each batch, and around a single stream.
+`PluginCaches`. The provider also knows a model's names and its context length.
 
 The server ends when the device computes nothing. After some errors a device refuses all work until
-the process ends: macOS does so after repeated time-outs of the GPU. Then only a new process helps,
-and a supervisor starts it.
+the process ends: macOS does so after repeated time-outs of the GPU.
 """
 
 from __future__ import annotations
@@ -118,8 +115,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             answers = manager.ask("model_loaded", provider=self)
             if answers:
                 plugin, support = answers[0]
-                caches = PluginCaches(self.model, plugin, support)
-                self.model.make_cache = caches
+                self.model.make_cache = caches = PluginCaches(self.model, plugin, support)
                 can_merge = all(hasattr(cache, "merge") for cache in caches.make(raised=Exception))
                 self.is_batchable = self.draft_model is None and can_merge and support.batches
                 if self.draft_model is not None and support.draft is not None:
@@ -229,12 +225,11 @@ def max_context(model: str, tokenizer: Any) -> int | None:
     lengths counts: a wrong refusal is worse than none. A tokenizer's length does not count if it
     is the only one, because it is often another model's.
     """
-    folder = Path(model)
     try:
-        is_folder = folder.exists()
-        file = folder / "config.json" if is_folder else try_to_load_from_cache(model, "config.json")
-        config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
-        stated = length_of(config)
+        file: Any = Path(model) / "config.json"
+        if not Path(model).exists():
+            file = try_to_load_from_cache(model, "config.json")
+        stated = length_of(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return None
     own = getattr(tokenizer, "model_max_length", None)
@@ -271,8 +266,9 @@ def _is_length(value: Any) -> bool:
 class WiredLimit:
     """Replaces `mx.set_wired_limit`: the host sets a limit, and plugins choose the real limit.
 
-    MLX gets no limit before a model is loaded, because the model's size decides. MLX wires what is
-    already allocated when its limit grows (`ResidencySet::resize`), so a late limit loses nothing.
+    mlx-lm sets it when its server starts, around each batch, and around a single stream. MLX gets
+    no limit before a model is loaded, because the model's size decides. MLX wires what is already
+    allocated when its limit grows (`ResidencySet::resize`), so a late limit loses nothing.
     """
 
     asked_bytes = 0
@@ -389,8 +385,7 @@ class PluginCaches:
 
     def most_taken_back(self, caches: Sequence[Any]) -> int:
         """Return how many tokens a call may append to a batch's caches and remove again."""
-        count = self._safely(lambda: int(self._support.most_taken_back(caches)))
-        return count or 0
+        return self._safely(lambda: int(self._support.most_taken_back(caches))) or 0
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
         fits = self._safely(self._support.weigh, replies, prompts, n_bytes)
@@ -457,17 +452,11 @@ def plugin_quantized_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def quantized_scaled_dot_product_attention(
-        queries: Any,
-        q_keys: Any,
-        q_values: Any,
-        scale: float,
-        mask: Any,
-        group_size: int = 64,
-        bits: int = 8,
+        queries: Any, q_keys: Any, q_values: Any, scale: float, mask: Any, **options: Any
     ) -> Any:
         attend = getattr(q_keys, "attend", None)
         if attend is None:
-            return stock(queries, q_keys, q_values, scale, mask, group_size=group_size, bits=bits)
+            return stock(queries, q_keys, q_values, scale, mask, **options)
         return attend(queries, q_values, scale, mask)
 
     return quantized_scaled_dot_product_attention

@@ -1,12 +1,8 @@
 """The prompts that are being computed: their order, chunk sizes, and prompts that share a call.
 
-While replies run, a chunk takes no longer than the plugin allows. The prompt with the fewest tokens
-left goes first, but the oldest prompt gets every fourth chunk. If a prompt's last tokens leave room
-in a chunk, the last tokens of other prompts are computed with them. Generation thread.
-
 The prompt of a request that is served alone is computed in the same chunks, and plugins save each
 chunk. Stock would compute it in one call, and lose it if the client left. Stock computes the last
-token and the reply.
+token and the reply. Generation thread.
 """
 
 from __future__ import annotations
@@ -142,7 +138,6 @@ class Prefills:
         self.all: list[Prefill] = []
 
     def drop(self, prefills: Collection[Prefill]) -> None:
-        """Drop prompts that are computed or have ended."""
         self.all = [prefill for prefill in self.all if prefill not in prefills]
 
     def decide(
@@ -151,8 +146,7 @@ class Prefills:
         """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
         If the plugin raises, the error comes with the prompt whose turn it is. stopped: prompts
-        that end now.
-        step_s: the time of the last step of the replies. `beside`: whether replies run.
+        that end now. step_s: the time of the last step of the replies, if `beside` replies.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]

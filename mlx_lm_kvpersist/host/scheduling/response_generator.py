@@ -1,8 +1,7 @@
 """The server's response generator: plugins, the order of waiting requests, the thread's end.
 
 Plugins see a request before and after it is tokenized. While other sequences are served, a request
-whose data a plugin prefetches waits until the data is in RAM. Other requests pass it, so only its
-own client waits. If the generation thread ends, the server ends.
+whose data a plugin prefetches waits until the data is in RAM, and other requests pass it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any
@@ -112,11 +111,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _next_request(self, timeout: float | None = None) -> Any:
         """Return the next request that stock is to serve, None if there is none now.
 
-        Stock gives no timeout while it serves a batch, and then nothing here waits. Other
-        requests pass a request whose data is being prefetched, unless they would end the batch: a
-        request for another model, or a request that cannot be batched. A client has one request
-        at a time, so its requests stay in order. While nothing is served, the oldest request
-        enters at once.
+        Stock gives no timeout while it serves a batch, and then nothing here waits. No request for
+        another model, or that cannot be batched, passes other requests, because it would end the
+        batch. While nothing is served, the oldest request enters at once.
         """
         self._has_looked = True
         self._set_serving(timeout is None)
@@ -587,8 +584,7 @@ def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:
     attributes = dict(vars(ClientRequest.of(request)))
     for name in ("kind", "prompt", "messages", "client_gone"):
         attributes.pop(name, None)
-    own = {field.name: getattr(request, field.name) for field in fields(request)}
-    return type(request)(**own), args, attributes
+    return replace(request), args, attributes
 
 
 def _checked(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
