@@ -18,16 +18,7 @@ import pluggy
 
 from ..errors import ClientGone, ConfigError, Failures, PluginFault, PluginNotFound, RequestRefused
 from . import hooks
-from .hooks import (
-    ClientRequest,
-    Prepared,
-    Prompt,
-    Route,
-    TakenRequest,
-    check_answer,
-    check_draft_ids,
-    check_prepared,
-)
+from .hooks import ClientRequest, Prepared, Prompt, Route, TakenRequest
 from .http.request_checks import check_messages
 
 ENTRY_POINT_GROUP = "mlx_lm.server.plugins"
@@ -64,7 +55,7 @@ class PluginManager(pluggy.PluginManager):
 
 def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
     """Return a plugin's answer to a hook, and the plugin's name if `NAMED`."""
-    check, raised = partial(check_answer, hook), RAISED.get(hook, ())
+    check, raised = partial(hooks.check_answer, hook), RAISED.get(hook, ())
     answer = safely(plugin, hook, function, *args, check=check, raised=raised)
     return (plugin, answer) if hook in NAMED and answer is not None else answer
 
@@ -244,9 +235,8 @@ class Taken:
 
     def enter(self) -> Prompt | None:
         """Return the prompt to read; None if stock serves the request. Raises ClientGone."""
-        prepared: Prepared | None = self._safely(
-            self.request.enter, check=check_prepared, raised=ClientGone
-        )
+        how = {"check": hooks.check_prepared, "raised": ClientGone}
+        prepared: Prepared | None = self._safely(self.request.enter, **how)
         if prepared is None:
             return None
         self.caches, self.n_cached = prepared.caches, prepared.n_cached
@@ -255,7 +245,7 @@ class Taken:
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
         """Return up to `n` ids that may follow; none if the plugin fails."""
-        drafts = self._safely(self.request.draft_ids, run, n, check=check_draft_ids)
+        drafts = self._safely(self.request.draft_ids, run, n, check=hooks.check_draft_ids)
         return drafts[:n] if drafts else ()
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:

@@ -421,8 +421,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
         Rendering changes messages, and mlx-lm 0.31.3 fails if they are rendered again.
         """
-        original = request.messages, request.tools
-        messages, tools = copy.deepcopy(original)
+        messages, tools = copy.deepcopy((request.messages, request.tools))
         client_request, template = ClientRequest.of(request), None
         if request.request_type == "chat":
             messages = [{**message, PLACE: i} for i, message in enumerate(messages)]
@@ -436,9 +435,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             if template is not None:
                 messages = template.fit(sent, tools, continues=client_request.continues)
             messages = [without(message, PLACE) for message in messages]
-            request.messages, request.tools = messages, tools
+            fitted = copy.copy(request)
+            fitted.messages, fitted.tools = messages, tools
             source = Continuing(tokenizer) if client_request.continues else tokenizer
-            stock = super()._tokenize(source, request, args)
+            stock = super()._tokenize(source, fitted, args)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             place = None
@@ -448,8 +448,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 name = client_request.place(place)
                 reason += f"); {name} cannot be rendered (change it, or leave it out"
             raise RequestRefused(f"no prompt can be made of this request ({reason})") from error
-        finally:
-            request.messages, request.tools = original
         check_prompt_ids(stock[0])
         ids, segments, segment_types, *_ = stock
         if (vision := vision_of(stock)) is not None:
@@ -457,7 +455,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             segments, segment_types = [ids], ["user"]
             messages = named(messages, ids)
         prompt = Prompt(ids, segments, segment_types, frozen(messages or []))
-        request.rendered = rendered = Rendered(ClientRequest.of(request), tokenizer, stock, prompt)
+        request.rendered = rendered = Rendered(client_request, tokenizer, stock, prompt)
         return rendered
 
     def _log_cache_stats(self) -> None:
