@@ -195,14 +195,12 @@ def uninterrupted() -> Iterator[None]:
 def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[list[int]]:
     """Make SIGTERM and SIGHUP end the server as Ctrl-C does.
 
-    A second signal, or `grace_s`, forces the end. SIGHUP does not count: when a terminal is closed,
-    the kernel and the shell send it.
-
     The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
-    and joins the generation thread. Outside the main thread nothing changes. Yields the list of the
-    signals received. The timer of `grace_s` keeps running after the block, because remaining
-    threads can keep a process alive. A generation thread that fails also sends a signal: if
-    `provider` has a `fatal_error`, a second signal counts as that signal.
+    and joins the generation thread. A second signal, or `grace_s`, forces the end: remaining
+    threads can keep a process alive. SIGHUP does not count, because the kernel and the shell send
+    it when a terminal is closed, and the signal of a generation thread that fails (`fatal_error`
+    of `provider`) does not count. Outside the main thread nothing changes. Yields the list of the
+    signals received.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

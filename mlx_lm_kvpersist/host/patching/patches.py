@@ -1,10 +1,8 @@
 """Everything that this package changes in mlx-lm: one table, applied completely or not at all.
 
-docs/plugins.md shows the table. All targets but two are globals of `mlx_lm.server`. The stock
-objects are not changed, so other users of mlx_lm in the process are not affected. The exceptions
-are attention over packed keys, which differs only for keys with their own attention function, and
-MLX's wired limit, which mlx-lm sets in three modules. If there are several CUDA GPUs,
-`mlx.core.clear_cache` is replaced.
+All targets are globals of `mlx_lm.server` except attention over packed keys, which differs only for
+keys with their own attention function, and MLX's wired limit, which mlx-lm sets in three modules.
+The stock objects are not changed, so other users of mlx_lm in the process are not affected.
 """
 
 from __future__ import annotations

@@ -102,8 +102,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             # 0.31.3 has no processors.
             self.reads_images = renders_images(self.tokenizer, getattr(self, "processor", None))
             limit: Any = mx.set_wired_limit
-            if isinstance(limit, WiredLimit) and limit.asked_bytes:
-                asked_bytes = limit.asked_bytes
+            if isinstance(limit, WiredLimit) and (asked_bytes := limit.asked_bytes):
                 limit.choose(manager.ask("wired_limit", provider=self, asked_bytes=asked_bytes))
             self._tell_plugins()
         finally:
@@ -355,7 +354,8 @@ class PluginCaches:
     def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
         # A model in a reference cycle would keep its weights until a garbage collection.
         self._model: Any = weakref.ref(model)
-        self._plugin, self._support = plugin, support
+        self._support = support
+        self._safely = partial(manager.safely, plugin, "model_loaded")
         self.ranks = ranks()
         self._n_layers: int | None = None
         self.limits = support.limits or PrefillLimits(math.inf, lambda position: sys.maxsize)
@@ -390,9 +390,6 @@ class PluginCaches:
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
         fits = self._safely(self._support.weigh, replies, prompts, n_bytes)
         return fits is None or bool(fits)
-
-    def _safely(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return manager.safely(self._plugin, "model_loaded", function, *args, **kwargs)
 
     def _stock(self) -> list[Any]:
         from mlx_lm.models.cache import KVCache  # imported late, so that commands start sooner
