@@ -19,14 +19,12 @@ def install(names: Sequence[str]) -> None:
     versions.check()  # first: another version may lack what the next imports need
     from . import manager
     from .patching.patches import PATCH_SET, needed
-    from .run import PatchChecks
 
     if PATCH_SET.is_applied:
         return
     plugins = manager.load_plugins(names)
-    patches = needed()
-    plugins.register(PatchChecks([patch.check for patch in patches]), name="patches")
-    PATCH_SET.apply(patches)
+    plugins.register(PATCH_SET, name="patches")
+    PATCH_SET.apply(needed())
     manager.set_current(plugins)
 
 
