@@ -357,7 +357,6 @@ class PluginCaches:
         self._support = support
         self._safely = partial(manager.safely, plugin, "model_loaded")
         self.ranks = ranks()
-        self._n_layers: int | None = None
         self.limits = support.limits or PrefillLimits(math.inf, lambda position: sys.maxsize)
         self.failures = StepFailures()
 
@@ -367,9 +366,7 @@ class PluginCaches:
 
     def make(self, *, raised: type[Exception] | tuple[()] = ()) -> Any:
         """Return the plugin's caches for a new sequence, None if that fails."""
-        if self._n_layers is None:
-            self._n_layers = len(self._stock())
-        check = partial(check_caches, n_layers=self._n_layers)
+        check = partial(check_caches, n_layers=len(self._stock()))
         return self._safely(self._support.make_caches, check=check, raised=raised)
 
     def merge(self, cache: Any) -> Any:
@@ -432,8 +429,7 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
             tokens.taken.insert(tokens, prompt_cache, cache_type)
             prompt_cache.clear()  # stock's loop holds the list until the next prompt
             return
-        kwargs["cache_type"] = cache_type
-        super().insert_cache(model, tokens, prompt_cache, *args, **kwargs)
+        super().insert_cache(model, tokens, prompt_cache, *args, cache_type=cache_type, **kwargs)
 
 
 def plugin_quantized_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
