@@ -257,7 +257,7 @@ class Joiner:
         """Add the first tokens of an unfinished block, after all other pieces."""
         packed: dict[str, mx.array] = {}
         for group in self._spec.full:
-            sides = group.precision.sides if group.precision else (None, None)
+            sides = group.precision or (None, None)
             for (side, names), quantization in zip(group.array_names.items(), sides, strict=True):
                 x = block[f"{group.name}.{side}"]
                 fields = pk.zeros(x, quantization) if quantization else (x,)
@@ -431,7 +431,7 @@ def canary_difference(
 
 def _ratios(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> Iterator[mx.array]:
     """Yield |new - old| / |old| of each token [slots, n], of a group's keys, then its values."""
-    sides = group.precision.sides if group.precision else (None, None)
+    sides = group.precision or (None, None)
     for side, *old_and_new in zip(sides, old, new, strict=True):
         before, after = (
             fields[0].astype(mx.float32)

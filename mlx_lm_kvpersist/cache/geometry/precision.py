@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import NamedTuple
 
 GROUP_SIZES = (64, 32, 128)
 """The group sizes that MLX has kernels for, in the order in which they are tried."""
@@ -43,15 +43,14 @@ class Quantization:
         return replace(self, padding=-dim % self.group_size)
 
 
-@dataclass(frozen=True)
-class KVPrecision:
+class KVPrecision(NamedTuple):
     """How the keys and the values of a layer are quantized; None for a layer in full precision.
 
     Keys and values differ only in bits and padding.
     """
 
-    keys: Quantization = Quantization()
-    values: Quantization = Quantization()
+    keys: Quantization
+    values: Quantization
 
     @classmethod
     def of(
@@ -69,11 +68,6 @@ class KVPrecision:
     def fitted(self, k_dim: int, v_dim: int) -> KVPrecision:
         """Return this for heads of `k_dim` and `v_dim` numbers (`Quantization.fitted`)."""
         return KVPrecision(self.keys.fitted(k_dim), self.values.fitted(v_dim))
-
-    @cached_property  # called at every step for every layer
-    def sides(self) -> tuple[Quantization, Quantization]:
-        """The quantizations of keys and of values."""
-        return self.keys, self.values
 
     @property
     def group_size(self) -> int:

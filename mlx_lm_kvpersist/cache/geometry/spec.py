@@ -255,7 +255,7 @@ class ModelCacheSpec:
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
     """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...]; none for 0 tokens."""
     for group in groups if n_tokens else ():
-        sides = group.precision.sides if group.precision else (None, None)
+        sides = group.precision or (None, None)
         for (side, shape), quantization in zip(group.shapes.items(), sides, strict=False):
             name, *scale_names = group.array_names[side]
             lead, dtype = (len(group.slots), shape.n_heads, n_tokens), shape.mx_dtype

@@ -59,47 +59,30 @@ class _Span(NamedTuple):
     last: int
 
 
-class PackedKV(tuple[mx.array, mx.array, mx.array]):
+@dataclass
+class PackedKV:
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
-    The tuple has weights, scales and biases: the cache's own buffers, with spare room after the
-    first `n_tokens`. `newest` are the last tokens [B, H, n, D] in full precision: the queries'
-    tokens, and some of the `n_own` earlier tokens in the first query's block of the grid; the rest
-    of that block is packed. If rows differ in `n_own`, each row has one query: `n_own` is then the
-    largest number of any row, and rows with fewer tokens have zeros in front of them.
+    `buffers` are the cache's own, with spare room after the first `n_tokens`. `newest` are the last
+    tokens [B, H, n, D] in full precision: the queries' tokens, and some of the `n_own` earlier
+    tokens in the first query's block of the grid; the rest of that block is packed. If rows differ
+    in `n_own`, each row has one query: `n_own` is then the largest number of any row, and rows with
+    fewer tokens have zeros in front of them.
     """
 
+    buffers: Packed
     quantization: Quantization
     n_tokens: int
-    strategy: Strategy
-    tile_bytes: int
-    newest: mx.array | None
-    n_own: int
+    newest: mx.array
+    n_own: int = 0
+    strategy: Strategy = "packed"
+    tile_bytes: int = MAX_DEQUANTIZED_BYTES
     is_computed: bool = False
     """Whether `newest` has every token: the first block of the grid is never read packed."""
-
-    @classmethod
-    def of(
-        cls,
-        buffers: Packed,
-        quantization: Quantization,
-        n_tokens: int,
-        strategy: Strategy = "packed",
-        tile_bytes: int = MAX_DEQUANTIZED_BYTES,
-        newest: mx.array | None = None,
-        n_own: int = 0,
-    ) -> PackedKV:
-        """Return the first `n_tokens` of `buffers`."""
-        packed = cls(buffers)
-        packed.quantization, packed.n_tokens = quantization, n_tokens
-        packed.strategy, packed.tile_bytes = strategy, tile_bytes
-        packed.newest, packed.n_own = newest, n_own
-        return packed
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         """Return the attention of `queries` over these keys and `values`."""
         if self.is_computed and (queries.shape[2] == 1 or not builds_for_each_length()):
-            assert self.newest is not None and values.newest is not None
             return mx.fast.scaled_dot_product_attention(
                 queries, self.newest, values.newest, scale=scale, mask=mask
             )
@@ -111,8 +94,6 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
         """Return the queries cut at the ends of blocks."""
         n_keys, n_own, start = self.n_tokens, self.n_own, 0
-        if self.newest is None:
-            return [_Span(0, n_queries, n_keys, n_keys)]
         before, first, spans = n_keys - n_queries, n_keys - self.newest.shape[2], []
         while start < n_queries:
             stop = min(n_queries, start + pk.GRID - n_own)
@@ -124,7 +105,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         self, rows: slice, heads: slice, tokens: slice, after: mx.array | None, dtype: mx.Dtype
     ) -> mx.array:
         """Dequantize a part, without undoing its rotation, but not before `after` is computed."""
-        weights, *scales_and_biases = (x[rows, heads, tokens] for x in self)
+        weights, *scales_and_biases = (x[rows, heads, tokens] for x in self.buffers)
         if after is not None:
             # Otherwise MLX could dequantize every tile before it uses the first tile.
             (weights,) = mx.depends([weights], [after])
@@ -132,13 +113,8 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
 
     def computed(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
         """Return tokens [first, last) in full precision."""
-        assert self.newest is not None
         before = self.n_tokens - self.newest.shape[2]
         return self.newest[rows, heads, first - before : last - before]
-
-    def prepared(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
-        """Return the same tokens in the form that is quantized: rotated and padded."""
-        return pk.prepared(self.computed(rows, heads, first, last), self.quantization)
 
     def placed(
         self, packed: mx.array, own: mx.array, at: tuple[Any, ...], spans: Sequence[_Span]
@@ -150,7 +126,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         array has zeros for it. A single row has all of the block's tokens in `own`. If there are
         several spans, the block may be packed. No slice of `packed` is taken: MLX would copy it.
         """
-        if len(spans) == 1 and self[0].shape[0] > 1:
+        if len(spans) == 1 and self.newest.shape[0] > 1:
             return packed.at[at].add(own)
         packed[at] = own
         return packed
@@ -169,11 +145,11 @@ def dequantized_attention(
     A tile has at most `tile_bytes`: some heads or some rows, at least one head of one row.
     """
     n_rows, n_heads = queries.shape[:2]
-    n_kv_heads, n_keys = keys[0].shape[1], _n_to_read(keys, values)
+    n_kv_heads, n_keys = keys.newest.shape[1], _n_to_read(keys, values)
     n_repeats, n_at_once = n_heads // n_kv_heads, n_rows * n_kv_heads
     if tile_bytes is not None:
         # The number of numbers in one token's dequantized key and value of one head.
-        n_numbers = sum(x[1].shape[3] * x.quantization.group_size for x in (keys, values))
+        n_numbers = sum(x.buffers[1].shape[3] * x.quantization.group_size for x in (keys, values))
         n_at_once = tile_bytes // max(1, n_keys * n_numbers * queries.dtype.size)
     queries = pk.prepared(queries, keys.quantization)
     last: mx.array | None = None
@@ -184,7 +160,7 @@ def dequantized_attention(
             query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
             tile_mask = mask
             if isinstance(mask, mx.array):
-                tile_mask = _cut(_cut(_with_axes(mask), 0, rows), 1, query_heads)
+                tile_mask = _part(mask, rows, query_heads)
             block = queries[rows, query_heads]
             last = _fused(block, keys, values, (rows, heads), scale, tile_mask, last)
             heads_out.append(last)
@@ -219,10 +195,9 @@ def _fused(
             array = mx.pad(array, [(0, 0), (0, 0), (0, n_more), (0, 0)])
         if len(spans) > 1:
             rounded.append(x.dequantized(*where, slice(first, last), after, queries.dtype))
-        if first < last:
-            own = x.prepared(*where, first, last)
-            array = x.placed(array, own, (..., slice(first, last), slice(None)), spans)
-        keys_and_values.append(array)
+        own = pk.prepared(x.computed(*where, first, last), x.quantization)
+        own_tokens = (..., slice(first, last), slice(None))
+        keys_and_values.append(x.placed(array, own, own_tokens, spans))
     out: list[mx.array] = []
     for done, span in zip([None, *spans], spans, strict=False):
         if done is not None:
@@ -235,7 +210,7 @@ def _fused(
         if is_padded:
             span_mask = _causal(span, n_seen, queries.dtype)
         elif len(spans) > 1 and isinstance(mask, mx.array):
-            span_mask = _cut(_cut(_with_axes(mask), 2, own_queries), 3, slice(span.last))
+            span_mask = _part(mask, slice(None), slice(None), own_queries, slice(span.last))
         out.append(
             mx.fast.scaled_dot_product_attention(
                 queries[:, :, own_queries],
@@ -252,8 +227,8 @@ def _n_to_read(keys: PackedKV, values: PackedKV) -> int:
 
     MLX copies a slice before it dequantizes it or multiplies by it.
     """
-    capacity, n_keys = keys[0].shape[2], keys.n_tokens
-    is_whole = (capacity - n_keys) * 4 <= capacity and values[0].shape[2] == capacity
+    capacity, n_keys = keys.buffers[0].shape[2], keys.n_tokens
+    is_whole = (capacity - n_keys) * 4 <= capacity and values.buffers[0].shape[2] == capacity
     return capacity if is_whole else n_keys
 
 
@@ -289,15 +264,14 @@ def packed_attention(
     scores take at most `max_score_bytes`.
     """
     n_rows, n_heads, n_queries = queries.shape[:3]
-    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
+    n_kv_heads, n_keys = keys.newest.shape[1], keys.n_tokens
     every = slice(None)
-    all_keys: Packed = keys
-    all_values: Packed = values
+    all_keys, all_values = keys.buffers, values.buffers
     # CUDA's quantized_matmul refuses slices. Spare tokens that are read are hidden.
     capacity = _n_to_read(keys, values)
     if capacity == n_keys:
         all_keys, all_values = (
-            pk.each(mx.contiguous, pk.view(x, 0, n_keys)) for x in (keys, values)
+            pk.each(mx.contiguous, pk.view(x, 0, n_keys)) for x in (all_keys, all_values)
         )
     # Otherwise each product would convert the scales again.
     all_keys, all_values = (pk.with_scales(x, queries.dtype) for x in (all_keys, all_values))
@@ -315,22 +289,19 @@ def packed_attention(
         block, packable = (x.reshape(n_rows, n_kv_heads, -1, x.shape[3]) for x in (block, packable))
         scores = pk.matmul(packable, all_keys, keys.quantization, transpose=True)
         first, last = span.first, span.last
-        if first < last:
-            own = block @ keys.computed(every, every, first, last).swapaxes(-1, -2)
-            scores = keys.placed(scores, own, (..., slice(first, last)), spans)
+        own = block @ keys.computed(every, every, first, last).swapaxes(-1, -2)
+        scores = keys.placed(scores, own, (..., slice(first, last)), spans)
         if mask is not None:
             scores = scores.reshape(n_rows, n_kv_heads, -1, n, capacity)
         scores = _hidden(scores, mask, n_queries, n_keys, at)
         weights = mx.softmax(scores, axis=-1, precise=True)
         weights = weights.reshape(n_rows, n_kv_heads, -1, capacity)
-        if first < last:
-            own = weights[..., first:last]
-            if len(spans) > 1:
-                weights[..., first:last] = 0
+        own = weights[..., first:last]
+        if len(spans) > 1:
+            weights[..., first:last] = 0
         out = pk.matmul(weights, all_values, values.quantization, transpose=False)
         out = pk.as_it_came(out, values.quantization)
-        if first < last:
-            out += own @ values.computed(every, every, first, last)
+        out += own @ values.computed(every, every, first, last)
         results.append(out.reshape(n_rows, n_heads, n, -1))
     return mx.concatenate(results, axis=2).astype(queries.dtype)
 
@@ -347,9 +318,10 @@ def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: 
         own = mx.arange(queries.start, queries.stop) + n_keys - n_queries
         return mx.where(mx.arange(scores.shape[-1]) <= own[:, None], scores, lowest)
     if mask is not None:
-        rows, heads, *rest = _with_axes(mask).shape
+        visible = _part(mask, slice(None), slice(None), queries)
+        rows, heads, *rest = visible.shape
         groups = (1, 1) if heads == 1 else (scores.shape[1], heads // scores.shape[1])
-        visible = _cut(mask.reshape(rows, *groups, *rest), 3, queries)
+        visible = visible.reshape(rows, *groups, *rest)
         if n_spare and visible.shape[4] > 1:
             visible = mx.pad(visible, [(0, 0)] * 4 + [(0, n_spare)])
         if visible.dtype == mx.bool_:
@@ -362,16 +334,11 @@ def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: 
     return scores
 
 
-def _cut(x: mx.array, axis: int, kept_slice: slice) -> mx.array:
-    """Return a part of an axis, or the whole axis if its length is 1 (it broadcasts)."""
-    if x.shape[axis] == 1:
-        return x
-    place = (*(slice(None),) * axis, kept_slice)
-    return x[place]
-
-
-def _with_axes(mask: mx.array) -> mx.array:
-    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+def _part(mask: mx.array, *axes: slice) -> mx.array:
+    """Return a part of a mask with four axes; an axis of length 1 broadcasts, and is kept."""
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    kept = (slice(None) if n == 1 else axis for n, axis in zip(mask.shape, axes, strict=False))
+    return mask[tuple(kept)]
 
 
 def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
@@ -385,9 +352,6 @@ _CUDA_ROWS = 33
 """MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
 for up to 32. It compiles each kernel for half a minute when the kernel is first used."""
 
-_PHASES = {"prefill": (512, 1), "decode": (1, 1), "batches": (1, 8)}
-"""Typical calls, for descriptions: queries of a sequence, and sequences."""
-
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -399,15 +363,6 @@ class AttentionShape:
     v_dim: int
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A strategy, and the calls that use it, by queries per sequence and number of sequences."""
-
-    strategy: Strategy
-    most_queries: int = 1 << 30
-    least_rows: int = 1
-
-
 def _fast_on_metal(shape: AttentionShape, keys: Quantization) -> bool:
     width = shape.k_dim + keys.padding
     is_fast = width > 128 or (width in (64, 128) and keys.bits in (4, 8))
@@ -415,10 +370,11 @@ def _fast_on_metal(shape: AttentionShape, keys: Quantization) -> bool:
 
 
 class Row(NamedTuple):
-    """A row of the policy: a rule of one backend, the reason, and the layers that it fits."""
+    """A row of the policy: decoding steps of `least_rows` sequences or more read packed keys, on
+    one backend, in the layers that the row fits."""
 
     backend: Backend
-    rule: Rule
+    least_rows: int
     why: str
     fits: Callable[[AttentionShape, Quantization], bool] = lambda shape, keys: True
 
@@ -429,21 +385,21 @@ _FEW = 17
 POLICY = (
     Row(
         "cpu",
-        Rule("packed", most_queries=_FEW),
+        1,
         "Packed keys of 8 bits are a quarter of the bytes of float32: a query over 4,089 keys of "
         "8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298, and 17 as long.",
     ),
     Row(
         "metal",
-        Rule("packed", most_queries=_FEW, least_rows=8),
-        "Eight rows fill the GPU, and dequantizing would write all of their keys.",
-    ),
-    Row(
-        "metal",
-        Rule("packed", most_queries=_FEW),
+        1,
         "MLX has a fast kernel for few queries over keys of 4 or 8 bits. If a key head has four "
         "query heads or more, the product with values runs in few threadgroups.",
         _fast_on_metal,
+    ),
+    Row(
+        "metal",
+        8,
+        "Eight rows fill the GPU, and dequantizing would write all of their keys.",
     ),
 )
 """No row is for CUDA. MLX compiles each packed kernel when it is first used, which took up to 47 s
@@ -467,47 +423,47 @@ def least_rows() -> int:
     return _CUDA_ROWS if backend() == "cuda" else 1
 
 
-def rules_for(
-    shape: AttentionShape, keys: Quantization, computed_on: Backend | None = None
-) -> tuple[Rule, ...]:
-    """Return the policy's rules for layers of a shape, on this backend unless one is given."""
-    on = computed_on or backend()
-    return tuple(row.rule for row in POLICY if row.backend == on and row.fits(shape, keys))
-
-
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How the layers of one group attend: by the first rule that applies, otherwise dequantized.
+    """How the layers of one group attend.
 
-    Rules are for models that take packed keys. If no rule applies, such a model dequantizes at most
-    `max_dequantized_bytes` at once: for more bytes, `dequantize` becomes `tiled`. A tile has
-    `tile_bytes` of dequantized keys and values.
+    Calls of up to `most_queries` queries for each of `least_rows` sequences or more take
+    `strategy`, if the plan has one. All other calls dequantize: at most `max_dequantized_bytes` at
+    once, in tiles of this size, if the model takes packed keys.
     """
 
-    rules: Sequence[Rule] = ()
+    strategy: Strategy | None = None
+    most_queries: int = 1 << 30
+    least_rows: int = 1
     can_take_packed: bool = False
     max_dequantized_bytes: int = MAX_DEQUANTIZED_BYTES
-    tile_bytes: int = MAX_DEQUANTIZED_BYTES
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionPlan:
-        return self
 
     def choose(self, n_queries: int, n_keys: int, n_rows: int, token_bytes: int) -> Strategy:
         """Return the strategy for `n_queries` against `n_keys` of each of `n_rows` sequences.
 
         `token_bytes` is the size of a token's key and value, dequantized, all heads of one layer.
         """
-        for rule in self.rules:
-            if n_queries <= rule.most_queries and n_rows >= rule.least_rows:
-                return rule.strategy
+        if self.strategy and n_queries <= self.most_queries and n_rows >= self.least_rows:
+            return self.strategy
         is_large = n_rows * n_keys * token_bytes > self.max_dequantized_bytes
         return "tiled" if is_large and self.can_take_packed else "dequantize"
 
     def __str__(self) -> str:
-        sizes = _PHASES.items()
-        return ", ".join(f"{name} {self.choose(n, 1, rows, 1)}" for name, (n, rows) in sizes)
+        calls = {"prefill": (512, 1), "decode": (1, 1), "batches": (1, 8)}
+        chosen = (f"{name} {self.choose(n, 1, rows, 1)}" for name, (n, rows) in calls.items())
+        return ", ".join(chosen)
+
+
+def plan_by_policy(
+    shape: AttentionShape, keys: Quantization, computed_on: Backend
+) -> AttentionPlan:
+    """Return the plan of layers of a shape whose model takes packed keys: the first row's."""
+    for row in POLICY:
+        if row.backend == computed_on and row.fits(shape, keys):
+            return AttentionPlan("packed", _FEW, row.least_rows, can_take_packed=True)
+    return AttentionPlan(can_take_packed=True)
 
 
 def forced_plan(strategy: Strategy) -> AttentionPlan:
     """Return the plan of a model that takes packed keys, which always takes `strategy`."""
-    return AttentionPlan((Rule(strategy),), can_take_packed=True)
+    return AttentionPlan(strategy, can_take_packed=True)

@@ -358,16 +358,17 @@ class PackedCache(Buffers):
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
         if n_new > 1 and len(set(zip(n_own, self.newest.lengths, strict=True))) > 1:
             raise ValueError(f"{n_new} tokens for rows at different positions; expected one")
-        key_side, value_side = self.precision.sides
+        key_side, value_side = self.precision
         width = keys.shape[3] + key_side.padding + values.shape[3] + value_side.padding
         token_bytes = keys.shape[1] * width * keys.dtype.size
         strategy = plan.choose(n_new, self.size(), keys.shape[0], token_bytes)
+        more = max(n_own), strategy, plan.max_dequantized_bytes
+        is_computed = self.newest.lengths == self.lengths and self.newest.size() == self.size()
+        is_computed = is_computed and self.size() <= pk.GRID
         fetched_keys, fetched_values = (
-            PackedKV.of(packed, side, self.size(), strategy, plan.tile_bytes, newest, max(n_own))
+            PackedKV(packed, side, self.size(), newest, *more, is_computed)
             for (packed, _, side), newest in zip(self._sides, self.newest.view(), strict=True)
         )
-        if self.newest.lengths == self.lengths and self.newest.size() == self.size() <= pk.GRID:
-            fetched_keys.is_computed = True
         if n_new > pk.GRID:
             self.forget()
         return fetched_keys, fetched_values
@@ -375,7 +376,7 @@ class PackedCache(Buffers):
     @property
     def _sides(self) -> tuple[tuple[pk.Packed, mx.array, Quantization], ...]:
         """The buffers, the newest tokens and the quantization of keys, then of values."""
-        keys, values = self.precision.sides
+        keys, values = self.precision
         return (self.keys, self.newest.keys, keys), (self.values, self.newest.values, values)
 
     @property

@@ -33,7 +33,7 @@ from ..live.attention import (
     Strategy,
     backend,
     forced_plan,
-    rules_for,
+    plan_by_policy,
 )
 from ..live.caches import SequenceQuantizedKVCache
 
@@ -108,7 +108,7 @@ def plan_attention(
             n_heads = group.keys.n_heads
             shape = AttentionShape(n_heads, n_heads, group.keys.dim, group.values.dim)
         elif choice == "auto":
-            plan = AttentionPlan(rules_for(shape, group.precision.keys), can_take_packed=True)
+            plan = plan_by_policy(shape, group.precision.keys, backend())
         else:
             plan = forced_plan(choice)
         try:
@@ -131,7 +131,7 @@ def plan_attention(
             device,
         )
         plans = {
-            name: replace(plan, rules=tuple(r for r in plan.rules if r.strategy != "packed"))
+            name: AttentionPlan(can_take_packed=True) if plan.strategy == "packed" else plan
             for name, plan in plans.items()
         }
     for group in spec.quantized:
@@ -152,7 +152,7 @@ def wrong_strategies(
         layer = _Layer(shape, precision, dtype, *size)
         for n_queries in counts:
             tried: list[Strategy] = ["dequantize"]
-            if any(r.strategy == "packed" and n_queries <= r.most_queries for r in plan.rules):
+            if plan.strategy == "packed" and n_queries <= plan.most_queries:
                 tried.append("packed")
             wrong.update(layer.disagreeing(tried, n_queries))
         del layer
@@ -168,8 +168,7 @@ def _cases(plan: AttentionPlan) -> _Cases:
     on = backend()
     if on == "metal":
         return _METAL_CASES
-    is_packed = any(rule.strategy == "packed" for rule in plan.rules)
-    return _CUDA_CASES if on == "cuda" and is_packed else _FEW_CASES
+    return _CUDA_CASES if on == "cuda" and plan.strategy == "packed" else _FEW_CASES
 
 
 @contextlib.contextmanager
@@ -187,8 +186,8 @@ def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
         if not isinstance(q_keys, PackedKV):
             return before(queries, q_keys, q_values, scale, mask, *a, **kw)
         out = q_keys.attend(queries, q_values, scale, mask)
-        shape = AttentionShape(queries.shape[1], q_keys[0].shape[1], queries.shape[3], out.shape[3])
-        calls.append((shape, q_values))
+        (_, n_heads, _, k_dim), n_kv_heads = queries.shape, q_keys.newest.shape[1]
+        calls.append((AttentionShape(n_heads, n_kv_heads, k_dim, out.shape[3]), q_values))
         return out
 
     setattr(base, _TARGET, observe)
@@ -218,7 +217,7 @@ def packed_shapes(
             with observed_attention() as calls:
                 model(mx.array([tokens]), cache=caches)
             # A model over several ranks replaces the keys of its last layer.
-            traced = {id(values[0]): shape for shape, values in calls}
+            traced = {id(values.buffers[0]): shape for shape, values in calls}
             for i, slot in tried.items():
                 shape = traced.get(id(slot.values[0]))
                 shapes[i] = shape if n == 0 or shape == shapes[i] else None
@@ -293,18 +292,18 @@ class _Layer:
 
         for factor in (mx.nan, 1):
             keys, values = (
-                PackedKV.of(
+                PackedKV(
                     (rows(weights), rows(scales, factor), rows(biases, factor)),
                     side,
                     self.n_keys,
+                    rows(newest, factor),
+                    _N_COMPUTED - n_queries,
                     strategy,
-                    newest=rows(newest, factor),
-                    n_own=_N_COMPUTED - n_queries,
                 )
                 for side, newest, (weights, scales, biases) in self.sides
             )
             scaled = rows(queries, factor)
-            mx.eval(scaled, keys, values, keys.newest, values.newest)
+            mx.eval(scaled, [(x.buffers, x.newest) for x in (keys, values)])
             mask = "causal" if n_queries > 1 else None
             result = keys.attend(scaled, values, self.scale, mask).astype(mx.float32)
             mx.eval(result)

@@ -435,7 +435,7 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
 def plugin_quantized_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return the replacement of mlx-lm's `quantized_scaled_dot_product_attention`.
 
-    A plugin's cache has an attribute `bits`, and its keys are a tuple with a method
+    A plugin's cache has an attribute `bits`, and its keys have a method
     `attend(queries, values, scale, mask)` -> [B, heads, N, values' dimension]. For all other keys
     stock's function is called.
     """

@@ -113,7 +113,7 @@ def test_rows_of_a_batch_and_embedded_images_are_given_as_they_come() -> None:
     before = signature(model.__call__)
     end_on_grid(model)
     assert signature(model.__call__) == before  # mlx-lm asks it for images
-    caches: list[Any] = [SequenceQuantizedKVCache(KVPrecision())]
+    caches: list[Any] = [SequenceQuantizedKVCache(KVPrecision.of())]
     assert model(mx.zeros((2, 600)), cache=caches).shape == (2, 600)
     assert model(mx.zeros((1, 300)), cache=caches, embeddings=mx.zeros((1, 300, 8))).shape[1] == 300
     assert given == [[(2, 600)], [(1, 256), (1, 256, 8)], [(1, 44), (1, 44, 8)]]

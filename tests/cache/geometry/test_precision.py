@@ -32,7 +32,7 @@ from ..conftest import tiny_llama
 
 
 def test_reads_like_a_name() -> None:
-    assert str(KVPrecision()) == str(KVPrecision.of()) == "4b64"
+    assert str(KVPrecision.of()) == "4b64"
     assert str(KVPrecision.of(8, 32)) == "8b32"
 
 

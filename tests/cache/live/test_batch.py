@@ -417,7 +417,7 @@ def test_what_does_not_fit_is_named() -> None:
     for other in (RotatingKVCache(8), QuantizedKVCache(), KVCache()):
         with pytest.raises(TypeError, match=type(other).__name__):
             BatchQuantizedKVCache.merge([sequence(1), other])
-    for precision, name in ((KVPrecision(), "4b64"), (FINER_KEYS, "k8v4b32")):
+    for precision, name in ((KVPrecision.of(), "4b64"), (FINER_KEYS, "k8v4b32")):
         with pytest.raises(ValueError, match=f"4b32 by {name}"):
             BatchQuantizedKVCache.merge([sequence(1), SequenceQuantizedKVCache(precision)])
     with pytest.raises(ValueError, match="4b32 by 8b32"):

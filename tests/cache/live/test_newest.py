@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.live import attention, caches
 from mlx_lm_kvpersist.cache.live import packed as pk
-from mlx_lm_kvpersist.cache.live.attention import AttentionPlan, Rule, forced_plan
+from mlx_lm_kvpersist.cache.live.attention import AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.live.caches import (
     BatchQuantizedKVCache,
     Newest,
@@ -44,7 +45,7 @@ PLANS: dict[str, AttentionPlan | None] = {
     "arrays": None,
     "dequantize": forced_plan("dequantize"),
     "packed": forced_plan("packed"),
-    "tiles of heads": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=1),
+    "tiles of heads": replace(forced_plan("tiled"), max_dequantized_bytes=1),
 }
 
 

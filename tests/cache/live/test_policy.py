@@ -13,9 +13,8 @@ from mlx_lm_kvpersist.cache.live.attention import (
     AttentionPlan,
     AttentionShape,
     Backend,
-    Rule,
     forced_plan,
-    rules_for,
+    plan_by_policy,
 )
 
 LLAMA = AttentionShape(32, 8, 128, 128)
@@ -43,7 +42,7 @@ def test_the_policy_decides_by_backend_heads_and_bits(
     backend: Backend, shape: AttentionShape, key_bits: int, decode: str, batch: str
 ) -> None:
     keys = Quantization(key_bits, 32).fitted(shape.k_dim)
-    plan = AttentionPlan(rules_for(shape, keys, backend), can_take_packed=True)
+    plan = plan_by_policy(shape, keys, backend)
     for n_queries in (1, 2, 17):  # draft tokens are checked as a token is decoded
         assert plan.choose(n_queries, 100, 1, 100) == decode
         assert plan.choose(n_queries, 100, 8, 100) == batch
@@ -60,22 +59,22 @@ def test_each_row_of_the_policy_has_its_reason() -> None:
 @pytest.mark.parametrize(
     ("n_queries", "n_keys", "n_rows", "expected"),
     [
-        (1, 10, 2, "packed"),
-        (1, 1000, 1, "packed"),
-        (1, 10, 3, "tiled"),
+        (1, 10, 3, "packed"),
+        (1, 1000, 4, "packed"),
+        (1, 10, 2, "dequantize"),
+        (1, 51, 2, "tiled"),
         (2, 100, 1, "dequantize"),
         (2, 101, 1, "tiled"),
         (2, 26, 4, "tiled"),
     ],
 )
-def test_a_plan_takes_the_first_rule_that_applies_and_keeps_its_limit(
+def test_a_plan_takes_its_strategy_if_it_applies_and_keeps_its_limit(
     n_queries: int, n_keys: int, n_rows: int, expected: str
 ) -> None:
-    rules = (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1))
-    plan = AttentionPlan(rules, can_take_packed=True, max_dequantized_bytes=10_000)
+    plan = AttentionPlan("packed", 1, 3, can_take_packed=True, max_dequantized_bytes=10_000)
     assert plan.choose(n_queries, n_keys, n_rows, token_bytes=100) == expected
     described = json.loads(json.dumps(asdict(plan), allow_nan=False))
-    assert [rule["strategy"] for rule in described["rules"]] == ["tiled", "packed"]
+    assert described["strategy"] == "packed"
 
 
 def test_a_model_that_takes_no_packed_keys_dequantizes_everything() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
-from mlx_lm_kvpersist.cache.live.attention import AttentionPlan, Rule, forced_plan
+from mlx_lm_kvpersist.cache.live.attention import AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.live.caches import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
@@ -181,11 +181,10 @@ def patched() -> Iterator[None]:
         yield
 
 
-MIXED = (Rule("tiled", most_queries=1, least_rows=3), Rule("packed", most_queries=1))
 PLANS = {
     "packed": forced_plan("packed"),
-    "tiled": AttentionPlan((Rule("tiled"),), can_take_packed=True, tile_bytes=1),  # by heads
-    "mixed": AttentionPlan(MIXED, can_take_packed=True),
+    "tiled": replace(forced_plan("tiled"), max_dequantized_bytes=1),  # by heads
+    "mixed": AttentionPlan("packed", most_queries=1, least_rows=3, can_take_packed=True),
 }
 
 

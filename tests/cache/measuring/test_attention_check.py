@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.cache.live.attention import (
     Backend,
     Strategy,
     forced_plan,
-    rules_for,
+    plan_by_policy,
 )
 from mlx_lm_kvpersist.cache.measuring import attention_check
 from mlx_lm_kvpersist.cache.measuring.attention_check import plan_attention
@@ -68,7 +68,7 @@ def planned(
 
 
 def by_policy(on: Backend = "cpu") -> AttentionPlan:
-    return AttentionPlan(rules_for(SHAPE, KVPrecision.of(8, 64).keys, on), can_take_packed=True)
+    return plan_by_policy(SHAPE, KVPrecision.of(8, 64).keys, on)
 
 
 DEQUANTIZES = AttentionPlan(can_take_packed=True)
@@ -309,8 +309,8 @@ def test_every_quantized_group_has_the_plan_of_its_shape() -> None:
     model = tiny_gemma3()
     spec = probe_model(model, PrecisionChoice(8, 4))
     found = plan_attention(model, spec)
-    rules = rules_for(AttentionShape(2, 1, 64, 64), KVPrecision.of(8, 64, 4).keys)
-    assert found == spec and found.plans == {"1": AttentionPlan(rules, can_take_packed=True)}
+    expected = plan_by_policy(AttentionShape(2, 1, 64, 64), KVPrecision.of(8, 64, 4).keys, "cpu")
+    assert found == spec and found.plans == {"1": expected}
     window, full = found.make_cache()
     assert full.plan is found.plans["1"] and not hasattr(window, "plan")
 
