@@ -25,7 +25,7 @@ from mlx_lm_kvpersist.cache.blocks import (
     first_cached,
     split,
 )
-from mlx_lm_kvpersist.cache.geometry.kinds import replaced, slots_of
+from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import Architecture, ModelCacheSpec, probe_model
 from mlx_lm_kvpersist.cache.live.attention import forced_plan
@@ -121,14 +121,15 @@ def evaluated(model: Any) -> Evaluated:
 
 def packed(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
     """Return a spec whose groups attend over packed keys, if tracing shows that they can."""
-    slots, plans = slots_of(spec.make_cache()), {}
+    template, plans = spec.make_cache(), {}
+    slots = slots_of(template)
     for group in spec.quantized:
         shapes = packed_shapes(model, spec.make_cache, group.slots)
         if all(shapes[slot] is not None for slot in group.slots):
             plans[group.name] = forced_plan("packed")
             for slot in group.slots:
                 slots[slot].plan = plans[group.name]
-    return replace(spec, template=replaced(spec.template, slots), plans=plans)
+    return replace(spec, template=template, plans=plans)
 
 
 class Runs:

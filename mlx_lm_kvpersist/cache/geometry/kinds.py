@@ -8,7 +8,7 @@ thread.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import wraps
@@ -104,7 +104,7 @@ class CacheKind:
 
         The cache then owns the arrays. Only the arrays of a full cache may have spare room.
         """
-        cache.keys, cache.values = pk.held_of(keys), pk.held_of(values)
+        cache.keys, cache.values = (x if x[1:] else x[0] for x in (keys, values))
         cache.offset = stop
         vars(cache).update(self.filled(start, stop))
 
@@ -188,19 +188,13 @@ def empty_copy(slot: Any) -> Any:
     return copy.deepcopy(slot)
 
 
-def replaced(caches: Sequence[Any], slots: Sequence[Any]) -> list[Any]:
+def replaced(caches: Sequence[Any], slots: Iterable[Any]) -> list[Any]:
     """Return a prompt cache of the same structure as `caches` with these slots."""
-    rest = iter(slots)
-    return [_replaced(cache, rest) for cache in caches]
-
-
-def _replaced(cache: Any, rest: Iterator[Any]) -> Any:
-    # No closure that calls itself: the reference cycle would keep the caches alive.
-    if not isinstance(cache, CacheList):
-        return next(rest)
-    again = copy.copy(cache)
-    again.caches = tuple(_replaced(inner, rest) for inner in cache.caches)
-    return again
+    rest = iter(slots)  # of an iterator: the iterator
+    return [
+        CacheList(*replaced(cache.caches, rest)) if isinstance(cache, CacheList) else next(rest)
+        for cache in caches
+    ]
 
 
 def end_on_grid(model: Any) -> None:

@@ -318,9 +318,8 @@ def probe_model(model: Any, choice: PrecisionChoice | None = None) -> ModelCache
     Raises ModelNotSupported if a layer's cache is of a class that is not supported, or has an
     unexpected form, or the model fails on a few tokens.
     """
-    choice = choice or PrecisionChoice()
     try:
-        return _probed(model, choice)
+        return _probed(model, choice or PrecisionChoice())
     except ModelNotSupported:
         raise
     except Exception as error:

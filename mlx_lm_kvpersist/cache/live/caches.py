@@ -9,7 +9,6 @@ Each prompt has separate caches until it is computed.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import gt, sub
@@ -30,24 +29,29 @@ _MOST_TAKEN_BACK = 32
 """The most tokens that a draft model computes ahead (host: `MOST_DRAFTED`)."""
 
 
-class Buffers(ABC):
-    """Keys and values [B, H, S, ...] of one layer: None, or arrays or `Packed` with spare room."""
+class Buffers:
+    """Keys and values [B, H, S, ...] of one layer: None, or arrays or `Packed` with spare room.
+
+    All rows end at `_idx`; each begins at its number in `_padding`.
+    """
 
     keys: Any = None
     values: Any = None
+    _padding: Sequence[int] = (0,)
+    _idx: int = 0
 
-    @abstractmethod
     def size(self) -> int:
-        """Return how many tokens from the beginning of the buffers are cached."""
+        """Return the number of tokens of the longest row, padding included."""
+        return self._idx
 
     @property
-    @abstractmethod
     def lengths(self) -> list[int]:
         """The number of tokens of each row."""
+        return [self._idx - n for n in self._padding]
 
-    @abstractmethod
     def _end_at(self, n_tokens: int) -> None:
         """Set `size`."""
+        self._idx = n_tokens
 
     def trim(self, n: int) -> int:
         """Drop the last `n` tokens, at most all; return how many. The buffers keep their size."""
@@ -61,7 +65,7 @@ class Buffers(ABC):
     def empty(self) -> bool:
         return self.keys is None
 
-    def finalize(self) -> None:  # noqa: B027
+    def finalize(self) -> None:
         """Called at the end of a prompt. Buffers never have padding after the tokens."""
 
     @property
@@ -76,7 +80,7 @@ class Buffers(ABC):
 
 
 class PaddedBatch(Buffers):
-    """B sequences in buffers [B, H, S, ...]: all rows end at `_idx`, each begins at its padding.
+    """B sequences in buffers [B, H, S, ...].
 
     `left_padding` and `offset` (_idx - left_padding, for rotary embeddings) are int32 arrays [B],
     replaced and never written to.
@@ -86,8 +90,6 @@ class PaddedBatch(Buffers):
     """`extend` takes any number of batches; mlx-lm's takes one."""
     left_padding: mx.array
     offset: mx.array
-    _padding: list[int]
-    _idx: int
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -150,7 +152,7 @@ class PaddedBatch(Buffers):
             for side in sides:
                 if side.keys is not None:
                     self.keys, self.values = pk.share(side.keys), pk.share(side.values)
-                self._place(list(side._padding), side._idx)
+                self._place(side._padding, side._idx)
             return
         idx = max(side._idx for side in sides)
         padding = [n + idx - side._idx for side in sides for n in side._padding]
@@ -182,18 +184,10 @@ class PaddedBatch(Buffers):
         padding = self._padding[idx]
         if self.keys is None or padding >= self._idx:
             return None
-        if self._padding == [0]:
+        if len(self._padding) == 1 and not padding:
             return pk.share(self.keys), pk.share(self.values)
         row, at = slice(idx, idx + 1), slice(padding, self._idx)
         return tuple(pk.each(lambda x: x[row, :, at], side) for side in (self.keys, self.values))
-
-    @property
-    def lengths(self) -> list[int]:
-        return [self._idx - n for n in self._padding]
-
-    def size(self) -> int:
-        """Return the number of tokens of the longest row, padding included."""
-        return self._idx
 
     def _adopt(self, cache: Any) -> None:
         """Take over one sequence: its buffers, with the spare room after its tokens."""
@@ -204,13 +198,13 @@ class PaddedBatch(Buffers):
     def _capacity(self, n_tokens: int) -> int:
         return n_tokens + pk.headroom(1)
 
-    def _place(self, padding: list[int], idx: int) -> None:
+    def _place(self, padding: Sequence[int], idx: int) -> None:
         self._padding = padding
-        self.left_padding = mx.array(padding, mx.int32)
+        self.left_padding = mx.array(list(padding), mx.int32)
         self._end_at(idx)
 
     def _end_at(self, n_tokens: int) -> None:
-        self._idx = n_tokens
+        super()._end_at(n_tokens)
         self.offset = mx.array([n_tokens - n for n in self._padding], mx.int32)
 
 
@@ -319,7 +313,7 @@ class Newest(PaddedBatch):
     def _capacity(self, n_tokens: int) -> int:
         return max(n_tokens, pk.GRID)
 
-    def _place(self, padding: list[int], idx: int) -> None:
+    def _place(self, padding: Sequence[int], idx: int) -> None:
         self._padding, self._idx = padding, idx
 
 
@@ -496,14 +490,18 @@ class SequenceQuantizedKVCache(PackedCache):
 
     def __init__(self, precision: KVPrecision, plan: AttentionPlan | None = None) -> None:
         self.precision, self.plan = precision, plan
-        self.offset = 0
         self.newest = Newest(1)
         self._before: tuple[int, Newest] | None = None
         """The last block's end, and its tokens in full precision, while the next block is short."""
 
     @property
-    def lengths(self) -> list[int]:
-        return [self.offset]
+    def offset(self) -> int:
+        """The number of tokens."""
+        return self._idx
+
+    @offset.setter
+    def offset(self, n_tokens: int) -> None:
+        self._idx = n_tokens
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
@@ -560,18 +558,12 @@ class SequenceQuantizedKVCache(PackedCache):
         self.newest.append(keys, values)
         self._clear(self.offset)
 
-    def size(self) -> int:
-        return self.offset
-
     def as_computed(self) -> ChunkedKVCache:
         """Return the newest tokens, at least one, as lazy views of the buffers."""
         cache = ChunkedKVCache(pk.GRID)
         cache.start_position, cache.offset = self.offset - self.newest.size(), self.offset
         cache.keys, cache.values = self.newest.view()
         return cache
-
-    def _end_at(self, n_tokens: int) -> None:
-        self.offset = n_tokens
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:

@@ -129,14 +129,6 @@ def arrays_of(stored: Packed | mx.array) -> tuple[mx.array, ...]:
     return (stored,) if isinstance(stored, mx.array) else stored
 
 
-def held_of(arrays: tuple[mx.array, ...]) -> Packed | mx.array:
-    """Return the array or `Packed` from which `arrays_of` made this tuple."""
-    if len(arrays) == 1:
-        return arrays[0]
-    weights, scales, biases = arrays
-    return weights, scales, biases
-
-
 def dequantize(
     packed: tuple[mx.array, ...], quantization: Quantization, dtype: mx.Dtype
 ) -> mx.array:

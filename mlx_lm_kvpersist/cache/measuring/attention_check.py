@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from ...errors import ModelNotSupported
-from ..geometry.kinds import replaced, slots_of
+from ..geometry.kinds import slots_of
 from ..geometry.precision import KVPrecision, Quantization
 from ..geometry.spec import ModelCacheSpec
 from ..live import packed as pk
@@ -92,7 +92,8 @@ def plan_attention(
 
     Raises ModelNotSupported if dequantizing is wrong: no other strategy can replace it.
     """
-    slots = slots_of(spec.make_cache())
+    template = spec.make_cache()
+    slots = slots_of(template)
     shapes: list[AttentionShape | None] = [None] * len(slots)
     if packed:
         quantized = [slot for group in spec.quantized for slot in group.slots]
@@ -137,7 +138,7 @@ def plan_attention(
     for group in spec.quantized:
         for slot in group.slots:
             slots[slot].plan = plans[group.name]
-    return replace(spec, template=replaced(spec.template, slots), plans=plans)
+    return replace(spec, template=template, plans=plans)
 
 
 def wrong_strategies(
