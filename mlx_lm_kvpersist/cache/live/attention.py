@@ -1,9 +1,8 @@
 """Attention over packed keys and values of any shape: three strategies with the same result.
 
-A fixed policy, and a plan for each group, choose the strategy. A call without a row in the policy
-dequantizes: the fused kernel over dequantized keys is right on every backend, and the fastest for
-prompts. A plan keeps a row only if its strategy passed the check for the layers on this device
-(`measuring/attention_check.py`). No other code may choose a strategy.
+A plan for each group chooses the strategy. The plan takes the policy's if it passed the check for
+the layers on this device (`measuring/attention_check.py`). All other calls dequantize: the fused
+kernel over dequantized keys is right on every backend, and the fastest for prompts.
 
 `dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
 dequantizes: it reads a quarter of the bytes, but in two steps that write the scores between them.
@@ -26,7 +25,7 @@ both factors are padded, or multiplied by the same orthonormal matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -38,10 +37,14 @@ from .packed import Packed
 
 Strategy = Literal["dequantize", "packed", "tiled"]
 Mask = mx.array | str | None
+Backend = Literal["cpu", "cuda", "metal"]
 
 MAX_DEQUANTIZED_BYTES = 256 << 20
 """The most bytes of dequantized keys and values, or of scores, at one time, if the work can be
 divided. Spare room, which a step may also read, does not count."""
+
+_FEW = 17
+"""The most queries of a decoding step: a token and 16 draft tokens."""
 
 PADDED_TOKENS = 4096
 """If MLX builds a kernel for each number of keys, keys are padded to multiples of this number."""
@@ -158,9 +161,7 @@ def dequantized_attention(
         heads_out: list[mx.array] = []
         for heads in _slices(0, n_kv_heads, max(1, n_at_once)):
             query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
-            tile_mask = mask
-            if isinstance(mask, mx.array):
-                tile_mask = _part(mask, rows, query_heads)
+            tile_mask = _part(mask, rows, query_heads)
             block = queries[rows, query_heads]
             last = _fused(block, keys, values, (rows, heads), scale, tile_mask, last)
             heads_out.append(last)
@@ -206,11 +207,10 @@ def _fused(
             for array, older in zip(keys_and_values, rounded, strict=True):
                 array[:, :, done.first : done.last] = older[:, :, done_tokens]
         own_queries = slice(span.start, span.stop)
-        span_mask, n_seen = mask, last + n_more if is_padded else span.last
+        n_seen = last + n_more if is_padded else span.last
+        span_mask = _part(mask, slice(None), slice(None), own_queries, slice(span.last))
         if is_padded:
             span_mask = _causal(span, n_seen, queries.dtype)
-        elif len(spans) > 1 and isinstance(mask, mx.array):
-            span_mask = _part(mask, slice(None), slice(None), own_queries, slice(span.last))
         out.append(
             mx.fast.scaled_dot_product_attention(
                 queries[:, :, own_queries],
@@ -311,10 +311,10 @@ def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: 
 
     `queries` is the range of queries of the scores. No query sees keys after the first `n_keys`.
     """
-    if isinstance(mask, str) and mask != "causal":
-        raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')
     lowest, n_spare = mx.finfo(scores.dtype).min, scores.shape[-1] - n_keys
     if isinstance(mask, str):
+        if mask != "causal":
+            raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')
         own = mx.arange(queries.start, queries.stop) + n_keys - n_queries
         return mx.where(mx.arange(scores.shape[-1]) <= own[:, None], scores, lowest)
     if mask is not None:
@@ -334,8 +334,10 @@ def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: 
     return scores
 
 
-def _part(mask: mx.array, *axes: slice) -> mx.array:
-    """Return a part of a mask with four axes; an axis of length 1 broadcasts, and is kept."""
+def _part(mask: Mask, *axes: slice) -> Any:
+    """Return a part of an array with four axes, of which an axis of length 1 broadcasts."""
+    if not isinstance(mask, mx.array):
+        return mask
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     kept = (slice(None) if n == 1 else axis for n, axis in zip(mask.shape, axes, strict=False))
     return mask[tuple(kept)]
@@ -344,13 +346,6 @@ def _part(mask: mx.array, *axes: slice) -> mx.array:
 def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
     for first in range(start, stop, step):
         yield slice(first, min(first + step, stop))
-
-
-Backend = Literal["cpu", "cuda", "metal"]
-
-_CUDA_ROWS = 33
-"""MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
-for up to 32. It compiles each kernel for half a minute when the kernel is first used."""
 
 
 @dataclass(frozen=True)
@@ -363,50 +358,6 @@ class AttentionShape:
     v_dim: int
 
 
-def _fast_on_metal(shape: AttentionShape, keys: Quantization) -> bool:
-    width = shape.k_dim + keys.padding
-    is_fast = width > 128 or (width in (64, 128) and keys.bits in (4, 8))
-    return is_fast and shape.n_q_heads < 4 * shape.n_kv_heads
-
-
-class Row(NamedTuple):
-    """A row of the policy: decoding steps of `least_rows` sequences or more read packed keys, on
-    one backend, in the layers that the row fits."""
-
-    backend: Backend
-    least_rows: int
-    why: str
-    fits: Callable[[AttentionShape, Quantization], bool] = lambda shape, keys: True
-
-
-_FEW = 17
-"""The most queries of a decoding step: a token and 16 draft tokens."""
-
-POLICY = (
-    Row(
-        "cpu",
-        1,
-        "Packed keys of 8 bits are a quarter of the bytes of float32: a query over 4,089 keys of "
-        "8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298, and 17 as long.",
-    ),
-    Row(
-        "metal",
-        1,
-        "MLX has a fast kernel for few queries over keys of 4 or 8 bits. If a key head has four "
-        "query heads or more, the product with values runs in few threadgroups.",
-        _fast_on_metal,
-    ),
-    Row(
-        "metal",
-        8,
-        "Eight rows fill the GPU, and dequantizing would write all of their keys.",
-    ),
-)
-"""No row is for CUDA. MLX compiles each packed kernel when it is first used, which took up to 47 s
-on an H100, and packed products over keys of 8 bits are wrong on Hopper for heads of 64
-(docs/upstream.md)."""
-
-
 def backend() -> Backend:
     """Return the name of the backend that MLX computes on."""
     if mx.default_device() == mx.Device(mx.cpu):
@@ -417,10 +368,11 @@ def backend() -> Backend:
 def least_rows() -> int:
     """Return the least number of rows, above 1, for calls of the model that stock would not make.
 
-    Stock needs the kernels for one row and for long prompts. So a call of one row, or of at least
-    this number, never waits for a kernel that stock would not compile.
+    MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
+    for up to 32. It compiles each for half a minute when it is first used. Stock needs the kernels
+    for one row and for long prompts.
     """
-    return _CUDA_ROWS if backend() == "cuda" else 1
+    return 33 if backend() == "cuda" else 1
 
 
 @dataclass(frozen=True)
@@ -457,11 +409,27 @@ class AttentionPlan:
 def plan_by_policy(
     shape: AttentionShape, keys: Quantization, computed_on: Backend
 ) -> AttentionPlan:
-    """Return the plan of layers of a shape whose model takes packed keys: the first row's."""
-    for row in POLICY:
-        if row.backend == computed_on and row.fits(shape, keys):
-            return AttentionPlan("packed", _FEW, row.least_rows, can_take_packed=True)
-    return AttentionPlan(can_take_packed=True)
+    """Return the plan of layers of a shape whose model takes packed keys.
+
+    Prompts dequantize. A decoding step reads packed keys if that is faster on the backend.
+    """
+    least_rows = 1
+    if computed_on == "cuda":
+        # MLX compiles each packed kernel when it is first used, which took up to 47 s on an H100,
+        # and packed products over keys of 8 bits are wrong on Hopper for heads of 64
+        # (docs/upstream.md).
+        return AttentionPlan(can_take_packed=True)
+    if computed_on == "metal":
+        # MLX has a fast kernel for few queries over keys of 4 or 8 bits. If a key head has four
+        # query heads or more, the product with values runs in few threadgroups.
+        width = shape.k_dim + keys.padding
+        is_fast = width > 128 or (width in (64, 128) and keys.bits in (4, 8))
+        if not is_fast or shape.n_q_heads >= 4 * shape.n_kv_heads:
+            # Eight rows fill the GPU, and dequantizing would write all of their keys.
+            least_rows = 8
+    # On the CPU, packed keys of 8 bits are a quarter of the bytes of float32: a query over 4,089
+    # keys of 8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298, and 17 as long.
+    return AttentionPlan("packed", _FEW, least_rows, can_take_packed=True)
 
 
 def forced_plan(strategy: Strategy) -> AttentionPlan:

@@ -9,7 +9,6 @@ import pytest
 
 from mlx_lm_kvpersist.cache.geometry.precision import Quantization
 from mlx_lm_kvpersist.cache.live.attention import (
-    POLICY,
     AttentionPlan,
     AttentionShape,
     Backend,
@@ -50,10 +49,6 @@ def test_the_policy_decides_by_backend_heads_and_bits(
         assert plan.choose(n_queries, 100, 1, 100) == "dequantize"
     assert plan.choose(1, 1 << 20, 1, 1000) in ("packed", "tiled")
     assert str(plan) == f"prefill dequantize, decode {decode}, batches {batch}"
-
-
-def test_each_row_of_the_policy_has_its_reason() -> None:
-    assert all(len(row.why) > 40 and row.why.endswith(".") for row in POLICY)
 
 
 @pytest.mark.parametrize(
