@@ -28,7 +28,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .geometry.kinds import Fields, kind_of, slots_of
+from .geometry.kinds import Fields, GroupKind, kind_of, slots_of
 from .geometry.spec import (
     ArrayForm,
     LayerGroup,
@@ -47,17 +47,14 @@ BLOCK_TOKENS = GRID
 
 Arrays = Mapping[str, mx.array]
 
-_STRETCH_BLOCKS = 16
-"""Number of blocks that are cut together on a GPU: their arrays exist twice for a moment."""
+_BLOCKS_AT_ONCE = 16
+"""Number of blocks that a GPU cuts or joins together: their arrays exist twice for a moment."""
 
 _WINDOW_BYTES = 64 << 20
 """Bytes to evaluate together: enough to keep a device busy, a small share of its memory."""
 
 _ROOM_BYTES = 16 << 20
 """Bytes of buffers to make together: on a CPU, new memory takes up to two milliseconds per MiB."""
-
-_PIECES_AT_ONCE = 16
-"""Number of pieces that are placed together on a GPU: their arrays exist twice for a moment."""
 
 _SPARE_SHARE = 16
 """Joining all pieces at once may take 1/16 of the cache's bytes in addition to the cache."""
@@ -80,8 +77,8 @@ def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
     for number, slot in enumerate(slots):
         if number not in used and not slot.empty():
             raise ValueError(f"cache {number}, which the model did not use, is not empty")
-    groups = [*spec.full, *(group for groups in spec.sliding.values() for group in groups)]
-    used_slots = [slots[number] for group in groups for number in group.slots]
+    counting = [group for group in spec.groups if group.kind is not GroupKind.RECURRENT]
+    used_slots = [slots[number] for group in counting for number in group.slots]
     counts = {kind_of(slot).positions(slot)[1] for slot in used_slots}
     if len(counts) > 1 and not spec.any_prefix:
         raise ValueError(f"caches of one sequence have seen {sorted(counts)} tokens")
@@ -142,8 +139,8 @@ def split(
     """
     if not ranges:
         return []
-    if prefers_few_copies() and len(ranges) > _STRETCH_BLOCKS:
-        head, tail = ranges[:_STRETCH_BLOCKS], ranges[_STRETCH_BLOCKS:]
+    if prefers_few_copies() and len(ranges) > _BLOCKS_AT_ONCE:
+        head, tail = ranges[:_BLOCKS_AT_ONCE], ranges[_BLOCKS_AT_ONCE:]
         return [*split(groups, caches, head), *split(groups, caches, tail)]
     slots = slots_of(caches)
     first, last = ranges[0][0], ranges[-1][1]
@@ -218,7 +215,7 @@ class Joiner:
         whole: bool,
     ) -> None:
         self._spec, self._n_tokens, self._whole = spec, n_tokens, whole
-        self._n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
+        self._n_at_once = _BLOCKS_AT_ONCE if prefers_few_copies() else 1
         self._buffers: dict[int | None, _Buffers] = {}
         n_held: dict[int | None, int] = {None: n_tokens} if spec.full else {}
         for at, n_cached in (n_held | dict(windows)).items():
@@ -389,16 +386,13 @@ def canary_difference(
     if is_dropped or not all(slot.is_trimmable() for slot in used):
         return 0.0
     n_own = len(ids) % GRID if spec.quantized else len(ids)
-    rows = least_rows()
-    n_wanted = max(CANARY_TOKENS, rows)
+    n_wanted = max(CANARY_TOKENS, least_rows())
     text = takewhile(lambda token_id: token_id >= 0, reversed(ids[-n_wanted:]))
-    n_tokens = min(len(list(text)), n_own or len(ids))
-    if n_tokens < rows:
-        n_tokens, rows = min(n_tokens, CANARY_TOKENS), 1
-    else:
-        rows = n_tokens
+    n_tokens = n_at_once = min(len(list(text)), n_own or len(ids))
     if n_tokens == 0:
         return 0.0
+    if n_tokens < least_rows():
+        n_tokens, n_at_once = min(n_tokens, CANARY_TOKENS), 1
     start, stop = len(ids) - n_tokens, len(ids)
     stored = [_stacked(group, slots, start, stop) for group in spec.groups]
     mx.eval(stored)  # copied before the buffers change
@@ -406,8 +400,8 @@ def canary_difference(
     newest = [copy.deepcopy(slot.newest) for slot in quantized]
     for slot in used:
         slot.trim(n_tokens)
-    for first in range(start, stop, rows):
-        model(mx.array([list(ids[first : first + rows])]), cache=list(caches))
+    for first in range(start, stop, n_at_once):
+        model(mx.array([list(ids[first : first + n_at_once])]), cache=list(caches))
     computed = [_stacked(group, slots, start, stop) for group in spec.groups]
     ratios = (
         ratio

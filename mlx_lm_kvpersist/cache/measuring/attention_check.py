@@ -152,9 +152,8 @@ def wrong_strategies(
     for size, counts in _cases(plan).items():
         layer = _Layer(shape, precision, dtype, *size)
         for n_queries in counts:
-            tried: list[Strategy] = ["dequantize"]
-            if plan.strategy == "packed" and n_queries <= plan.most_queries:
-                tried.append("packed")
+            is_packed = plan.strategy == "packed" and n_queries <= plan.most_queries
+            tried: list[Strategy] = ["dequantize", "packed"] if is_packed else ["dequantize"]
             wrong.update(layer.disagreeing(tried, n_queries))
         del layer
         mx.clear_cache()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -114,11 +114,10 @@ def compared(
 
 def _predictions(own_logits: mx.array, its_logits: mx.array, targets: mx.array) -> Predictions:
     """Compare logits [n, vocabulary]; `targets` [n] are the ids that followed."""
-    own, quantized = map(_log_probabilities, (own_logits, its_logits))
-    mx.eval(own, quantized)
-    own_nll, nll = (
-        -mx.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in (own, quantized)
-    )
+    both = [_log_probabilities(logits) for logits in (own_logits, its_logits)]
+    mx.eval(both)
+    own, quantized = both
+    own_nll, nll = (-mx.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in both)
     # Rounding can give numbers below 0.
     divergence = mx.maximum((mx.exp(own) * (own - quantized)).sum(axis=-1), 0)
     same = own.argmax(axis=-1) == quantized.argmax(axis=-1)
@@ -143,9 +142,8 @@ def part_means(nats: Sequence[float], places: Mapping[str, range]) -> dict[str, 
     }
 
 
-def _mean(values: Iterable[float]) -> Estimate:
-    numbers = list(values)
-    return Estimate(fmean(numbers), pstdev(numbers) / math.sqrt(len(numbers)))
+def _mean(values: Sequence[float]) -> Estimate:
+    return Estimate(fmean(values), pstdev(values) / math.sqrt(len(values)))
 
 
 def _exponential(estimate: Estimate) -> Estimate:
