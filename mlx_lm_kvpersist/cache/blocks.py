@@ -403,12 +403,12 @@ def canary_difference(
     for first in range(start, stop, n_at_once):
         model(mx.array([list(ids[first : first + n_at_once])]), cache=list(caches))
     computed = [_stacked(group, slots, start, stop) for group in spec.groups]
-    ratios = (
-        ratio
+    medians = (
+        median
         for group, old, new in zip(spec.groups, stored, computed, strict=True)
-        for ratio in _ratios(group, old, new)
+        for median in _medians(group, old, new)
     )
-    worst = float(mx.max(mx.concatenate([_medians(ratio) for ratio in ratios])))
+    worst = float(mx.max(mx.concatenate(list(medians))))
     for group, old in zip(spec.groups, stored, strict=True):
         if group.precision and n_own:
             continue  # these tokens are not packed
@@ -423,8 +423,11 @@ def canary_difference(
     return worst if n_own else worst / 2
 
 
-def _ratios(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> Iterator[mx.array]:
-    """Yield |new - old| / |old| of each token [slots, n], of a group's keys, then its values."""
+def _medians(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> Iterator[mx.array]:
+    """Yield the medians of |new - old| / |old| over runs of tokens, of a group's keys, then values.
+
+    The result is [slots * runs]. If the first tokens are too few for a run, they are not compared.
+    """
     sides = group.precision or (None, None)
     for side, *old_and_new in zip(sides, old, new, strict=True):
         before, after = (
@@ -434,17 +437,10 @@ def _ratios(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> 
             for fields in old_and_new
         )
         error = mx.square(after - before).sum(axis=(1, 3))
-        yield mx.sqrt(error / (mx.square(before).sum(axis=(1, 3)) + 1e-12))
-
-
-def _medians(ratios: mx.array) -> mx.array:
-    """Return the medians of runs of the last tokens, [slots * runs], of ratios [slots, n].
-
-    If the first tokens are too few for a run, they are not compared.
-    """
-    n_run = min(CANARY_TOKENS, ratios.shape[1])
-    runs = ratios[:, ratios.shape[1] % n_run :].reshape(-1, n_run)
-    return mx.sort(runs, axis=1)[:, n_run // 2]
+        ratios = mx.sqrt(error / (mx.square(before).sum(axis=(1, 3)) + 1e-12))
+        n_run = min(CANARY_TOKENS, ratios.shape[1])
+        runs = ratios[:, ratios.shape[1] % n_run :].reshape(-1, n_run)
+        yield mx.sort(runs, axis=1)[:, n_run // 2]
 
 
 def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> list[Fields]:

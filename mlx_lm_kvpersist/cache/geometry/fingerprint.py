@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -116,24 +118,20 @@ def _header(file: BinaryIO) -> bytes:
     return size + file.read(n_bytes) if n_bytes <= _MAX_HEADER_BYTES else size
 
 
-def _tensor_places(header: bytes) -> list[int]:
-    """Return at which byte of the file the sample of each tensor begins.
+def _tensor_places(header: bytes) -> Iterator[int]:
+    """Yield at which byte of the file the sample of each tensor begins.
 
     The offset within a tensor differs from tensor to tensor, so the samples of stacked experts are
     not all of the same expert. If a header is not a valid safetensors header, only the tensors
     before the first unreadable tensor have samples: mlx-lm does not load every file in a folder.
     """
-    places = list[int]()
-    try:
+    with suppress(ValueError, LookupError, TypeError, AttributeError):
         tensors = json.loads(header[8:])
         tensors.pop("__metadata__", None)
         for number, tensor in enumerate(tensors.values()):
             start, stop = tensor["data_offsets"]
             room = max(0, stop - start - _SAMPLE_BYTES)
-            places.append(len(header) + start + (room * (number * _GOLDEN % (1 << 16)) >> 16))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        pass
-    return places
+            yield len(header) + start + (room * (number * _GOLDEN % (1 << 16)) >> 16)
 
 
 def _config(path: Path) -> Any:

@@ -374,10 +374,9 @@ def _check_classes(caches: Sequence[Any], place: str = "layer") -> None:
             _check_classes(cache.caches, f"{where} part")
             continue
         name = type(cache).__name__
+        reason = REFUSED.get(name, "the plugin does not support this class")
         if type(cache) in KINDS:
             reason = KINDS[type(cache)].refusal(cache)
-        else:
-            reason = REFUSED.get(name, "the plugin does not support this class")
         if reason:
             raise ModelNotSupported(f"{where} has a {name}: {reason}")
 

@@ -104,6 +104,15 @@ class PackedKV:
             start, first, n_own = stop, before + stop, 0
         return spans
 
+    @property
+    def n_to_read(self) -> int:
+        """How many tokens of the buffers a step reads: all if at most a quarter is spare.
+
+        MLX copies a slice before it dequantizes it or multiplies by it.
+        """
+        capacity = self.buffers[0].shape[2]
+        return capacity if (capacity - self.n_tokens) * 4 <= capacity else self.n_tokens
+
     def dequantized(
         self, rows: slice, heads: slice, tokens: slice, after: mx.array | None, dtype: mx.Dtype
     ) -> mx.array:
@@ -148,7 +157,7 @@ def dequantized_attention(
     A tile has at most `tile_bytes`: some heads or some rows, at least one head of one row.
     """
     n_rows, n_heads = queries.shape[:2]
-    n_kv_heads, n_keys = keys.newest.shape[1], _n_to_read(keys, values)
+    n_kv_heads, n_keys = keys.newest.shape[1], keys.n_to_read
     n_repeats, n_at_once = n_heads // n_kv_heads, n_rows * n_kv_heads
     if tile_bytes is not None:
         # The number of numbers in one token's dequantized key and value of one head.
@@ -187,7 +196,7 @@ def _fused(
     first, last = spans[0].first, keys.n_tokens
     is_padded = queries.shape[2] > 1 and mask == "causal" and builds_for_each_length()
     is_whole = queries.shape[2] <= _FEW and not is_padded
-    n_read = _n_to_read(keys, values) if is_whole else last
+    n_read = keys.n_to_read if is_whole else last
     n_more = -last % PADDED_TOKENS if is_padded else 0
     keys_and_values, rounded = [], []
     for x in (keys, values):
@@ -220,16 +229,6 @@ def _fused(
             )
         )
     return mx.concatenate(out, axis=2)
-
-
-def _n_to_read(keys: PackedKV, values: PackedKV) -> int:
-    """Return how many tokens of the buffers a step reads: all if at most a quarter is spare.
-
-    MLX copies a slice before it dequantizes it or multiplies by it.
-    """
-    capacity, n_keys = keys.buffers[0].shape[2], keys.n_tokens
-    is_whole = (capacity - n_keys) * 4 <= capacity and values.buffers[0].shape[2] == capacity
-    return capacity if is_whole else n_keys
 
 
 def builds_for_each_length() -> bool:
@@ -268,7 +267,7 @@ def packed_attention(
     every = slice(None)
     all_keys, all_values = keys.buffers, values.buffers
     # CUDA's quantized_matmul refuses slices. Spare tokens that are read are hidden.
-    capacity = _n_to_read(keys, values)
+    capacity = keys.n_to_read
     if capacity == n_keys:
         all_keys, all_values = (
             pk.each(mx.contiguous, pk.view(x, 0, n_keys)) for x in (all_keys, all_values)

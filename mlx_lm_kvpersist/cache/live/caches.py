@@ -124,7 +124,7 @@ class PaddedBatch(Buffers):
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         """Keep only the given rows, in the given order. If no row moves, nothing is copied."""
-        keep = ints(batch_indices)
+        keep = [int(i) for i in batch_indices]
         padding = [self._padding[i] for i in keep]
         surplus = min(padding, default=0)
         if keep == list(range(len(self._padding))) and not surplus:
@@ -212,7 +212,7 @@ class FullPrecisionBatchKVCache(PaddedBatch):
     """Replaces mlx-lm's BatchKVCache for layers that are not quantized."""
 
     def __init__(self, left_padding: Sequence[int]) -> None:
-        self._place(ints(left_padding), 0)
+        self._place(left_padding, 0)
 
     @classmethod
     def _of_one(cls, cache: Any) -> FullPrecisionBatchKVCache:
@@ -238,13 +238,8 @@ class FullPrecisionBatchKVCache(PaddedBatch):
         cache = KVCache()
         if (row := self._row(idx)) is not None:
             cache.keys, cache.values = row
-            cache.offset = self._idx - self._padding[idx]
+            cache.offset = self.lengths[idx]
         return cache
-
-
-def ints(values: Sequence[int] | mx.array) -> list[int]:
-    items: Any = values.tolist() if isinstance(values, mx.array) else values
-    return [int(n) for n in items]
 
 
 class Newest(PaddedBatch):
@@ -275,12 +270,9 @@ class Newest(PaddedBatch):
         self._idx = stop
 
     def keep(self, n_tokens: Sequence[int]) -> None:
-        """Keep at most the last `n_tokens` of each row."""
-        n_kept = list(map(min, n_tokens, self.lengths))
-        if n_kept == self.lengths:
-            return
-        sides, width = self.only(n_kept), max(n_kept)
-        self._place([width - n for n in n_kept], width)
+        """Keep only the last `n_tokens` of each row."""
+        sides, width = self.only(n_tokens), max(n_tokens)
+        self._place([width - n for n in n_tokens], width)
         room = self._capacity(width) - width
         self.keys, self.values = (pk.append(None, 0, x, room) if width else None for x in sides)
 
@@ -577,7 +569,7 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         self, left_padding: Sequence[int], precision: KVPrecision, plan: AttentionPlan | None = None
     ) -> None:
         self.precision, self.plan = precision, plan
-        self._place(ints(left_padding), 0)
+        self._place(left_padding, 0)
         self.newest = Newest(len(self._padding))
 
     @classmethod
