@@ -24,7 +24,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import end_on_grid
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, architecture_of, probe_model
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, architecture_of, spec_of
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
@@ -112,11 +112,11 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
     Raises:
         ModelNotSupported: the plugin refuses a cache class, or the facts refuse the model.
     """
-    spec = probe_model(model, QUANTIZED)
     facts = None if unknown else architecture_of(model)
+    spec = spec_of(model, QUANTIZED, facts)
     if facts is None:
         return replace(spec, batches=can_batch(make_prompt_cache(model)))
-    return facts.applied_to(packed(model, spec) if facts.packed else spec)
+    return packed(model, spec) if facts.packed else spec
 
 
 class _Sweep:

@@ -474,15 +474,6 @@ class Architecture:
     packed: bool
     refused: str = ""
 
-    def applied_to(self, spec: ModelCacheSpec) -> ModelCacheSpec:
-        """Return the spec of a model of this architecture, with `batches` and `joins`.
-
-        Raises ModelNotSupported if the architecture is refused.
-        """
-        if self.refused:
-            raise ModelNotSupported(f"its architecture is not supported: {self.refused}")
-        return replace(spec, batches=self.batches, joins=self.joins)
-
 
 def architecture_of(model: Any) -> Architecture | None:
     """Return the facts of a model's architecture, or None if nothing is proven about it.
@@ -523,7 +514,11 @@ def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> 
     """Return a model's spec in a precision, with the facts on what is computed together.
 
     If `facts` is None, replies are batched as in stock, and prompts are never computed together.
-    Raises ModelNotSupported if the caches cannot be stored.
+    Raises ModelNotSupported if the caches cannot be stored, or the architecture is refused.
     """
     spec = probe_model(model, choice)
-    return spec if facts is None else facts.applied_to(spec)
+    if facts is None:
+        return spec
+    if facts.refused:
+        raise ModelNotSupported(f"its architecture is not supported: {facts.refused}")
+    return replace(spec, batches=facts.batches, joins=facts.joins)
