@@ -105,7 +105,7 @@ def test_a_block_has_one_file_in_one_of_two_forms(stored: StoredModel) -> None:
     assert unfinished.keys() == {"0.k", "0.v"}
     for x in unfinished.values():
         assert x.shape == (len(group.slots), group.keys.n_heads, 44, group.keys.dim)
-        assert x.dtype == group.keys.mx_dtype
+        assert x.dtype == getattr(mx, group.keys.dtype)
 
 
 def test_an_unfinished_block_becomes_whole_in_another_process(stored: StoredModel) -> None:

@@ -40,8 +40,6 @@ _PROBE_IDS = tuple(range(1, 17))
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 """Fields of a model's arguments that can give the length of a table of position embeddings."""
 
-_SCALE_DTYPES = ("float16", "bfloat16", "float32")
-
 _FIELDS = ("weights", "scales", "biases")
 """The arrays of quantized keys or values; in full precision they are one array."""
 
@@ -56,11 +54,6 @@ class TensorShape:
     n_heads: int
     dim: int
     dtype: str
-
-    @cached_property
-    def mx_dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = getattr(mx, self.dtype)
-        return dtype
 
 
 @dataclass(frozen=True)
@@ -258,7 +251,7 @@ def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayF
         sides = group.precision or (None, None)
         for (side, shape), quantization in zip(group.shapes.items(), sides, strict=False):
             name, *scale_names = group.array_names[side]
-            lead, dtype = (len(group.slots), shape.n_heads, n_tokens), shape.mx_dtype
+            lead, dtype = (len(group.slots), shape.n_heads, n_tokens), getattr(mx, shape.dtype)
             if quantization is None:
                 yield name, (*lead, shape.dim), dtype
                 continue
@@ -451,7 +444,7 @@ def _fitting(
     if choice.is_full_precision:
         return None, "full precision is requested"
     for shape in (keys, values):
-        if shape.dtype not in _SCALE_DTYPES:
+        if shape.dtype not in ("float16", "bfloat16", "float32"):
             return None, f"MLX does not quantize {shape.dtype}"
     if 0 in (keys.dim, values.dim):
         return None, "keys without values are an index, which decides what is seen"

@@ -113,7 +113,8 @@ def plan_attention(
         else:
             plan = forced_plan(choice)
         try:
-            wrong |= wrong_for(plan, shape, group.precision, group.keys.mx_dtype)
+            dtype = getattr(mx, group.keys.dtype)
+            wrong |= wrong_for(plan, shape, group.precision, dtype)
         except Exception as error:  # MLX may have no kernel, or too little memory
             logger.warning("kvpersist: attention over quantized keys fails: %r", error)
             wrong.add("dequantize")
@@ -161,14 +162,10 @@ def wrong_strategies(
 
 
 def _cases(plan: AttentionPlan) -> _Cases:
-    """Return the cases of this backend that a plan needs.
-
-    The CPU has one kernel for all sizes. On CUDA only packed kernels depend on the size.
-    """
-    on = backend()
-    if on == "metal":
+    # The CPU has one kernel for all sizes. On CUDA only packed kernels depend on the size.
+    if backend() == "metal":
         return _METAL_CASES
-    return _CUDA_CASES if on == "cuda" and plan.strategy == "packed" else _FEW_CASES
+    return _CUDA_CASES if backend() == "cuda" and plan.strategy == "packed" else _FEW_CASES
 
 
 @contextlib.contextmanager
@@ -203,8 +200,8 @@ def packed_shapes(
     """Return, for each slot of a prompt cache, the shape of its layer's attention over packed keys.
 
     The quantized caches at `slots` of a new prompt cache are read packed. Nothing is evaluated. The
-    shape is None for every other slot, for a slot whose layer does not call attention over its
-    packed keys, and for all slots of a model that raises.
+    shape is None for a slot whose layer does not call attention over its packed keys, and for all
+    slots of a model that raises.
     """
     caches = list(make_caches())
     all_slots = slots_of(caches)
