@@ -220,13 +220,12 @@ class Joiner:
         n_held: dict[int | None, int] = {None: n_tokens} if spec.full else {}
         for at, n_cached in (n_held | dict(windows)).items():
             groups = spec.full if at is None else spec.sliding[at]
-            room = headroom if at is None else 0
-            forms = list(token_arrays(groups, n_cached + room))
+            forms = list(token_arrays(groups, n_cached + (headroom if at is None else 0)))
             arrays = {
                 name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
                 for name, (n_slots, *rest), dtype in forms
             }
-            self._buffers[at] = _Buffers(groups, n_cached, room, forms, arrays)
+            self._buffers[at] = _Buffers(groups, n_cached, forms, arrays)
         self._at_end: Arrays = {}
         self._n_newest = 0
 
@@ -305,13 +304,12 @@ class Joiner:
 class _Buffers:
     """The buffers of some groups' slots, by array name, filled from token 0 on.
 
-    `arrays` [1, H, S, ...], one for each slot, have the `forms` of `n_tokens` and `headroom`.
+    `arrays` [1, H, S, ...], one for each slot, have the `forms`, with room after `n_tokens`.
     `waiting` are the pieces that were not copied yet.
     """
 
     groups: Sequence[LayerGroup]
     n_tokens: int
-    headroom: int
     forms: Sequence[ArrayForm]
     arrays: dict[str, list[mx.array]]
     waiting: list[Piece] = field(default_factory=list)
@@ -344,7 +342,7 @@ class _Buffers:
         left = total + total // _SPARE_SHARE
         only = mx.array([0])
         for form in sorted(self.forms, key=lambda form: forms_bytes([form]), reverse=True):
-            name, (n_slots, n_heads, _, dim), dtype = form
+            name, (n_slots, n_heads, n_room, dim), dtype = form
             buffers = self.arrays[name]
             slot_bytes = max(1, forms_bytes([form]) // n_slots)  # some caches have no values
             while (first := len(buffers)) < n_slots:
@@ -355,7 +353,7 @@ class _Buffers:
                 for i, piece in enumerate(pieces):
                     if piece.stop - piece.start < arrays[i].shape[2]:
                         arrays[i] = arrays[i][:, :, piece.start : piece.stop]
-                spare = mx.zeros((n_at_once, n_heads, self.headroom, dim), dtype)
+                spare = mx.zeros((n_at_once, n_heads, n_room - self.n_tokens, dim), dtype)
                 stacked = mx.concatenate([*arrays, spare], axis=2)
                 # Taking a slot copies it; a slice would share the memory of the whole stack.
                 slots = [mx.take(slot, only, axis=0) for slot in mx.split(stacked, n_at_once)]

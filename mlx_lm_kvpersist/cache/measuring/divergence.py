@@ -157,15 +157,13 @@ def all_parts() -> dict[str, str]:
     return texts
 
 
-def placed(
-    tokenizer: Any, texts: Mapping[str, str] | None = None
-) -> tuple[list[int], dict[str, range]]:
+def placed(tokenizer: Any) -> tuple[list[int], dict[str, range]]:
     """Return the ids of all parts as one text, and the positions of all parts except the context.
 
     The context is repeated up to `GRID` tokens. The result has 800 to 1,050 ids, and some hundreds
     more if a vocabulary covers few languages.
     """
-    (_, context), *passages = (all_parts() if texts is None else texts).items()
+    (_, context), *passages = all_parts().items()
     ids, again = encode(tokenizer, context)
     while len(ids) < GRID:
         ids += again
