@@ -216,10 +216,11 @@ def _fused(
             for array, older in zip(keys_and_values, rounded, strict=True):
                 array[:, :, done.first : done.last] = older[:, :, done_tokens]
         own_queries = slice(span.start, span.stop)
-        n_seen = last + n_more if is_padded else span.last
-        span_mask = _part(mask, slice(None), slice(None), own_queries, slice(span.last))
+        span_mask, n_seen = mask, last + n_more if is_padded else span.last
         if is_padded:
             span_mask = _causal(span, n_seen, queries.dtype)
+        elif len(spans) > 1:
+            span_mask = _part(mask, slice(None), slice(None), own_queries, slice(span.last))
         out.append(
             mx.fast.scaled_dot_product_attention(
                 queries[:, :, own_queries],
@@ -338,8 +339,9 @@ def _part(mask: Mask, *axes: slice) -> Any:
     if not isinstance(mask, mx.array):
         return mask
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    kept = (slice(None) if n == 1 else axis for n, axis in zip(mask.shape, axes, strict=False))
-    return mask[tuple(kept)]
+    whole = slice(None)
+    kept = tuple(whole if n == 1 else part for n, part in zip(mask.shape, axes, strict=False))
+    return mask[kept] if any(part != whole for part in kept) else mask
 
 
 def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
