@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +188,7 @@ class LoadedModel:
 
     def describe(self) -> dict[str, Any]:
         """Return the values of `mlx-lm-kvpersist spec --json`, and the layers' attention."""
-        plans = {name: asdict(plan) for name, plan in self.spec.plans.items()}
+        plans = {name: plan.describe() for name, plan in self.spec.plans.items()}
         model = {"model": self.name, "kept": True, "precision": self.precision}
         return {**model, **self.spec.describe(), "attention": plans}
 

@@ -401,6 +401,16 @@ class AttentionPlan:
         is_large = n_rows * n_keys * token_bytes > self.max_dequantized_bytes
         return "tiled" if is_large and self.can_take_packed else "dequantize"
 
+    def describe(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        names = ("strategy", "most_queries", "least_rows")
+        return {
+            "rules": [{name: getattr(self, name) for name in names}] if self.strategy else [],
+            "can_take_packed": self.can_take_packed,
+            "max_dequantized_bytes": self.max_dequantized_bytes,
+            "tile_bytes": self.max_dequantized_bytes,
+        }
+
     def __str__(self) -> str:
         calls = {"prefill": (512, 1), "decode": (1, 1), "batches": (1, 8)}
         chosen = (f"{name} {self.choose(n, 1, rows, 1)}" for name, (n, rows) in calls.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import pytest
 
@@ -68,8 +67,9 @@ def test_a_plan_takes_its_strategy_if_it_applies_and_keeps_its_limit(
 ) -> None:
     plan = AttentionPlan("packed", 1, 3, can_take_packed=True, max_dequantized_bytes=10_000)
     assert plan.choose(n_queries, n_keys, n_rows, token_bytes=100) == expected
-    described = json.loads(json.dumps(asdict(plan), allow_nan=False))
-    assert described["strategy"] == "packed"
+    described = json.loads(json.dumps(plan.describe(), allow_nan=False))
+    rule = {"strategy": "packed", "most_queries": 1, "least_rows": 3}
+    assert described["rules"] == [rule] and not AttentionPlan().describe()["rules"]
 
 
 def test_a_model_that_takes_no_packed_keys_dequantizes_everything() -> None:
