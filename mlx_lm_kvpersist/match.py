@@ -269,18 +269,16 @@ def match_prompt(
     prompt: str | bytes,
     tokens: TokenText | None = None,
     packed_ids: bytes = b"",
-    after: Sequence[Block] = (),
 ) -> Match:
     """Find the longest stored prefix of a prompt that ends with a token, and not inside an image.
 
     With `tokens`, the prompt is a text; without, it is packed ids, and `n_chars` counts bytes.
     `packed_ids` are the ids of the text, if `tokens` covers them all: `tokens` then covers every
     block that has the same ids. The match then ends before a control token that is spelled with
-    ordinary tokens on one side. The walk begins after the blocks `after`, with which the prompt
-    begins; they end at the end of a character.
+    ordinary tokens on one side.
     """
     best, n_best, n_used = None, 0, 0
-    steps = _steps(source, root, prompt, tokens, packed_ids, after)
+    steps = _steps(source, root, prompt, tokens, packed_ids)
     for step in steps:
         # A character that is incomplete in the store may count as one more.
         if step.position + step.n_equal + 1 <= n_best:
@@ -345,25 +343,15 @@ def _steps(
     prompt: str | bytes,
     tokens: TokenText | None,
     packed_ids: bytes,
-    after: Sequence[Block],
 ) -> list[_Step]:
     """Return all blocks that agree with the prompt, at least in part, the longest agreement first.
 
     An index may be damaged: only blocks with the right start, whose key is the hash of their ids,
     are followed.
     """
-    last: _Step | None = None
-    start = ids_start = 0
-    for node in after:
-        n_equal = len(node.packed_ids if tokens is None else node.text)
-        is_own = packed_ids.startswith(node.packed_ids, ids_start)
-        ids_start += len(node.packed_ids)
-        is_own = is_own and (last is None or last.has_own_ids)
-        last = _Step(node, last, b"", start, n_equal, ids_start, is_own)
-        start += n_equal
-    steps = [last] if last is not None else []
+    steps: list[_Step] = []
     own: list[tuple[int, int]] | None = None
-    open_ends = [(last.node.key if last is not None else root, start, last)]
+    open_ends: list[tuple[bytes, int, _Step | None]] = [(root, 0, None)]
     while open_ends:
         parent, position, before = open_ends.pop()
         n_tokens, pending, ids_end, begins_own = 0, b"", 0, True
@@ -383,8 +371,7 @@ def _steps(
             n_equal = len(content) if is_whole else common_prefix(content, prompt, position)
             if tokens is not None and packed_ids and n_equal and not has_same_ids:
                 if own is None:
-                    own = tokens.controls(unpack_ids(packed_ids[ids_start:]))
-                    own = [(start + n_chars, token_id) for n_chars, token_id in own]
+                    own = tokens.controls(unpack_ids(packed_ids))
                 n_alike = n_chars_alike(tokens.controls(node.ids, pending), own, position, n_equal)
                 is_whole, n_equal = is_whole and n_alike == n_equal, n_alike
             end = ids_end + len(node.packed_ids)

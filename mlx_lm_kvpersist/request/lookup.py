@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root, pack_ids
+from ..block import Block, Checkpoint, Record, Root, pack_ids
 from ..cache.blocks import CANARY_TOLERANCE, Joiner, Piece, canary_difference
 from ..cache.geometry.spec import arrays_fit, forms_bytes
 from ..cache.live.packed import headroom
@@ -46,7 +46,7 @@ MIN_STEPWISE_BYTES = 64 << 20
 """Joining less than this takes one or two steps of the replies."""
 
 MAX_MATCHED_TOKENS = 2048
-"""At most this number of tokens is matched by text, or spliced, on the generation thread."""
+"""A longer prompt is not matched by text, or spliced, on the generation thread."""
 
 _LOOK_S = 0.1
 """How often a restore checks whether its client has left."""
@@ -141,23 +141,17 @@ class Lookup:
                 raise
             logger.exception("kvpersist: stored blocks could not be looked up")
 
-    def _find(self, prompt: Prompt, known: Sequence[Block] | None = None) -> StoredPrefix:
+    def _find(self, prompt: Prompt) -> StoredPrefix:
         """Match a prompt with the stored text, and replace its beginning by the stored ids.
 
-        O(prompt). If the prompt begins with the blocks `known`, it is O(known + later tokens), and
-        at most MAX_MATCHED_TOKENS of the later tokens are matched by text.
+        O(prompt).
         """
-        self._n_changes = self._store.n_changes
         store, tokens, text = self._store, self.model.text, self.text
-        packed = pack_ids(prompt.ids) if known is None else self.stored.packed_ids
-        after = known or ()
-        parent = after[-1].key if after else self.root.key
-        n_left = len(prompt.ids) - (after[-1].stop if after else 0)
-        nearest, match = NO_MATCH, None
-        if tokens and text is not None and (known is None or n_left <= MAX_MATCHED_TOKENS):
-            start = sum(len(block.text) for block in after)
-            source = store.ram_first(parent, text[start:])
-            nearest = match = match_prompt(source, self.root.key, text, tokens, packed, after)
+        packed, nearest, match = pack_ids(prompt.ids), NO_MATCH, None
+        self._n_changes = store.n_changes
+        if tokens and text is not None:
+            source = store.ram_first(self.root.key, text)
+            nearest = match = match_prompt(source, self.root.key, text, tokens, packed)
             if match.n_tokens and not packed.startswith(match.packed_ids):
                 spliced = splice(prompt.ids, text, match, tokens, self.model.encode)
                 match = None
@@ -165,47 +159,43 @@ class Lookup:
                     prompt = with_ids(prompt, spliced.ids, spliced.boundaries)
                     packed = pack_ids(prompt.ids)
                     match = replace(nearest, n_tokens=spliced.n_stored)
-        if match is None:
-            start = sum(len(block.packed_ids) for block in after)
-            source = store.ram_first(parent, packed[start:])
-            match = match_prompt(source, self.root.key, packed, after=after)
-        match = match if match.n_tokens else nearest
-        n_most = len(prompt.ids) - 1  # the last token must be computed, to get logits
+        match = match or self._by_ids(packed)
+        divergence = divergence_at(text or "", nearest, self.prompt.messages)
+        stored = StoredPrefix(prompt, packed, divergence=divergence)
+        return self._to_use(stored, match if match.n_tokens else nearest, text)
+
+    def _find_again(self) -> StoredPrefix:
+        """Match the prompt again, because blocks have changed; a long prompt by its ids."""
+        if len(self.stored.prompt.ids) <= MAX_MATCHED_TOKENS:
+            return self._find(self.prompt)
+        self._n_changes = self._store.n_changes
+        return self._to_use(self.stored, self._by_ids(self.stored.packed_ids), None)
+
+    def _by_ids(self, packed: bytes) -> Match:
+        source = self._store.ram_first(self.root.key, packed)
+        return match_prompt(source, self.root.key, packed)
+
+    def _to_use(self, stored: StoredPrefix, match: Match, text: str | None) -> StoredPrefix:
+        """Return how much of a match to restore, and why not more.
+
+        Without `text`, other trees are not searched again.
+        """
+        ids = stored.prompt.ids
+        n_most = len(ids) - 1  # the last token must be computed, to get logits
         n_tokens, refusal = min(match.n_tokens, n_most), None
         diverges = match.n_tokens == 0 or (match.n_tokens < n_most and not match.at_end)
         if self._n_worth is not None:
             n_tokens = min(n_tokens, self._n_worth)
         elif diverges:
-            n_tokens, refusal = tokens_to_reuse(match, n_tokens, store, self.model)
+            n_tokens, refusal = tokens_to_reuse(match, n_tokens, self._store, self.model)
         reason, detail = None, ""
         if diverges:
-            found = self.stored.reason if known is not None else None
-            before = (found, self.stored.detail) if found is not None else None
-            reason, detail = why_not_stored(prompt.ids, text, match, self.root, store, before)
-            if refusal and reason is Reason.DIVERGED:
+            reason, detail = why_not_stored(ids, text, match, self.root, self._store)
+            if reason is Reason.NOTHING_ALIKE and stored.reason is not None:
+                reason, detail = stored.reason, stored.detail
+            elif refusal and reason is Reason.DIVERGED:
                 reason = refusal
-        divergence = divergence_at(text or "", nearest, self.prompt.messages)
-        return StoredPrefix(prompt, packed, match, n_tokens, reason, detail, divergence)
-
-    def _find_again(self, lost: Collection[bytes] = ()) -> StoredPrefix:
-        """Match the prompt again, because blocks have changed; keys in `lost` cannot be used.
-
-        The parent of a stored block is also stored, so one key is looked up, and one more for each
-        missing block.
-        """
-        stored = self.stored
-        if len(stored.prompt.ids) <= MAX_MATCHED_TOKENS:
-            return self._find(self.prompt)
-        known: list[Block] = []
-        for block in stored.match.path:
-            # An unfinished block may have a longer sibling by now.
-            is_whole = block.n_tokens == BLOCK_TOKENS and block.stop <= stored.match.n_tokens
-            if block.key in lost or not is_whole:
-                break
-            known.append(block)
-        while known and (known[-1].pending or known[-1].key not in self._store):
-            known.pop()
-        return self._find(stored.prompt, known)
+        return replace(stored, match=match, n_tokens=n_tokens, reason=reason, detail=detail)
 
     def agreed(self) -> tuple[Prompt, int]:
         """Return the prompt to feed, and how many of its tokens to restore."""
@@ -350,7 +340,7 @@ class Lookup:
             is_changed = bool(lost) or self._store.n_changes != self._n_changes
             if is_changed and n_matched < _MAX_MATCHED and not together.are_several:
                 n_matched += 1
-                self.stored = self._find_again(lost)
+                self.stored = self._find_again()
             n_wanted = max(n_wanted, self.stored.n_tokens)
             point = None
             try:

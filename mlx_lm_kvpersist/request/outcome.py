@@ -188,14 +188,12 @@ def why_not_stored(
     match: Match,
     root: Root,
     store: BlockStore,
-    before: tuple[Reason, str] | None = None,
 ) -> tuple[Reason, str]:
     """Return why the text after a match is not stored: it was removed, is stored under another
     root, or was never saved.
 
     The returned text, unless it is "", replaces the reason's own text. The tenant's own blocks are
-    compared first, so that the word in a reply does not depend on other tenants. If `before`, an
-    earlier answer for the same prompt, is given, other trees are not searched again.
+    compared first, so that the word in a reply does not depend on other tenants.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
     full = [block for block in used if block.n_tokens == BLOCK_TOKENS]
@@ -208,8 +206,6 @@ def why_not_stored(
             return (Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED), ""
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
         return Reason.DIVERGED, ""
-    if before is not None:
-        return before
     if text:
         largest = store.view.roots(_MAX_ROOTS)
         of_tenant = largest if len(largest) < _MAX_ROOTS else store.view.roots(_MAX_ROOTS, root)

@@ -160,11 +160,9 @@ def test_blocks_that_come_after_the_lookup_are_used(
     assert n_prompt < LONG or counts[0] <= MAX_MATCHED
 
 
-@pytest.mark.parametrize("n_stored", [300, LONG])
-def test_a_reply_with_other_ids_that_comes_after_the_lookup_is_used(
-    talk: Conversations, n_stored: int
-) -> None:
+def test_a_reply_with_other_ids_that_comes_after_the_lookup_is_used(talk: Conversations) -> None:
     """The next turn is queued before the turn before it is stored."""
+    n_stored = 300
     ids = sampled_turn(talk.loaded, n_stored)
     talk.remember(ids, n_prompt=n_stored - 5)
     reply = talk.loaded.encode("What the model has answered to this, at some length.")
