@@ -54,10 +54,6 @@ class Root:
         return json.dumps({"namespace": self.namespace, "session": self.session})[1:-1]
 
     def to_json(self) -> str:
-        return self._json
-
-    @cached_property
-    def _json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod

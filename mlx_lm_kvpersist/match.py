@@ -406,8 +406,6 @@ def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
     """
     node, n_equal = step.node, step.n_equal
     if tokens is None:
-        if node.has_text_only:
-            return n_equal // 4, n_equal // 4 * 4
         id_ends = [0, *accumulate(len(pack_ids([token_id])) for token_id in node.ids)]
         n_tokens = bisect_right(id_ends, n_equal) - 1
         return n_tokens, id_ends[n_tokens]
@@ -464,7 +462,8 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
 class Splice:
     """A prompt whose first `n_stored` ids come from the store.
 
-    `boundaries` maps token boundaries after the cut in the rendered prompt to boundaries of `ids`.
+    `boundaries` maps token boundaries of the rendered prompt to boundaries of `ids`: at the end, as
+    far as both have the same ids.
     """
 
     ids: list[int]
@@ -500,19 +499,15 @@ def splice(
         # The next characters can change the tokens of the last word, and thus the reply.
         n_stored, n_own = _common_boundary(own, ends, stored, stored_ends)
         stored, tail = stored[:n_stored], list(own[n_own:])
-        stored_ends = stored_ends[:n_stored]
     if not (n_same or stored) or tokens.decode(stored + tail) != text:
         return None
     if tokens.controls(stored + tail) != tokens.controls(own):
         return None
-    # Boundaries are counted from the end: the stored ids may end within a character.
-    tail_ends = [0, *_ends(tail, text, tokens)]
-    n_before = ceil(ends[-1]) - ceil(tail_ends[-1])
-    n_stored = n_same + len(stored)
-    first = 0 if not stored or float(stored_ends[-1]).is_integer() else 1
-    place = {n_before + tail_ends[i]: n_stored + i for i in range(first, len(tail_ends))}
-    shared = {n_same + i: place[n] for i, n in enumerate([0, *ends]) if n in place and n == int(n)}
-    return Splice([*prompt[:n_same], *stored, *tail], n_stored, shared)
+    ids = [*prompt[:n_same], *stored, *tail]
+    pairs = zip(reversed(prompt), reversed(ids), strict=False)
+    n_alike = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    boundaries = {len(prompt) - n: len(ids) - n for n in range(n_alike + 1)}
+    return Splice(ids, n_same + len(stored), boundaries)
 
 
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:

@@ -59,7 +59,6 @@ class Ranks:
         self.n_messages = 0
         self.patience_s = LOADING_S
         """Seconds without a message after which this rank ends; idle ranks also send messages."""
-        self._is_deciding = False
         self.is_ending = False
         """Whether all ranks have agreed to end."""
         self._spoke_s = time.monotonic()
@@ -76,7 +75,7 @@ class Ranks:
 
     def all_of(self, value: int, what: str) -> list[int]:
         """Return the value of each rank, in int64, by rank."""
-        return [value] if not self.are_several else self.first_and_all(lambda: None, value, what)[1]
+        return self.first_and_all(lambda: None, value, what)[1]
 
     def least(self, value: int, what: str) -> int:
         """Return the least value of all ranks."""
@@ -88,7 +87,7 @@ class Ranks:
 
     def first(self, decide: Callable[[], Decision], what: str) -> Decision:
         """Return rank 0's decision; only rank 0 calls `decide`. Raises its exception."""
-        return self.first_and_all(decide, 0, what)[0] if self.are_several else decide()
+        return self.first_and_all(decide, 0, what)[0]
 
     def first_and_all(
         self, decide: Callable[[], Decision], value: int, what: str
@@ -98,12 +97,10 @@ class Ranks:
             return decide(), [value]
         payload = b""
         if self.decides:
-            self._is_deciding = True
             try:
                 payload = pickle.dumps((True, decide()))
             except Exception as error:
                 payload = _pickled(error)
-            self._is_deciding = False
         messages = self._exchange(value, payload, what)
         _, n_bytes, inline = messages[0]
         if (n_more := n_bytes - _INLINE) > 0:
@@ -131,8 +128,6 @@ class Ranks:
 
     def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
         """Return each rank's value, the bytes of its payload, and the beginning of the payload."""
-        if self._is_deciding:  # the other ranks are waiting for a decision
-            end(f"rank {self.rank} asks within a decision ({what}); please report it")
         self.n_messages += 1
         topic = crc32(what.encode(), self._noted), self.n_messages & 0xFFFFFFFF
         sent = _HEAD.pack(*topic, value, len(payload)) + payload[:_INLINE].ljust(_INLINE, b"\0")

@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -50,9 +51,6 @@ MAX_MATCHED_TOKENS = 2048
 
 _LOOK_S = 0.1
 """How often a restore checks whether its client has left."""
-
-_MAX_MATCHED = 3
-"""How often a prompt is matched again because blocks disappeared between match and restore."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,13 +212,12 @@ class Lookup:
         asked = stored, n_tokens, frozenset(lost), n_changes
         if self._planned is not None and self._planned[0] == asked:
             return self._planned[1]
-        point = self.model.saver.find(stored.match.path, n_tokens, self._store, lost)
-        while point is not None:
-            n_tokens = before_image(stored.prompt.ids, point.n_tokens)
-            if n_tokens == point.n_tokens:
-                self._needed.update(need.record.key for need in point.needed)
-                break
-            point = self.model.saver.find(stored.match.path, n_tokens, self._store, lost)
+        find = partial(self.model.saver.find, stored.match.path, store=self._store, lost=lost)
+        point, ids = find(n_tokens), stored.prompt.ids
+        while point and (n_before := before_image(ids, point.n_tokens)) < point.n_tokens:
+            point = find(n_before)
+        if point is not None:
+            self._needed.update(need.record.key for need in point.needed)
         self._planned = asked, point
         return point
 
@@ -241,8 +238,8 @@ class Lookup:
         is_large = sum(n for _, n in sizes) > MIN_STEPWISE_BYTES
         return self._prefetch is not None or is_large
 
-    def hold(self) -> int:
-        """Pin the needed blocks that are in RAM until `let_go` or `close`; return their bytes."""
+    def hold(self) -> None:
+        """Pin the needed blocks that are in RAM until `let_go` or `close`."""
         try:
             point = None if self._pinned else self._point()
         except Exception:
@@ -254,7 +251,6 @@ class Lookup:
             self._pinned = self._store.pool.pin(keys, prefetch=True)
             if self._closed:  # another thread has closed it by now
                 self.let_go()
-        return sum(entry.n_bytes for entry in self._pinned)
 
     def let_go(self) -> None:
         """Unpin the blocks that `hold` has pinned."""
@@ -331,15 +327,13 @@ class Lookup:
 
     def _restoring(self, *, in_steps: bool) -> Generator[None, None, Reuse]:
         """Restore the stored tokens, up to a lost block."""
-        n_wanted = n_matched = 0
+        n_wanted = 0
         lost: set[bytes] = set()
         read: list[Record] = []
         most: int | None = None
         together, joined = self.model.ranks, None
         while joined is None:
-            is_changed = bool(lost) or self._store.n_changes != self._n_changes
-            if is_changed and n_matched < _MAX_MATCHED and not together.are_several:
-                n_matched += 1
+            if self._store.n_changes != self._n_changes and not together.are_several:
                 self.stored = self._find_again()
             n_wanted = max(n_wanted, self.stored.n_tokens)
             point = None
@@ -431,7 +425,6 @@ class Lookup:
         for need in needed:
             seconds[RAM] += perf_counter() - started
             yield
-            started = perf_counter()
             loaded = next(coming)
             misfit = arrays_fit(need.forms, loaded.arrays) if loaded is not None else None
             if misfit is not None:
@@ -489,36 +482,21 @@ class Lookup:
         elif is_all_stored and n_reused < before_image(ids, len(ids) - 1):
             reason = Reason.OTHER_RANK if self._others_have_less else Reason.INSIDE_BLOCK
         divergence = stored.divergence if kind in (Kind.DIVERGE, Kind.MISS) else None
-        n_prompt, tier = len(ids), joined.tier
-        return Outcome(
-            kind, n_prompt, n_reused, joined.n_read, 0.0, reason, detail, divergence, tier
-        )
+        n_read, tier = joined.n_read, joined.tier
+        return Outcome(kind, len(ids), n_reused, n_read, 0.0, reason, detail, divergence, tier)
 
 
 def tokens_to_reuse(
     match: Match, n_tokens: int, store: BlockStore, model: LoadedModel
 ) -> tuple[int, Reason | None]:
-    """Return how many of the first `n_tokens` of a diverging match to use and, if not all, why.
+    """Return how many of the first `n_tokens` of a diverging match to use and, if none, why.
 
     The time to restore them is compared with the time to compute them. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
         return 0, None  # only a template's first words match
+    spec, speed = model.spec, model.speed
     blocks = [block for block in match.path if block.start < n_tokens]
-    reason = None
-    if model.spec.any_prefix and not _is_restored(blocks[-1:], n_tokens, store, model):
-        # A whole block must be read, even if only a few of its tokens are used.
-        n_tokens, reason = blocks.pop().start, Reason.NOT_WORTH_IT
-    if blocks and not _is_restored(blocks, n_tokens, store, model):
-        return 0, Reason.NOT_WORTH_IT
-    return n_tokens, reason
-
-
-def _is_restored(
-    blocks: Sequence[Block], n_tokens: int, store: BlockStore, model: LoadedModel
-) -> bool:
-    """Say whether restoring blocks takes no longer than computing their tokens up to `n_tokens`."""
-    spec, speed, start = model.spec, model.speed, blocks[0].start
     sizes = {n: forms_bytes(spec.block_arrays(n)) for n in {block.n_tokens for block in blocks}}
     n_bytes: Counter[str] = Counter()
     for block in blocks:
@@ -527,6 +505,8 @@ def _is_restored(
             n_bytes[tier] += sizes[block.n_tokens]
     for tier in n_bytes:
         n_bytes[tier] += spec.bytes_per_checkpoint
-    compute_s = speed.pace.seconds(start, n_tokens - start)
+    compute_s = speed.pace.seconds(0, n_tokens)
     restore_s = sum(n / speed.rates[tier] for tier, n in n_bytes.items() if tier in speed.rates)
-    return compute_s is None or restore_s <= compute_s
+    if compute_s is None or restore_s <= compute_s:
+        return n_tokens, None
+    return 0, Reason.NOT_WORTH_IT

@@ -102,8 +102,7 @@ class Memory:
         """The waiting claims, the oldest first."""
         self._n_changes = 0
         self._pressure_level, self._level = pressure_level, NORMAL
-        self._limit_bytes = weights_bytes + total_bytes
-        self._stock_limit_bytes = mx.set_memory_limit(self._limit_bytes)
+        self._stock_limit_bytes = mx.set_memory_limit(weights_bytes + total_bytes)
         self.changed()
 
     def close(self) -> None:
@@ -151,10 +150,7 @@ class Memory:
             pool.release(pool.n_bytes * n_more // len(pool) + 1)
         # Beyond its limit MLX frees its buffers and waits for the device before each step. A
         # request that runs alone, and needs more, must not cause that.
-        limit = self.weights_bytes + max(self._whole_bytes, needed + idle_bytes)
-        if limit != self._limit_bytes:
-            self._limit_bytes = limit
-            mx.set_memory_limit(limit)
+        mx.set_memory_limit(self.weights_bytes + max(self._whole_bytes, needed + idle_bytes))
 
     # Requests that begin.
 
@@ -169,11 +165,9 @@ class Memory:
         if claim.n_changes == self._n_changes:
             return False
         claim.n_changes = self._n_changes
-        if claim not in self.waiting:
-            waiting = [older for older in self.waiting if not older.is_over()]
-            self.waiting = sorted([*waiting, claim], key=lambda claim: claim.order)
-        older = self.waiting[: self.waiting.index(claim)]
-        ahead = [first for first in older if not first.is_over()]
+        waiting = [older for older in self.waiting if older is not claim and not older.is_over()]
+        self.waiting = sorted([*waiting, claim], key=lambda claim: claim.order)
+        ahead = self.waiting[: self.waiting.index(claim)]
         is_late = any(first.n_passed >= MOST_PASSED for first in ahead)
         if is_late or not self._makes_room(claim):
             return False

@@ -126,9 +126,14 @@ class Outcome:
             f"restored={self.n_restored}; restore_ms={self.restore_ms:.1f}{reason}"
         )
 
+    @property
+    def why(self) -> str:
+        """Why no more was reused, or ""."""
+        return self.detail or (self.reason.text if self.reason else "")
+
     def sentence(self, session: str | None, *, is_kept: bool = True) -> str:
         """Return what happened in one sentence for people; `session` is the conversation's name."""
-        why = self.detail or (self.reason.text if self.reason else "")
+        why = self.why
         if self.kind is Kind.STOCK:
             clauses = [f"served as the stock server does: {why}"]
         elif self.n_reused == 0:
@@ -183,11 +188,7 @@ def divergence_at(
 
 
 def why_not_stored(
-    prompt_ids: Sequence[int],
-    text: str | None,
-    match: Match,
-    root: Root,
-    store: BlockStore,
+    prompt_ids: Sequence[int], text: str | None, match: Match, root: Root, store: BlockStore
 ) -> tuple[Reason, str]:
     """Return why the text after a match is not stored: it was removed, is stored under another
     root, or was never saved.
@@ -207,10 +208,7 @@ def why_not_stored(
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
         return Reason.DIVERGED, ""
     if text:
-        largest = store.view.roots(_MAX_ROOTS)
-        of_tenant = largest if len(largest) < _MAX_ROOTS else store.view.roots(_MAX_ROOTS, root)
-        trees = (tree for tree, _ in of_tenant if tree.shares_tenant(root))
-        own = [tree for tree in trees if tree.with_text]
+        own = [tree for tree, _ in store.view.roots(_MAX_ROOTS, root) if tree.with_text]
         for tree in sorted(own, key=lambda tree: tree.fingerprint != root.fingerprint):
             if tree.key == root.key or not _begins_alike(tree, text, store):
                 continue
@@ -220,7 +218,7 @@ def why_not_stored(
             stored += ", in an older form or other groups" if stored == live else ""
             reason = Reason.OTHER_PRECISION
             return reason, f"{reason.text}: {stored}; now {live}"
-        for tree, _ in largest:
+        for tree, _ in store.view.roots(_MAX_ROOTS):
             if not tree.shares_tenant(root) and _begins_alike(tree, text, store):
                 return Reason.OTHER_NAMESPACE, ""
     return Reason.NOTHING_ALIKE, ""

@@ -338,8 +338,8 @@ class CheckpointSaver(Saver):
         # The checkpoint waits with all records that it needs, so that none is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
-        needed = {point.key: point for point in [*used, *(point for point, _ in checkpoints)]}
-        added, kept = tuple(new or chain[-1:]), tuple(needed.values())
+        added = tuple(new or chain[-1:])
+        kept = tuple(dict.fromkeys([*used, *(point for point, _ in checkpoints)]))
         commit = Commit(sequence.root, added, leaf, {}, kept, tuple(superseded))
         store.commit(commit, [*blocks, *checkpoints], loss_s, chain)
 
@@ -381,10 +381,10 @@ class CheckpointSaver(Saver):
         new: list[tuple[Checkpoint, Arrays]] = []
 
         def has(block: Block, window: int, n_needed: int) -> bool:
-            stored_window = _stored_window(stored.get(block.key, ()), window, n_needed)
-            if stored_window is None or stored_window.n_tokens == n_needed:
-                return stored_window is not None
-            return not at_once or store.is_safe(stored_window.key)
+            found = _stored_window(stored, block, window, n_needed)
+            if found is None or found.n_tokens == n_needed:
+                return found is not None
+            return not at_once or store.is_safe(found.key)
 
         for window in self.spec.sliding:
             first = first_cached(self.spec, window, caches)
@@ -422,13 +422,10 @@ class CheckpointSaver(Saver):
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
         states = {block.key: state for block in chain if (state := _stored_state(stored, block))}
 
-        def is_kept(block: Block) -> bool:
-            is_of_use = not _is_temporary(block) or block is chain[-1] or block.key in ends | forks
-            return block.key in states and is_of_use
-
-        useful = list(filter(is_kept, chain))
-        earlier = [block for block in useful if block is not chain[-1]]
-        safe = [block for block in earlier if store.is_safe(states[block.key].key)]
+        of_use = {*ends, *forks, chain[-1].key, *(b.key for b in chain if not _is_temporary(b))}
+        of_use &= states.keys()
+        useful = [block for block in chain if block.key in of_use]
+        safe = [b for b in useful if b is not chain[-1] and store.is_safe(states[b.key].key)]
 
         def last_up_to(stop: int) -> set[bytes]:
             before = ([b.key for b in blocks if b.stop <= stop] for blocks in (useful, safe))
@@ -446,7 +443,7 @@ class CheckpointSaver(Saver):
                 needed.update(need.record.key for need in at_end)
         unneeded = [c for at_block in stored.values() for c in at_block if c.key not in needed]
         left = _replies_left(chain, sequence, store)
-        return list({point.key: point for point in [*unneeded, *left]}.values())
+        return list(dict.fromkeys([*unneeded, *left]))
 
     def _needed_at(
         self, path: Sequence[Block], n_tokens: int, stored: Stored
@@ -470,7 +467,7 @@ class CheckpointSaver(Saver):
                 if block.start >= n_tokens:
                     break
                 first, last = max(block.start, start), min(block.stop, n_tokens)
-                found = _stored_window(stored.get(block.key, ()), window, block.stop - first)
+                found = _stored_window(stored, block, window, block.stop - first)
                 if found is None:
                     return None
                 begin = block.stop - found.n_tokens
@@ -487,10 +484,10 @@ def _stored_state(stored: Stored, block: Block) -> Checkpoint | None:
     return next((c for c in stored.get(block.key, ()) if c.kind == STATE), None)
 
 
-def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> Checkpoint | None:
+def _stored_window(stored: Stored, block: Block, window: int, n_tokens: int) -> Checkpoint | None:
     """Return the smallest stored window that covers a block's last `n_tokens`."""
-    kind = window_kind(window)
-    fitting = [c for c in stored if c.kind == kind and c.n_tokens >= n_tokens]
+    windows = (c for c in stored.get(block.key, ()) if c.kind == window_kind(window))
+    fitting = [c for c in windows if c.n_tokens >= n_tokens]
     return min(fitting, key=attrgetter("n_tokens"), default=None)
 
 

@@ -112,8 +112,6 @@ class RequestState:
     """The ids of the prompt and of the reply, once it has ended. Generation thread."""
     is_saved: Event | None = field(default=None, repr=False)
     """Set when the ended reply was handed to the store; None if stock serves the prompt."""
-    ended: RunningSequence | None = field(default=None, repr=False)
-    """The sequence that was handed to the store, until its client has the reply."""
     remembered: frozenset[bytes] = field(default=frozenset(), repr=False)
     """The keys by which the ids of the reply are found."""
 
@@ -219,10 +217,7 @@ class Serving:
         return state.is_kept and (state.session is not None or not self.isolated)
 
     def await_interrupted(self, request: ClientRequest, prompt: Prompt) -> None:
-        """Wait until the reply that a prompt continues is stored, if its client has just left it.
-
-        HTTP thread.
-        """
+        """Wait until the reply that a prompt continues is stored, if its client has just left."""
         state, messages = RequestState.of(request), prompt.messages
         root, deadline_s = self.root_of(state), time.monotonic() + INTERRUPTED_S
         for earlier in filter(None, [known() for known in self.known.valuerefs()]):
@@ -242,10 +237,7 @@ class Serving:
         self.known[state.id] = request
 
     def fetch(self, state: RequestState, prompt: Prompt) -> None:
-        """Fetch a prompt's blocks from the shared tier into RAM, if that saves time.
-
-        The HTTP thread waits.
-        """
+        """Fetch a prompt's blocks from the shared tier into RAM, if that saves time."""
         if self.store.shared is not None and self.keeps(state):
             wanted = self._wanted(prompt, self.root_of(state))
             if len(wanted.ids) - wanted.n_tokens > BLOCK_TOKENS:
@@ -355,11 +347,10 @@ class Serving:
         A kill then loses at most one block of the prompt and the last block of the reply.
         """
         ends_s = time.monotonic() + LAST_PART_S
-        if state.is_saved is not None:
-            state.is_saved.wait(LAST_PART_S)
+        is_saved = state.is_saved is not None and state.is_saved.wait(LAST_PART_S)
         self.remember(state)
-        ended, state.ended = state.ended, None
-        parts = [part for part in (ended, ended.draft if ended else None) if part and part.chain]
+        ended = state.sequence if is_saved and self.keeps(state) else None
+        parts = [part for part in (ended, ended and ended.draft) if part and part.chain]
 
         def is_safe() -> bool:
             unwritten = self.store.writer.unwritten()
@@ -414,6 +405,7 @@ class ServedRequest(TakenRequest):
         is_other_model = state.lookup is not None and state.lookup.model is not serving.model
         if state.rendered is not prompt or is_other_model:
             serving.look_up(state, prompt)
+        self._root = serving.root_of(state)
         if state.lookup is not None:
             self.prompt = state.lookup.stored.prompt
         self._claim = self._new_claim()
@@ -435,12 +427,10 @@ class ServedRequest(TakenRequest):
         state, memory, lookup = self._state, self._serving.memory, self._state.lookup
         if state.stage in (Stage.NEW, Stage.PARKED):
             if not memory.admits(self._claim):
-                if memory.refuses and state.stage is Stage.NEW:
-                    memory.waiting.remove(self._claim)
-                    raise RequestRefused(
-                        "no memory is free for this prompt now; try again soon", 503
-                    )
-                return False
+                if not memory.refuses or state.stage is not Stage.NEW:
+                    return False
+                memory.waiting.remove(self._claim)
+                raise RequestRefused("no memory is free for this prompt now; try again soon", 503)
             has_to_wait = lookup is not None and (lookup.prefetch() or self._awaits_another(lookup))
             state.move(Stage.FETCHING if has_to_wait else Stage.READY)
         if state.stage is Stage.FETCHING and lookup is not None:
@@ -463,16 +453,14 @@ class ServedRequest(TakenRequest):
         serving.memory.enters(self._claim)
         reuse = self._restored(lambda: lookup) if lookup is not None else None
         if reuse is None:
-            # All ranks use the prompt that rank 0 has looked up.
-            is_common = self._serving.model.ranks.are_several and lookup is not None
-            fed = lookup.stored.prompt if is_common and lookup else state.rendered or self.prompt
+            fed = state.rendered or self.prompt
+            if lookup is not None and serving.model.ranks.are_several:
+                fed = lookup.stored.prompt  # all ranks use the prompt that rank 0 has looked up
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
             state.digest = None  # `fed` may have another text
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
-            outcome = reuse.outcome
-            why = outcome.detail or (outcome.reason.text if outcome.reason else "")
-            detail = f"{why}; {state.fetched}" if why else state.fetched
-            reuse.outcome = replace(outcome, detail=detail)
+            detail = "; ".join(filter(None, (reuse.outcome.why, state.fetched)))
+            reuse.outcome = replace(reuse.outcome, detail=detail)
         fed, n_reused = reuse.prompt, reuse.outcome.n_reused
         state.move(Stage.PREFILL)
         if state.sequence is not None:  # the request was parked
@@ -481,13 +469,20 @@ class ServedRequest(TakenRequest):
             return Prepared(fed, reuse.caches, n_reused)
         serving.record(state, reuse.outcome)
         state.is_saved = Event()
-        state.sequence = sequence = self._sequence_of(self._root, reuse)
-        sequence.n_system = len(fed.segments[0]) if fed.segment_types[0] == "system" else 0
+        state.sequence = sequence = RunningSequence(
+            self._root,
+            len(fed.ids),
+            n_reused,
+            reuse.chain,
+            n_system=len(fed.segments[0]) if fed.segment_types[0] == "system" else 0,
+            session=state.session,
+            note=state.note,
+            messages=state.messages,
+        )
         draft = self._draft_of(fed, sequence)
-        if state.is_kept and self._serving.model.ranks.decides:  # rank 0 knows the ends of requests
-            is_as_found = lookup is not None and fed is lookup.stored.prompt
-            packed = lookup.stored.packed_ids if lookup and is_as_found else pack_ids(fed.ids)
-            sequence.packed_ids = packed
+        if state.is_kept and serving.model.ranks.decides:  # rank 0 knows the ends of requests
+            found = lookup.stored if lookup is not None and fed is lookup.stored.prompt else None
+            sequence.packed_ids = found.packed_ids if found else pack_ids(fed.ids)
             running = [other for other in serving.computing if other.stage is Stage.PREFILL]
             serving.computing = [*running, state]
         return Prepared(fed, reuse.caches, n_reused, draft)
@@ -496,32 +491,12 @@ class ServedRequest(TakenRequest):
         """Return each rank's own lookup of the tokens that rank 0 has found."""
         if not (together := self._serving.model.ranks).are_several:
             return lookup
-        agreed = together.first(
-            lambda: lookup.agreed() if lookup is not None else None, "what is restored"
-        )
+        agreed = together.first(lambda: lookup.agreed() if lookup else None, "what is restored")
         if agreed is None or together.decides:
             return lookup
         prompt, n_worth = agreed
         model = replace(self._serving.model, text=None)
         return Lookup(prompt, self._root, self._serving.store, model, n_worth=n_worth)
-
-    @property
-    def _root(self) -> Root:
-        assert self._state.root is not None
-        return self._state.root
-
-    def _sequence_of(self, root: Root, reuse: Reuse, *, is_draft: bool = False) -> RunningSequence:
-        state = self._state
-        return RunningSequence(
-            root,
-            len(reuse.prompt.ids),
-            reuse.outcome.n_reused,
-            reuse.chain,
-            session=state.session,
-            note=state.note,
-            messages=state.messages,
-            is_draft=is_draft,
-        )
 
     def _draft_of(self, fed: Prompt, sequence: RunningSequence) -> Prepared | None:
         """Restore the stored part of the same tokens for the draft model, if there is one."""
@@ -531,8 +506,11 @@ class ServedRequest(TakenRequest):
         root = serving.root_of(self._state, model)
         reuse = self._restored(lambda: Lookup(fed, root, serving.store, model))
         reuse = reuse or Reuse(fed, Outcome(Kind.MISS, len(fed.ids)))
-        sequence.draft = self._sequence_of(root, reuse, is_draft=True)
-        return Prepared(fed, reuse.caches, reuse.outcome.n_reused)
+        n_reused = reuse.outcome.n_reused
+        sequence.draft = replace(
+            sequence, root=root, n_reused=n_reused, chain=reuse.chain, is_draft=True
+        )
+        return Prepared(fed, reuse.caches, n_reused)
 
     def _restored(self, find: Callable[[], Lookup]) -> Reuse | None:
         """Restore the tokens that a lookup found; return None if that fails. Raises ClientGone."""
@@ -555,7 +533,6 @@ class ServedRequest(TakenRequest):
                 state.move(Stage.DONE if has_ended else Stage.DECODE)
             if serving.keeps(state):  # otherwise no other request would find it
                 serving.save(state, tokens, caches, cache_type)
-                state.ended = sequence if has_ended else None
                 # Else `finish` remembers the reply when it knows what was sent.
                 if self._request.client_gone or state.sent is not None:
                     serving.remember(state)

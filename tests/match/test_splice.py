@@ -134,21 +134,20 @@ def test_a_later_reply_with_an_incomplete_character_keeps_its_ids() -> None:
     """The reply ends inside a character, and is fed as the model's own ids."""
     result = spliced_in([0, 1], [2, 3, 4, 5])
     assert (result.ids, result.n_stored) == ([0, 1, 3, 4, 5], 2)
-    assert result.boundaries == {1: 2, 2: 3, 4: 5}
+    assert result.boundaries == {1: 2, 2: 3, 3: 4, 4: 5}
 
 
-def test_boundaries_before_an_incomplete_character_are_found() -> None:
+def test_boundaries_after_a_rest_that_is_encoded_again_are_found() -> None:
     """Encoded again, one invalid byte is a character of three bytes."""
     result = spliced_in([2], [0, 7, 4, 5], rest=[3, 6, 5])
     assert (result.ids, result.n_stored) == ([2, 3, 6, 5], 1)
-    assert result.boundaries == {2: 2, 4: 4}
+    assert result.boundaries == {3: 3, 4: 4}
 
 
-def test_a_cut_within_a_character_is_no_boundary() -> None:
+def test_a_cut_within_a_character_keeps_the_prompts_ids() -> None:
     """The stored text begins with half of a character, and continues with other bytes."""
     result = spliced_in([8, 10, 5], [8, 9, 6])
     assert (result.ids, result.n_stored) == ([8, 9, 6], 1)
-    assert result.boundaries == {2: 2, 3: 3}
 
 
 def test_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(

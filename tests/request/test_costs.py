@@ -80,8 +80,7 @@ def tokens_of_model(
     [
         (512, 0.1, (512, None)),
         (256 + 150, 0.1, (406, None)),
-        # The last block takes longer to read than its 50 tokens to compute; the first does not.
-        (256 + 50, 0.1, (256, Reason.NOT_WORTH_IT)),
+        (256 + 50, 0.1, (306, None)),
         (256, 0.1, (256, None)),
         (50, 0.1, (0, Reason.NOT_WORTH_IT)),
         (256 + 150, 0.3, (0, Reason.NOT_WORTH_IT)),
@@ -122,7 +121,7 @@ def test_blocks_in_ram_are_not_read(store: BlockStore) -> None:
     assert tokens_of_model(store, nodes, MIN_TOKENS, 100.0) == (MIN_TOKENS, None)
     assert tokens_of_model(store, nodes, MIN_TOKENS - 1, 100.0) == (0, None)
     store.pool.remove(nodes[0].key)
-    # The last block costs nothing, but reading the first takes longer than computing both.
+    # Reading the first takes longer than computing both.
     assert tokens_of_model(store, nodes, 256 + 50, 0.4) == (0, Reason.NOT_WORTH_IT)
     assert tokens_of_model(store, nodes, 256 + 50, 0.2) == (306, None)
 
@@ -130,8 +129,8 @@ def test_blocks_in_ram_are_not_read(store: BlockStore) -> None:
 def test_even_from_ram_a_few_tokens_can_take_longer_than_to_compute_them(store: BlockStore) -> None:
     nodes = blocks(1, "a", "b")
     keep_hot(store, nodes)
-    assert tokens_of_model(store, nodes, 306, 0.1, hot_s=0.1) == (256, Reason.NOT_WORTH_IT)
-    assert tokens_of_model(store, nodes, 406, 0.1, hot_s=0.1) == (406, None)
+    assert tokens_of_model(store, nodes, 306, 0.1, hot_s=0.2) == (0, Reason.NOT_WORTH_IT)
+    assert tokens_of_model(store, nodes, 406, 0.1, hot_s=0.2) == (406, None)
     # Two blocks and a window of as many bytes: 300 ms.
     assert tokens_of_model(store, nodes, 310, 9.0, WINDOWED, 0.1) == (310, None)
     assert tokens_of_model(store, nodes, 290, 9.0, WINDOWED, 0.1) == (0, Reason.NOT_WORTH_IT)

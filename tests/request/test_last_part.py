@@ -79,7 +79,7 @@ class Slow:
         state = RequestState(root=ROOT, is_saved=threading.Event())
         sequence = RunningSequence(ROOT, n_prompt, chain=blocks)
         self.store.commit(Commit(ROOT, tuple(blocks), sequence.leaf(blocks)), new[n_saved:])
-        state.ended = sequence
+        state.sequence = sequence
         assert state.is_saved is not None
         state.is_saved.set()
         return state
@@ -122,12 +122,12 @@ def test_a_client_waits_where_a_kill_would_lose_more_than_it_may(
     slow: Slow, n_saved: int, n_prompt: int, n_all: int, waits: bool
 ) -> None:
     state = slow.saved(n_saved, n_prompt, n_all)
-    keys = [block.key for block in state.ended.chain]  # type: ignore[union-attr]
+    keys = [block.key for block in state.sequence.chain]  # type: ignore[union-attr]
     assert slow.finishes(serving_of(slow.store), state) != waits
     slow.may_write.set()
     assert slow.finishing is not None
     slow.finishing.join(LONG_S)
-    assert not slow.finishing.is_alive() and state.ended is None
+    assert not slow.finishing.is_alive()
     if waits:
         assert not slow.store.writer.unwritten().intersection(keys)
 
@@ -160,9 +160,9 @@ def test_a_long_reply_is_nothing_without_its_ids(slow: Slow, n_all: int, waits: 
 
 def test_a_drafts_blocks_are_waited_for_too(slow: Slow) -> None:
     ours = slow.saved(4, 1100, 1120)
-    theirs = slow.saved(0, 1101, 1121, first=7).ended
-    assert ours.ended is not None and theirs is not None
-    ours.ended.draft, theirs.is_draft = theirs, True
+    theirs = slow.saved(0, 1101, 1121, first=7).sequence
+    assert ours.sequence is not None and theirs is not None
+    ours.sequence.draft, theirs.is_draft = theirs, True
     assert not slow.finishes(serving_of(slow.store), ours)
 
 
@@ -177,7 +177,7 @@ def test_a_model_that_needs_its_checkpoint_has_it_before_the_last_part(
         slow.store.drain()
         slow.hold_again()
         slow.saved(0, 1000, 1010)
-        last = state.ended.chain[-1]  # type: ignore[union-attr]
+        last = state.sequence.chain[-1]  # type: ignore[union-attr]
         later = Commit(ROOT, (), checkpoints=(Checkpoint.at(last.key, "state", 0),))
         slow.store.writer.postpone(last.key, mock.MagicMock(commit=later, sizes={}), has_ended=True)
     assert slow.finishes(serving, state) == (not n_own)
@@ -189,10 +189,10 @@ def test_what_is_not_kept_waits_for_nothing(slow: Slow, kept: bool) -> None:
     """The ended request says what was saved of it, and that it was saved."""
     serving, state = serving_of(slow.store), slow.saved(0, 600, 610)
     request = object.__new__(ServedRequest)
-    request._state, request._serving, state.sequence = state, serving, state.ended
+    request._state, request._serving = state, serving
     request._request = ClientRequest(SimpleNamespace(request_type="text", prompt="", messages=[]))
-    state.is_kept, state.ended, state.is_saved = kept, None, threading.Event()
+    state.is_kept, state.is_saved = kept, threading.Event()
     with mock.patch.object(serving, "save"):
         request.insert([], [], REPLY)
-    assert state.is_saved.is_set() and (state.ended is not None) == kept
+    assert state.is_saved.is_set()
     assert slow.finishes(serving, state) != kept

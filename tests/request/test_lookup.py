@@ -234,7 +234,7 @@ def test_a_block_that_goes_before_it_is_read_is_not_missed(
 def test_branches_that_go_one_after_another_are_not_mixed_up(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are more branches than tries: fed ids and restored caches are of the same branch."""
+    """Fed ids and restored caches are of the same branch."""
     text = synthetic_text(1400, seed=3)
     ids = list(talk.loaded.tokenizer.encode(text))
     for n in range(5):
@@ -254,7 +254,7 @@ def test_branches_that_go_one_after_another_are_not_mixed_up(
 
     monkeypatch.setattr(talk.store.reader, "load_all", remove_and_read)
     fed, caches, outcome = talk.ask(list(talk.loaded.tokenizer.encode(text + " And so on")))
-    assert len(gone) == 4 and outcome.n_reused > 0
+    assert len(gone) == 5 and outcome.n_reused > 0
     assert_same_logits(talk, fed, caches, outcome.n_reused)
 
 

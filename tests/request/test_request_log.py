@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from mlx_lm_kvpersist.request.outcome import (
     KEPT,
     Divergence,
