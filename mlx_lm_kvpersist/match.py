@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress, count, takewhile
 from math import ceil, inf
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from .block import Block, pack_ids, unpack_ids
 from .image_ids import GOES_ON, before_image, text_of
@@ -458,17 +458,11 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     return nodes
 
 
-@dataclass(frozen=True)
-class Splice:
-    """A prompt whose first `n_stored` ids come from the store.
-
-    `boundaries` maps token boundaries of the rendered prompt to boundaries of `ids`: at the end, as
-    far as both have the same ids.
-    """
+class Splice(NamedTuple):
+    """A prompt whose first `n_stored` ids come from the store."""
 
     ids: list[int]
     n_stored: int
-    boundaries: dict[int, int]
 
 
 def splice(
@@ -503,11 +497,7 @@ def splice(
         return None
     if tokens.controls(stored + tail) != tokens.controls(own):
         return None
-    ids = [*prompt[:n_same], *stored, *tail]
-    pairs = zip(reversed(prompt), reversed(ids), strict=False)
-    n_alike = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    boundaries = {len(prompt) - n: len(ids) - n for n in range(n_alike + 1)}
-    return Splice(ids, n_same + len(stored), boundaries)
+    return Splice([*prompt[:n_same], *stored, *tail], n_same + len(stored))
 
 
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:

@@ -154,8 +154,7 @@ class Lookup:
                 spliced = splice(prompt.ids, text, match, tokens, self.model.encode)
                 match = None
                 if spliced is not None:
-                    prompt = with_ids(prompt, spliced.ids, spliced.boundaries)
-                    packed = pack_ids(prompt.ids)
+                    prompt, packed = with_ids(prompt, spliced.ids), pack_ids(spliced.ids)
                     match = replace(nearest, n_tokens=spliced.n_stored)
         match = match or self._by_ids(packed)
         divergence = divergence_at(text or "", nearest, self.prompt.messages)
@@ -240,12 +239,7 @@ class Lookup:
 
     def hold(self) -> None:
         """Pin the needed blocks that are in RAM until `let_go` or `close`."""
-        try:
-            point = None if self._pinned else self._point()
-        except Exception:
-            if not self.model.ranks.are_several:
-                raise
-            point = None  # the restore reports the error to all ranks
+        point = None if self._pinned else self._point()
         if point is not None:
             keys = [need.record.key for need in point.needed]
             self._pinned = self._store.pool.pin(keys, prefetch=True)

@@ -42,6 +42,7 @@ from typing import Any
 from ..apis import text_of
 from ..block import Root, pack_ids
 from ..host.hooks import Prompt
+from ..match import common_prefix
 from ..store.block_store import BlockStore
 from ..store.records import Commit
 from .model import LoadedModel
@@ -169,12 +170,6 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     n_bytes = 0  # which `before` has hashed
     ids: list[int] = []
     n_read = 0  # tokens of the prompt that `ids` stand for
-    boundaries: dict[int, int] = {}
-
-    def copy_up_to(stop: int) -> None:
-        boundaries.update((i, len(ids) + i - n_read) for i in range(n_read, stop + 1))
-        ids.extend(prompt.ids[n_read:stop])
-
     for message, reply in replies:
         start = bisect_left(ends, ends[n_read] + reply.n_prompt_bytes - n_bytes, n_read)
         if start >= len(ends):
@@ -187,28 +182,26 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
         own_ids = reply.ids[: _n_rendered(prompt.ids[start:stop], message, reply, model)]
         if not own_ids:
             continue
-        copy_up_to(start)
-        ids += own_ids
+        ids += [*prompt.ids[n_read:start], *own_ids]
         n_read = stop
         own = tokens.decode(own_ids).encode()
         up_to.update(own)
         before, n_bytes = up_to, reply.n_prompt_bytes + len(own)
-    copy_up_to(len(prompt.ids))
-    return with_ids(prompt, ids, boundaries)
+    return with_ids(prompt, [*ids, *prompt.ids[n_read:]])
 
 
-def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> Prompt:
-    """Return the prompt with other ids; its segments end as before if a token ends there.
-
-    boundaries: a position in the old ids -> the same place in the new ids.
-    """
+def with_ids(prompt: Prompt, ids: Sequence[int]) -> Prompt:
+    """Return the prompt with other ids, and the segments before and after the differing ids."""
+    old, new = prompt.ids, tuple(ids)
+    n_first, n_last = common_prefix(old, new, 0), common_prefix(old[::-1], new[::-1], 0)
     segments, types = [], []
     start = end = 0
     for segment, segment_type in zip(prompt.segments, prompt.segment_types, strict=True):
         end += len(segment)
-        stop = len(ids) if end == len(prompt.ids) else boundaries.get(end)
-        if stop is not None and stop > start:
-            segments.append(ids[start:stop])
+        is_after = len(old) - end <= n_last
+        stop = end + len(new) - len(old) if is_after else end
+        if stop > start and (is_after or end <= n_first):
+            segments.append(new[start:stop])
             types.append(segment_type)
             start = stop
     return replace(prompt, ids=ids, segments=segments, segment_types=types)
