@@ -183,8 +183,7 @@ class LoadedModel:
         return n_tokens
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def describe(self) -> dict[str, Any]:
         """Return the values of `mlx-lm-kvpersist spec --json`, and the layers' attention."""

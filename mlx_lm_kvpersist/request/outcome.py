@@ -199,12 +199,10 @@ def why_not_stored(
     used = (block for block in match.path if block.stop <= match.n_tokens)
     full = [block for block in used if block.n_tokens == BLOCK_TOKENS]
     start = full[-1].stop if full else 0
-    next_ids = prompt_ids[start : start + BLOCK_TOKENS]
-    if next_ids:
-        parent = full[-1].key if full else root.key
-        gone = store.disk.gone.get(block_key(parent, pack_ids(next_ids)))
-        if gone is not None:
-            return (Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED), ""
+    next_ids = pack_ids(prompt_ids[start : start + BLOCK_TOKENS])
+    gone = store.disk.gone.get(block_key(full[-1].key if full else root.key, next_ids))
+    if gone is not None:
+        return (Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED), ""
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
         return Reason.DIVERGED, ""
     if text:

@@ -328,18 +328,16 @@ class Serving:
         """
         model, sequence, n_layers = self.model, state.sequence, len(self.model.spec.template)
         assert sequence is not None
-        chains = [(sequence, model, caches[:n_layers])]
+        n_prompt, chains = sequence.n_prompt, [(sequence, model, caches[:n_layers])]
         if sequence.draft is not None and model.draft is not None:
             chains.append((sequence.draft, model.draft, caches[n_layers:]))
         for chain, chain_model, chain_caches in chains:
             try:
                 n_saved = chain_model.save(chain, tokens, chain_caches, cache_type, self.store)
+                if cache_type == REPLY and n_saved > n_prompt and chain is sequence:
+                    state.produced = tokens[:n_prompt], tokens[n_prompt:n_saved]
             except Exception:
                 logger.exception("kvpersist: a turn could not be saved")
-                continue
-            n_prompt = sequence.n_prompt
-            if cache_type == REPLY and n_saved > n_prompt and chain is sequence:
-                state.produced = tokens[:n_prompt], tokens[n_prompt:n_saved]
 
     def finish(self, state: RequestState) -> None:
         """Wait until enough of a turn is on disk, before the last part of its reply. HTTP thread.
@@ -357,8 +355,7 @@ class Serving:
             are_ids_lost = not state.remembered.isdisjoint(unwritten)
             return not any(self._is_at_risk(part, unwritten, are_ids_lost) for part in parts)
 
-        if parts and not is_safe():
-            self.store.writer.finish(is_safe, max(0.0, ends_s - time.monotonic()))
+        self.store.writer.finish(is_safe, max(0.0, ends_s - time.monotonic()))
 
     def _is_at_risk(
         self, sequence: RunningSequence, unwritten: Collection[bytes], are_ids_lost: bool
