@@ -19,12 +19,14 @@ def install(names: Sequence[str]) -> None:
     versions.check()  # first: another version may lack what the next imports need
     from . import manager
     from .patching.patches import PATCH_SET, needed
+    from .run import PatchChecks
 
     if PATCH_SET.is_applied:
         return
     plugins = manager.load_plugins(names)
-    plugins.register(PATCH_SET, name="patches")
-    PATCH_SET.apply(needed())
+    patches = needed()
+    plugins.register(PatchChecks([patch.check for patch in patches]), name="patches")
+    PATCH_SET.apply(patches)
     manager.set_current(plugins)
 
 

@@ -16,15 +16,16 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
-from ..ranks import ranks
+from ..ranks import alone, ranks
 from . import manager
+from .hooks import hookimpl
 from .stopping import report, stop, with_nearest
 
 GRACE_S = 30.0
@@ -85,6 +86,19 @@ def plugin_argparse(stock: ModuleType) -> ModuleType:
     view = ModuleType(stock.__name__, stock.__doc__)
     vars(view).update({**vars(stock), "ArgumentParser": PluginArgumentParser})
     return view
+
+
+class PatchChecks:
+    """An internal plugin: runs the checks of the patches after the plugins are configured."""
+
+    def __init__(self, checks: Sequence[Callable[[], None]]) -> None:
+        self._checks = checks
+
+    @hookimpl(trylast=True)
+    def configure(self) -> None:
+        with alone():  # a check serves requests of its own
+            for check in self._checks:
+                check()
 
 
 def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:

@@ -19,8 +19,6 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import PatchNotEffective, SignatureChanged, TargetMissing
-from ...ranks import alone
-from ..hooks import hookimpl
 from ..http.server import PluginAPIHandler, plugin_run_http_server
 from ..run import plugin_argparse, plugin_run
 from ..scheduling.batch_generator import PluginBatchGenerator, plugin_batch_generator
@@ -140,10 +138,7 @@ class Patch:
 
 
 class PatchSet:
-    """The patches that are applied in this process, each with the original object.
-
-    It is an internal plugin that checks the patches after the plugins are configured.
-    """
+    """The patches that are applied in this process, each with the original object."""
 
     def __init__(self) -> None:
         self._applied: list[tuple[Patch, Any]] = []
@@ -166,12 +161,6 @@ class PatchSet:
         except BaseException:
             self.undo()
             raise
-
-    @hookimpl(trylast=True)
-    def configure(self) -> None:
-        with alone():  # a check serves requests of its own
-            for patch, _ in self._applied:
-                patch.check()
 
     def undo(self) -> None:
         """Restore the originals, the last patch first."""

@@ -36,6 +36,7 @@ from mlx_lm_kvpersist.host.patching.patches import (
     needed,
 )
 from mlx_lm_kvpersist.host.patching.probes import batches_follow_plugins
+from mlx_lm_kvpersist.host.run import PatchChecks
 from tests.support.host import plugged
 from tools.measures import private_names
 
@@ -347,17 +348,16 @@ def test_install_twice_patches_once(server: ModuleType) -> None:
     assert server.run is not patched
 
 
-def test_patches_are_probed_after_plugins_are_configured(
-    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patches_are_probed_after_plugins_are_configured(patched_server: ModuleType) -> None:
     echo, args = Echo(), Namespace(echo_file=None, plugin=[])
-    with plugged(PATCH_SET, echo):
+    with plugged(PatchChecks([patch.check for patch in PATCHES]), echo):
         manager.ask("configure", args=args)
         assert echo.calls == [["configure", []]]
-        monkeypatch.setattr(patched_server, "run", patched_server.run.__wrapped__)
+        PATCH_SET.undo()
         with pytest.raises(PatchNotEffective):
             manager.ask("configure", args=args)
         assert len(echo.calls) == 2
+        PATCH_SET.apply(PATCHES)
 
 
 def test_selftest_refuses_a_probe_that_cannot_fail(server: ModuleType) -> None:
