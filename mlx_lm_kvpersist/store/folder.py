@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader, BytesIO
 from itertools import takewhile
 from pathlib import Path
-from threading import RLock
+from threading import local
 from typing import Any, BinaryIO
 
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
@@ -418,6 +418,13 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
 # The lock, and files that are being written.
 
 
+class _Held(local):
+    """How often a thread holds a lock, and the descriptor of the lock's file."""
+
+    depth = 0
+    descriptor = -1
+
+
 class StoreLock:
     """An exclusive lock between processes and threads (flock); its file names the holder.
 
@@ -430,24 +437,23 @@ class StoreLock:
         self.check_missing: Callable[[], None] = lambda: None
         """Called before a missing folder is made. It raises an exception if it must not be made."""
         self._path = path
-        self._thread_lock = RLock()
-        self._depth, self._descriptor = 0, -1
+        self._own = _Held()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for the lock and hold it. May be nested. After 2 s another process is named."""
-        with self._thread_lock:
-            if self._depth == 0:
-                while (descriptor := self._locked()) is None:
-                    pass
-                self._descriptor = descriptor
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    os.close(self._descriptor)
+        """Wait for the lock and hold it. May be nested. After 2 s the holder is named."""
+        own = self._own
+        if own.depth == 0:
+            while (descriptor := self._locked()) is None:
+                pass
+            own.descriptor = descriptor
+        own.depth += 1
+        try:
+            yield
+        finally:
+            own.depth -= 1
+            if own.depth == 0:
+                os.close(own.descriptor)
 
     def _locked(self) -> int | None:
         """Lock the file for this thread; return its descriptor, or None if it was removed."""
