@@ -1,6 +1,6 @@
 """Checks that end a run if a server does not serve as the name of its side says.
 
-The plugin serves a model that it refuses as stock does, and times alone do not show that.
+If the plugin refuses a model, the server serves it as stock does. Times alone do not show that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def repeated(n_prompt: int) -> Expected:
     Its last block is computed again if a reply has filled that block.
     """
     kinds = ("EXACT", "EXTEND", "DIVERGE")
-    return Expected("repeated", kinds, least=n_prompt - 1 - BLOCK_TOKENS)
+    return Expected("reused up to its last block", kinds, least=n_prompt - 1 - BLOCK_TOKENS)
 
 
 def from_disk(n_tokens: int) -> Expected:
@@ -56,7 +56,7 @@ def from_disk(n_tokens: int) -> Expected:
     return Expected("read from disk", ("EXACT", "EXTEND"), least=n_tokens, tier="disk")
 
 
-SERVED = Expected("served by the side", ("EXACT", "EXTEND", "DIVERGE", "MISS"))
+SERVED = Expected("looked up", ("EXACT", "EXTEND", "DIVERGE", "MISS"))
 """Any number of tokens may be reused, but the plugin must have looked the prompt up."""
 
 
@@ -80,7 +80,10 @@ def check_outcome(
             problems.append(f"the tier is {tier}, not {expected.tier}")
     if problems:
         said = "; ".join(problems)
-        raise WrongMeasurement(f"the run ends: {side}, a prompt to be {expected.name}: {said}")
+        raise WrongMeasurement(
+            f"the run ends: on the side {side}, a prompt that should be {expected.name} is not: "
+            f"{said}"
+        )
 
 
 def check_kept(side: str, spec: Mapping[str, Any], bits: str) -> None:

@@ -44,7 +44,7 @@ def measure(
                     fleet[side].ask(prompt, _WARM_UP_TOKENS, SERVED)
                     fleet[side].settle()
             for n in sorted(sizes, reverse=True):
-                for side in sides:  # compiles the kernels for this batch
+                for side in sides:  # compiles the kernels for batches of this size
                     _decode(fleet[side], prompts[:n], context, _WARM_UP_TOKENS)
                 for repeat in range(n_repeats):
                     for side in rotated(sides, repeat):

@@ -72,7 +72,7 @@ def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkMod
         shape = name.removeprefix(SYNTHETIC)
         if shape not in (TINY, *MODEL_SHAPES):
             known = ", ".join(SYNTHETIC + known for known in (TINY, *MODEL_SHAPES))
-            raise SystemExit(f"there is no {name}; choose from {known}")
+            raise SystemExit(f"there is no model {name}; choose from {known}")
         return BenchmarkModel(name, _made(models_dir / shape, shape))
     if name == SMOLLM2:
         return BenchmarkModel(name, _smollm2(models_dir / name))
@@ -86,7 +86,7 @@ def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkMod
     except Exception as error:
         raise SystemExit(
             f"{name} is not a folder and not in the hub's cache ({error}); "
-            f"download it first: hf download {name}"
+            f"download the model first: hf download {name}"
         ) from error
 
 
@@ -107,7 +107,7 @@ def _made(path: Path, shape: str) -> Path:
 def _smollm2(path: Path) -> Path:
     if not (path / "config.json").exists():
         if smollm2.main([str(path)]):
-            raise SystemExit(f"there is no {SMOLLM2}: {smollm2.NOT_FETCHED}")
+            raise SystemExit(f"there is no model {SMOLLM2}: {smollm2.NOT_FETCHED}")
     return path
 
 

@@ -89,4 +89,4 @@ def _fit(text: str, n_tokens: int, count: Any) -> str:
             text = text.removesuffix(_FILLER)
         else:
             text += _FILLER * missing
-    raise ValueError(f"no text of exactly {n_tokens} tokens; the nearest has {count(text)}")
+    raise ValueError(f"no text has exactly {n_tokens} tokens; the nearest text has {count(text)}")

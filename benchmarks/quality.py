@@ -1,4 +1,4 @@
-"""The cost of each KV precision for SmolLM2-135M, and for copies that quantizing harms more.
+"""The cost of each KV precision for SmolLM2-135M, and for copies of it that quantizing harms more.
 
     python -m tests.support.openblas python -m benchmarks.quality FILE...  [--tokens 1050]
 
@@ -70,8 +70,8 @@ def main() -> None:
     parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
-    parser.add_argument("--tokens", type=int, default=1050, help="length of each text")
-    parser.add_argument("--questions", type=int, default=50, help="how many to ask; 0: none")
+    parser.add_argument("--tokens", type=int, default=1050, help="number of tokens of each text")
+    parser.add_argument("--questions", type=int, default=50, help="number of questions; 0: none")
     args = parser.parse_args()
     with server_attention():
         for name in args.variants:
@@ -113,7 +113,8 @@ def round_weights(model: Any) -> None:
 def measured(
     model: Any, tokenizer: Any, layouts: Sequence[str], texts: Sequence[Path], n_tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of bits by layout, then of losses on each text and on the worst short text."""
+    """Yield rows with a cell for each layout: the bits, then the losses on each text and on the
+    worst short text."""
     specs = {
         name: served(model, KV_BITS[name], "dequantize") for name in layouts if name in KV_BITS
     }

@@ -201,7 +201,7 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def compare(results: DeviceResults, base: str) -> str:
     """Return a Markdown table of the rows that both `ours` and the side `base` have.
 
-    A ratio is the median of the repeats' ratios of ours to base.
+    A ratio is `ours` divided by `base`, as the median of the repeats.
     """
     rows = []
     for row in results.rows:

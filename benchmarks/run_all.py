@@ -73,7 +73,7 @@ PRESETS = {
         "smollm2-float32",
         (
             _step("start", n_repeats=3),
-            _step("ttft", contexts={8192: 1, 1024: 1, 4096: 1}),  # 8K: four minutes a prompt
+            _step("ttft", contexts={8192: 1, 1024: 1, 4096: 1}),  # 8K tokens take four minutes
             _step("together", system=1024, agents_sides=(OURS,), n_repeats=3),
             _step("decode", batches={4096: (1, 2, 8)}, n_repeats=3, max_tokens=48),
             _step("stall", context=4096, n_repeats=3),

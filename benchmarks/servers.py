@@ -26,7 +26,7 @@ from .page_cache import drop_cached_pages
 REPOSITORY = Path(__file__).parent.parent
 STOCK, OURS, OURS_16, BEFORE = "stock", "ours", "ours-16", "before"
 _QUIET_S = 0.3
-"""The store counts as written if nothing was written for this long."""
+"""The store counts as written if the server has written nothing for this time."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def before_side(checkout: Path) -> Side:
     Raises SystemExit if the folder has no package.
     """
     if not (checkout / "mlx_lm_kvpersist").is_dir():
-        raise SystemExit(f"--before {checkout}: not a checkout: it has no folder mlx_lm_kvpersist")
+        raise SystemExit(f"--before {checkout} is not a checkout: it has no mlx_lm_kvpersist")
     return replace(SIDES[OURS], name=BEFORE, checkout=checkout.resolve())
 
 
 class BenchmarkServer(ServerProcess):
-    """The server of one side. The run ends if it does not serve as the side's name says."""
+    """The server of one side. The run ends if it serves otherwise than the side's name says."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class BenchmarkServer(ServerProcess):
         super().__init__(
             model,
             *(flag.replace("{store}", str(self.store)) for flag in side.flags),
-            # Another checkout may have no such file, so this checkout's file starts all servers.
+            # Another checkout may have no server.py, so this checkout's file starts all servers.
             launcher=(str(REPOSITORY / "benchmarks" / "server.py"),),
             env={
                 # Set before the start: a .pth file imports the package before the launcher runs.
@@ -171,8 +171,8 @@ class Fleet:
     def __init__(self, model: Path, sides: Sequence[Side]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        # MLX keeps the memory of a whole GPU, so two servers need two GPUs if their memory does not
-        # fit into one.
+        # An MLX process keeps the GPU memory that it has used, so two servers on one GPU may not
+        # have enough.
         own_gpus = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] if len(gpus) > 1 else [None]
         self.servers = {
             side.name: BenchmarkServer(model, side, self._folder, own_gpu)
@@ -214,7 +214,7 @@ class Fleet:
             server.settle()
 
     def restart(self) -> float | None:
-        """End all servers and start them again with their stores, which are not in the page cache.
+        """End all servers, drop their stores from the page cache, and start the servers again.
 
         Return the share of the stores' pages that are still cached; None if the system cannot drop
         pages.

@@ -91,8 +91,8 @@ def make_shaped_model(
 ) -> Path:
     """Write a model directory of the named shape that stock mlx_lm loads; return `path`.
 
-    shape: `TINY`, or one of `MODEL_SHAPES`: with weights in 4 bits and groups of 64, as in
-    mlx-community's conversions, and with activations and KV in bfloat16.
+    shape: `TINY`, or one of `MODEL_SHAPES`. The latter get weights in 4 bits and groups of 64, as
+    in mlx-community's conversions, and activations and KV in bfloat16.
     config: entries of config.json that replace or extend the shape's, for smaller models.
     progress: called with the number of bytes written, and the total.
 
@@ -132,7 +132,8 @@ def make_shaped_model(
 def shaped_architecture(shape: str, config: Mapping[str, Any] | None = None) -> Any:
     """Return mlx_lm's model of the named shape in bfloat16; its weights are lazy.
 
-    It shows the shapes of caches; do not evaluate it. Raises ValueError for an unknown shape.
+    The model shows the shapes of its caches; do not evaluate it. Raises ValueError for an unknown
+    shape.
     """
     full_config = _config(shape, config)
     architecture = importlib.import_module(f"mlx_lm.models.{full_config['model_type']}")

@@ -55,7 +55,8 @@ _LEAST_SAMPLES = 12
 def memory_of(pid: int) -> int:
     """Return the bytes of resident memory of a process of this user; 0 if unknown.
 
-    On a Mac: its footprint, which includes the GPU's memory. Raises OSError if it has ended.
+    On a Mac, return the process's footprint, which includes the GPU's memory. Raises OSError if the
+    process has ended.
     """
     if sys.platform == "darwin":
         # struct rusage_info_v0 of sys/resource.h: after the UUID (16 bytes) the eighth number is
@@ -71,9 +72,9 @@ def memory_of(pid: int) -> int:
 class Soak:
     """One run, and its samples so far.
 
-    model: its folder. options: the server's. n_tokens: the length of the longest new prompts. log:
-    gets a line of JSON for each sample, which is written to disk at once, because nothing else
-    survives a panic.
+    model: the model's folder. options: the server's options. n_tokens: the length of the longest
+    new prompts. log: a file that gets a line of JSON for each sample. The line is written to disk
+    at once, because nothing else survives a panic.
     """
 
     model: str
@@ -90,7 +91,8 @@ class Soak:
     _ends_s: float = 0.0
 
     def run(self, seconds: float, every_s: float = 1.0) -> None:
-        """Run both streams for some seconds. Raises KVPersistError if the server fails or grows."""
+        """Run both streams for some seconds. Raises KVPersistError if the server fails or its
+        memory grows."""
         command = (self.model, "--plugin", "kvpersist", "--kvpersist-dir", f"{self.folder}/store")
         with ongoing("soak: start") as say, ThreadPoolExecutor(STREAMS) as pool:
             log_path = self.folder / "log"
@@ -109,7 +111,7 @@ class Soak:
         if not self.replies:
             raise KVPersistError(f"no request was served in {seconds:.0f} s; choose more --minutes")
         if self.grew:
-            raise KVPersistError("the server's memory grows")
+            raise KVPersistError("the server's memory grows during the run")
 
     @property
     def grew(self) -> bool:
@@ -176,16 +178,17 @@ class Soak:
         quarters = " and ".join(map(show_bytes, self._quarters()))
         return (
             f"{len(self.replies)} requests, {n_computed:,} tokens computed and {n_reused:,} "
-            f"reused, {self.n_evicted:,} evicted; memory {show_bytes(self.most_bytes)} at most; "
-            f"without conversations, in the second and the last quarter {quarters}"
+            f"reused, {self.n_evicted:,} blocks and checkpoints evicted; the server's memory was "
+            f"{show_bytes(self.most_bytes)} at most; without conversations it was {quarters} in "
+            "the second and the last quarter of the run"
         )
 
 
 def soak(path: Path, minutes: float, log_path: Path | None = None) -> None:
     """Run the workload; print one line to send, also if the server fails.
 
-    path: the model's folder. log_path: gets every sample. Raises KVPersistError if the server fails
-    or grows.
+    path: the model's folder. log_path: a file that gets every sample. Raises KVPersistError if the
+    server fails or its memory grows.
     """
     result, started = "stopped", measured_conditions(str(path), path)
     room = max_context(str(path), None) or 2 * MOST_TOKENS
@@ -196,7 +199,7 @@ def soak(path: Path, minutes: float, log_path: Path | None = None) -> None:
         run = Soak(str(path), Path(folder), BUDGETS, min(MOST_TOKENS, 3 * room // 4), log)
         try:
             run.run(60 * minutes, every_s=1.0 if sys.stderr.isatty() else 10.0)
-            result = f"passed {minutes:g} min" + ("" if run.n_evicted else ", too short to evict")
+            result = f"passed {minutes:g} min" + ("" if run.n_evicted else ", no block was evicted")
         except KVPersistError as error:
             result = f"failed: {str(error).partition(chr(10))[0]}"
             raise
@@ -210,7 +213,7 @@ def main() -> int:
     )
     options.add_argument("--model", required=True, help="a folder, or a name on the hub")
     options.add_argument("--minutes", type=float, default=5.0)
-    options.add_argument("--json", type=Path, metavar="FILE", help="also write each sample there")
+    options.add_argument("--json", type=Path, metavar="FILE", help="also write each sample to FILE")
     args = options.parse_args()
     try:
         soak(fetched(args.model), args.minutes, args.json)

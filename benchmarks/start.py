@@ -48,7 +48,7 @@ def measure(run: Run, n_repeats: int) -> None:
 
 def _server(run: Run, side: str, folder: Path, *, keeps_kernels: bool = True) -> BenchmarkServer:
     folder.mkdir(exist_ok=True)
-    # MLX keeps the compiled kernels of CUDA in this folder, or in one that all servers share.
+    # MLX keeps the compiled kernels of CUDA in this folder, or in a folder that all servers share.
     kernels = {"MLX_PTX_CACHE_DIR": str(folder / "kernels")} if keeps_kernels else None
     return BenchmarkServer(run.model.path, run.side(side), folder, kernels)
 

@@ -43,7 +43,9 @@ ROOT = Root("benchmark", "random")
 
 
 def measure(run: Run, n_tokens: int, n_repeats: int, parent: Path | None = None) -> None:
-    """Measure the blocks of `n_tokens`, a multiple of 256, in a temporary folder in `parent`.
+    """Measure saving and loading blocks with `n_tokens` tokens in all, a multiple of 256.
+
+    The files are in a temporary folder in `parent`.
 
     Raises WrongMeasurement for a model with windows or states, which are not stored as blocks.
     """
@@ -61,9 +63,9 @@ def measure(run: Run, n_tokens: int, n_repeats: int, parent: Path | None = None)
     left = work.share_left
     run.report.note(
         QUESTION,
-        f"{tokens(n_tokens)} tokens, {work.n_bytes / 1e6:,.0f} MB. The column stock is not a "
-        "server: it has plain files of the same sizes (rows save and cold), a copy of them in "
-        "memory (rows warm), and the bytes of keys and values without the store. The page cache "
+        f"{tokens(n_tokens)} tokens, {work.n_bytes / 1e6:,.0f} MB. The column stock does not show "
+        "a server. Its rows save and cold show plain files of the same sizes, its rows warm show a "
+        "copy in memory, and its bytes are the keys and values without the store. The page cache "
         + ("cannot be dropped here." if left is None else f"still had {left:.0%} of cold files."),
     )
 
@@ -80,8 +82,10 @@ class Work:
         self._ours, self._plain = folder / "ours", folder / "plain"
 
     def rows(self) -> Iterator[tuple[str, dict[str, Callable[[], float]]]]:
-        """Yield each row's name, and functions that time its two sides. The first writes the
-        files."""
+        """Yield each row's name, and the functions that time its two sides.
+
+        The first row writes the files that all other rows read.
+        """
         for path in (self._ours, self._plain):
             shutil.rmtree(path, ignore_errors=True)
         os.sync()  # so that the row does not wait for writes of earlier repeats
@@ -160,7 +164,7 @@ class Work:
 def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[tuple[Block, Arrays]]:
     """Return a chain of full blocks of random ids, with random arrays that are all different."""
     rng = np.random.Generator(np.random.SFC64(0))
-    # Random numbers take long, so they are made once. Each block changes them.
+    # Making random numbers is slow, so they are made once. Each block changes them.
     first = {
         name: mx.array(rng.integers(0, 1 << 32, shape, np.uint32))
         if dtype == mx.uint32
@@ -189,7 +193,7 @@ def opened(folder: Path, max_ram_bytes: int) -> closing[BlockStore]:
 
 def main() -> None:
     options = parser(__doc__, model=f"{SYNTHETIC}llama-3.1-8b", n_tokens=8192)
-    options.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
+    options.add_argument("--folder", type=Path, help="a folder on the disk to measure")
     args = options.parse_args()
     run = run_of(args, QUESTION)
     measure(run, args.tokens, args.repeats, args.folder)

@@ -56,6 +56,6 @@ def _stream(
     with ThreadPoolExecutor(n_clients) as pool:
         list(pool.map(client, range(n_clients)))
     wall_s = time.perf_counter() - started_s
-    server.settle()  # its CPU time includes the writes after the last reply
+    server.settle()  # the CPU time includes the writes after the last reply
     after_s = server.cpu_s()
     return wall_s, None if before_s is None or after_s is None else after_s - before_s

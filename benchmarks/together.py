@@ -1,7 +1,7 @@
 """Requests that arrive at the same moment: next turns of conversations, and new agents.
 
 turns    each conversation of 1,024 tokens, which every side has in RAM, continues by one turn
-agents   six agents begin with one new system prompt; before, one agent begins alone with another
+agents   six agents begin with one new system prompt; before that, an agent is alone
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def measure(run: Run, system: int, agents_sides: Sequence[str], n_repeats: int) 
         QUESTION,
         f"The turns add {NEW.start} to {NEW.stop} tokens to conversations of {tokens(CONTEXT)}; "
         f"replies have {MAX_TOKENS}. The agents share a system prompt of {tokens(system)} tokens "
-        "and wait for the first token. With the plugin, the ratio of their row compares "
-        "them with one new agent alone.",
+        "and wait for the first token. With the plugin, the row of the six agents is divided by "
+        "the row of one new agent alone.",
     )
 
 
@@ -76,7 +76,7 @@ def _measure_agents(run: Run, server: BenchmarkServer, system: int, repeat: int)
         # All agents except the first reuse the system prompt.
         n_reused = sum(reply.cached_tokens for reply in replies)
         if n_reused < 0.9 * system * (N_AGENTS - 1):
-            raise WrongMeasurement(f"the run ends: {server.side.name}: agents reused {n_reused:,}")
+            raise WrongMeasurement(f"the run ends: {server.side.name} reused {n_reused:,} tokens")
     run.report.add(QUESTION, ALONE, server.side.name, "s", alone[0].ttft_s)
     run.report.add(QUESTION, LAST, server.side.name, "s", max(reply.ttft_s for reply in replies))
 
@@ -88,7 +88,7 @@ def at_once(server: BenchmarkServer, prompts: Prompts, expected: Expected) -> li
 
 
 def new_agents(run: Run, n_agents: int, system_tokens: int, seed: int) -> Prompts:
-    """Return the first prompts of agents with one system prompt; each seed gives another."""
+    """Return the first prompts of agents that share a system prompt, chosen by `seed`."""
     content = run.prompts.of_length(system_tokens, seed)[0]["content"]
     system: Message = {"role": "system", "content": content}
     return [

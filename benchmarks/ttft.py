@@ -3,7 +3,7 @@
 Each side serves the same conversations. A conversation is a new prompt, the same prompt again, and
 the next turn. Then the plugin's server ends, the page cache of its store is dropped, the server
 starts again, and the same next turn is served from disk. A restart of the stock server loses all
-prompts, so this turn is compared with its new prompts.
+prompts, so this turn is compared with stock's new prompts.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def measure(run: Run, contexts: Mapping[int, int]) -> None:
                     if side != STOCK:
                         talks[context, repeat, side] = talk
         share = fleet.restart()
-        left = "cannot be dropped here" if share is None else f"still had {share:.0%} of it"
+        left = "cannot be dropped here" if share is None else f"still had {share:.0%} of the store"
         run.report.note(
             QUESTION,
             f"Prompts have {N_SHORTER} tokens less than their names say, so they end in the middle "
-            "of a block of 256. "
-            f"The next turn adds {N_NEW} tokens and the reply. After a restart the store is read "
-            f"from disk; the page cache {left}. Those rows are compared with stock's new prompt. "
-            "Each server that starts answers one short prompt first, which compiles its kernels.",
+            f"of a block of 256. The next turn adds {N_NEW} tokens and the reply. After a restart "
+            f"the store is read from disk; the page cache {left}. The rows after a restart are "
+            "compared with stock's new prompt. Each server that starts answers one short prompt "
+            "first, which compiles its kernels.",
         )
         for (context, _, side), talk in talks.items():
             reply = fleet[side].ask(talk, 1, from_disk(context - N_SHORTER - _SLACK))

@@ -1,11 +1,11 @@
-"""Compare greedy replies of a server that is killed after each turn and of one that is not.
+"""Compare greedy replies of a server that is killed after each turn and of a server that is not.
 
     python -m tests.support.openblas python -m benchmarks.turns [--model FOLDER] [-- OPTIONS]
 
 Each conversation of turns.json has twelve turns. The model is SmolLM2-135M in float32, unless
 `--model` names another. One server runs all the time. The other is killed (SIGKILL) when each
-conversation has one more reply and everything is written. Both get the same prompts: the
-conversations continue with the first server's replies.
+conversation has one more reply and everything is written. Both servers get the same prompts:
+the conversations continue with the first server's replies.
 """
 
 from __future__ import annotations
@@ -110,10 +110,14 @@ class Talk:
             self.n_equal += 1
         else:
             self.first_difference = self.first_difference or turn + 1
-            print(f"{self.kind}, {turn + 1}: {expected.text!r}, killed: {found.text!r}", flush=True)
+            print(
+                f"{self.kind}: the replies of turn {turn + 1} differ: {expected.text!r}, from the "
+                f"killed server {found.text!r}",
+                flush=True,
+            )
         self.n_prompt += found.prompt_tokens
         self.n_restored += int(found.kvpersist["restored"])
-        # A reply that is cut off can end within a character.
+        # A reply that max_tokens cuts off can end within a character.
         said = expected.text.rstrip("\ufffd")
         self.messages.append({"role": "assistant", "content": said})
 
@@ -123,7 +127,7 @@ class Talk:
             "conversation": self.kind,
             "turns": len(self.questions),
             "equal replies": self.n_equal,
-            "first that differs": self.first_difference,
+            "first turn that differs": self.first_difference,
             "prompt tokens": self.n_prompt,
             "restored from disk": self.n_restored,
         }

@@ -115,8 +115,8 @@ _STORAGE = {
         metavar="URL",
     ),
     "shared-key": _option(
-        "The key file that encrypts shared objects; mlx-lm-kvpersist key FILE makes one; plain: no "
-        "encryption",
+        "The key file that encrypts shared objects; mlx-lm-kvpersist key FILE makes a key file; "
+        "plain: no encryption",
         lambda text: text if text == "plain" else parse_file(text),
         metavar="FILE|plain",
     ),
@@ -169,8 +169,8 @@ _SERVING = {
 }
 _ACCESS = {
     "encrypt": _option(
-        "The key file that encrypts the folder, from the first start on; "
-        "mlx-lm-kvpersist key FILE makes one (default: not encrypted)",
+        "The key file that encrypts a new folder, and opens it later; "
+        "mlx-lm-kvpersist key FILE makes a key file (default: not encrypted)",
         parse_file,
         metavar="KEYFILE",
     ),

@@ -26,23 +26,24 @@ def main(argv: Sequence[str]) -> int:
     """Return 0 if the plugin has no faults; faults of stock do not count."""
     parser = argparse.ArgumentParser(prog="python -m models_check", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names or modules (default: all)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes (%(default)s)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table as Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
-    parser.add_argument("--here", action="store_true", help="in this process, one model at a time")
+    parser.add_argument("--here", action="store_true", help="run all tests in this process")
     parser.add_argument(
-        "--unknown", action="store_true", help="as if the package had no facts about any model"
+        "--unknown", action="store_true", help="test as if the package had no facts"
     )
     parser.add_argument(
         "--facts",
         choices=("check", "write"),
-        help="evaluate the facts about all architectures; check: with the oldest and the newest "
-        "mlx-lm, and compare them with the package's; write: with every mlx-lm, and write them",
+        help="evaluate the facts about all architectures. check: evaluate with the oldest and the "
+        "newest mlx-lm, and compare the facts with the package's; write: evaluate with every "
+        "mlx-lm, and write the facts",
     )
     parser.add_argument(
-        "--every-version", action="store_true", help="with --facts check: every mlx-lm"
+        "--every-version", action="store_true", help="with --facts check: use every mlx-lm"
     )
-    parser.add_argument("--seed", type=int, default=0, help="with --facts: seed of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="with --facts: the seed of the weights")
     args = parser.parse_args(argv)
     if args.facts:
         return _facts(args)
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _facts(args: argparse.Namespace) -> int:
-    """Write the package's facts, or compare them; return 0 if nothing went wrong."""
+    """Write the package's facts, or compare the facts with them; return 0 without failures."""
     from . import facts_file  # needs packages that only developers have
 
     if args.facts == "write":
@@ -86,7 +87,7 @@ def _facts(args: argparse.Namespace) -> int:
 def _in_processes(
     names: Sequence[str], jobs: int, run: Callable[[str], Finding]
 ) -> Iterator[Finding]:
-    """Yield findings in the order in which they end."""
+    """Test each model in its own process; yield each finding when its process ends."""
     with ThreadPoolExecutor(jobs) as pool:
         for done in as_completed([pool.submit(run, name) for name in names]):
             yield done.result()

@@ -23,7 +23,7 @@ from .configs import CONFIGS, module_of
 _BIAS_STD = 0.1
 
 _HEAD_STD = 2.5
-"""With it, logits have an entropy of 3 to 4 nats, and two of them are seldom nearly equal."""
+"""With this number, logits have an entropy of 3 to 4 nats, and two are seldom nearly equal."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _TUNING = {
     "phi3small": Tuning(embedding_std=0.2, gain=2.2),
 }
 
-# Its softplus is 0.02, so a state forgets half of its content within about 50 tokens.
+# The softplus of this is 0.02, so a state forgets half of its content within about 50 tokens.
 _SLOW = -4.0
 
 _QUERY_KEY_NORMS = {
@@ -130,7 +130,7 @@ def _draw(path: str, value: mx.array, tuning: Tuning, key: mx.array) -> mx.array
 
 def _special(path: str, leaf: str, value: mx.array, normal: mx.array) -> mx.array | None:
     """Return the new value of a parameter of a recurrent or other special layer, or None."""
-    if leaf == "A_log":  # a number for each head, or several: [channels, states]
+    if leaf == "A_log":  # [heads], or [channels, states]
         n = value.shape[-1] if value.ndim == 2 else value.size
         spread = mx.linspace(math.log(0.25), math.log(2.0), n)
         return mx.broadcast_to(

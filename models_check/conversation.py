@@ -13,7 +13,7 @@ N_STRANGER = 150
 """Tokens of a prompt that has nothing to do with the conversation."""
 
 _N_USER = (37, 52, 44, 61, 33)
-"""Tokens of each user message: all different, and none a multiple of a window. With the system
+"""Tokens of each user message: different numbers, and no multiple of a window. With the system
 prompt and the replies, a conversation is longer than a block of 256 tokens."""
 
 

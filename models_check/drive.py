@@ -189,7 +189,7 @@ def plainly(model: Any, row: Row, *, at_once: bool = False) -> Reply:
         segments[-1:] = [segments[-1][:-1], segments[-1][-1:]]
     position = len(row.prompt) - sum(map(len, segments))
     for segment in segments:
-        # A query sees only earlier blocks quantized, so each call ends with a block.
+        # A query sees its own block unquantized, so no call goes beyond the end of a block.
         ends = [*range(GRID - position % GRID, len(segment), GRID), len(segment)]
         for start, stop in pairwise([0, *ends]):
             logits = model(mx.array([segment[start:stop]]), cache=row.caches)[:, -1]

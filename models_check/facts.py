@@ -1,4 +1,4 @@
-"""Facts about an architecture that only evaluation shows, found on a tiny model of it.
+"""Find facts about an architecture that shapes do not show, by evaluating a tiny model.
 
 Every fact says that two runs of the same tokens agree. The models compute in float32, so runs that
 agree differ by rounding alone; other runs differ by about the spread of the logits.
@@ -47,8 +47,8 @@ TOLERANCE = 5e-4
 of up to 5e-6; the smallest difference that a fault causes in the zoo is 3e-2."""
 
 _SIZES = ((3, 4), (40, 9), (258, 5))
-"""Tokens of each prompt that are computed alone, and in the next call. Two prompts are longer than
-the zoo's windows, and one is longer than a block, which is then read quantized."""
+"""For each prompt, the tokens that are computed alone, and the tokens of the next call. Two prompts
+are longer than the zoo's windows. One is longer than a block, so its first block is quantized."""
 
 _NEXT_IDS = (7, 11, 13)
 """The reply to every prompt."""
@@ -248,7 +248,7 @@ def _reply(model: Any, caches: list[Any], n_rows: int = 1) -> mx.array:
 def _difference(expected: Logits, run: Callable[[], Logits]) -> float:
     """Return the largest difference between the logits of a run and the expected ones.
 
-    It is a share of their spread (root mean squares); infinity for a run that raises.
+    The difference is a share of the logits' spread (root mean squares); infinity if the run raises.
     """
     try:
         return max(_apart(right, logits) for right, logits in zip(expected, run(), strict=True))

@@ -1,4 +1,4 @@
-"""Evaluate the facts that ship in the package with every mlx-lm; write or compare them."""
+"""Evaluate facts with several versions of mlx-lm; write the package's file, or compare it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ABOUT = (
 )
 _EVALUATION_S = 1800.0
 _NEAR = 10
-"""A difference within this factor of the tolerance is reported, since it could cross it."""
+"""A difference within this factor of the tolerance is printed: it could cross the tolerance."""
 
 
 def proven() -> list[str]:
@@ -41,7 +41,7 @@ def proven() -> list[str]:
 
 
 def write(jobs: int, seed: int) -> list[str]:
-    """Evaluate every version and write the file; return what went wrong, a line each."""
+    """Evaluate the zoo with every version and write the file; return a line for each failure."""
     by_version, failures = _evaluated(proven(), jobs, seed)
     if not failures:
         spec.FILE.write_text(written(by_version), encoding="utf-8")
@@ -61,7 +61,7 @@ def check(jobs: int, seed: int, *, every_version: bool) -> list[str]:
 def written(by_version: Mapping[str, Facts]) -> str:
     """Return the file's text for the facts by version: one line for each architecture.
 
-    The newest version has all its facts, each older one only its differences.
+    The newest version has all its facts, each older version only its differences.
     """
     *older, newest = sorted(by_version, key=versions.parse)
     entries = [
@@ -90,7 +90,7 @@ def _rows(facts: Facts, n_spaces: int) -> str:
 
 
 def differences(by_version: Mapping[str, Facts]) -> list[str]:
-    """Return how the facts found in each version differ from the file's, a line each."""
+    """Return a line for each architecture whose facts differ from the file's, by version."""
     lines = []
     for version, facts in by_version.items():
         shipped = spec.known().get(version, {})
@@ -104,7 +104,7 @@ def differences(by_version: Mapping[str, Facts]) -> list[str]:
 
 
 def _evaluated(chosen: Sequence[str], jobs: int, seed: int) -> tuple[dict[str, Facts], list[str]]:
-    """Evaluate the zoo with each version, and report each; return facts and failures."""
+    """Evaluate the zoo with each version, and print a line for it; return facts and failures."""
     by_version: dict[str, Facts] = {}
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="facts-") as folder:
@@ -150,7 +150,7 @@ def _part(python: Path, jobs: int, seed: int, number: int) -> list[str]:
             timeout=_EVALUATION_S,
         )
     except subprocess.TimeoutExpired:
-        raise RowFailed(f"its facts are not known after {_EVALUATION_S:.0f} s") from None
+        raise RowFailed(f"the evaluation did not end within {_EVALUATION_S:.0f} s") from None
     lines = done.stdout.splitlines()
     if done.returncode:
         last = json.loads(lines[-1])[0] if lines else "no name"

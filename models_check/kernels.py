@@ -1,7 +1,7 @@
 """The functions of muse_spark's fused Metal kernels, in plain MLX, for machines without Metal.
 
-Each function replaces the function of the same name in `mlx_lm.kernels`
-and has its arguments; shapes are in the docstrings there.
+Each function has the name and the arguments of the function in `mlx_lm.kernels` that it replaces.
+The docstrings there have the shapes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def expert_routing(
     score_eps: float,
     route_scale: float,
 ) -> list[mx.array]:
-    """Return the experts that score best with their bias, and their weights without it."""
+    """Return the experts with the best biased scores, and their weights from unbiased scores."""
     scores = mx.sigmoid(logits * multiplier)
     experts = mx.argsort(-(scores + expert_bias), axis=-1)[..., :top_k]
     weights = mx.take_along_axis(scores, experts, axis=-1)
@@ -39,7 +39,7 @@ def norm_add_norm(
     post_eps: float,
     next_norm: Any | None,
 ) -> tuple[mx.array, mx.array | None]:
-    """Add a normed branch to the stream; return the stream and its norm."""
+    """Add a normalized branch to the stream; return the stream, and also normalized."""
     scaled = branch if post_weight is None else post_weight.astype(branch.dtype) * branch
     stream = alpha * stream + beta * mx.fast.rms_norm(scaled, None, post_eps)
     if next_norm is None:
@@ -48,7 +48,7 @@ def norm_add_norm(
 
 
 def pre_norm(stream: mx.array, norm: Any, *, dtype: mx.Dtype) -> mx.array:
-    """Return the norm of the stream."""
+    """Return the normalized stream."""
     return mx.fast.rms_norm(stream, norm.weight.astype(stream.dtype), norm.eps).astype(dtype)
 
 

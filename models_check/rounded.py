@@ -31,7 +31,7 @@ def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
 
 def _round_older(cache: Any, precision: Any) -> None:
     """Make a KVCache return all blocks of the grid rounded, except the last token's block."""
-    # From mlx-lm 0.32.0 on, a fetch returns `keys_and_values`, and models call that, too.
+    # From mlx-lm 0.32.0 on, a fetch returns `keys_and_values`, and models call that method, too.
     name = "keys_and_values" if hasattr(cache, "keys_and_values") else "update_and_fetch"
     fetch = getattr(cache, name)
 

@@ -25,7 +25,7 @@ def batches_right(model: Any) -> str:
     """Say whether two prompts get the same replies in a batch as alone, with stock's caches.
 
     Raises:
-        StockFails: one prompt alone raises, or the next turn over its caches.
+        StockFails: a prompt alone fails, or the next turn over its caches fails.
     """
     prompts = [random_ids(5, 90), random_ids(6, N_STRANGER)]
     try:

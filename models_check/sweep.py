@@ -49,7 +49,7 @@ FINE = ("equal", "refused", "stock fails")
 
 @dataclass
 class Finding:
-    """The result for one model of the zoo; JSON values."""
+    """The result for one model of the zoo; all fields can be written as JSON."""
 
     name: str
     result: str = ""
@@ -159,7 +159,7 @@ class _Sweep:
         return _hold(self.model, talk, n_turns, answer, self.spec.make_cache(), replies)
 
     def _live(self, carried: list[Reply]) -> None:
-        """Compare our caches with the model's own, which round as ours do.
+        """Compare our caches with the model's own caches, which round as ours do.
 
         The rest of the sweep compares our caches with each other, and would not see a fault that
         all of them share.
@@ -321,7 +321,7 @@ def _hold(
 
 
 def _places(talk: Conversation, prompt: list[int]) -> list[int]:
-    """Return positions at which prompts diverge: in and between turns, and a block's end."""
+    """Return positions at which prompts diverge: in turns, between turns, at a block's end."""
     first = len(talk.system) + len(talk.users[0])
     return [
         len(talk.system),

@@ -33,16 +33,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--matrix",
         choices=("print", "run", "write"),
-        help="print the rows of versions.toml; run them; or only write the table and the bounds "
-        "again from supported.json",
+        help="print: print the rows of versions.toml; run: check them; write: only write the table "
+        "and the bounds again from supported.json",
     )
     parser.add_argument(
         "--row",
         type=int,
         action="append",
         metavar="N",
-        help="with --matrix run: only this row, counted from 1, and nothing is written; can be "
-        "given more than once; 0: no row, so that only --checkout is checked",
+        help="with --matrix run: check only this row, counted from 1, and write nothing; can be "
+        "given more than once; 0: check no row, only --checkout",
     )
     parser.add_argument(
         "--checkout",
@@ -54,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
         "--folder",
         type=Path,
         metavar="PATH",
-        help="with --matrix run: where the environments are made and kept (default: a "
+        help="with --matrix run: make the environments in this folder, and keep them (default: a "
         "temporary folder)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="with --matrix run: write the outcome here, and change neither supported.json nor "
+        help="with --matrix run: write the outcome to FILE, and change neither supported.json nor "
         "the files that are written from it",
     )
     args = parser.parse_args(argv)

@@ -20,10 +20,10 @@ class Conversation:
     prompt_tokens: int
     cached_before: int
     cached_after: int
-    """After kill -9 and a restart."""
+    """Reused tokens after kill -9 and a restart."""
     tier_after: str
     same_reply: bool
-    """Whether the restarted server replied as the killed one did."""
+    """Whether the restarted server replied as the killed server did."""
 
     def __str__(self) -> str:
         return (

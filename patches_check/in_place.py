@@ -1,4 +1,4 @@
-"""A pytest plugin for mlx-lm's own tests: it applies this package's patches before they import.
+"""A pytest plugin for mlx-lm's own tests: it applies this package's patches first.
 
 The tests have their own model providers; this module adds the attributes of the plugin's provider.
 The tests load models without a server; this module gives caches to each model that does not make
@@ -36,7 +36,7 @@ _stock_load = utils.load
 
 
 def load(*args: Any, **kwargs: Any) -> Any:
-    """Load as stock does; a model that does not make its own caches gets caches from here."""
+    """Load as stock does; a model that does not make its own caches gets this module's caches."""
     model, tokenizer, *rest = _stock_load(*args, **kwargs)
     if not hasattr(type(model), "make_cache"):
         support = ModelSupport(lambda: None)

@@ -44,7 +44,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """The faults, a line each."""
+        """A line for each fault."""
         checks = [self.versions, *self.patches, self.startup, self.round_trip]
         checks.append(self.conversation_check)
         lines = [f"{one.name}: {one.found}" for one in checks if one and not one.passed]
@@ -113,6 +113,6 @@ def print_report(report: Report) -> None:
     if report.conversation is not None:
         out.print(f"chat, kill -9, restart, chat: {report.conversation}")
     failures = report.failures
-    out.print(f"\n{len(failures) or 'nothing'} wrong")
+    out.print(f"\nfaults: {len(failures)}")
     for line in failures:
         out.print(line)

@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.host.patching.patches import Patch
 SERVER = "mlx_lm.server"
 BATCHES = {"BatchKVCache": "KVCache", "BatchRotatingKVCache": "RotatingKVCache"}
 """Each class of a batch, and the class that it is merged from and extracted to."""
-OWN_CACHES = {"deepseek_v41": "no class for a batch; its model is served as stock serves it"}
+OWN_CACHES = {"deepseek_v41": "has no batch class; the model is served as stock serves it"}
 """Modules of models that define a cache class of their own."""
 NO_LAYERS = {
     "_BaseCache": "base class",
@@ -81,10 +81,10 @@ def bindings(patches: Iterable[Patch]) -> list[Found]:
         others = [one for one, name in _imports() if name == patch.attribute and one != module]
         where = ", ".join([module, *others])
         if module == SERVER:
-            said = "replaced for the server alone" + (", the others keep stock's" * bool(others))
+            said = "replaced for the server alone" + ("; other modules keep stock's" * bool(others))
             found.append(Found(patch.attribute, where, said))
         elif others:
-            said = f"{', '.join(others)} would still use stock's; patch these, too"
+            said = f"{', '.join(others)} would still use stock's; patch these modules, too"
             found.append(Found(patch.attribute, where, said, is_known=False))
         else:
             found.append(Found(patch.attribute, where, "replaced in every module"))

@@ -74,7 +74,7 @@ class Outcome:
     result: str
     """"serves", "refused", "fails", or "none" if there is no such version."""
     says: str = ""
-    """Why it does not serve: what the server says, or the first check that failed."""
+    """Why the row does not serve: the server's message, or the failed checks."""
     n_patches: int = 0
     prompt_tokens: int = 0
     cached_after_kill: int = 0
@@ -119,7 +119,7 @@ def newest_serving() -> str:
 def run(
     numbers: Sequence[int] | None = None, checkout: Path | None = None, folder: Path | None = None
 ) -> list[Outcome]:
-    """Check rows and report each; `numbers` selects rows, counted from 1 (default: all rows).
+    """Check rows and print their results; `numbers` selects rows, counted from 1 (default: all).
 
     A checkout of mlx-lm is one more row. Environments in `folder` are kept for inspection.
     """
@@ -158,7 +158,7 @@ def _check(row: Row, folder: Path, wheel: Path, *, keep: bool) -> Outcome:
         python = make_environment(row, folder, wheel)
         if python is None:
             return Outcome(**found, result="none", says=f"PyPI has no {row.requirement}")
-        if row.expect == "refused":  # the checks may not be importable there
+        if row.expect == "refused":  # its environment may lack modules that the checks import
             return Outcome(**found, **refusal(python, folder))
         report = _report(python)
         found |= {name: report[name] for name in ("mlx_lm", "mlx", "python")}

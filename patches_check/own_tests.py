@@ -28,18 +28,19 @@ MODEL = "mlx-community/Qwen1.5-0.5B-Chat-4bit"
 """The model that the tests load."""
 LEFT_OUT = {
     "test_server.py::TestLRUPromptCache::test_lru": "A fetch that leaves no token to compute ends "
-    "the generation thread, so ours leaves one.",
-    "test_server.py::TestLRUPromptCache::test_insert_empty_tokens_does_not_self_destruct": "The "
-    "same: an empty prompt finds nothing.",
+    "the generation thread, so our fetch leaves one token.",
+    "test_server.py::TestLRUPromptCache::test_insert_empty_tokens_does_not_self_destruct": "For "
+    "the same reason, an empty prompt finds nothing.",
     "test_server.py::TestGenerationThreadDeath": "Our server ends when its generation thread has "
-    "ended, and tells its clients. Stock's continues and answers 404.",
-    "test_server.py::TestModelSwapClearsCache": "Its model is a mock, whose bytes cannot be "
-    "counted.",
-    "test_generate.py::TestGenerate::test_generate_with_logit_bias": "It names a token of the real "
-    "model.",
-    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings": "It needs "
-    "a real model, which follows instructions.",
-    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings_prefill": "The same.",
+    "ended, and tells its clients. Stock's server answers 404.",
+    "test_server.py::TestModelSwapClearsCache": "The test's model is a mock, whose bytes "
+    "cannot be counted.",
+    "test_generate.py::TestGenerate::test_generate_with_logit_bias": "The test names a token "
+    "of the real model.",
+    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings": "The test "
+    "needs a model that follows instructions.",
+    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings_prefill": "For the "
+    "same reason.",
 }
 """Tests that cannot pass, and why. No other test may fail."""
 QUANTIZED = {
@@ -60,7 +61,7 @@ _TESTS_S = 600.0
 
 
 def run() -> list[str]:
-    """Run the tests with each version, and report each; return the failures, a line each."""
+    """Run the tests with each version, and print each result; return a line for each failure."""
     failures = []
     with tempfile.TemporaryDirectory(prefix="own-tests-") as temporary:
         folder = Path(temporary)

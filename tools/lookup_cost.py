@@ -73,7 +73,7 @@ def stored_chain(store: BlockStore, model: LoadedModel, ids: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=131_072, help="of the stored conversation")
+    parser.add_argument("--tokens", type=int, default=131_072, help="that the conversation has")
     parser.add_argument("--requests", type=int, default=5)
     asked = parser.parse_args()
     words = Words()
@@ -106,10 +106,10 @@ def main() -> None:
                 prepared = served.enter()
                 ended = time.thread_time()
                 assert prepared.n_cached == asked.tokens, prepared.n_cached
-                name = "after another commit" if is_changed else "unchanged"
+                name = "after another commit" if is_changed else "in an unchanged store"
                 times.setdefault("the lookup, on an HTTP thread", []).append(ahead - started)
-                times.setdefault(f"taken and admitted, {name}", []).append(taken - ahead)
-                times.setdefault(f"entered with the restore, {name}", []).append(ended - begun)
+                times.setdefault(f"before the restore, {name}", []).append(taken - ahead)
+                times.setdefault(f"the restore, {name}", []).append(ended - begun)
     for name, seconds in times.items():
         print(f"{name}: {median(seconds) * 1e3:.1f} ms")
 

@@ -370,7 +370,7 @@ class Tree:
             return pid
         status = 99
         try:
-            os.setsid()  # its process group includes the servers of tests
+            os.setsid()  # the process group then includes the servers that tests start
             os.chdir(self.folder)
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
@@ -406,7 +406,10 @@ class Tree:
 
 
 def accepted_mutants(path: Path = ACCEPTED) -> list[dict[str, str]]:
-    """Return the mutants that may survive: `file`, `line` (its text), `reason`, perhaps `after`."""
+    """Return the mutants that may survive, each with `file`, `line` (the line's text) and `reason`.
+
+    Some have `after`, too.
+    """
     found: list[dict[str, str]] = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
     return found
 
@@ -435,7 +438,7 @@ def preload(names: Sequence[str]) -> None:
 
 
 def baselines(tree: Tree, files: Sequence[str]) -> dict[str, float]:
-    """Return the time limit, in seconds, for the tests of each file; inf if they fail anyway."""
+    """Return the time limit, in seconds, for the tests of each file; inf if the tests fail."""
     took: dict[str, float] = {}
     timeouts = {}
     loaded = tree.folder / "loaded-modules"
@@ -445,7 +448,7 @@ def baselines(tree: Tree, files: Sequence[str]) -> dict[str, float]:
             started = time.monotonic()
             _, status = os.waitpid(tree.start(targets_of(file), loaded), 0)
             took[key] = math.inf if status else time.monotonic() - started
-            print(f"{key}: {f'{took[key]:.1f} s' if not status else 'they fail'}", flush=True)
+            print(f"{key}: {f'{took[key]:.1f} s' if not status else 'the tests fail'}", flush=True)
             if not status:
                 preload(loaded.read_text(encoding="utf-8").split("\n"))
         timeouts[file] = max(MIN_TIMEOUT_S, TIMES_BASELINE * took[key])

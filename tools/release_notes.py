@@ -11,11 +11,11 @@ CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 
 
 def notes_of(changelog: str, name: str) -> str:
-    """Return the text under the heading of a version. Raises ValueError if there is none."""
+    """Return the text under the heading of a version. Raises ValueError without such a heading."""
     pattern = rf"^## \[{re.escape(name)}\][^\n]*\n(.*?)(?=^## |\Z)"
     section = re.search(pattern, changelog, re.DOTALL | re.MULTILINE)
     if section is None or not section[1].strip():
-        raise ValueError(f"CHANGELOG.md has no section for {name}: write one")
+        raise ValueError(f"CHANGELOG.md has no section for {name}: write this section")
     return section[1].strip() + "\n"
 
 

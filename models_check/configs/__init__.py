@@ -1,7 +1,7 @@
-"""A tiny configuration, or several, for each architecture that mlx-lm has.
+"""One or more tiny configurations for each architecture that mlx-lm has.
 
-A name is the module's, followed by "/variant" if a module has several configurations. Facts
-about which keys an architecture needs come from its `ModelArgs` and from mlx-lm's own tests.
+The name of a configuration is its module's name, followed by "/variant" if a module has several.
+Facts about which keys an architecture needs come from its `ModelArgs` and from mlx-lm's own tests.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CONFIGS: dict[str, dict[str, Any]] = dict(
 
 NOT_IN_THE_ZOO = {
     "activations": "activation functions",
-    "base": "attention and masks that all share",
+    "base": "attention and masks that all architectures share",
     "bitlinear_layers": "layers of bitnet",
     "cache": "cache classes",
-    "gated_delta": "a recurrence that several share",
-    "olmo": "its Model returns a pair, and mlx-lm cannot generate with pairs",
+    "gated_delta": "a recurrence that several architectures share",
+    "olmo": "the model returns a pair, and mlx-lm cannot generate with pairs",
     "mla": "projections of latent attention",
     "pipeline": "distribution over machines",
     "rope_utils": "rotary embeddings",
-    "ssm": "a recurrence that several share",
+    "ssm": "a recurrence that several architectures share",
     "switch_layers": "layers of experts",
 }
 """Modules of `mlx_lm.models` that are not an architecture, or cannot run, and why."""

@@ -74,7 +74,7 @@ def test_a_precision_that_the_side_names_passes() -> None:
     ],
 )
 def test_another_precision_ends_the_run(bits: str, groups: list[dict[str, Any]]) -> None:
-    with pytest.raises(WrongMeasurement, match="the run ends: ours keeps"):
+    with pytest.raises(WrongMeasurement, match="the run ends: ours stores"):
         check_kept("ours", {**SPEC, "groups": groups}, bits)
 
 
@@ -127,7 +127,7 @@ def test_an_expected_outcome_passes(
 def test_another_outcome_ends_the_run(
     expected: Expected, n_reused: int, outcome: dict[str, str] | None, problem: str
 ) -> None:
-    with pytest.raises(WrongMeasurement, match=f"^the run ends: ours, .*{problem}"):
+    with pytest.raises(WrongMeasurement, match=f"^the run ends: on the side ours, .*{problem}"):
         check_outcome("ours", expected, n_reused, outcome)
 
 
@@ -257,7 +257,7 @@ def test_a_prompt_that_is_not_read_from_the_shared_store_ends_the_run(
 ) -> None:
     """The server with the shared store computes the prompt."""
     answers[STATS_PATH] = shared_stats(0)
-    with pytest.raises(WrongMeasurement, match="from the shared store: 0 tokens were reused, at l"):
+    with pytest.raises(WrongMeasurement, match="shared store is not: 0 tokens were reused, at l"):
         shared.measure(run, "folder", "/shared", [run.prompts.of_length(512, 1)])
 
 

@@ -39,5 +39,5 @@ def test_a_next_turn_adds_what_it_was_asked_to(tiny_model: Path) -> None:
 
 
 def test_a_length_below_the_template_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(ValueError, match="no text of exactly 3 tokens"):
+    with pytest.raises(ValueError, match="no text has exactly 3 tokens"):
         Prompts(load_tokenizer(tiny_model)).of_length(3, seed=1)

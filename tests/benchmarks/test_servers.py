@@ -88,7 +88,7 @@ def test_before_starts_the_code_of_its_checkout(run: Run, tmp_path: Path) -> Non
 
 
 def test_a_folder_without_the_package_is_no_checkout(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="it has no folder mlx_lm_kvpersist"):
+    with pytest.raises(SystemExit, match="it has no mlx_lm_kvpersist"):
         before_side(tmp_path)
 
 

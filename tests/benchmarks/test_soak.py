@@ -95,7 +95,7 @@ def test_a_server_that_fails_fails_the_soak_and_is_still_reported(
     said = capsys.readouterr()
     (line,) = said.out.splitlines()
     assert line.startswith("soak: failed: the server failed: no answer; 0 requests, ")
-    assert "memory 1.0 GiB at most" in line and "; mlx-lm-kvpersist " in line
+    assert "memory was 1.0 GiB at most" in line and "; mlx-lm-kvpersist " in line
     assert line.endswith(f"{tmp_path} (llama, 0 B)")
     assert "its log" in said.err
 

@@ -186,8 +186,9 @@ def test_a_module_that_would_go_round_a_patch_fails(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(inventory, "_modules", lambda: modules)
     found = {one.name: one for one in inventory.bindings(PATCHES)}
     assert not found[name].is_known
-    assert found[name].said == "mlx_lm.models.newest would still use stock's; patch these, too"
-    assert found["ModelProvider"].said.endswith("the others keep stock's")
+    said = "mlx_lm.models.newest would still use stock's; patch these modules, too"
+    assert found[name].said == said
+    assert found["ModelProvider"].said.endswith("other modules keep stock's")
     assert found["ModelProvider"].is_known
 
 

@@ -230,7 +230,7 @@ BILLIONS = {
     "Qwen3-Next 80B-A3B": 79.7,
     "GLM-4.5-Air": 106.0,
 }
-"""Billions of parameters, by shape; of the larger model if a shape has two."""
+"""Billions of parameters, by shape; if two models have the shape, of the larger model."""
 WEIGHT_BITS = 4.5
 """Bits of a 4-bit weight of mlx-lm, including the scale and bias of each group of 64 weights."""
 OFFERED_GIB = {16: 16 * 2 / 3, 32: 32 * 2 / 3, 64: 48, 128: 96}

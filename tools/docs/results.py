@@ -30,7 +30,7 @@ _STATES = {
 
 
 def shown_results() -> DeviceResults:
-    """Return the results that the pages show: a GPU's, if there are any."""
+    """Return the results that the pages show: of a GPU, if a GPU was measured."""
     return kept_results()[0]
 
 
