@@ -1,7 +1,7 @@
 """Requests that arrive at the same moment: next turns of conversations, and new agents.
 
 turns    each conversation of 1,024 tokens, which every side has in RAM, continues by one turn
-agents   six agents begin with one new system prompt; before that, an agent is alone
+agents   one agent begins alone; then six agents begin together with another new system prompt
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def _measure_agents(run: Run, server: BenchmarkServer, system: int, repeat: int)
         # All agents except the first reuse the system prompt.
         n_reused = sum(reply.cached_tokens for reply in replies)
         if n_reused < 0.9 * system * (N_AGENTS - 1):
-            raise WrongMeasurement(f"the run ends: {server.side.name} reused {n_reused:,} tokens")
+            raise WrongMeasurement(
+                f"the run ends: on the side {server.side.name}, six agents with one system prompt "
+                f"reused only {n_reused:,} tokens"
+            )
     run.report.add(QUESTION, ALONE, server.side.name, "s", alone[0].ttft_s)
     run.report.add(QUESTION, LAST, server.side.name, "s", max(reply.ttft_s for reply in replies))
 

@@ -39,7 +39,7 @@ def norm_add_norm(
     post_eps: float,
     next_norm: Any | None,
 ) -> tuple[mx.array, mx.array | None]:
-    """Add a normalized branch to the stream; return the stream, and also normalized."""
+    """Add a normalized branch to the stream; return the stream, plain and normalized."""
     scaled = branch if post_weight is None else post_weight.astype(branch.dtype) * branch
     stream = alpha * stream + beta * mx.fast.rms_norm(scaled, None, post_eps)
     if next_norm is None:

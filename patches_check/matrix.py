@@ -74,7 +74,7 @@ class Outcome:
     result: str
     """"serves", "refused", "fails", or "none" if there is no such version."""
     says: str = ""
-    """Why the row does not serve: the server's message, or the failed checks."""
+    """Why the row does not serve: the server's message, the failed checks or the error."""
     n_patches: int = 0
     prompt_tokens: int = 0
     cached_after_kill: int = 0

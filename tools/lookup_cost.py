@@ -73,7 +73,7 @@ def stored_chain(store: BlockStore, model: LoadedModel, ids: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=131_072, help="that the conversation has")
+    parser.add_argument("--tokens", type=int, default=131_072, help="length of the conversation")
     parser.add_argument("--requests", type=int, default=5)
     asked = parser.parse_args()
     words = Words()

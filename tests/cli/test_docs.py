@@ -59,7 +59,7 @@ def test_sizes_are_in_binary_units_everywhere() -> None:
 
 
 def test_every_fault_stands_there() -> None:
-    page = PAGE[PAGE.index("What `store verify` finds:") :]
+    page = PAGE[PAGE.index("`store verify` finds these faults:") :]
     assert re.findall(r"`(\w+)` \(", page) == [fault.value for fault in Fault]
 
 
