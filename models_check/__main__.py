@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _facts(args: argparse.Namespace) -> int:
-    """Write the package's facts, or compare the facts with them; return 0 without failures."""
+    """Write the package's facts, or compare them with new facts; return 0 without failures."""
     from . import facts_file  # needs packages that only developers have
 
     if args.facts == "write":

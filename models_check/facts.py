@@ -246,7 +246,7 @@ def _reply(model: Any, caches: list[Any], n_rows: int = 1) -> mx.array:
 
 
 def _difference(expected: Logits, run: Callable[[], Logits]) -> float:
-    """Return the largest difference between the logits of a run and the expected ones.
+    """Return the largest difference between a run's logits and the expected logits.
 
     The difference is a share of the logits' spread (root mean squares); infinity if the run raises.
     """

@@ -1,4 +1,4 @@
-"""Architectures that keep RotatingKVCaches, most of them with plain ones."""
+"""Architectures that keep RotatingKVCaches, most of them also KVCaches."""
 
 from __future__ import annotations
 
