@@ -22,7 +22,7 @@ def test_the_notes_of_a_version_are_its_section() -> None:
     "changelog", ["# Changelog\n", "## [2.0.0] - x\n\n## [1.0.0] - y\n\nOld.\n"]
 )
 def test_a_version_without_notes_is_refused(changelog: str) -> None:
-    with pytest.raises(ValueError, match=r"2\.0\.0: write one"):
+    with pytest.raises(ValueError, match=r"2\.0\.0: write this section"):
         notes_of(changelog, "2.0.0")
 
 
