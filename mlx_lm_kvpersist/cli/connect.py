@@ -234,7 +234,12 @@ def _replace(path: Path, text: str, mode: int) -> None:
 def _text(settings: Settings, before: str) -> str:
     """Return a file's text with the settings added. Raises ValueError if it cannot be merged."""
     if isinstance(settings, str):
-        text = _in_toml(_merged(_tables(before), _tables(settings)), before)
+        tables = _tables(before)
+        for header, lines in _tables(settings).items():
+            old = tables.get(header, {})
+            new = {key: line for key, line in lines.items() if key not in old}
+            tables[header] = new | old | lines  # `new` is before any value of several lines
+        text = _in_toml(tables, before)
         if sys.version_info >= (3, 11):  # Python 3.10 cannot read TOML
             import tomllib
 

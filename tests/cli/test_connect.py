@@ -414,6 +414,25 @@ def test_toml_that_cannot_be_merged_is_left_alone(
     assert URL in out and "by hand" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "there",
+    [
+        'notes = """\n[Rules]\nBe kind.\n"""\n',
+        "pairs = [\n[1, 2],\n[3, 4]\n]\n",
+        '[model_providers.kvpersist]\nnotes = """\n[x]\n"""\n',
+    ],
+)
+def test_toml_values_of_several_lines_stay(there: str, home: Path) -> None:
+    """Also if their lines look like tables: new entries are before them."""
+    file = home / FILES["codex"]
+    file.parent.mkdir()
+    file.write_text(there)
+    assert connect("codex", "--write") == 0
+    assert there.removeprefix("[model_providers.kvpersist]\n") in file.read_text()
+    assert connect("codex", "--undo") == 0
+    assert file.read_text() == there
+
+
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
 def test_what_is_no_port_is_written_nowhere(
     port: str, home: Path, capsys: pytest.CaptureFixture[str]
