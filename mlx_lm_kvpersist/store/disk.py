@@ -315,6 +315,8 @@ class DiskStore:
             too_much = self._excess(n_bytes)
             if too_much > 0:
                 sweep_staged(self.files)  # what a process that has ended announced
+                too_much = self._excess(n_bytes)
+            if too_much > 0:
                 self.index.state.trim_replies(self.limits.max_disk_bytes // _REPLIES_SHARE)
                 for path in self.files.paths("quarantine"):
                     self.files.remove(path)

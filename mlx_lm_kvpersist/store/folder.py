@@ -540,6 +540,7 @@ class Staging:
     def announce(self, n_bytes: int) -> None:
         """Count `n_bytes` more as used. The caller holds the store's lock and has made room."""
         total = self._n_bytes + n_bytes
+        self._n_bytes = min(total, self._n_bytes)  # if it cannot be written now, then next time
         if self._lock is None:
             if not total:
                 return

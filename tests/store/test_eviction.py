@@ -255,7 +255,9 @@ def test_space_that_a_dead_process_announced_evicts_nothing(tmp_path: Path) -> N
         writing = store.folder / "writing"
         writing.mkdir(mode=0o700, exist_ok=True)
         (writing / "01234567.lock").write_text(f"{6 << 20:020d}")  # nobody holds its lock
+        store.disk.quarantine(chain([0])[-1].key, "a test")
         save_turn(store, chain([99]))
+        assert list(store.disk.files.paths("quarantine"))
         assert store.disk.n_evicted == 0 and not store.turns_not_saved
 
 

@@ -209,6 +209,11 @@ def test_an_announcement_that_cannot_be_written_does_not_count(
             staging.announce(100)
         staging.announce(1)
         assert staged_bytes(files) == (1, 0)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(os, "pwrite", full)
+            staging.announce(-1)
+        staging.announce(2)
+        assert staged_bytes(files) == (2, 0)  # what was given back counts no more
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
