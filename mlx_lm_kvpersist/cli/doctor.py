@@ -209,7 +209,9 @@ def run(args: argparse.Namespace) -> Report:
     folders = site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
     find = manager.find_entry_point
     findings = [
-        *(package(), mlx_lm(), mlx()),
+        package(),
+        mlx_lm(),
+        mlx(),
         tried("plugin", lambda: f"{PLUGIN} is {find(PLUGIN).value}", AGAIN),
         pth_file(folders),
         activation("activation in this Python", [sys.executable, "-m", "mlx_lm", "server"]),

@@ -106,8 +106,7 @@ class DiskStore:
             self.index = self._opened(index)
             self.lock.check_missing = self._check_volume
         except (OSError, sqlite3.Error) as error:
-            advice = ". Choose a writable folder with --kvpersist-dir."
-            advice = "" if is_locked(error) else advice
+            advice = "" if is_locked(error) else ". Choose a writable folder with --kvpersist-dir."
             raise StoreError(f"the store {folder} cannot be used: {error}{advice}") from error
 
     def close(self) -> None:

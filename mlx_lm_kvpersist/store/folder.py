@@ -456,7 +456,7 @@ class StoreLock:
                 os.close(own.descriptor)
 
     def _locked(self) -> int | None:
-        """Lock the file for this thread; return its descriptor, or None if it was removed."""
+        """Lock the file; return its descriptor, or None if it was removed meanwhile."""
         if not os.path.exists(self._path.parent):
             self.check_missing()
             make_private(self._path.parent)

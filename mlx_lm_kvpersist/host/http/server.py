@@ -400,9 +400,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         if isinstance(error, RequestRefused | GenerationStopped | ConnectionError):
             raise error
         if error is not None:  # of any kind: stock answers 404 to every error of `generate`
-            is_json_error = isinstance(error, json.JSONDecodeError)
-            message = f"{'Invalid JSON in request body: ' * is_json_error}{error}"
-            raise RequestRefused(message, status_code) from error
+            is_of_json = isinstance(error, json.JSONDecodeError)
+            what = "Invalid JSON in request body: " if is_of_json else ""
+            raise RequestRefused(f"{what}{error}", status_code) from error
         if status_code in _UNSAID:
             raise RequestRefused(_UNSAID[status_code], status_code)
         super()._set_completion_headers(status_code)
