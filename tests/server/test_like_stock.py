@@ -193,7 +193,7 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
         "another model, stream": [request(chat(model="no/such-model", stream=True))],
         "half-closed, another model": [request(ELSEWHERE), HALF_CLOSE],
     },
-    "`stop` within a token, or over several": {
+    "`stop` within a token, or over several tokens": {
         "stop in a token": [request(chat(stop=[*"bcdfghjklmnprstw"], max_tokens=200))]
     },
     "`GET /`": {"root": [ask("GET /")]},
