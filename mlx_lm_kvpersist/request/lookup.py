@@ -15,6 +15,7 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -239,7 +240,9 @@ class Lookup:
 
     def hold(self) -> None:
         """Pin the needed blocks that are in RAM until `let_go` or `close`."""
-        point = None if self._pinned else self._point()
+        point = None
+        with suppress(Exception):  # the restore reports the error, to all ranks
+            point = None if self._pinned else self._point()
         if point is not None:
             keys = [need.record.key for need in point.needed]
             self._pinned = self._store.pool.pin(keys, prefetch=True)

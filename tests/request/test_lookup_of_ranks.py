@@ -36,7 +36,9 @@ IDS = [5 + n % 200 for n in range(700)]
 def restored(talk: Conversations, ranks: Ranks) -> Reuse:
     prompt = Prompt([*IDS, 5, 6, 7], [[*IDS, 5, 6, 7]], ["user"])
     loaded = replace(talk.loaded, ranks=ranks)
-    return Lookup(prompt, talk.root, talk.store, loaded).restore()
+    lookup = Lookup(prompt, talk.root, talk.store, loaded, n_worth=len(IDS))
+    lookup.hold()
+    return lookup.restore()
 
 
 @pytest.fixture
@@ -58,14 +60,15 @@ def test_a_restore_from_disk_also_agrees_on_the_canary(stored: Conversations) ->
     assert ranks.topics == ["how much is restored", "the canary"]
 
 
+@pytest.mark.parametrize("step", ["_point", "_joined"])
 def test_a_rank_that_cannot_look_up_reports_nothing_in_the_same_exchange(
-    stored: Conversations, monkeypatch: pytest.MonkeyPatch
+    stored: Conversations, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def fail(*args: Any) -> Any:
         raise OSError("no index")
 
     ranks = TwoRanks()
-    monkeypatch.setattr(lookup_module.Lookup, "_joined", fail)
+    monkeypatch.setattr(lookup_module.Lookup, step, fail)
     assert restored(stored, ranks).outcome.n_reused == 0
     assert ranks.topics == ["how much is restored"]
 

@@ -411,6 +411,9 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
             # Caches are returned only once, because the server changes them afterwards.
             caches, request.caches = request.caches, None
             return (None, tokens) if caches is None else (list(caches), tokens[request.n_cached :])
+        cache, rest = super().fetch_nearest_cache(model, tokens, *args, **kwargs)
+        if len(rest) > 0:
+            return cache, rest
         if len(tokens) < 2:
             return None, tokens
         cache, rest = super().fetch_nearest_cache(model, tokens[:-1], *args, **kwargs)

@@ -50,11 +50,15 @@ def filled_cache(server: ModuleType, n_tokens: int) -> tuple[Any, list[Any]]:
     return cache, [layer]
 
 
-def test_what_no_plugin_took_is_stocks(patched_server: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "n_cached"), [([*range(8), 100, 101], 8), ([*range(5), 100], 5), ([*range(5)], 4)]
+)
+def test_what_no_plugin_took_is_stocks(
+    patched_server: ModuleType, tokens: list[int], n_cached: int
+) -> None:
     cache, _ = filled_cache(patched_server, 8)
-    found, rest = cache.fetch_nearest_cache("m", [*range(8), 100, 101])
-    assert rest == [100, 101]
-    assert found[0].offset == 8
+    found, rest = cache.fetch_nearest_cache("m", tokens)
+    assert (found[0].offset, rest) == (n_cached, tokens[n_cached:])
 
 
 @pytest.mark.parametrize("n_tokens", [2, 8])
