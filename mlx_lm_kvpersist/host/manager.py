@@ -235,8 +235,9 @@ class Taken:
 
     def enter(self) -> Prompt | None:
         """Return the prompt to read; None if stock serves the request. Raises ClientGone."""
-        how = {"check": hooks.check_prepared, "raised": ClientGone}
-        prepared: Prepared | None = self._safely(self.request.enter, **how)
+        prepared: Prepared | None = self._safely(
+            self.request.enter, check=hooks.check_prepared, raised=ClientGone
+        )
         if prepared is None:
             return None
         self.caches, self.n_cached = prepared.caches, prepared.n_cached

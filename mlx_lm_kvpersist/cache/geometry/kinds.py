@@ -104,7 +104,7 @@ class CacheKind:
 
         The cache then owns the arrays. Only the arrays of a full cache may have spare room.
         """
-        cache.keys, cache.values = (x if x[1:] else x[0] for x in (keys, values))
+        cache.keys, cache.values = (x if len(x) > 1 else x[0] for x in (keys, values))
         cache.offset = stop
         vars(cache).update(self.filled(start, stop))
 
@@ -190,7 +190,7 @@ def empty_copy(slot: Any) -> Any:
 
 def replaced(caches: Sequence[Any], slots: Iterable[Any]) -> list[Any]:
     """Return a prompt cache of the same structure as `caches` with these slots."""
-    rest = iter(slots)  # of an iterator: the iterator
+    rest = iter(slots)  # an inner call gets the iterator, and continues it
     return [
         CacheList(*replaced(cache.caches, rest)) if isinstance(cache, CacheList) else next(rest)
         for cache in caches

@@ -347,12 +347,12 @@ class PackedCache(Buffers):
         key_side, value_side = self.precision
         width = keys.shape[3] + key_side.padding + values.shape[3] + value_side.padding
         token_bytes = keys.shape[1] * width * keys.dtype.size
-        strategy = plan.choose(n_new, self.size(), keys.shape[0], token_bytes)
-        more = max(n_own), strategy, plan.max_dequantized_bytes
-        is_computed = self.newest.lengths == self.lengths and self.newest.size() == self.size()
-        is_computed = is_computed and self.size() <= pk.GRID
+        n_tokens, most_own, tile_bytes = self.size(), max(n_own), plan.max_dequantized_bytes
+        strategy = plan.choose(n_new, n_tokens, keys.shape[0], token_bytes)
+        is_computed = self.newest.lengths == self.lengths
+        is_computed &= self.newest.size() == n_tokens <= pk.GRID
         fetched_keys, fetched_values = (
-            PackedKV(packed, side, self.size(), newest, *more, is_computed)
+            PackedKV(packed, side, n_tokens, newest, most_own, strategy, tile_bytes, is_computed)
             for (packed, _, side), newest in zip(self._sides, self.newest.view(), strict=True)
         )
         if n_new > pk.GRID:

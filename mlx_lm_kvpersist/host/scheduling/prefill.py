@@ -101,7 +101,6 @@ class Prefill:
     """Whether it was parked, or failed with other prompts: then computed in separate calls."""
     batch: Any = None
     """A batch of stock's with this row."""
-
     n_tokens: int = field(init=False)
     """How many ids the segments had before the first was computed."""
     passed_over: int = 0
@@ -305,7 +304,6 @@ def compute_chunk(
     limits.pace.learn(position, n_tokens, time.perf_counter() - started - waited_s)
     if not beside:
         limits.took(n_tokens, position, peak_bytes())
-
     give_back(limits)
     return waited_s
 
@@ -375,8 +373,8 @@ class ComputedModel:
 
     def compute(self, ids: list[int], **options: Any) -> None:
         """Compute the next `ids`. options: more arguments of the model."""
-        where = self.caches, self.caches, self.limits, self.n_tokens
-        compute_chunk(self.model, [ids], *where, beside=False, **options)
+        caches, limits, position = self.caches, self.limits, self.n_tokens
+        compute_chunk(self.model, [ids], caches, caches, limits, position, beside=False, **options)
         self.n_tokens += len(ids)
 
 
