@@ -238,7 +238,7 @@ PATCHES: tuple[Patch, ...] = (
             Overrides(
                 "BatchGenerator",
                 PluginBatchGenerator,
-                ("insert_segments", "next", "extract_cache", "remove"),
+                ("insert_segments", "next", "next_generated", "extract_cache", "remove"),
             ),
             Uses("BatchGenerator.insert_segments", "_unprocessed_sequences"),
             Uses("ResponseGenerator._generate", "BatchGenerator"),  # the next patch wraps this

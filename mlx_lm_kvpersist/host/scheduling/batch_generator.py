@@ -139,6 +139,16 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 self._apply(self._ranks.first(decide, "a step"), running)
             return self._progress, self._tokens
 
+    def next_generated(self) -> list[Any]:
+        """Make steps until one has tokens of replies; return its responses for replies.
+
+        The server calls `next` only; programs and mlx-lm's own tests call this method.
+        """
+        while True:
+            prompts, replies = self.next()
+            if replies or not prompts:
+                return replies
+
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[Any, Any]]:
         """Return the caches and the tokens of sequences, by uid."""
         sequences: dict[int, tuple[Any, Any]] = {

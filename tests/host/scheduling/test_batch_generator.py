@@ -98,11 +98,12 @@ def test_states_that_are_not_made_yet_begin_together(patched_server: ModuleType)
     generator = patched_server.BatchGenerator(model, stream=stream)
     uids = generator.insert([[3], [5]], max_tokens=[2, 2], caches=[[ArraysCache(1)] for _ in "ab"])
     answers: dict[int, list[int]] = {uid: [] for uid in uids}
-    while any(responses := generator.next()):
-        for one in responses[1]:
+    while responses := generator.next_generated():
+        assert generator.extract_cache(uids).keys() == {
+            one.uid for one in responses if not one.finish_reason
+        }
+        for one in responses:
             answers[one.uid].append(one.token)
-            assert (one.uid in generator.extract_cache(uids)) == (not one.finish_reason)
-
     generator.close()
     assert list(answers.values()) == [[3, 6], [5, 10]]
 

@@ -212,7 +212,7 @@ def test_it_enters_beside_others_as_soon_as_the_plugin_says_so(
 
 
 def test_stock_sees_what_is_parked(serve: Callable[..., tuple[Serving, Scales]]) -> None:
-    """Parked replies have no caches; steps have responses until none is left."""
+    """Parked replies have no caches; `next_generated` ends only when none is left."""
     serving, scales = serve(most=90)
     second = parked_one(serving)
     generator = serving.generator
@@ -220,9 +220,8 @@ def test_stock_sees_what_is_parked(serve: Callable[..., tuple[Serving, Scales]])
     assert scales.told[-1][1] == [], "no memory is counted for it while parked"
     n_before = len(second.answer)
     tokens = []
-    while any(responses := generator.next()):
-        tokens += [one.token for one in responses[1] if one.uid == second.uid]
-
+    while responses := generator.next_generated():
+        tokens += [one.token for one in responses if one.uid == second.uid]
     assert tokens == right(second)[n_before:]
 
 
