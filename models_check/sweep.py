@@ -235,7 +235,7 @@ class _Sweep:
         self._check("short", worst(comparisons), stock_is_wrong=self._pieces_matter())
 
     def _pieces_matter(self) -> bool:
-        """Say whether stock's own logits depend on the cuts of a prompt."""
+        """Say whether stock's own logits change if a prompt is computed in pieces."""
         return (self.finding.pieces or 0.0) > TOLERANCE
 
     def _cut_anywhere(self, stored: StoredModel) -> None:

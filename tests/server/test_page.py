@@ -358,6 +358,7 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     opened.keyboard.press("Enter")
     expect(status).to_contain_text("is not pinned")
     assert not session(server, name)["pinned"]
+    expect(opened.get_by_label(f"Actions for {name}", exact=True)).to_be_focused()
     opened.keyboard.press("Enter")
     expect(opened.locator(".menu[open]")).to_have_count(1)
     opened.keyboard.press("Shift+Tab")  # a menu closes when it loses the focus
