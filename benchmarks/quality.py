@@ -53,7 +53,7 @@ QUESTIONS = Path(__file__).with_name("questions.txt")
 
 
 class Rounded(KVCache):  # type: ignore[misc]
-    """Rotates keys and values, then rounds keys to 8 bits and values to 4, also in the newest block."""
+    """Rotates, then rounds keys to 8 bits and values to 4, also in the newest block."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         both = ((keys, Quantization(8, 64, True)), (values, Quantization(4, 64, True)))

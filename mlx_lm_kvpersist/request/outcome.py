@@ -1,30 +1,34 @@
 """How much a request reused, and why not more: for its reply, for the log and for metrics.
 
 The log has the last requests, for people; metrics count all requests, for Prometheus.
-Any thread.
+prometheus_client is imported when Prometheus first asks, so that neither the start nor a reply
+waits for the import. Any thread.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
-from typing import Any
-
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 from ..block import Root, block_key, pack_ids
 from ..cache.blocks import BLOCK_TOKENS
 from ..cache.geometry.precision import layout_in_words
+from ..errors import COUNTING
 from ..match import SHOWN_CHARS, Match, common_prefix
 from ..store.block_store import BlockStore
 from ..store.records import Gone
 from ..store.small_state import unquoted
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 MIN_ALIKE_CHARS = 64
 MIN_ALIKE_TOKENS = 16
@@ -273,6 +277,35 @@ class RequestLog:
         return [record if with_text else unquoted(record) for record in records]
 
 
+class Times:
+    """A histogram of times, for each outcome of a request.
+
+    bounds_s: the inclusive upper ends of the buckets, in seconds.
+    """
+
+    def __init__(self, name: str, description: str, bounds_s: Sequence[float]) -> None:
+        self._name, self._description, self._bounds_s = name, description, bounds_s
+        self._counts: dict[str, list[int]] = {}
+        self._sums_s: dict[str, float] = defaultdict(float)
+
+    def add(self, outcome: str, times_s: Iterable[float]) -> None:
+        counts = self._counts.setdefault(outcome, [0] * (len(self._bounds_s) + 1))
+        for time_s in times_s:
+            counts[bisect_left(self._bounds_s, time_s)] += 1
+            self._sums_s[outcome] += time_s
+
+    def collect(self, created_s: float) -> Metric:
+        from prometheus_client.metrics_core import HistogramMetricFamily
+
+        family = HistogramMetricFamily(self._name, self._description, labels=["outcome"])
+        ends = [*map(str, self._bounds_s), "+Inf"]
+        for outcome, counts in self._counts.items():
+            buckets = list(zip(ends, accumulate(counts), strict=True))
+            family.add_metric([outcome], buckets, self._sums_s[outcome])
+            family.add_sample(f"{self._name}_created", {"outcome": outcome}, created_s)
+        return family
+
+
 class Metrics:
     """All metrics.
 
@@ -286,68 +319,72 @@ class Metrics:
         memory: Callable[[], dict[str, int] | None] = lambda: None,
     ) -> None:
         self._store, self._memory = store, memory
-        self._registry = registry = CollectorRegistry()
-        labels = ["outcome"]
-        self._requests = Counter(
-            "kvpersist_requests", "Requests, by what they reused.", labels, registry=registry
-        )
-        self._prefilled = Counter(
-            "kvpersist_prefilled_tokens", "Prompt tokens that were computed.", registry=registry
-        )
-        self._first_token = Histogram(
+        self._created_s = time.time()
+        self._n_requests: Counter[str] = Counter()
+        self._n_prefilled = 0
+        self._first_token = Times(
             "kvpersist_first_token_seconds",
             "From queueing a request to its first token.",
-            labels,
-            registry=registry,
-            buckets=_FIRST_TOKEN_S,
+            _FIRST_TOKEN_S,
         )
-        self._inter_token = Histogram(
-            "kvpersist_inter_token_seconds",
-            "Between two tokens of a reply.",
-            labels,
-            registry=registry,
-            buckets=_INTER_TOKEN_S,
+        self._inter_token = Times(
+            "kvpersist_inter_token_seconds", "Between two tokens of a reply.", _INTER_TOKEN_S
         )
-        registry.register(self)
 
     def count(self, outcome: str, n_prefilled: int) -> None:
         """Count a request by its outcome, and its prompt's tokens that were computed."""
-        self._requests.labels(outcome).inc()
-        self._prefilled.inc(n_prefilled)
+        with COUNTING:
+            self._n_requests[outcome] += 1
+            self._n_prefilled += n_prefilled
 
     def observe(self, outcome: str, times_s: Sequence[float]) -> None:
         """Record the times of a reply's tokens, in seconds since its request was queued."""
-        for time_s in times_s[:1]:
-            self._first_token.labels(outcome).observe(time_s)
-        inter_token = self._inter_token.labels(outcome)
-        for before, after in pairwise(times_s):
-            inter_token.observe(after - before)
+        with COUNTING:
+            if times_s:
+                self._first_token.add(outcome, times_s[:1])
+            self._inter_token.add(outcome, (after - before for before, after in pairwise(times_s)))
 
     def exposed(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        from prometheus_client import generate_latest
+
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of memory and of the store; the registry asks for them."""
-        used = GaugeMetricFamily("kvpersist_memory_bytes", "Memory in use.", labels=["part"])
+        """Yield the metrics of requests, of memory and of the store; Prometheus asks for them."""
+        from prometheus_client.metrics_core import CounterMetricFamily as Count
+        from prometheus_client.metrics_core import GaugeMetricFamily as Gauge
+
+        with COUNTING:
+            created_s = self._created_s
+            requests = Count(
+                "kvpersist_requests", "Requests, by what they reused.", labels=["outcome"]
+            )
+            for outcome, n_requests in self._n_requests.items():
+                requests.add_metric([outcome], n_requests, created_s)
+            prefilled = Count("kvpersist_prefilled_tokens", "Prompt tokens that were computed.")
+            prefilled.add_metric([], self._n_prefilled, created_s)
+            times = [part.collect(created_s) for part in (self._first_token, self._inter_token)]
+        yield from (requests, prefilled, *times)
+        used = Gauge("kvpersist_memory_bytes", "Memory in use.", labels=["part"])
         for area, n_bytes in (memory := self._memory() or {}).items():
             if area not in ("waiting", "pressure"):
                 used.add_metric([area], n_bytes)
         yield used
         waiting = memory.get("waiting", 0)
-        yield GaugeMetricFamily("kvpersist_memory_waiting", "Wait for memory.", value=waiting)
+        yield Gauge("kvpersist_memory_waiting", "Wait for memory.", value=waiting)
         stats = self._store()
         if stats is None:
             return
         for make, key, name, description in (
-            (GaugeMetricFamily, "blocks", "blocks", "Blocks of tokens."),
-            (GaugeMetricFamily, "checkpoints", "checkpoints", "Checkpoints of blocks."),
-            (GaugeMetricFamily, "bytes", "bytes", "Bytes of blocks and checkpoints."),
-            (GaugeMetricFamily, "max_bytes", "max_bytes", "The budget."),
-            (CounterMetricFamily, "evicted", "evictions", "Blocks and checkpoints evicted."),
-            (CounterMetricFamily, "reused_tokens", "reused_tokens", "Not computed again."),
-            (CounterMetricFamily, "asked_again_tokens", "asked_again_tokens", "Evicted in vain."),
-            (CounterMetricFamily, "written_bytes", "written_bytes", "Bytes written to the tier."),
+            (Gauge, "blocks", "blocks", "Blocks of tokens."),
+            (Gauge, "checkpoints", "checkpoints", "Checkpoints of blocks."),
+            (Gauge, "bytes", "bytes", "Bytes of blocks and checkpoints."),
+            (Gauge, "max_bytes", "max_bytes", "The budget."),
+            (Count, "evicted", "evictions", "Blocks and checkpoints evicted."),
+            (Count, "reused_tokens", "reused_tokens", "Not computed again."),
+            (Count, "asked_again_tokens", "asked_again_tokens", "Evicted in vain."),
+            (Count, "written_bytes", "written_bytes", "Bytes written to the tier."),
         ):
             family = make(f"kvpersist_{name}", description, labels=["tier"])
             for tier, tier_stats in stats["tiers"].items():
@@ -356,16 +393,16 @@ class Metrics:
             yield family
         queue = stats["queue"]
         for make, value, name, description in (
-            (GaugeMetricFamily, queue["tasks"], "queue_tasks", "Tasks of the writer that wait."),
-            (GaugeMetricFamily, queue["bytes"], "queue_bytes", "Bytes that wait to be written."),
-            (GaugeMetricFamily, queue["max_bytes"], "queue_max_bytes", "Most that may wait."),
-            (GaugeMetricFamily, len(stats["failures"]), "failures", "What fails on disk now."),
-            (CounterMetricFamily, stats["turns_saved"], "saved_turns", "Turns written."),
-            (CounterMetricFamily, stats["turns_not_saved"], "dropped_turns", "Turns not written."),
-            (CounterMetricFamily, stats["blocks_quarantined"], "quarantined", "Failed a check."),
+            (Gauge, queue["tasks"], "queue_tasks", "Tasks of the writer that wait."),
+            (Gauge, queue["bytes"], "queue_bytes", "Bytes that wait to be written."),
+            (Gauge, queue["max_bytes"], "queue_max_bytes", "Most that may wait."),
+            (Gauge, len(stats["failures"]), "failures", "What fails on disk now."),
+            (Count, stats["turns_saved"], "saved_turns", "Turns written."),
+            (Count, stats["turns_not_saved"], "dropped_turns", "Turns not written."),
+            (Count, stats["blocks_quarantined"], "quarantined", "Failed a check."),
         ):
             yield make(f"kvpersist_{name}", description, value=value)
-        failed = CounterMetricFamily("kvpersist_failed", "Failures so far.", labels=["kind"])
+        failed = Count("kvpersist_failed", "Failures so far.", labels=["kind"])
         # A counter that first appears with its first failure would not look like a growing counter
         # to Prometheus.
         for kind, n_failed in {"save a turn: disk": 0, **stats["failed"]}.items():

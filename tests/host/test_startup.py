@@ -89,7 +89,7 @@ def test_without_the_flag_nothing_of_ours_is_imported(environment: Environment) 
 def test_a_start_imports_no_library_that_only_later_requests_need(
     environment: Environment,
 ) -> None:
-    late = ["unittest.mock", "obstore", "mlx_lm_kvpersist.store.shared"]
+    late = ["prometheus_client", "unittest.mock", "obstore", "mlx_lm_kvpersist.store.shared"]
     code = f"""
 import sys, mlx_lm.server, mlx_lm_kvpersist.plugin, mlx_lm_kvpersist.host.patching.patches
 print("mlx_lm_kvpersist.store.disk" in sys.modules, [m for m in {late} if m in sys.modules])"""
