@@ -57,19 +57,13 @@ class PluginArgumentParser(argparse.ArgumentParser):
     last, and an option that clashes with one of stock's is reported for the plugin.
     """
 
-    _has_plugins = False
+    _plugin_option: argparse.Action | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if not self._has_plugins:
-            self._has_plugins = True
+        if self._plugin_option is None:
             # The option's value was read earlier; here it is checked and documented.
-            self.add_argument_group("plugins").add_argument(
-                "--plugin",
-                action="append",
-                default=[],
-                metavar="NAME",
-                help="Load a plugin of the server; can be given more than once. "
-                f"Installed: {', '.join(manager.installed_plugins()) or 'none'}",
+            self._plugin_option = self.add_argument_group("plugins").add_argument(
+                "--plugin", action="append", default=[], metavar="NAME"
             )
             try:
                 manager.ask("add_options", parser=self)
@@ -79,6 +73,14 @@ class PluginArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(with_nearest(message, self._option_string_actions))
+
+    def format_help(self) -> str:
+        if self._plugin_option is not None:
+            self._plugin_option.help = (
+                "Load a plugin of the server; can be given more than once. "
+                f"Installed: {', '.join(manager.installed_plugins()) or 'none'}"
+            )
+        return super().format_help()
 
 
 def plugin_argparse(stock: ModuleType) -> ModuleType:
