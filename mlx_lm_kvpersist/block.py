@@ -19,7 +19,7 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True)
 class Root:
-    """The model, precision and tenant of a tree of blocks. Roots share nothing.
+    """The model, precision and tenant of a tree of blocks. Two trees share no block.
 
     `fingerprint` identifies the model, `layout` the form of its KV (`ModelCacheSpec.layout`),
     `namespace` the tenant, and `session` (with isolation) a single session. `with_text`: whether
@@ -59,7 +59,7 @@ class Root:
     @classmethod
     @lru_cache(maxsize=64)  # all files of a store have the same root
     def from_json(cls, text: str) -> Root:
-        """Read `to_json`. Raises ValueError or TypeError for any other text."""
+        """Read the text of `to_json`. Raises ValueError or TypeError for any other text."""
         return cls(**json.loads(text))
 
 
@@ -77,7 +77,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """Return the token ids that `pack_ids` packed; any ids if the bytes are damaged."""
+    """Return the token ids that `pack_ids` packed; damaged bytes give wrong ids."""
     words = array("i", packed).tolist()
     if packed[3::4].isascii():  # no id has its highest bit set: no images
         return words
@@ -141,8 +141,8 @@ class Checkpoint:
 
     It has a file of its own, which may be evicted before the block. `kind` is the content:
     "state", of recurrent layers, with the newest tokens of quantized layers, or "window-512", the
-    KV of layers that see 512 tokens. `n_tokens` is the number of the block's last tokens that it
-    covers, 0 for a state.
+    KV of layers that see 512 tokens. `n_tokens` is the number of the block's last tokens that
+    the checkpoint covers, 0 for a state.
     """
 
     folder: ClassVar[str] = "checkpoints"

@@ -1,7 +1,7 @@
 """Match a prompt with the tree of stored blocks, and put stored ids in front of its own ids.
 
 The stored ids are found by the text that they decode to, or by the ids before them. `TokenText` has
-the bytes of token ids, so that text can be cut at token ends. This module knows no KV.
+the bytes of token ids, so that text can be cut at token ends. This module does not handle KV.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Encode = Callable[[str], list[int]]
 """Encodes text to token ids; special tokens are recognised, but none are added."""
 
 SHOWN_CHARS = 40
-"""Most stored characters that are shown if a prompt diverges from them."""
+"""At most this number of stored characters is shown if a prompt diverges from them."""
 
 AHEAD = 8192
 """Characters or bytes of a prompt that a source gets at a time: more than a block has."""
@@ -32,7 +32,7 @@ REPLACEMENT = "\ufffd"
 """Stands for an incomplete or invalid UTF-8 sequence (Unicode 15, section 3.9)."""
 
 _UNKNOWN = b"\xff"
-"""Stands for a token without known bytes: an invalid byte, never nothing."""
+"""The invalid byte that stands for a token without known bytes."""
 
 
 class _Pieces(dict[int, bytes]):
@@ -57,7 +57,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenText:
-    """The bytes of every token of a vocabulary, by token id; ids may have holes between them.
+    """The bytes of every token of a vocabulary, by token id; some ids may be unused.
 
     Decoding is UTF-8 with replacement characters, the way a client sees a reply. The bytes at the
     end of a sequence that wait for the rest of a character are called `pending`. Ids without known
@@ -76,7 +76,7 @@ class TokenText:
     def of(cls, tokenizer: Any) -> TokenText | None:
         """Read the vocabulary of a Hugging Face fast tokenizer, also in mlx-lm's wrapper.
 
-        None unless its decoder is like byte-level BPE's or SentencePiece's.
+        Returns None unless its decoder is like byte-level BPE's or SentencePiece's.
         """
         tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -106,7 +106,7 @@ class TokenText:
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return these tokens (an image's first), with the number of characters before each."""
+        """Return control tokens and images' first tokens, each with the characters before it."""
         controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -204,12 +204,12 @@ def _sentencepiece_piece(token: str) -> bytes:
 
 
 class BlockSource(Protocol):
-    """The source of blocks for the walk."""
+    """A source of stored blocks, to walk down their tree."""
 
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> Sequence[Block]:
-        """Return the blocks that continue `parent`, at most `limit`.
+        """Return at most `limit` blocks that continue `parent`.
 
         `ahead` is the next text or packed ids of a prompt: blocks that share less of this text
         than other blocks may be left out.
@@ -324,8 +324,8 @@ def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
 class _Step:
     """A block whose first `n_equal` characters (or bytes of ids) are at `position`.
 
-    It begins inside a character, after the bytes `pending`. Its packed ids end at `ids_end`, from
-    the root. `has_own_ids`: whether the ids from the root to its end are the prompt's own.
+    If it begins inside a character, `pending` has the bytes before it. Its packed ids end at
+    `ids_end`, from the root. `has_own_ids`: whether all ids up to its end are the prompt's own.
     """
 
     node: Block
@@ -399,7 +399,7 @@ def common_prefix(content: Any, prompt: Any, position: int) -> int:
 
 
 def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
-    """Return tokens and characters of a block up to its last token that ends in the common part.
+    """Return how many tokens and characters a block has up to its last token in the common part.
 
     A token that ends inside a character counts if the prompt has a replacement character there, or
     if the prompt has the same ids up to the end of the block.
@@ -424,15 +424,15 @@ def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
 
 
 FEW = 16
-"""If a parent has this number of blocks at most, all of them are compared with the prompt."""
+"""If a block has at most this number of children, all of them are compared with the prompt."""
 
 MAX_ALIKE = 64
-"""Most blocks with the same text that are compared with the prompt."""
+"""At most this number of blocks with the same text is compared with the prompt."""
 
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
-"""Finds the first block with greater text or ids (">"), or all equal last blocks before it."""
+"""Finds the first block with a greater text or ids (">"), or all with the last up to it ("<=")."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:

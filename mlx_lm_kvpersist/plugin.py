@@ -45,7 +45,7 @@ class KVPersistPlugin:
     """Gives the server's conversations a KV cache that outlives the server."""
 
     _config: config.Config
-    """Set by `configure`, before the server asks for anything else."""
+    """Set by `configure`; no hook that is called before it reads this."""
 
     def __init__(self) -> None:
         self._refusal = ""
@@ -55,7 +55,7 @@ class KVPersistPlugin:
         """Requests of the loaded model, if its conversations are stored."""
         self._refused: set[str] = set()
         self._address = ""
-        """Where the server listens."""
+        """The URL at which the server listens."""
         self._log = RequestLog()
         self._metrics = Metrics(self._store_counts, self._memory_parts)
 
@@ -329,7 +329,7 @@ class KVPersistPlugin:
         return {**self._shown(all_files=True), **speed.describe()}
 
     def _shown(self, *, all_files: bool = False) -> dict[str, Any]:
-        """Return the loaded model's name, its precision in words, and what store and RAM hold."""
+        """Return the loaded model's name, its precision, and counts of store and memory."""
         model = serving.model if (serving := self._serving) else None
         name, precision = (model.name, model.precision) if model else (None, None)
         counts = {"store": self._store_counts(all_files=all_files), "memory": self._memory_parts()}

@@ -2,10 +2,10 @@
 
 All ranks must act in the same order: MLX's collectives carry no names, so a rank that acts
 differently computes wrong numbers, or waits for ever. So rank 0 makes each decision that depends on
-a clock, a disk, free memory or a client, and each rank reports its own values.
+a clock, a disk, free memory or a client, and each rank sends its own values.
 
-Generation thread: the model's collectives use its default CPU stream, and a second stream would
-have no order with this stream.
+Generation thread: the model's collectives use its default CPU stream, and MLX would not order
+collectives on two streams.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ bytes of a decision."""
 _INLINE = 104
 """The number of bytes of a decision that are sent in the first message."""
 PATIENCE_S = 120.0
-"""Seconds without a message after which a rank ends: longer than any step."""
+"""A rank ends after this number of seconds without a message. No step takes as long."""
 LOADING_S = 1800.0
 """The same limit while a model is being loaded."""
 _CONNECT_S = 10.0
@@ -51,7 +51,7 @@ class Ranks:
     """The processes of one model; `size` is 1 if this process is alone.
 
     All ranks call every method except `watch` in the same order, with the same `what`. If a rank
-    makes another call, the process ends: its results would be wrong.
+    makes another call, all ranks end: the results would be wrong.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -120,7 +120,7 @@ class Ranks:
         return self.agree(self.told(value, what) == value, what)
 
     def note(self, value: int) -> None:
-        """Let the next message compare `value` and earlier notes; the process ends if unequal.
+        """Let the next message compare `value` and earlier notes; all ranks end if they differ.
 
         This sends no message.
         """
@@ -209,7 +209,7 @@ class Ranks:
         while os.getppid() == parent:
             time.sleep(_LOOK_S)
             if time.monotonic() - self._spoke_s > self.patience_s and not self.is_ending:
-                end(f"rank {self.rank} has not heard of the other ranks for {self.patience_s:g} s")
+                end(f"rank {self.rank} got no message from other ranks for {self.patience_s:g} s")
         end("the process that started this rank has ended")
 
 

@@ -48,8 +48,8 @@ def find_faults(plugin: Any, options: Sequence[str] = (), provider: Any = None) 
     """Call every hook of a plugin; return the faults, by the name of the hook.
 
     options: command line options of the plugin. provider: has `model`, `tokenizer` and `model_key`
-    as mlx-lm's ModelProvider, a tiny model without files if it is None. Raises
-    pluggy.PluginValidationError for a hook, or an argument of one, that the server does not have.
+    like mlx-lm's ModelProvider; None: a tiny model without files. Raises
+    pluggy.PluginValidationError for a hook, or a hook's argument, that the server does not have.
     """
     plugins = manager.PluginManager()
     plugins.register(plugin, name=_NAME)
@@ -104,14 +104,14 @@ class _Tested:
         """Return a function's result; record an error that would reach the server's client."""
         try:
             return act()
-        except RequestRefused:  # as these hooks may do
+        except RequestRefused:  # these hooks may raise it
             return None
         except Exception as error:
             self._faults.report(_NAME, hook, error)
             return None
 
     def _compute(self, support: Any) -> None:
-        """Run two sequences of a model through the caches of a `ModelSupport`, and merge them."""
+        """Run two sequences of a model through a `ModelSupport`'s caches, and merge the caches."""
         caches = PluginCaches(self._model, _NAME, support)
         self._make_caches, rows = caches, []
         for ids in (_IDS, _IDS[:7]):
@@ -122,7 +122,7 @@ class _Tested:
             expect(is_finite, "caches that give NaN or infinity", "finite logits")
             rows.append(row)
         is_new = all(first is not second for first, second in zip(*rows, strict=True))
-        expect(is_new, "the caches of another sequence", "new ones")
+        expect(is_new, "the caches of another sequence", "new caches")
         if all(hasattr(cache, "merge") for cache in rows[0]):  # otherwise the server makes no batch
             for cache in rows[0]:
                 caches.merge(cache)

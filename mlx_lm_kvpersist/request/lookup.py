@@ -1,11 +1,11 @@
 """From a prompt to restored caches: match the prompt, read the stored blocks, join and check them.
 
-A lookup is made before its request is queued, on its HTTP thread. It matches the prompt with the
-stored text, splices stored ids into it, and finds the reason why no more is stored. The generation
-thread restores the caches. Its work grows with the number of blocks, and with the tokens after the
-last stored block, but not with the length of the prompt.
+The HTTP thread of a request makes its lookup before the request is queued. The lookup matches the
+prompt with the stored text, splices stored ids into the prompt, and finds why no more tokens are
+stored. The generation thread then restores the caches. The time of a restore grows with the blocks
+and with the tokens after the last stored block, but not with the length of the prompt.
 
-If the store raises, the request loses its restore, never its reply: the caller catches exceptions.
+If the store raises, the caller catches the exception: the prompt is computed, the reply is right.
 The store verifies checksums, the lookup verifies shapes, and the canary verifies values.
 """
 
@@ -42,10 +42,10 @@ MIN_TOKENS = 16
 """Computing fewer tokens is faster than restoring them, on any device."""
 
 MIN_PREFETCH_BYTES = 8 << 20
-"""Reading less than this takes one or two steps: no request waits for a prefetch."""
+"""Fewer bytes are not prefetched: reading them takes one or two steps of the replies."""
 
 MIN_STEPWISE_BYTES = 64 << 20
-"""Joining less than this takes one or two steps of the replies."""
+"""Fewer bytes are joined at once: this takes as long as one or two steps of the replies."""
 
 MAX_MATCHED_TOKENS = 2048
 """A longer prompt is not matched by text, or spliced, on the generation thread."""
@@ -56,10 +56,10 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True, eq=False)
 class StoredPrefix:
-    """A prompt whose first ids are stored. The first `n_tokens` of them are to be restored.
+    """A prompt whose first ids are stored. The first `n_tokens` of these ids are to be restored.
 
     The model reads `prompt`, whose ids are `packed_ids`. If the prompt differs from the stored text
-    at `divergence`, or is not stored, `reason` and `detail` say why no more is used.
+    at `divergence`, or is not stored, `reason` and `detail` say why no more tokens are used.
     """
 
     prompt: Prompt
@@ -87,7 +87,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Caches of `n_tokens`; `n_read` came from lower tiers, the slowest of them `tier`."""
+    """Caches of `n_tokens`: `n_read` of them came from lower tiers; `tier` is the slowest tier."""
 
     n_tokens: int = 0
     caches: list[Any] | None = None
@@ -96,11 +96,11 @@ class _Joined:
 
 
 class Lookup:
-    """A prompt, from the match with the stored text to the caches that hold its beginning.
+    """Matches a prompt with the stored text, and restores caches that hold the prompt's beginning.
 
-    `prompt` has replies as the ids that the model produced. Several ranks restore the tokens that
+    In `prompt`, replies are the ids that the model produced. Several ranks restore the tokens that
     every rank has: rank 0 matches the prompt, and the other ranks look up its ids. They look up at
-    most `n_worth` tokens, for which rank 0 found a restore faster than computing.
+    most `n_worth` tokens: rank 0 restores this number, because computing them would take longer.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Lookup:
         self._others_have_less = False
         tokens = model.text if n_worth is None else None
         self.text = tokens.known_text(prompt.ids) if tokens else None
-        """None: the prompt is matched by ids."""
+        """The text of the prompt; None if the prompt is matched by ids."""
         self._prefetch: Prefetch | None = None
         self._pinned: list[KVBlock] = []
         self._steps: Generator[None, None, Reuse] | None = None
         self._reuse: Reuse | None = None
         self._closed = False
         self._spent_s = 0.0
-        self._n_quarantined = store.blocks_quarantined  # a prefetch also finds damage
+        self._n_quarantined = store.blocks_quarantined  # before a prefetch, which may find damage
         self._planned: tuple[tuple[Any, ...], RestorePoint | None] | None = None
         """The last restore point, with the arguments of its search."""
         self._needed: set[bytes] = set()
@@ -141,7 +141,7 @@ class Lookup:
             logger.exception("kvpersist: stored blocks could not be looked up")
 
     def _find(self, prompt: Prompt) -> StoredPrefix:
-        """Match a prompt with the stored text, and replace its beginning by the stored ids.
+        """Match a prompt with the stored text, and put the stored ids at the prompt's beginning.
 
         O(prompt).
         """
@@ -163,7 +163,7 @@ class Lookup:
         return self._to_use(stored, match if match.n_tokens else nearest, text)
 
     def _find_again(self) -> StoredPrefix:
-        """Match the prompt again, because blocks have changed; a long prompt by its ids."""
+        """Match the prompt again, because the store has changed; match a long prompt by its ids."""
         if len(self.stored.prompt.ids) <= MAX_MATCHED_TOKENS:
             return self._find(self.prompt)
         self._n_changes = self._store.n_changes
@@ -174,9 +174,9 @@ class Lookup:
         return match_prompt(source, self.root.key, packed)
 
     def _to_use(self, stored: StoredPrefix, match: Match, text: str | None) -> StoredPrefix:
-        """Return how much of a match to restore, and why not more.
+        """Return the prefix with the number of tokens to restore, and the reason why not more.
 
-        Without `text`, other trees are not searched again.
+        Without `text`, other trees are not searched again for the reason.
         """
         ids = stored.prompt.ids
         n_most = len(ids) - 1  # the last token must be computed, to get logits
@@ -202,7 +202,7 @@ class Lookup:
         return replace(self.stored.prompt, messages=()), self.stored.n_tokens
 
     def _point(self, lost: Collection[bytes] = (), most: int | None = None) -> RestorePoint | None:
-        """Return the records to restore; a model cannot continue inside an image. O(blocks).
+        """Return the records to restore, up to a position outside of images. O(blocks).
 
         Records with a key in `lost`, and all tokens after the first `most`, count as missing.
         """
@@ -224,7 +224,7 @@ class Lookup:
     def prefetch(self) -> bool:
         """Start to read the needed blocks; return whether reading or joining takes long.
 
-        O(blocks). `restore` does not depend on it.
+        O(blocks). `restore` works without a prefetch, too.
         """
         point = self._point()
         if point is None:
@@ -233,7 +233,7 @@ class Lookup:
         pool = self._store.pool
         if sum(n for record, n in sizes if record.key not in pool) > MIN_PREFETCH_BYTES:
             self._prefetch = self._store.reader.prefetch(sizes, self.root)
-            if self._closed:  # by another thread, at the same time
+            if self._closed:  # another thread has closed the lookup by now
                 self.close()
         is_large = sum(n for _, n in sizes) > MIN_STEPWISE_BYTES
         return self._prefetch is not None or is_large
@@ -246,7 +246,7 @@ class Lookup:
         if point is not None:
             keys = [need.record.key for need in point.needed]
             self._pinned = self._store.pool.pin(keys, prefetch=True)
-            if self._closed:  # another thread has closed it by now
+            if self._closed:  # another thread has closed the lookup by now
                 self.let_go()
 
     def let_go(self) -> None:
@@ -256,7 +256,7 @@ class Lookup:
 
     @property
     def restored_bytes(self) -> int:
-        """Bytes of the caches that are being filled or are full."""
+        """The bytes of the caches, from the first step of the restore on; 0 before."""
         if not self.is_begun:
             return 0
         spec, n_tokens = self.model.spec, self.stored.n_tokens
@@ -278,7 +278,7 @@ class Lookup:
         return self._reuse is not None
 
     def close(self) -> None:
-        """Release all prefetched blocks and restored caches. Any thread, also repeatedly."""
+        """Release all prefetched blocks and restored caches. Any thread; may be called again."""
         self._closed = True
         self._reuse = None
         self._steps = None  # its frame refers to this lookup and to half-filled caches
@@ -295,7 +295,7 @@ class Lookup:
         """
         if self._prefetch is not None:
             self._prefetch.stop()  # this thread reads the remaining blocks faster
-        several = self.model.ranks.are_several  # so no rank stops alone
+        several = self.model.ranks.are_several  # then no rank may stop alone
         try:
             while (reuse := self._reuse) is None:
                 if not several and (self._closed or is_gone()):
@@ -318,7 +318,7 @@ class Lookup:
             self._steps = steps
         except StopIteration as end:
             self._reuse = end.value
-        if self._closed and not self.model.ranks.are_several:  # another thread has closed it
+        if self._closed and not self.model.ranks.are_several:  # closed by another thread
             self._steps = self._reuse = None
         self._spent_s += perf_counter() - started
 
@@ -346,8 +346,8 @@ class Lookup:
             if joined is None:
                 read.clear()  # the next attempt reads everything again
                 continue
-            # The only exchange of a restore: all ranks restore the smallest number of tokens. The
-            # lowest bit of the message says whether the canary is needed.
+            # A restore's only message: all ranks restore the smallest number that a rank reports.
+            # The lowest bit of a report says whether the rank needs the canary.
             is_checked = bool(read) or not self.model.is_known
             reports = together.all_of(2 * joined.n_tokens + is_checked, "how much is restored")
             n_tokens, is_needed = zip(*(divmod(report, 2) for report in reports), strict=True)
@@ -371,9 +371,9 @@ class Lookup:
         *,
         is_checked: bool,
     ) -> bool:
-        """Return whether the canary accepts the blocks as this model's; record their use.
+        """Return whether the canary accepts the restored blocks; if so, record their use.
 
-        If not, the blocks in `read` go to quarantine, and `lost` gets the keys of all blocks.
+        If not, quarantine the records in `read`, and add the keys of all records to `lost`.
         """
         store, model, caches = self._store, self.model, joined.caches or ()
         if self._canary and is_checked:
@@ -396,11 +396,11 @@ class Lookup:
     ) -> Generator[None, None, _Joined | None]:
         """Load the records of a restore point into caches with room for the rest of the prompt.
 
-        Yields after each block, and after some buffers have been made. Returns None if a block
-        cannot be read: `lost` gets its key. `read` gets the records from lower tiers.
+        Yields after each block, and after some buffers have been made. Adds the records that were
+        read from lower tiers to `read`. Returns None, and adds a key to `lost`, if a read fails.
 
-        in_steps: whether replies continue between the steps, so that no step may be long; otherwise
-        all blocks in RAM are joined at once, which takes less time.
+        in_steps: whether replies run between the steps: then no step may be long. If not, and if
+        all blocks are in RAM, they are joined at once, which takes less time.
         """
         spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
@@ -440,7 +440,7 @@ class Lookup:
                 joiner.add_state(loaded.arrays, n_tokens)
                 kind = "state"
                 if spec.recurrent:
-                    n_tokens = point.n_tokens  # this error stands for all errors
+                    n_tokens = point.n_tokens  # the state depends on all tokens
             elif need.window is None and spec.is_unfinished(need.record.n_tokens):
                 joiner.add_unfinished(loaded.arrays, n_tokens)
             else:
@@ -456,7 +456,7 @@ class Lookup:
         return _Joined(point.n_tokens, caches, max(n_read.values(), default=0), slowest)
 
     def _outcome(self, joined: _Joined, n_wanted: int) -> Outcome:
-        """Return what was reused, and why not more."""
+        """Return how many tokens were reused, and why not more."""
         stored, n_reused = self.stored, joined.n_tokens
         ids, granule = stored.prompt.ids, self.model.saver.granule
         is_all_stored = stored.match.n_tokens >= len(ids) - 1

@@ -1,4 +1,4 @@
-"""One account of all memory except a model's weights: used, reserved, and given back.
+"""The account of all memory except a model's weights: caches, claims of requests, and the pool.
 
 The pool gets the memory that sequences do not use, and at least a share of the total. A request
 begins if the caches of all requests fit at their full length. The machine reports how much memory
@@ -26,21 +26,21 @@ from .lookup import Lookup
 from .model import LoadedModel
 
 LEAST_BYTES = 128 << 20
-"""The least bytes of the account, even if the device offers less."""
+"""The smallest size of the account, even if the device offers less."""
 MOST_RESERVE_BYTES = 4 << 30
-"""At most this much memory, an eighth of the device's, is left to other programs."""
+"""An eighth of the device's memory is left to other programs, but at most this many bytes."""
 POOL_SHARE = 8
 """The pool always has an eighth of the account: turns wait in it until they are written."""
 ROOM = 1024
-"""Tokens of spare room that a sequence's buffers may have, beyond its last."""
+"""The spare room, in tokens, that a sequence's buffers may have after the last token."""
 GROWTH = 512
-"""A sequence begins only if there is room for this number of tokens more."""
+"""A sequence begins only if memory also has room for this number of further tokens."""
 MOST_PASSED = 8
-"""A request that waits for memory lets this number of smaller requests pass; then it is next."""
+"""A request that waits for memory lets this number of smaller requests pass it, and no more."""
 NEEDED_ABOVE = 0.5
-"""The share of the recommended bytes above which macOS keeps weights wired (docs/mac.md)."""
+"""If weights need a larger share of the recommended bytes, they are wired (docs/mac.md)."""
 _RECORD_BYTES = 4096
-"""The record, ids and text of a block in RAM, and its places in indexes; not its arrays."""
+"""The bytes of a block in RAM without its arrays: record, ids, text, entries in indexes."""
 _INDEX_BYTES = 32 << 20
 """The size of SQLite's pages and of a tokenizer's texts."""
 NORMAL, WARNING, CRITICAL = 1, 2, 4
@@ -56,7 +56,7 @@ class Claim:
     """The memory that a request needs to begin: the caches of `n_tokens`.
 
     `order`: the number of the request, by arrival. `is_over`: whether the request needs no memory
-    any more. `lookup` pins the blocks that it restores.
+    any more. `lookup` pins the blocks that the request restores.
     """
 
     order: int
@@ -130,13 +130,13 @@ class Memory:
 
     @property
     def pool_bytes(self) -> int:
-        """The bytes that sequences leave to the pool."""
+        """The bytes that sequences always leave to the pool."""
         return min(self._whole_bytes // POOL_SHARE, self._store.limits.max_ram_bytes)
 
     def changed(self) -> None:
         """Give the pool the remaining memory, and set MLX's memory limit.
 
-        Then waiting requests ask again.
+        After that, waiting requests ask again for memory.
         """
         self._n_changes += 1
         level, self._level = self._level, self._pressure_level()
@@ -149,10 +149,10 @@ class Memory:
         if (n_more := len(pool) - self._most_blocks) > 0:
             pool.release(pool.n_bytes * n_more // len(pool) + 1)
         # Beyond its limit MLX frees its buffers and waits for the device before each step. A
-        # request that runs alone, and needs more, must not cause that.
+        # request that runs alone, and needs more, must not cause this.
         mx.set_memory_limit(self.weights_bytes + max(self._whole_bytes, needed + idle_bytes))
 
-    # Requests that begin.
+    # Requests that want to begin.
 
     def admits(self, claim: Claim) -> bool:
         """Whether there is room for a request; if so, reserve the room that it needs.
@@ -203,7 +203,7 @@ class Memory:
         if lookup is not None and pool.n_bytes > pool.max_bytes:
             lookup.let_go()  # the caches need the blocks' memory
 
-    # What runs.
+    # Running sequences.
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
         """Record the running sequences; return whether the replies fit (see `ModelSupport`)."""
@@ -260,10 +260,10 @@ def weights_bytes(*models: Any) -> int:
 
 
 def total_bytes(option: int | None, n_weights: int) -> int:
-    """Return the bytes for everything except a model's weights: the option or, by default, what the
-    device leaves after a reserve for other programs.
+    """Return the bytes for everything except a model's weights: the option or, by default, the
+    device's memory less the weights and a reserve for other programs.
 
-    The result is at least LEAST_BYTES, because the stock server would serve the model, too.
+    The default is at least LEAST_BYTES: the stock server would serve too large a model, too.
     """
     if option is not None:
         return option
@@ -280,7 +280,7 @@ def total_bytes(option: int | None, n_weights: int) -> int:
 def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
     """Return how many bytes macOS may wire (None: stock's number), and the reason for the log.
 
-    asked_bytes: stock's number, which is all that the device recommends.
+    asked_bytes: stock's number, the most that the device recommends.
     """
     sizes = f"the weights are {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)}"
     if n_weight_bytes > NEEDED_ABOVE * asked_bytes:
@@ -289,7 +289,7 @@ def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]
 
 
 def pressure_level() -> int:
-    """Return macOS's level of memory pressure; NORMAL on other systems. It takes microseconds."""
+    """Return macOS's level of memory pressure; NORMAL on other systems. Takes microseconds."""
     if sys.platform != "darwin":
         return NORMAL
     level, size = ctypes.c_int(NORMAL), ctypes.c_size_t(4)

@@ -40,7 +40,7 @@ from .saver import CheckpointSaver, RunningSequence, Saver
 logger = logging.getLogger(__name__)
 
 MIN_RESTORE_BYTES = 4 << 20
-"""Smaller restores take mostly overhead, so no rate is learned from them."""
+"""The time of smaller restores is mostly overhead: no rate is learned from them."""
 
 _WEIGHT = 0.2
 """The weight of the newest measurement in a running average."""
@@ -53,14 +53,14 @@ _SUPPOSED_TOKEN_S = 1e-3
 class Speed:
     """The speed of computing and restoring a model's prompts on this device.
 
-    The generation thread learns; any thread may ask. Only working time counts: chunks without the
-    steps of replies between them, reads in their own threads, joins without the pauses between
-    their steps. So other requests do not change whether a prompt is restored. Until a speed is
-    known, restoring counts as faster, which is true on most devices.
+    The generation thread measures; any thread may read. Only working time counts: chunks without
+    the steps of replies between them, reads in separate threads, joins without the pauses between
+    steps. So other requests do not change whether a prompt is restored. Until a speed is known,
+    restoring counts as faster than computing, which is true on most devices.
 
     `pace` learns from the chunks of prompts. `rates` has the bytes per second of each tier, as a
-    running average: the rate of joining for RAM, which every restored byte needs, and the rate of
-    reading for each lower tier. The dict is replaced, never changed: other threads iterate over it.
+    running average: for RAM the rate of joining, because every restored byte is joined, and for
+    each lower tier the rate of reading. The dict is never changed: other threads iterate over it.
     """
 
     memory: PrefillMemory | None = None
@@ -75,7 +75,7 @@ class Speed:
         max_stall_s: float,
         stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None,
     ) -> PrefillLimits | None:
-        """Return how prompts are computed while replies wait `max_stall_s` at most.
+        """Return the limits with which prompts are computed: replies wait `max_stall_s` at most.
 
         `stepped` is called after steps of the replies.
         """
@@ -114,7 +114,7 @@ class Speed:
 class ModelOptions:
     """The options that decide how a model's prompts are computed and stored.
 
-    `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: the memory
+    `with_text`: whether the prompts may be stored as text. `max_prefill_bytes`: the memory
     of a chunk of a prompt, without model and caches. `ranks`: the processes that compute the model.
     """
 
@@ -141,7 +141,7 @@ class LoadedModel:
     """None if prompts are matched by ids: text is not stored, or the tokenizer is not supported."""
     name: str = ""
     is_known: bool = True
-    """Whether facts about its architecture ship with the package."""
+    """Whether the package has facts about the model's architecture."""
     speed: Speed = field(default_factory=Speed, compare=False)
     draft: LoadedModel | None = field(default=None, compare=False)
     """The draft model, whose caches are stored below a separate root."""
@@ -195,7 +195,7 @@ class LoadedModel:
 def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
     """Return the provider's model with its caches, fingerprint and speed, and its draft model.
 
-    provider: has `model`, `tokenizer` and `model_key`, as mlx-lm's ModelProvider. Raises OSError,
+    provider: has `model`, `tokenizer` and `model_key`, like mlx-lm's ModelProvider. Raises OSError,
     and ModelNotSupported if the model's conversations cannot be stored.
     """
     model_path, adapter_path, draft_path = provider.model_key
@@ -230,11 +230,11 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
     for group in spec.full:
         if group.precision is None and not options.choice.is_full_precision:
             n_slots, why = len(group.slots), group.why
-            logger.warning("kvpersist: %d of its layers stay in full precision: %s", n_slots, why)
+            logger.warning("kvpersist: %d layers stay in full precision: %s", n_slots, why)
     if facts is None:
         logger.warning(
             "kvpersist: no facts ship about the architecture of %s: each prompt is computed alone, "
-            "attention dequantizes, and each restore is checked as far as caches can step back",
+            "attention dequantizes, and each restore is checked if its caches can be trimmed",
             name,
         )
     n_positions = position_limit(model) or math.inf
@@ -247,7 +247,7 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
 def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
     """Work that each rank does alone, without messages.
 
-    If it fails on one rank, it fails on all ranks: the other ranks would otherwise wait for a
+    If the work fails on one rank, it fails on all: the other ranks would otherwise wait for a
     message of the failed rank. Raises ModelNotSupported for all errors except OSError.
     """
     error: Exception | None = None
@@ -285,7 +285,7 @@ def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOpti
     if n_caches != n_layers:
         raise ModelNotSupported(
             f"a draft model is in use, and the model has {n_caches} caches for its {n_layers} "
-            "layers: mlx-lm takes those of the draft model for its own"
+            "layers: mlx-lm would use the draft model's caches for the rest"
         )
     return draft
 

@@ -43,14 +43,14 @@ _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.
 
 
 class Kind(Enum):
-    """How a prompt relates to what is stored."""
+    """How a prompt relates to the stored conversations."""
 
     EXACT = "EXACT"
     """All but the last token are stored."""
     EXTEND = "EXTEND"
-    """The prompt continues a stored conversation, or is its beginning."""
+    """The prompt continues a stored conversation, or equals its beginning."""
     DIVERGE = "DIVERGE"
-    """The prompt begins as a stored conversation does, and continues differently."""
+    """The prompt begins like a stored conversation, and continues differently."""
     MISS = "MISS"
     """Nothing of the prompt was reused."""
     STOCK = "STOCK"
@@ -58,13 +58,13 @@ class Kind(Enum):
 
 
 PENDING = "outcome=PENDING"
-"""The header of a stream that begins before its prompt is looked up."""
+"""The header's value for a stream that begins before its prompt is looked up."""
 COLD = "cold"
 """The tier in the outcome if nothing of the prompt is reused."""
 
 
 class Reason(Enum):
-    """The reason why no more was reused: a word for programs, and a clause for people."""
+    """The reason why no more tokens were reused: a word for programs, a clause for people."""
 
     NOTHING_ALIKE = "new", "nothing stored begins like this"
     DIVERGED = "diverged", "the prompt diverges from what is stored"
@@ -90,8 +90,8 @@ class Reason(Enum):
 class Divergence:
     """Where a prompt diverges from the nearest stored branch.
 
-    `char` counts in the whole rendered prompt. `message` is the index of its message, `role` the
-    message's role, and `message_char` the character in the content; all None between messages.
+    `char` is the position in the rendered prompt. `message` is the message's index, `role` its
+    role, and `message_char` the position in its content; all three are None between messages.
     `stored` and `asked` are the next characters of the stored text and of the prompt.
     """
 
@@ -107,8 +107,8 @@ class Divergence:
 class Outcome:
     """How much a request reused: `n_reused` of `n_prompt` tokens.
 
-    `n_restored` of them were read from tiers below RAM. `tier` is the slowest tier of these,
-    or `COLD`.
+    `n_restored` of the reused tokens were read from tiers below RAM. `tier` is the slowest tier
+    from which any token was reused, or `COLD`.
     """
 
     kind: Kind
@@ -123,7 +123,7 @@ class Outcome:
 
     @property
     def header(self) -> str:
-        """The value of the X-KVPersist response header. It holds no text of the prompt."""
+        """The value of the X-KVPersist response header. It contains no text of the prompt."""
         reason = f"; reason={self.reason.word}" if self.reason else ""
         return (
             f"outcome={self.kind.value}; tier={self.tier}; reused={self.n_reused}; "
@@ -132,7 +132,7 @@ class Outcome:
 
     @property
     def why(self) -> str:
-        """Why no more was reused, or ""."""
+        """Why no more tokens were reused, or ""."""
         return self.detail or (self.reason.text if self.reason else "")
 
     def sentence(self, session: str | None, *, is_kept: bool = True) -> str:
@@ -164,7 +164,7 @@ def divergence_at(
 ) -> Divergence | None:
     """Find, by its content, the message in which a prompt diverges from the stored text.
 
-    None if the prompt or the stored text ends there.
+    Returns None if the prompt or the stored text ends there.
     """
     n_agreed = nearest.n_agreed
     prompt_next = text[n_agreed : n_agreed + SHOWN_CHARS]
@@ -177,7 +177,7 @@ def divergence_at(
         if not isinstance(content, str) or not content.strip():
             continue
         start = text.find(content, position)
-        if start < 0:  # a template may trim
+        if start < 0:  # a template may trim content
             content = content.strip()
             start = text.find(content, position)
         if start < 0:
@@ -235,7 +235,7 @@ def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
 
 
 class RequestLog:
-    """The last requests as JSON objects; with_text: they may quote the prompt. Any thread.
+    """The last requests as JSON objects; with_text: whether they may quote prompts. Any thread.
 
     A record never gets or loses a field, so a thread may read it while another sets a field.
     """
@@ -253,7 +253,7 @@ class RequestLog:
         return record
 
     def timed(self, request_id: str, first_token_s: float | None) -> dict[str, Any] | None:
-        """Add the seconds from queueing to the first token; return the record, if it exists."""
+        """Record the seconds from queueing to the first token; return the record, if it exists."""
         for record in self._records.copy():
             if record["id"] == request_id:
                 record["first_token_s"] = first_token_s
@@ -261,9 +261,9 @@ class RequestLog:
         return None
 
     def forget(self, session: str | None, namespace: str | None = None) -> None:
-        """Remove a deleted session's records, and its quotations in other records.
+        """Remove a deleted session's records, and all quotations in the other records.
 
-        The session of that name in another namespace keeps its records; None: in any namespace.
+        A session of this name in another namespace keeps its records, unless `namespace` is None.
         """
         for record in self._records.copy():
             record["divergence"] = unquoted(record)["divergence"]
@@ -309,8 +309,8 @@ class Times:
 class Metrics:
     """All metrics.
 
-    store: returns `BlockStore.stats()`; memory: returns `Memory.parts()`. They return None
-    without a store, or without a model.
+    store: returns `BlockStore.stats()`, or None without a store. memory: returns
+    `Memory.parts()`, or None without a model.
     """
 
     def __init__(

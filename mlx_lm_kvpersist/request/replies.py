@@ -7,9 +7,9 @@ conversation. There is one exception. A reply may be fed as the model's own ids,
    character, and equal tool calls, as JSON values. Reasoning may be left out. If the reply has no
    end token, a beginning of the content suffices: the server does not know how much the client has
    read;
-2. the prompt before the reply reads as it did when the model produced the ids, character for
-   character: bytes that are not valid text read as clients see them, as U+FFFD;
-3. the text that the template renders from there to the next end token has the same form (`_form`);
+2. the prompt's text before the reply is the same, character by character, as when the model
+   produced the ids: bytes that are not valid text count as U+FFFD, as clients see them;
+3. the text that the template renders for the reply, up to the end token, has its form (`_form`);
 4. the reply's ids begin and end with the white space that is rendered there, so that the
    template's white space is neither lost nor doubled.
 
@@ -24,7 +24,7 @@ tokenizer make:
 - another Unicode form than NFC: some tokenizers normalise;
 - a byte 0, which the server sends as the character U+0100.
 
-If rendering and ids cannot differ, nothing is remembered: text matching finds the ids.
+If the rendered text must equal the reply's text, nothing is remembered: a text match finds the ids.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .model import LoadedModel
 Message = Mapping[str, Any]
 _DIGEST_BYTES = 16
 _CONTROL, _BLANK = "\ud800", "\ud801"
-"""Mark control tokens in a form with halves of surrogates, which no text has. _BLANK marks a token
+"""Halves of surrogates, which no text has. They mark control tokens in a form; _BLANK marks tokens
 of white space, such as Gemma's line breaks."""
 
 
@@ -58,7 +58,7 @@ of white space, such as Gemma's line breaks."""
 class _Reply:
     """A reply's ids, the size and digest of its prompt's text, and the text sent to its client.
 
-    has_ended: whether the model ended it, not max_tokens, a stop string or its client.
+    has_ended: whether the model ended the reply, not max_tokens, a stop string or the client.
     is_known: whether the sent text is known.
     """
 
@@ -72,7 +72,7 @@ class _Reply:
 
     @classmethod
     def read(cls, packed: bytes) -> _Reply | None:
-        """Unpack a reply; return None if it is malformed: any server may have put it."""
+        """Unpack a reply; return None if it is malformed: another server may have stored it."""
         with suppress(ValueError, TypeError, OverflowError, RecursionError):
             reply = cls(**json.loads(packed))
             kinds = [type(value) for value in vars(reply).values()]
@@ -106,9 +106,9 @@ def remember(
     O(reply), and a hash over the messages; O(prompt) if the prompt's `digest` is missing.
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`. `sent` has the
-    content, reasoning and tool calls that the client got; None if they are not known, or not yet. A
-    reply without an end token is also found by the messages before it: its client may have read
-    only a beginning.
+    content, reasoning and tool calls that the client got, or is None if they are not known (yet).
+    A reply without an end token is also found by the messages before it: the client may have read
+    only a part.
     """
     if model.text is None or not reply or not messages:
         return ()
@@ -141,12 +141,12 @@ def digest_of(text: str) -> tuple[int, str]:
 
 
 def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) -> dict[bytes, bytes]:
-    """Return the remembered replies among messages, packed, by digest. Any thread."""
+    """Return the remembered replies among messages, packed, by key. Any thread."""
     return store.replies(root.key, [key for _, *keys in _replies_among(messages) for key in keys])
 
 
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
-    """Return a prompt in which replies are the model's own ids, by the rule."""
+    """Return a prompt in which replies are the model's own ids, if the rule allows that."""
     tokens = model.text
     among = list(_replies_among(prompt.messages))
     if tokens is None or not among:
@@ -167,9 +167,9 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     turn_ends = [i for i, n in enumerate(prompt.ids) if n in model.tokenizer.eos_token_ids]
     turn_ends.append(len(prompt.ids))
     before = blake2b(digest_size=_DIGEST_BYTES)
-    n_bytes = 0  # which `before` has hashed
+    n_bytes = 0  # the bytes that `before` has hashed
     ids: list[int] = []
-    n_read = 0  # tokens of the prompt that `ids` stand for
+    n_read = 0  # the prompt's tokens that `ids` already replaces
     for message, reply in replies:
         start = bisect_left(ends, ends[n_read] + reply.n_prompt_bytes - n_bytes, n_read)
         if start >= len(ends):
@@ -191,7 +191,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
 
 
 def with_ids(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Return the prompt with other ids, and the segments before and after the differing ids."""
+    """Return the prompt with other ids; a segment that ends among differing ids joins the next."""
     old, new = prompt.ids, tuple(ids)
     n_first, n_last = common_prefix(old, new, 0), common_prefix(old[::-1], new[::-1], 0)
     segments, types = [], []
@@ -269,7 +269,7 @@ def _blank_ends(text: str) -> tuple[str, str]:
 
 
 def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
-    """Return an interrupted reply, and the text that its client can have received."""
+    """Return an interrupted reply with the text that its client can have received."""
     detokenizer, end = tokenizer.detokenizer, tokenizer.think_end
     for token_id in reply.ids:
         detokenizer.add_token(token_id)
@@ -280,9 +280,9 @@ def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
 
 
 def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
-    """Yield each assistant message with two keys: hashes over the messages up to it, and before it.
+    """Yield each assistant message with two keys: hashes of the messages up to it, and before it.
 
-    The keys do not depend on the form of content and on the reasoning.
+    The keys depend neither on the form of content nor on the reasoning.
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-3")
     for message in messages:

@@ -5,8 +5,8 @@ The work is kept small: hash the ids, copy the new tokens' KV, evaluate. Generat
 A model with windows or recurrent layers continues only from a checkpoint, which holds its states
 and the last tokens of its windows. Checkpoints are at the ends of the system prompt, of the user's
 messages and of the replies, and at some positions of a long prompt until it is computed. A
-checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint replaces
-it.
+checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint may
+replace it before it is written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STATE = "state"
 layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""The number of newest checkpoints that stay besides the first: two for each of three turns."""
+"""In addition to the first checkpoint, this many newest ones stay: two for each of three turns."""
 
 N_SAFE = 2
 """The number of newest written checkpoints to keep: a kill loses postponed checkpoints."""
@@ -66,8 +66,8 @@ Stored = Mapping[bytes, Sequence[Checkpoint]]
 class RunningSequence:
     """The tokens of a request that has entered. Generation thread.
 
-    The first `n_reused` of its `n_prompt` prompt tokens, the `packed_ids`, were restored. `chain`
-    holds the stored blocks of its beginning. Its leaf has `session`, `note` and `messages`.
+    `packed_ids` are the `n_prompt` tokens of the prompt, of which the first `n_reused` were
+    restored. `chain` has the stored blocks. Its leaf gets `session`, `note` and `messages`.
     """
 
     root: Root
@@ -75,7 +75,7 @@ class RunningSequence:
     n_reused: int = 0
     chain: list[Block] = field(default_factory=list, repr=False)
     n_system: int = 0
-    """The number of tokens of the prompt's system prompt."""
+    """The number of tokens of the system prompt."""
     packed_ids: bytes = field(default=b"", repr=False)
     session: str | None = None
     note: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -90,7 +90,7 @@ class RunningSequence:
         return self.chain[-1].stop if self.chain else 0
 
     def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
-        """Return the leaf of its conversation, whose blocks are `chain`."""
+        """Return the leaf of the conversation whose blocks are `chain`."""
         end, with_text = chain[-1], self.root.with_text
         note = {name: text for name, text in self.note.items() if name != "words" or with_text}
         moved, is_session = tuple(replaced), not self.is_draft
@@ -99,7 +99,7 @@ class RunningSequence:
 
 @dataclass(frozen=True)
 class Needed:
-    """Tokens [start, stop) of a block or window, counted from its first; a state has none.
+    """Tokens [start, stop) of a block or window, counted from its first token; a state has none.
 
     `forms` are the forms of its arrays; `window` is the number of tokens that a window's layers
     see.
@@ -141,7 +141,7 @@ class Saver:
     saves_every = BLOCK_TOKENS
     """The number of tokens after which a prompt is saved while the rest is computed."""
     missing = Reason.EVICTED
-    """Why not all matched tokens are restored."""
+    """The reason if not all matched tokens are restored."""
 
     @property
     def granule(self) -> int:
@@ -158,7 +158,7 @@ class Saver:
         """Return what to restore of the first `n_tokens` of a chain, without keys in `lost`.
 
         If the last used tokens are in a quantized block, an unfinished block that has them in full
-        precision takes its place. If there is no such block, they are computed again. O(blocks).
+        precision is used instead. Without such a block, they are computed again. O(blocks).
         """
         needed, end = [], 0
         for block in path:
@@ -224,7 +224,7 @@ class Saver:
     def _replaced_tails(
         self, chain: Sequence[Block], n_reused: int, store: BlockStore
     ) -> list[tuple[bytes, bytes]]:
-        """Return the partial blocks that the chain contains, each with the longer block's key.
+        """Return the partial blocks that longer blocks replace, each with the longer block's key.
 
         If a reply fills a block, which is then quantized, the prompt's tokens of that block stay in
         RAM unquantized, for the same prompt.
@@ -248,7 +248,7 @@ class Saver:
         new, text = list[Block](), self.text
         parent, pending = chain[-1].key if chain else sequence.root.key, b""
         if chain and text is not None:
-            # Computed, not read from the row: no check would find damage in the row.
+            # `pending` is computed: no check would find damage in the index, which also has it.
             _, pending = text.feed(chain[-1].ids, chain[-2].pending if chain[1:] else b"")
         for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
             block_ids = ids[start : start + BLOCK_TOKENS]
@@ -278,7 +278,7 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Also saves checkpoints, and finds one for a resume. `pace`: the speed of computing."""
+    """Also saves checkpoints, and finds the last usable one. `pace`: the speed of computing."""
 
     pace: Pace = field(default_factory=Pace)
 
@@ -316,7 +316,7 @@ class CheckpointSaver(Saver):
         cache_type: str,
         store: BlockStore,
     ) -> None:
-        """Save blocks with a checkpoint at their end; when a reply has ended, the session moves."""
+        """Save blocks with a checkpoint at their end; after a reply, move the session's leaf."""
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
@@ -335,7 +335,7 @@ class CheckpointSaver(Saver):
             stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
-        # The checkpoint waits with all records that it needs, so that none is evicted.
+        # All records that the checkpoint needs wait with it, so that none of them is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         added = tuple(new or chain[-1:])
@@ -448,7 +448,7 @@ class CheckpointSaver(Saver):
     def _needed_at(
         self, path: Sequence[Block], n_tokens: int, stored: Stored
     ) -> list[Needed] | None:
-        """Return the windows and the state to continue from a position; None if any is missing."""
+        """Return the windows and the state to continue from a position; None without them."""
         needed: list[Needed] = []
         at_end: list[Needed] = []
         n_newest = n_tokens % BLOCK_TOKENS if self.spec.quantized else 0
@@ -494,10 +494,10 @@ def _stored_window(stored: Stored, block: Block, window: int, n_tokens: int) -> 
 def _replies_left(
     chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
 ) -> list[Checkpoint]:
-    """Return the checkpoints of childless replies where this chain branches off.
+    """Return the checkpoints of replies without a next turn, where this chain branches off.
 
-    A reply has one checkpoint, at its end. Other conversations' turns have an earlier checkpoint
-    too, or a session ends there.
+    Such a reply has one checkpoint, at its end. Turns of other conversations have an earlier
+    checkpoint, too, or are the end of a session.
     """
     n_reused = sequence.n_reused
     # `n_reused` may be some tokens after the end of the last block of both chains.

@@ -1,4 +1,4 @@
-"""Requests for the loaded model: their state, lookup, restore, record, save, remember.
+"""Requests for the loaded model: their state, lookup and restore, and their saved tokens.
 
 Generation thread, except `await_interrupted`, `fetch`, `look_up`, `finish` and `remember` of
 `Serving`.
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from ..store.shared_objects import Conversation
 
 _ORDER = count()
-"""The number of each request, in order of arrival."""
+"""Numbers the requests in order of arrival."""
 
 LAST_PART_S = 2.0
 """How long the last part of a reply waits at most until the earlier parts are on disk."""
 INTERRUPTED_S = 2.0
 """How long a prompt waits at most until the interrupted reply that it continues is saved."""
 MIN_SHARED = 2 * BLOCK_TOKENS
-"""If fewer tokens are common, both requests compute them: waiting would take as long."""
+"""If two prompts share fewer tokens, both compute them: waiting would take as long."""
 SHORT_REPLY = 16
-"""Fewer tokens are computed without drafts from stored ids: reading these would take longer."""
+"""A shorter reply gets no drafts from stored ids: reading the ids would take longer."""
 _MORE_BYTES = 1 << 20
 """A shared object may have this many bytes more than two blocks."""
 
@@ -90,7 +90,7 @@ class RequestState:
     stage: Stage = Stage.NEW
     outcome: Outcome | None = None
     saved_s: float | None = None
-    """Seconds to compute the tokens that it reused, if known."""
+    """The seconds in which the reused tokens would have been computed, if known."""
     n_prompt: int = 0
     """The number of prompt tokens, if stock serves the request."""
     root: Root | None = None
@@ -103,7 +103,7 @@ class RequestState:
     fetched: str = ""
     """A sentence about the fetch from the shared tier, or ""."""
     lookup: Lookup | None = field(default=None, repr=False)
-    """None once the request has entered."""
+    """The lookup of the prompt; None once the request has entered."""
     sequence: RunningSequence | None = field(default=None, repr=False)
     """The tokens of the request, once it has entered. Generation thread."""
     sent: dict[str, Any] | None = field(default=None, repr=False)
@@ -132,7 +132,7 @@ class RequestState:
         return state
 
     def move(self, stage: Stage) -> None:
-        """Enter the next stage, unless the request is done. A done request holds no blocks."""
+        """Enter the next stage, unless the request is done. A done request pins no blocks."""
         if self.stage is not Stage.DONE:
             self.stage = stage
         if stage is Stage.DONE:
@@ -194,7 +194,7 @@ class Serving:
     `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
     requests whose prompts are being computed, and some whose prompts are complete. `known`: all
-    requests that were looked up, until they are forgotten.
+    requests that were looked up and are still referred to.
     """
 
     store: BlockStore
@@ -244,7 +244,7 @@ class Serving:
                 state.fetched = self.store.shared.fetch(wanted)
 
     def _wanted(self, prompt: Prompt, root: Root) -> Wanted:
-        """Return which blocks of a prompt are here, and how to fetch the rest."""
+        """Return which blocks of a prompt this store has, and how to fetch the others."""
         from ..store.shared import Wanted  # imported late, because most servers share nothing
 
         store, model, spec = self.store, self.model, self.model.spec
@@ -520,7 +520,7 @@ class ServedRequest(TakenRequest):
             return None
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
-        """Save what the server has computed."""
+        """Save the tokens that the server has computed."""
         state, serving = self._state, self._serving
         has_ended = cache_type == REPLY
         if (sequence := state.sequence) is not None:
@@ -530,14 +530,14 @@ class ServedRequest(TakenRequest):
                 state.move(Stage.DONE if has_ended else Stage.DECODE)
             if serving.keeps(state):  # otherwise no other request would find it
                 serving.save(state, tokens, caches, cache_type)
-                # Else `finish` remembers the reply when it knows what was sent.
+                # Otherwise `finish` remembers the reply, when the sent text is known.
                 if self._request.client_gone or state.sent is not None:
                     serving.remember(state)
         if has_ended and state.is_saved is not None:
             state.is_saved.set()
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return the ids that followed a run in stored text; a longer reply starts to read them."""
+        """Return the ids that followed a run in stored text. A short reply reads no such text."""
         root, runs = self._root, self._serving.store.runs
         self._n_drafted += 1
         if self._n_drafted >= SHORT_REPLY and not self._has_asked_runs:
@@ -559,8 +559,8 @@ def awaits_another(
 ) -> bool:
     """Whether a prompt should wait for blocks that another request is computing.
 
-    n_shared: how many of its tokens each request will store. O(requests), plus the ids of each new
-        request.
+    n_shared: how many of the prompt's tokens each other request will store. O(requests), plus the
+        ids of each new request.
     """
     for other in others:
         sequence = other.sequence
